@@ -2,17 +2,19 @@
 
     plan = Plan.of(optimizer, topology, machines)    collective; the files that this rank writes
     copy = Copy(place.slot(0), everyone, "own", ...)
-    copy.start(optimizer, room)
+    copy.start(optimizer, room)                      a background thread writes the files
 
-A copy is a `Save` into a folder in memory (tmpfs), without flushes and without a manifest. Each
-share of a section has its own file, so that files from several machines can be combined, whichever
-machines are lost (`union`). Each machine stores everything that its ranks hold; if several of its
-ranks hold the same portion, each share is written by one of them. With a `Neighbour`, files that no
-other machine has are then also sent to the next machine, over groups of two ranks.
+A copy is a `Save` into a folder in memory (tmpfs). Its files are not flushed, and it has no
+manifest. Each share of a section (see `sections`) has its own file, so that files from several
+machines can be combined, whichever machines are lost (`union`). Each machine stores all states that
+its ranks hold; if several of its ranks hold the same portion, only one of them writes each share.
+With a `Neighbour`, files that no other machine has are then also sent to the next machine, over
+process groups of two ranks.
 
-Two copies exist at a time: the newest complete one, and the one in progress, which overwrites the
-files of the copy before. The thread reads states in place, without a snapshot on the host (values
-on a GPU are copied first), so an update waits until its state is written.
+Two copies exist at a time: the newest complete copy, and the copy in progress, which overwrites the
+files of the copy before the complete one. On a GPU, values are first copied to host memory. On a
+CPU, the thread writes the states without a copy, so the update of a state waits until this state is
+written.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Plan:
     Attributes:
         files: the files.
         alone: names of the files that no other machine has.
-        described: sections that the rank describes for its machine.
+        described: sections whose description this rank writes; on each machine, one rank describes
+            each section.
     """
 
     files: list[SavedFile]
@@ -58,11 +61,16 @@ class Plan:
 
     @classmethod
     def of(cls, optimizer: Optimizer, topology: Topology, machines: Machines) -> Plan:
-        """Divides the shares that a machine's ranks hold between these ranks. Collective."""
+        """Divides the shares that the ranks of a machine hold between these ranks. Collective.
+
+        Returns:
+            The part of this rank.
+        """
         everyone, sections = topology.axis("world"), held(optimizer.layout, states(optimizer))
         keys = [(h.section.digest[:16], h.portion) for h in sections]
         holders: dict[tuple[str, int], list[int]] = {}
-        described: dict[tuple[int, str], int] = {}  # first rank by (machine, section)
+        # by (machine, section): the machine's first rank that holds the section
+        described: dict[tuple[int, str], int] = {}
         for rank, some in enumerate(collectives.exchange(keys, everyone)):
             for digest, portion in some:
                 holders.setdefault((digest, portion), []).append(rank)
@@ -80,9 +88,9 @@ class Plan:
         return plan
 
     def with_extras(self, extras: Extras, machines: Machines) -> Plan:
-        """Returns the plan with a file of the current buffers and generators. Collective.
+        """Returns the plan with one more file: the current buffers and generators. Collective.
 
-        On each machine, one rank per stage writes the buffers.
+        On each machine, one rank per pipeline stage writes the buffers of the stage.
         """
         topology = extras.topology
         grid, stage = topology.grid, topology.coordinates["pp"]
@@ -100,9 +108,9 @@ class Copy(Save):
     """One rank's part of a copy.
 
     Attributes:
-        save: epoch and step.
+        save: [epoch, step]; the epoch counts the starts of the run (`node_memory.Epochs`).
         alone: names of the files that no other machine has.
-        neighbour: exchange with neighbouring machines, or None.
+        neighbour: exchange with neighbouring machines; None if files are not sent to others.
         entry: description of the files that this rank has written.
     """
 
@@ -121,13 +129,13 @@ class Copy(Save):
 
     def write(self, values: Iterable[Tensor]) -> None:
         """Writes this rank's files and entry; does not raise, but sets `problem`. Not collective."""
-        # The error is in `problem`. `commit` must run even so: neighbours wait for it.
+        # `commit` must run after an error too, because the neighbours wait for this rank's message.
         with suppress(Exception):
             super().write(values)
 
     def _write_files(self, values: Iterable[Tensor]) -> dict[str, Any]:
         self.path.mkdir(parents=True, exist_ok=True)
-        # entries of the older copy in this slot, whose files are overwritten now
+        # removes the entries of the older copy in this slot, because its files are overwritten now
         self._entry_file(self.everyone.index).unlink(missing_ok=True)
         for source, _ in self.neighbour.sources if self.neighbour else ():
             _copied_entry(self.path, source).unlink(missing_ok=True)
@@ -153,9 +161,9 @@ def _copied_entry(folder: Path, source: int) -> Path:
 def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: bool) -> int:
     """Returns a forecast of the host memory that copies use per rank, in bytes.
 
-    It counts this rank's slices once per copy, twice with `run.replicate` "neighbour", and
-    page-locked staging memory on a GPU. It is an upper bound if ranks of a machine hold the same
-    slices.
+    For each of the two copies, it counts this rank's slices once, or twice if `run.replicate` is
+    "neighbour". On a GPU, it adds the page-locked staging memory. If several ranks of a machine
+    hold the same slices, which are stored once, the forecast is too high.
 
     Args:
         config: configuration of the run.
@@ -177,8 +185,9 @@ def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: b
 class Neighbour:
     """The exchange of copies between a rank and ranks of the neighbouring machines.
 
-    Each rank sends to one rank of the next machine, and stores the files of some ranks of the
-    previous machine. Construction is collective; afterwards use it from one thread at a time.
+    Each rank sends its files to one rank of the next machine, and stores the files of zero or more
+    ranks of the previous machine. The constructor is collective. Call `exchange` from one thread at
+    a time.
     """
 
     def __init__(self, topology: Topology, machines: Machines) -> None:
@@ -188,10 +197,10 @@ class Neighbour:
         self.sources = [(source, links[source, me]) for source, target in pairs if target == me]
 
     def exchange(self, folder: Path, entry: Mapping[str, Any]) -> str:
-        """Sends the files of an entry, and stores the files that other ranks send.
+        """Sends the files of an entry, and stores the files that other ranks send to this one.
 
         Args:
-            folder: folder of the copy, for both directions.
+            folder: folder of the copy, which contains the files to send and those received.
             entry: description of the files to send.
 
         Returns:

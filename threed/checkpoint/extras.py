@@ -1,10 +1,10 @@
 """Saves and restores persistent buffers, and torch's random generators for a wrapped module.
 
-Each buffer is saved by the rank that owns it: the bytes in its file, and name, dtype and shape in
-the manifest. For a wrapped module, every rank also saves torch's default generator and its GPU's
-generator, because the module draws its dropout masks from them. The layers of this package do not
-use these generators. The generators of `random` and numpy belong to the user's program and are not
-saved.
+Each buffer is saved by the rank that owns it: the rank's file contains the values, and the manifest
+contains name, dtype and shape. For a wrapped module, every rank also saves the states of torch's
+default generator and of its GPU's generator, because the module draws its dropout masks from them.
+The layers of this package do not use these generators. The generators of `random` and numpy belong
+to the user's program and are not saved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from threed.models.buffers import Buffers, bytes_of, dtype_name
 
 @dataclass
 class Extras:
-    """The checkpoint content of an engine other than weights and optimizer states.
+    """The buffers and generators of an engine, as saved in checkpoints.
 
     Attributes:
         buffers: the buffers of the model.
@@ -40,9 +40,9 @@ class Extras:
     _warned: set[str] = field(default_factory=set)
 
     def rewinding(self) -> Callable[[], None]:
-        """Returns a function that resets changing buffers and torch's generators to now.
+        """Returns a function that restores the current state of changing buffers and generators.
 
-        Used before forwards that will be run a second time.
+        Call it before a forward that will be run a second time.
         """
         states, values = rng_states(self.topology.device), self.buffers.changing()
 
@@ -64,13 +64,14 @@ class Extras:
             warnings.warn(f"{what}: {listed(names)}; {fix}", stacklevel=5)
 
     def copied(self, any_copy: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns this rank's manifest entries, and copies of the values. Collective.
+        """Returns the buffers and generator states that this rank saves. Collective.
 
         Args:
             any_copy: see `Buffers.owned`.
 
         Returns:
-            The manifest entries, and the values by key, uint8 [n] on the CPU.
+            Their description for the manifest, and copies of their bytes by key in the file, uint8
+            [n] on the CPU.
         """
         self._synchronize()
         owned = self.buffers.owned(any_copy)
@@ -101,9 +102,9 @@ class Extras:
         return problems + (self._state_problems(states) if self.generators and states else [])
 
     def _state_problems(self, states: Mapping[str, Tensor]) -> list[str]:
-        """Returns why torch rejects generator states.
+        """Returns the error with which torch rejects generator states, or an empty list.
 
-        They are set for the test, and then reset.
+        To test the states, it sets them, and then restores the current ones.
         """
         device = self.topology.device
         before = rng_states(device)
@@ -123,7 +124,7 @@ class Extras:
         Args:
             saved: this rank's saved generator states by name.
             same: whether the checkpoint has this run's topology.
-            seed: text from which each rank's seed is derived otherwise.
+            seed: text from which each rank's seed is derived if no states can be restored.
         """
         if not self.generators:
             return

@@ -3,16 +3,16 @@
     hashes = stream_tensors(path, about, tensors)
     with TensorFile(path) as file: file.read("weight", 0, out)
 
-The format is safetensors: an 8-byte header length, a JSON header, then the tensors' bytes. This
-module writes it without the safetensors library so that it hashes while it writes, keeps one tensor
-in memory at a time, and reports a full disk at once. It reads files with plain read calls directly
-into the destination tensor; a failed read raises an exception.
+A safetensors file consists of an 8-byte header length, a JSON header, and the tensors' bytes. This
+module does not use the safetensors library, so that it can hash the data while it writes them, keep
+one tensor in memory at a time, and report a full disk at once. Files are read with plain read
+calls, directly into the destination tensor; a failed read raises an exception.
 
-Each file has two hashes. `tree` is the SHA-256 of the concatenated SHA-256 digests of its 8 MiB
-blocks, so that threads can share the work. `sum` is the SHA-256 of two 64-bit checksums per 64 KiB
-(csrc/cpu/checksum.cpp). `sum` is faster and detects damage, which is enough for a load; `tree` in a
-signed manifest also detects forgery. Without the native library there is no `sum`, and loads
-compare `tree`.
+Each file has two hashes. `tree` is the SHA-256 of the concatenated SHA-256 digests of the file's
+8 MiB blocks; threads hash the blocks in parallel. `sum` is the SHA-256 of the concatenated
+checksums of the file, two 64-bit checksums per 64 KiB (csrc/cpu/checksum.cpp). `sum` is faster and
+detects damage, which is enough for a load. `tree` in a signed manifest also detects forgery.
+Without the native library there is no `sum`, and loads compare `tree`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape, by
 Metadata = Mapping[str, str]
 Parts = Iterable[bytes | Tensor]  # contents of a file; tensors are uint8 [n] on the CPU
 NONE: Metadata = MappingProxyType({})
-POLL_S = 0.125  # seconds between calls of `hurries`
-BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes hashed per task, per read, and per checksum
+POLL_S = 0.125  # seconds between calls of the `hurries` argument of `write_hashed`
+BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes per hashing task, per read, per checksum
 
 
 def never() -> bool:
@@ -76,9 +76,10 @@ class RunFolderError(RuntimeError):
 
 
 def is_finite(values: Tensor) -> bool:
-    """Returns whether all values of a tensor are finite, without a temporary of the tensor's size.
+    """Returns whether all values of a tensor are finite.
 
-    The host waits for the result. Integer tensors and empty ones count as finite.
+    It allocates no temporary tensor of that size. The host waits for the result. Integer tensors
+    and empty tensors count as finite.
     """
     if not values.numel() or not values.is_floating_point():
         return True
@@ -114,7 +115,7 @@ def sums(data: bytes | memoryview, instructions: str | None = None) -> bytes:
     """Returns the checksums of each 64 KiB of `data`, or b"" without the native library.
 
     Args:
-        data: bytes to sum; the last chunk may be shorter.
+        data: bytes to sum, in chunks of 64 KiB; the last chunk may be shorter.
         instructions: instruction set to use; None chooses the fastest that the CPU supports.
 
     Returns:
@@ -138,8 +139,8 @@ def start_hashing(block: memoryview, tree: bool) -> Future[tuple[bytes, bytes]]:
 
     Args:
         block: at most BLOCK bytes; must not change until the result is available.
-        tree: whether to compute the SHA-256 too, which takes about ten times as long as the
-            checksums. It is always computed without the native library.
+        tree: whether to compute the SHA-256 in addition to the checksums; it takes about ten times
+            as long. Without the native library, the SHA-256 is always computed.
 
     Returns:
         A future of (SHA-256 digest, checksums); the digest is b"" if it was not computed.
@@ -153,7 +154,7 @@ def start_hashing(block: memoryview, tree: bool) -> Future[tuple[bytes, bytes]]:
 
 
 def combined(blocks: Sequence[tuple[bytes, bytes]]) -> Hashes:
-    """Returns the hashes of a file from the hashes of its blocks."""
+    """Returns the hashes of a file, given (SHA-256 digest, checksums) of each of its blocks."""
     tree, total = (hashlib.sha256(b"".join(some)).hexdigest() for some in zip(*blocks, strict=True))
     return Hashes(tree if blocks[0][0] else None, total if blocks[0][1] else None)
 
@@ -230,10 +231,10 @@ def write_hashed(
         path: file to write; an existing file is overwritten.
         parts: contents in order: bytes, and uint8 tensors [n] on the CPU.
         limit: maximum rate in bytes per second; None for no limit.
-        hurries: callback; returns True once `limit` no longer applies, because a run that should
-            stop waits for this file.
+        hurries: callback that returns True once `limit` no longer applies, because the run is to
+            stop and waits for this file.
         durable: whether to flush the file to disk and compute its SHA-256. False for files in
-            memory, which need only the checksum if the native library is available.
+            memory: if the native library is available, only their checksum is computed.
 
     Raises:
         OSError: if the file cannot be written.
@@ -243,12 +244,12 @@ def write_hashed(
         for block in _blocks(parts):
             hashing = start_hashing(block, tree=durable)
             _write_block(file, block)
-            hashes.append(hashing.result())  # before the block's buffer is reused
+            hashes.append(hashing.result())  # waits, because the next block reuses the buffer
             written += len(block)
             if limit is not None:
                 os.fdatasync(file.fileno())
                 _wait_until(began + written / limit, hurries)
-            # starts writeback, and frees clean pages of the page cache
+            # Starts to write dirty pages to disk, and drops clean pages from the page cache.
             if durable and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, written, os.POSIX_FADV_DONTNEED)
         file.truncate()
@@ -258,15 +259,16 @@ def write_hashed(
 
 
 def overwriting(path: Path) -> str:
-    """Returns the mode that opens a file for writing from its start without truncating it.
+    """Returns the mode of `open` that writes a file from its start without truncating it.
 
-    For a file in memory, allocating new pages takes longer than overwriting existing ones.
+    An existing file is not truncated, because for a file in memory (tmpfs) it is faster to
+    overwrite pages than to allocate new ones.
     """
     return "r+b" if path.exists() else "wb"
 
 
 def _blocks(parts: Parts) -> Iterator[memoryview]:
-    """Yields the bytes of all parts in blocks of BLOCK bytes; each is valid until the next one."""
+    """Yields the bytes of all parts in blocks of BLOCK bytes. The next block reuses the memory."""
     dtype, filled = torch.uint8, 0
     buffer = torch.empty(BLOCK, dtype=dtype)
     for part in parts:
@@ -323,12 +325,12 @@ def _safetensors(about: About, tensors: Iterable[Tensor], metadata: Metadata) ->
 
 
 def cut(sizes: Mapping[Any, int], limit: int) -> list[list[Any]]:
-    """Splits names, in order, into groups of at most `limit` bytes.
+    """Splits tensor names, in order, into groups of at most `limit` bytes.
 
-    A larger tensor gets its own group.
+    A tensor larger than `limit` gets its own group.
 
     Args:
-        sizes: bytes by name.
+        sizes: bytes of each tensor, by name.
         limit: maximum bytes per group.
     """
     files: list[list[str]] = [[]]
@@ -349,9 +351,9 @@ class TensorFile:
     """An open safetensors file.
 
     Attributes:
-        tensors: dtype (as the format spells it), shape and offset of the first byte, by tensor
-            name.
-        metadata: text by name.
+        tensors: (dtype, shape, offset) by tensor name. The dtype is as in the header ("F32"); the
+            offset is the position of the tensor's first byte in the file.
+        metadata: texts of the header's `__metadata__`, by name.
 
     Raises:
         CheckpointError: if the file is not a valid safetensors file.
@@ -397,7 +399,7 @@ class TensorFile:
             if len(starts) > 1:
                 blocks = [(rest[start : start + BLOCK], at + start) for start in starts]
                 work = [threads().submit(fill, self._handle, *block) for block in blocks]
-                # Also after an error: no thread may write into `out` after this returns.
+                # Waits even if a block failed: no thread may write into `out` after `read` returns.
                 wait(work)
                 for one in work:
                     one.result()
@@ -445,10 +447,16 @@ def fill(handle: int, out: memoryview, at: int) -> None:
 def _parse_header(
     header: Any, begin: int, size: int
 ) -> tuple[dict[str, str], dict[str, tuple[str, list[int], int]]]:
-    """Returns the metadata and tensors of a header whose data begin at byte `begin` of the file.
+    """Returns `metadata` and `tensors` of `TensorFile`, parsed from a header.
 
-    Raises ValueError, KeyError, TypeError or AttributeError unless the tensors fill the file
-    exactly.
+    Args:
+        header: the JSON header.
+        begin: offset in the file of the first byte after the header.
+        size: size of the file in bytes.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: if the header is not valid, or the tensors
+            do not fill the file exactly.
     """
     metadata, found = dict(header.pop("__metadata__", {})), {}
     for name, about in header.items():
@@ -474,7 +482,7 @@ def _parse_header(
 
 
 def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
-    """Creates the empty folder in which `path` is built, and returns it.
+    """Creates the empty temporary folder in which `path` is built, and returns its path.
 
     Args:
         path: final path of the folder.
@@ -483,8 +491,8 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
         nbytes: disk space that the folder will need.
 
     Raises:
-        CheckpointError: if `path` exists and is of another kind, or the disk has less than `nbytes`
-            free.
+        CheckpointError: if `path` exists and is not of this kind, or the disk has less than
+            `nbytes` free.
         OSError: if the folder cannot be created.
     """
     other = path.exists() and not (path / mark).is_file()
@@ -500,9 +508,10 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
 
 @contextmanager
 def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
-    """Context manager that yields the folder in which `path` is built, and removes it at the end.
+    """Context manager that yields the temporary folder in which `path` is built; see `begin`.
 
-    The block publishes the finished folder by renaming it.
+    The block publishes the finished folder by renaming it. If the temporary folder still exists at
+    the end, for example after an error, it is removed.
 
     Raises:
         CheckpointError: if `begin` raises it, or if the block raises OSError.
@@ -510,7 +519,7 @@ def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
     try:
         yield begin(path, mark, kind, nbytes)
     except OSError as error:
-        # frees disk space before `why` measures it
+        # Removes the unfinished folder before `why` measures the free disk space.
         shutil.rmtree(building_place(path), ignore_errors=True)
         raise CheckpointError(
             f"could not write {path}: {why(error, path.parent, nbytes)}"

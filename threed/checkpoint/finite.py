@@ -1,13 +1,14 @@
 """Checks for values that are not finite (NaN or infinite) in checkpoints.
 
-    restore = Restore(source, trained)   passed to `records.fill`; stops at the first bad tensor
-    restore.problems                     empty, or one line
+    restore = Restore(source, trained)   callback of `records.fill_in_place`
+    restore.problems                     one line about the first bad tensor, or empty
     tally = Tally()                      counts bad tensors in a conversion
-    tally.passed(name, slab); tally.tell(path)
+    tally.passed(name, slab)             checks some rows of a tensor, and returns them
+    tally.tell(path)                     warns of the bad tensors, if there are any
 
-A run neither saves nor loads such values in the weights and moments of trained tensors, because
-training cannot recover from them. Conversions pass them through and warn. Buffers and frozen
-parameters may contain them: a mask may hold minus infinity.
+A run neither saves nor loads NaN or infinite values in the weights and moments of trained tensors,
+because training cannot recover from them. Conversions write such values unchanged and warn. Buffers
+and frozen parameters may contain them; for example, an attention mask contains minus infinity.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from threed.distributed.sharding import Piece
 
 
 def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor converted to `dtype`.
+    """Returns a tensor converted to `dtype`, after checking that no value overflows.
 
     Args:
         name: name of the tensor, for the message.
@@ -33,7 +34,7 @@ def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: floating-point dtype.
 
     Raises:
-        CheckpointError: if a finite value becomes infinite.
+        CheckpointError: if a finite value becomes infinite in `dtype`.
     """
     out = tensor.to(dtype)
     largest = torch.finfo(dtype).max
@@ -45,7 +46,7 @@ def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Tally:
-    """Counts the tensors of a conversion that have NaN or infinite values, for one warning."""
+    """Records which tensors of a conversion have NaN or infinite values, for a single warning."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
@@ -57,7 +58,11 @@ class Tally:
         return values
 
     def tell(self, path: Path) -> None:
-        """Warns of the tensors found, if any. `path`: the folder that was written."""
+        """Warns of the recorded tensors, if there are any.
+
+        Args:
+            path: the folder that was written, for the message.
+        """
         if self.names:
             count, first = len(self.names), next(iter(self.names))
             which = first if count == 1 else f"{count} tensors, of which the first is {first},"
@@ -67,17 +72,18 @@ class Tally:
 
 
 class Restore:
-    """Reads states from a checkpoint, as a callback of `records.fill`.
+    """Reads states from a checkpoint, as a callback of `records.fill_in_place`.
 
-    It records the first tensor that cannot be read or has values that are not finite. After that it
-    does nothing and raises nothing, because other ranks would hang in the next collective.
+    The first tensor that cannot be read or is not finite is recorded in `problems`, and later calls
+    do nothing. No call raises an error, because the other ranks would then hang in their next
+    collective.
 
     Args:
         source: the checkpoint. Moments that it does not have are set to zero.
         names: names of the tensors that must be finite.
 
     Attributes:
-        problems: empty, or one line.
+        problems: one line about the first bad tensor, or empty.
     """
 
     def __init__(self, source: TensorSource, names: Iterable[str]) -> None:

@@ -1,8 +1,7 @@
-"""Compares the tensors of a checkpoint with an engine's, before any is overwritten.
+"""Compares the names and shapes of tensors between a checkpoint and the model of an engine.
 
-They are compared by name and shape.
-
-Also sets weights and buffers from full tensors by name.
+This is done before any tensor of the engine is overwritten. `take_full` sets weights and buffers of
+an engine from full tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from threed.zero.agreement import tensors_of_model
 from threed.zero.optimizer import Optimizer
 
 Shape = tuple[int, ...]
-MOST = 10  # names listed in a message
+MOST = 10  # limit on the names listed in a message
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Expected:
         weights: shape of each weight, by name.
         trained: names of the weights that are trained.
         with_moments: names of the weights whose update rule keeps moments.
-        buffers: shape of each persistent buffer, by name; None if it has no value yet.
+        buffers: shape of each persistent buffer, by name; None for a buffer that has no value yet.
     """
 
     weights: dict[str, Shape]
@@ -53,7 +52,7 @@ def expected(optimizer: Optimizer, buffers: Buffers, topology: Topology) -> Expe
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns at most `MOST` names as text, and the number of the rest."""
+    """Returns the first `MOST` names, sorted, as text; if there are more, their number follows."""
     some = sorted(names)
     return ", ".join(some[:MOST]) + (f" and {len(some) - MOST} more" if len(some) > MOST else "")
 
@@ -61,12 +60,17 @@ def listed(names: Iterable[str]) -> str:
 def differences(
     found: Mapping[str, Shape], wanted: Mapping[str, Shape | None], what: str
 ) -> list[str]:
-    """Returns a line for each kind of difference: missing, unexpected, and different shape.
+    """Compares tensors by name and shape.
 
     Args:
         found: shapes in the checkpoint, by name.
-        wanted: shapes in the model, by name; a tensor with shape None may be missing.
+        wanted: shapes in the model, by name. A tensor with shape None may be missing from the
+            checkpoint.
         what: kind of tensor, for the message.
+
+    Returns:
+        One line about missing tensors, one about unexpected tensors, and one about tensors of
+        another shape; each line only if there are such tensors.
     """
     missing = [name for name, shape in wanted.items() if name not in found and shape is not None]
     unknown = [name for name in found if name not in wanted]
@@ -85,7 +89,7 @@ def differences(
 
 
 def tell(rank: int, text: str, names: Collection[str]) -> None:
-    """Warns on rank 0 with `text`, formatted with a list of the names, if there are any."""
+    """Warns on rank 0 if there are names. `text` is the message, with {} for the names."""
     if names and rank == 0:
         warnings.warn(text.format(listed(names)), stacklevel=4)
 
@@ -95,7 +99,7 @@ def take_full(
 ) -> None:
     """Sets weights and persistent buffers from full tensors by global name. Collective.
 
-    Everything is checked before the first tensor is overwritten.
+    All names and shapes are checked before the first tensor is overwritten.
 
     Args:
         optimizer: holder of the weights.
@@ -104,8 +108,8 @@ def take_full(
         given: full tensors by global name.
 
     Raises:
-        KeyError: if a tensor is missing or unknown.
-        ValueError: if a tensor has another shape.
+        KeyError: if a tensor of the model is missing, or the model does not have a given tensor.
+        ValueError: if the shape of a tensor differs from the model's.
     """
     here = expected(optimizer, buffers, topology)
     wanted: dict[str, Shape | None] = {**here.weights, **here.buffers}

@@ -1,12 +1,15 @@
-"""Tensors in files that are read one box at a time, and compositions of them.
+"""Lazy tensors, whose values are read from files on demand, and compositions of lazy tensors.
 
-    joined = concatenate([first, second])        `Boxed`, along the rows
-    part = rows(joined, (100, 200))              `Slice`
-    matrix = Reshaped((20, 5), part)
+    joined = concatenate([first, second])        a `Boxed`; joins vectors, or matrices by rows
+    part = rows(joined, (100, 200))              a `Slice`
+    matrix = Reshaped((20, 5), part)             for a vector `part`
     read_box(matrix, start=(4, 0), size=(8, 5))
 
-A readable checkpoint is a `TensorSource`: native checkpoints (`reading.Reader`), Hugging Face
-folders, and checkpoints of other programs (`threed.interop`).
+A box is a block of a tensor, with a start and a size in each dimension. The rows of a tensor are
+its slices along the first dimension.
+
+All checkpoints that can be read implement `TensorSource`: native checkpoints (`reading.Reader`),
+Hugging Face folders, and checkpoints of other programs (`threed.interop`).
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from threed.distributed.sharding import intersect, slices
 from threed.zero.state import PREVIOUS, WEIGHT
 
 Shape = tuple[int, ...]
-SLAB_BYTES = 2**24  # size of the slabs of `read_slabs`
-MOST_BYTES = 2**25  # limit per read
-# Rows below this size are read together with the gaps between them, unless the gaps are large.
+SLAB_BYTES = 2**24  # maximum size of the slabs of `read_slabs`
+MOST_BYTES = 2**25  # maximum size of a read
+# Contiguous runs shorter than this are read together with the gaps between them, if the starts of
+# two runs are less than 16 times this apart.
 SHORT_BYTES = 2**12
 
 
@@ -53,8 +57,8 @@ class TensorSource(Protocol):
     """The tensors of a checkpoint, by threed's global names.
 
     Attributes:
-        shapes: shape of each tensor; all its parts have this shape.
-        parts: parts of each tensor in the checkpoint: weight, exp_avg, ...
+        shapes: shape of each tensor, by name; all its parts have this shape.
+        parts: saved parts of each tensor (weight, exp_avg, ...), by name.
     """
 
     @property
@@ -64,14 +68,22 @@ class TensorSource(Protocol):
     def parts(self) -> Mapping[str, Collection[str]]: ...
 
     def tensor(self, part: str, name: str) -> LazyTensor:
-        """Returns a part of a tensor. Raises CheckpointError if the checkpoint does not have it."""
+        """Returns a part of a tensor.
+
+        Raises:
+            CheckpointError: if the checkpoint does not have this part.
+        """
 
 
 def saved_part(part: str, saved: Collection[str]) -> str | None:
-    """Returns the saved part to read for a part of the state; None if it is not saved.
+    """Returns the saved part from which a part of the state is loaded, or None if it is not saved.
 
-    The previous weights are saved only if they differ from the newest weights, which are used
-    otherwise.
+    The previous weights are saved only if they differ from the newest weights. If they are not
+    saved, they are loaded from the newest weights.
+
+    Args:
+        part: part of the state: weight, exp_avg, ...
+        saved: parts of the tensor that the checkpoint has.
     """
     part = WEIGHT if part == PREVIOUS and PREVIOUS not in saved else part
     return part if part in saved else None
@@ -93,12 +105,14 @@ def read_all(tensor: LazyTensor) -> Tensor:
 
 
 def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
-    """Yields the rows of a tensor in slabs of some MiB; each slab is valid until the next one.
+    """Yields the rows of a tensor in slabs of up to `SLAB_BYTES`, at least one row each.
+
+    The next slab reuses the memory.
 
     Args:
         tensor: tensor of at least one dimension.
-        itemsize: bytes per element that the caller needs, if more than the tensor's own; makes
-            slabs smaller.
+        itemsize: bytes per element of the dtype to which the caller converts slabs. If it is larger
+            than the tensor's own, slabs have fewer rows.
     """
     count, *rest = tensor.shape
     row = math.prod(rest) * max(itemsize, tensor.dtype.itemsize)
@@ -122,13 +136,16 @@ def read_strided(
     start: Shape,
     out: Tensor,
 ) -> None:
-    """Copies a box of a row-major tensor to `out`, with at most `MOST_BYTES` per read.
+    """Copies a box of a row-major tensor to `out`.
+
+    A read has at most `MOST_BYTES`, or one row if a row is larger.
 
     Args:
         shape: shape of the tensor.
         dtype: dtype of the tensor.
-        elements: function that reads consecutive elements; called as `elements(first, values)` with
-            the index of the first one, and values [n], contiguous and on the CPU.
+        elements: function that reads consecutive elements. It is called as `elements(first,
+            values)`: the index of the first element, and the destination [n], contiguous and on
+            the CPU.
         start: start of the box [*out.shape].
         out: destination, of any dtype and device.
     """
@@ -175,11 +192,11 @@ T = TypeVar("T", bound=LazyTensor)
 
 @dataclass(frozen=True, eq=False)
 class Boxed(Generic[T]):
-    """A tensor that consists of boxes, which cover it.
+    """A tensor that consists of boxes, which together cover it.
 
     Attributes:
         shape: shape of the tensor.
-        boxes: start and values of each box.
+        boxes: start of each box, and a tensor with its values.
     """
 
     shape: Shape
@@ -187,7 +204,7 @@ class Boxed(Generic[T]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype to which all boxes can be promoted."""
+        """The common dtype to which torch promotes the dtypes of all boxes."""
         return functools.reduce(torch.promote_types, (tensor.dtype for _, tensor in self.boxes))
 
     def read(self, start: Shape, out: Tensor) -> None:
@@ -196,11 +213,11 @@ class Boxed(Generic[T]):
             tensor.read(inside, out[slices(at, size, start)])
 
     def meeting(self, start: Shape, size: Shape) -> Iterator[tuple[T, Shape, Shape, Shape]]:
-        """Yields the boxes that intersect the box [*size] at `start`.
+        """Yields this tensor's boxes that intersect the box [*size] at `start`.
 
         Yields:
-            The box's tensor, the start of the intersection in that box, its start in this tensor,
-            and its size.
+            Four values: the tensor of a box, and, of its intersection, the start relative to that
+            box, the start in this tensor, and the size.
         """
         for origin, tensor in self.boxes:
             if (common := intersect(start, size, origin, tensor.shape)) is not None:
@@ -212,7 +229,7 @@ class Boxed(Generic[T]):
 class Slice:
     """The box [*shape] of a tensor at `start`.
 
-    `shape` may omit leading dimensions, in which the box then has size 1.
+    `shape` may omit leading dimensions. The box has size 1 in the omitted dimensions.
 
     Raises:
         CheckpointError: if the box is not inside the tensor.
@@ -249,10 +266,10 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class Reshaped:
-    """A one-dimensional tensor viewed in another shape, in row-major order.
+    """A one-dimensional tensor, viewed in another shape in row-major order.
 
     Raises:
-        CheckpointError: if the numbers of elements differ.
+        CheckpointError: if `shape` does not have as many elements as `flat`.
     """
 
     shape: Shape
@@ -301,7 +318,8 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
     """Returns the concatenation of tensors along their rows.
 
     Raises:
-        CheckpointError: if `parts` is empty, or their other dimensions differ.
+        CheckpointError: if `parts` is empty, a part is a scalar, or parts differ in a dimension
+            other than the first.
     """
     parts = [part for part in parts if 0 not in part.shape] or parts[:1]
     if len({part.shape[1:] for part in parts}) != 1 or not all(part.shape for part in parts):

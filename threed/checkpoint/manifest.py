@@ -4,10 +4,11 @@
     manifest = read_manifest(path)      raises only CheckpointError, with the reason
     problems = verify(path, manifest)   checks the hashes of the files in the manifest
 
-The manifest's own hash detects damage but is not a signature: anyone who edits a manifest can
-update it. So a manifest is also validated against a schema, before any tensor is read and before it
-is written: counters are finite and in range, names are printable, files are plain files of the
-folder, and the files contain each element of every tensor exactly once (`coverage_problems`).
+A manifest contains its own hash. The hash detects damage but is not a signature: anyone who edits a
+manifest can update it. So manifests are also validated, before they are written and, in a load,
+before any tensor is read. Counters must be finite and in range, names printable, and files plain
+files of the folder, and the files must contain each element of every tensor exactly once
+(`coverage_problems`).
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ FORMAT = "threed-checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**30  # maximum size of a manifest
-# limit on the sum, over tensors, of (number of boxes)^2 * (number of dimensions); at the limit the
-# search for overlapping boxes takes seconds
+# Limit on the sum, over tensors, of (number of boxes)^2 * (number of dimensions). At this limit,
+# the search for overlapping boxes takes seconds.
 MOST_PAIRS = 2**31
-MOST_WINDOWS = 2**20  # windows per section
+MOST_WINDOWS = 2**20  # maximum number of windows per section
 Corner = tuple[int, ...]
 FileEntry = Mapping[str, Any]
 IsIntact = Callable[[Path, FileEntry], bool]
@@ -68,24 +69,30 @@ class _Strict(BaseModel):
 
 
 Name = Annotated[str, Field(min_length=1, max_length=2**14), AfterValidator(_printable)]
-Count = Annotated[int, Field(ge=0, le=2**53)]  # exact as a double
+Count = Annotated[int, Field(ge=0, le=2**53)]  # doubles represent all these integers exactly
 Amount = Annotated[float, Field(ge=0, le=2**53)]
 Length = Annotated[int, Field(ge=1, le=2**53)]
 Dimensions = Annotated[list[Count], Field(max_length=64)]
 Lengths = Annotated[list[Length], Field(max_length=64)]
-Row = Field(strict=False)  # JSON represents tuples as lists
+Row = Field(strict=False)  # accepts a list for a tuple, because JSON has no tuples
 Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # name, dtype, shape
-Number = Annotated[tuple[Count, Count], Row]
+Number = Annotated[tuple[Count, Count], Row]  # a share: index of the section, number in it
 # name, start, size, offset in its line
 Piece = Annotated[tuple[Name, Dimensions, Lengths, Count], Row]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _File(_Strict):
-    """A file of the checkpoint, and its contents.
+    """A file of the checkpoint.
 
-    holds: the shares in the file, as (section, number). tree, sum: its hashes, see `files`; a copy
-    in memory may have only `sum`.
+    Attributes:
+        file: its name.
+        size: bytes.
+        tree: SHA-256 of its blocks, see `files`; a copy in memory may have only `sum`.
+        sum: checksum, see `files`; None if the native library was not available.
+        holds: the shares in the file, as (index of the section, number of the share).
+        buffers: name, dtype and shape of each buffer in the file.
+        generators: names of the generators with states in the file.
     """
 
     file: Annotated[Name, Field(max_length=100)]
@@ -131,8 +138,8 @@ class _State(_Strict):
     good_steps: Amount | None = None
     hysteresis_left: Amount | None = None
     norm_mean: Annotated[float, Field(ge=0)] = 0.0  # mean gradient norm
-    norms: Amount = 0.0
-    last_update: Annotated[  # gradient norm and learning rate, with schedule 2bw
+    norms: Amount = 0.0  # number of gradient norms in the mean
+    last_update: Annotated[  # its gradient norm and learning rate, saved with schedule 2bw
         list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])
     ]
 
@@ -157,9 +164,9 @@ class _Data(_Strict):
 
 
 class _Config(_Strict):
-    """The keys that are read before the configuration is parsed.
+    """The keys of the configuration that are read before it is parsed.
 
-    Other keys differ between versions.
+    Only these are validated here, because other keys may differ between versions of threed.
     """
 
     model: _Model
@@ -168,7 +175,18 @@ class _Config(_Strict):
 
 
 class _Manifest(_Strict):
-    """A manifest. shapes: shapes of the global tensors."""
+    """A manifest.
+
+    Attributes:
+        format: constant name of the format.
+        version: version of the format.
+        config: configuration of the run that saved the checkpoint.
+        topology: size of each axis, by name.
+        state: counters of the run.
+        shapes: shapes of the global tensors, by name.
+        sections: see `sections`.
+        files: names, hashes and contents of the files.
+    """
 
     format: Literal["threed-checkpoint"]
     version: Literal[3]
@@ -184,7 +202,7 @@ def check_structure(manifest: Mapping[str, Any], what: str = "the manifest") -> 
     """Checks the structure of a manifest, its values, and that its files are complete.
 
     Args:
-        manifest: manifest without its hash, or with it.
+        manifest: manifest, with or without its hash.
         what: name of the manifest, for the message.
 
     Raises:
@@ -201,7 +219,7 @@ def check_structure(manifest: Mapping[str, Any], what: str = "the manifest") -> 
 
 
 def parts_of(manifest: Mapping[str, Any]) -> set[str]:
-    """Returns the parts that are saved of any tensor: weight, exp_avg, ..."""
+    """Returns the parts (weight, exp_avg, ...) that are saved for at least one tensor."""
     return {part for section in manifest["sections"] for part in section["parts"]}
 
 
@@ -209,10 +227,14 @@ def parts_of(manifest: Mapping[str, Any]) -> set[str]:
 
 
 def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the errors in the sections of a manifest, whose structure must be valid.
+    """Yields an error text for each violation of the rules below.
 
-    The files must contain each share of each section once. Lines must be split evenly. The pieces
-    of a line must not overlap, and all pieces must partition the global tensors.
+    The files must contain each share of each section exactly once. The length and the step of a
+    line must be multiples of the number of portions. The pieces of a line must not overlap. For
+    each saved part of a tensor, all pieces together must partition the tensor.
+
+    Args:
+        manifest: manifest that is valid by the schema (`_Manifest`).
     """
     sections, shapes = manifest["sections"], manifest["shapes"]
     names = [entry["file"] for entry in manifest["files"]]
@@ -252,12 +274,15 @@ def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
 def partition_problem(
     what: str, shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]]
 ) -> str:
-    """Returns why boxes do not partition a tensor, or "" if they do.
+    """Checks that boxes partition a tensor: they cover it and do not overlap.
 
     Args:
         what: name of the tensor, for the message.
         shape: shape of the tensor.
         boxes: start and size of each box.
+
+    Returns:
+        An error text, or "".
     """
     if any(not len(start) == len(size) == len(shape) for start, size in boxes):
         return f"a box of {what} has another number of dimensions than {list(shape)}"
@@ -284,7 +309,7 @@ def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, A
 
     Args:
         path: final path of the checkpoint.
-        head: the manifest without sections and files.
+        head: the manifest's format, version, configuration, topology and state.
         entries: sections and files of each rank.
 
     Raises:
@@ -292,7 +317,7 @@ def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, A
         CheckpointError: if the manifest is not valid.
         TypeError, ValueError, RecursionError: if JSON cannot represent `head`.
     """
-    # as a reader will see it: JSON turns tuples into lists
+    # Validates the values that a reader will get, because JSON turns tuples into lists.
     body = json.loads(json.dumps({**head, **joined(entries)}))
     check_structure(body, f"{path / MANIFEST}")  # do not publish an unreadable checkpoint
     building = building_place(path)
@@ -303,7 +328,7 @@ def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, A
 def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns shapes, sections and files of a manifest, merged from the entries of all ranks."""
     described = [both for entry in entries for both in entry["sections"]]
-    # replicas describe the same section
+    # Ranks that hold replicas describe the same section.
     sections = {digest(about): about for about, _ in described}
     shapes = {name: shape for _, some in described for name, shape in some.items()}
     numbers = {digest: number for number, digest in enumerate(sections)}
@@ -314,9 +339,10 @@ def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
-    """Writes a rank's part of a manifest with its hash.
+    """Writes a rank's part of a manifest, and a hash of this part, to `file`.
 
-    The file is renamed into place, so that readers never see a partial file.
+    The file is written under another name and then renamed, so that readers never see a partial
+    file.
     """
     scratch = file.with_suffix(".part")
     scratch.write_text(json.dumps({**entry, "sha256": digest(entry)}))
@@ -330,8 +356,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Returns the manifest of a checkpoint folder, after checking it.
 
     Raises:
-        CheckpointError: if the manifest cannot be read, is damaged, of another version, or not
-            valid.
+        CheckpointError: if the manifest cannot be read, is damaged or not valid, or has another
+            version of the format.
     """
     file = path / MANIFEST
     try:
@@ -371,8 +397,8 @@ def _not_a_checkpoint(path: Path, why: str) -> str:
 def did_you_mean(path: Path) -> str:
     """Returns a question that suggests a checkpoint near a wrong path, or "".
 
-    For a run folder, or its `checkpoints` folder, it suggests the checkpoint of the highest step;
-    for a file in a checkpoint, that checkpoint.
+    For a run folder or its `checkpoints` folder, it suggests the checkpoint of the highest step.
+    For a file inside a checkpoint, it suggests this checkpoint.
     """
     if os.path.isfile(path):
         return f"did you mean {path.parent}?" if os.path.isfile(path.parent / MANIFEST) else ""
@@ -383,9 +409,13 @@ def did_you_mean(path: Path) -> str:
 
 
 def _text(file: Path) -> str:
-    """Returns the text of a regular file; raises OSError otherwise.
+    """Returns the text of a regular file.
 
-    It opens without blocking: opening a pipe would wait for a writer.
+    The file is opened in non-blocking mode, because otherwise `open` would wait for a writer if it
+    is a named pipe.
+
+    Raises:
+        OSError: if the file cannot be read, is not a regular file, or is too large.
     """
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -409,11 +439,11 @@ def verify(
 
     Args:
         path: folder of the checkpoint.
-        manifest: its manifest, or an excerpt with `files`.
-        index: index of the first file to check, to divide the work between ranks.
-        of: stride between files to check.
-        thorough: whether to compare the SHA-256 even if the file has the faster `sum`, which is
-            enough to detect damage.
+        manifest: its manifest, or an excerpt that has only `files`.
+        index: index of the first file to check; a rank, if the files are divided between ranks.
+        of: step to the next file to check; the number of ranks.
+        thorough: True compares the SHA-256 (`tree`) of each file that has one. False compares the
+            faster `sum` if it is available; this is enough to detect damage.
     """
 
     def is_intact(file: Path, entry: FileEntry) -> bool:
@@ -425,7 +455,7 @@ def verify(
 
 
 def missing(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each file that is missing or has another length, without opening files."""
+    """Returns a line for each file that is missing or has another size, without opening files."""
     return _problems(path, manifest["files"], lambda file, entry: True)
 
 
@@ -445,6 +475,6 @@ def _problem(file: Path, entry: FileEntry, is_intact: IsIntact) -> str:
         intact = is_intact(file, entry)
     except (FileNotFoundError, NotADirectoryError):
         return gone
-    except (OSError, ValueError) as error:  # ValueError: null character in the name
+    except (OSError, ValueError) as error:  # ValueError: the name contains a null character
         return f"{file} cannot be read: {error}"
     return "" if intact else f"{file} is damaged: its hash differs from the manifest's"

@@ -1,12 +1,12 @@
 """Loads native checkpoints: one safetensors file per rank, and a manifest that locates every value.
 
     step-40/manifest.json            format, configuration, counters, sections, hashes of files
-    step-40/rank-00000.safetensors   this rank's weights, moments, buffers and generator states
+    step-40/rank-00000.safetensors   rank 0's weights, moments, buffers and generator states
 
-`saving` writes checkpoints; this module loads them in any topology: each rank reads the manifest,
-and from the files only the values that it needs. No pickle is used. A checkpoint is complete if its
-manifest exists: files are written into `step-40.tmp` and flushed, then the manifest is written and
-the folder is renamed.
+`saving` writes checkpoints; this module loads them in any topology. Each rank reads the manifest,
+and then only the values that it needs from the files. No pickle is used. A checkpoint is complete
+if its manifest exists: the files are written into `step-40.tmp` and flushed, then the manifest is
+written, and then the folder is renamed to `step-40`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load(
 ) -> dict[str, Any]:  # fmt: skip
     """Fills the optimizer and the buffers from a checkpoint of any topology. Collective.
 
-    Hashes are checked before anything is overwritten. Each rank hashes a share of the files.
+    The hashes of all files are checked before anything is overwritten.
 
     Args:
         path: folder of the checkpoint.
@@ -67,17 +67,18 @@ def load(
         topology: ranks of the run.
         config: configuration of the run.
         extras: buffers and generators.
-        hashed: names of the files whose hashes this rank checks, if the machines have different
-            files. Default: each rank checks a share of the files.
+        hashed: names of the files whose hashes this rank checks; needed for copies in memory,
+            because machines then have different files. By default the files are divided between
+            all ranks.
 
     Returns:
-        The counters of the checkpoint.
+        The counters of the run at the checkpoint (`state` in the manifest).
 
     Raises:
-        CheckpointError: on every rank, if a file is damaged or the checkpoint is of another model.
-            In both cases the engine is unchanged. Values that are not finite are only found while they
-            are read: then a new engine is initialised again, and an engine that has trained is
-            marked as inconsistent.
+        CheckpointError: on every rank. The engine is unchanged if a file is missing or damaged, or
+            the checkpoint is of another model or optimizer. Values that are not finite are found
+            only while states are overwritten. An engine that has its initial weights then gets
+            them again; any other engine is marked as inconsistent.
     """
     everyone = topology.axis("world")
 
@@ -104,7 +105,7 @@ def load(
 
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
-    # before the first update, moments are zero anyway
+    # No warning if the checkpoint has no updates, because its moments were zero.
     _warn_not_restored(topology.rank, reader, here, without_moments if state["updates"] else set())
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
@@ -128,7 +129,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _refuse_model(path: Path, reader: Reader, here: fit.Expected) -> None:
-    """Raises CheckpointError if names or shapes differ from the model's."""
+    """Raises CheckpointError if names or shapes of tensors differ from the model's."""
     found = {name: shape for name, (*_, shape) in reader.buffers.items()}
     problems = fit.differences(reader.shapes, here.weights, "weights")
     problems += fit.differences(found, here.buffers, "buffers")
@@ -140,7 +141,7 @@ def _refuse_model(path: Path, reader: Reader, here: fit.Expected) -> None:
 def _share(
     manifest: Mapping[str, Any], everyone: Axis, hashed: Collection[str] | None
 ) -> dict[str, Any]:
-    """Returns the part of the manifest with the files that this rank checks."""
+    """Returns an excerpt of the manifest: `files` with the files that this rank checks."""
     files = manifest["files"]
     if hashed is None:
         return {"files": files[everyone.index :: everyone.size]}
@@ -155,19 +156,20 @@ def _refuse_unreadable(
     extras: Extras,
     rank: int | None,
 ) -> None:
-    """Checks that states, buffers, and the generators of `rank` can be read, before any is changed.
+    """Checks that all states, buffers and generator states can be read from the checkpoint.
 
     Args:
         path: folder of the checkpoint.
         reader: the open checkpoint.
-        without_moments: names of tensors without moments in the checkpoint; these moments start
-            at zero.
-        optimizer: its states will be loaded.
+        without_moments: names of tensors without moments in the checkpoint. They are not checked
+            for moments, because these start at zero.
+        optimizer: holder of the states that will be loaded.
         extras: buffers and generators that will be loaded.
-        rank: saved rank whose generators will be loaded; None for no generators.
+        rank: saved rank whose generator states will be loaded; None for no generators.
 
     Raises:
-        CheckpointError: if any of them is missing, does not fit, or its file cannot be read.
+        CheckpointError: if a state, buffer or generator state is missing or does not fit, or its
+            file cannot be read.
     """
     try:
         for record in records(optimizer):
@@ -191,8 +193,9 @@ def _overwrite(
     """Sets all states from a checkpoint. Collective.
 
     Raises:
-        CheckpointError: on every rank, if values of `trained` are not finite, or cannot be read. A
-            new optimizer is then initialised again; another one is marked as inconsistent.
+        CheckpointError: on every rank, if values of `trained` are not finite, or values cannot be
+            read, or overflow fp16. An optimizer that had its initial weights then gets them again;
+            any other optimizer is marked as inconsistent.
     """
     initial, restore = optimizer.consistency.initial, finite.Restore(source, trained)
     try:
@@ -201,7 +204,8 @@ def _overwrite(
             why = "so training cannot go on from it"
             problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
             raise_together(problems, everyone, CheckpointError)
-            # values saved in a wider dtype, or converted from another format, may overflow fp16
+            # Values may overflow fp16 if they were saved in a wider dtype or converted from another
+            # format.
             if optimizer.layout.policy.param_dtype == torch.float16:
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
     except CheckpointError:  # raised on every rank
@@ -227,7 +231,14 @@ def _overflow(path: Path, optimizer: Optimizer) -> str:
 def _warn_not_restored(
     rank: int, reader: Reader, here: fit.Expected, without_moments: set[str]
 ) -> None:
-    """Warns on rank 0 of moments that start at zero, and of moments that are ignored."""
+    """Warns on rank 0 of moments that start at zero, and of saved moments that are not loaded.
+
+    Args:
+        rank: this rank.
+        reader: the open checkpoint.
+        here: the tensors of the model.
+        without_moments: names of trained tensors without moments in the checkpoint.
+    """
     untrained = {
         name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}
     } - here.trained
@@ -245,8 +256,8 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
     Args:
         optimizer: holder of the states.
         topology: ranks of the run.
-        part: weight (the master weights), or a part that the optimizer's rule keeps, such as
-            exp_avg.
+        part: "weight" for the master weights, or the name of a tensor that the optimizer's rule
+            keeps, such as "exp_avg".
 
     Returns:
         Tensors on the CPU, in fp32, or fp64 if the model uses fp64.
@@ -264,7 +275,7 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
         for _, some in groupby(owned, key=lambda record: record.state)
     ]
     full: dict[str, Tensor] = {}
-    # one bucket per rank at a time
+    # Each iteration gathers one bucket of every rank.
     for boxes in zip_longest(*collectives.exchange(about, everyone), fillvalue=[]):
         flat = next(buckets, empty)
         flat = flat if everyone.size == 1 else flat.to(topology.device)
@@ -274,9 +285,12 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
 
 
 def _copy_boxes(values: Tensor, boxes: Sequence[Any], full: dict[str, Tensor]) -> None:
-    """Copies values [n] to consecutive boxes.
+    """Copies consecutive values to boxes of full tensors.
 
-    Each box is (global name, global shape, start, size).
+    Args:
+        values: values [n] of all boxes, one box after another.
+        boxes: (global name, global shape, start, size) of each box.
+        full: full tensors by global name; missing ones are added.
     """
     at = 0
     for name, shape, start, size in boxes:

@@ -1,18 +1,20 @@
 """Manages a run's folder in a machine's memory (tmpfs), which outlives the processes.
 
-    place = Place(token)                   /dev/shm/threed-1000/<token>, or in THREED_MEMORY
+    place = Place(token)                   /dev/shm/threed-<user id>/<token>
     machines = Machines(place, everyone)   collective; which ranks are on which machine
     place.sweep()                          removes folders of runs whose launcher has exited
-    place.entries()                        yields the entries of every copy
+    place.entries()                        yields the entries of all copies
 
     <token>/launcher.json                      process that started the ranks, and its start time
     <token>/<slot>/<section>-<number>.safetensors
-    <token>/<slot>/entry-00003-own.json        the files of rank 3, with step and epoch
-    <token>/<slot>/entry-00003-copy.json       the same, on the neighbour machine of rank 3
+    <token>/<slot>/entry-00003-own.json        entry of rank 3
+    <token>/<slot>/entry-00003-copy.json       entry of rank 3 on its neighbour machine
 
-Copies are written to two slots in turn, so each overwrites the copy before the previous one. A file
-is complete if an entry lists it. The token is stored in the run folder (`Epochs`), so a folder in
-memory belongs to one run folder. The epoch counts the starts of the run.
+An entry lists the files of one rank, with step and epoch of the copy; the epoch counts the starts
+of the run. An entry is written after its files, so a file is complete if an entry lists it. Copies
+are written to two slots in turn, so that a new copy never overwrites the newest complete one. The
+token is stored in the run folder (`Epochs`), so a folder in memory belongs to exactly one run
+folder. The environment variable THREED_MEMORY replaces /dev/shm.
 """
 
 from __future__ import annotations
@@ -41,17 +43,17 @@ from threed.distributed.topology import Axis
 FOLDER = "THREED_MEMORY"
 RECORD = "memory.json"
 ELSEWHERE = f"name another folder in memory by {FOLDER}"
-COPIES = 2  # that exist at a time: the complete one, and the one in progress
-NEW_S = 60.0  # age in seconds after which a folder must have launcher.json
+COPIES = 2  # number of copies at a time: the newest complete copy, and the copy in progress
+NEW_S = 60.0  # a folder without launcher.json, and younger than this, may still be in creation
 
 
 def base() -> Path:
-    """Returns the folder in memory: THREED_MEMORY, or /dev/shm."""
+    """Returns the folder in memory that contains the folders of all users."""
     return Path(os.environ.get(FOLDER) or "/dev/shm")
 
 
 class Place:
-    """This run's folder in this machine's memory.
+    """This run's folder in this machine's memory. It is a subfolder of the user's folder.
 
     Args:
         token: name of the folder, see `Epochs.run`.
@@ -70,7 +72,7 @@ class Place:
         _write(self.folder / "launcher.json", launcher())
 
     def is_this_launchers(self) -> bool:
-        """Whether earlier ranks of the same launcher created the folder, before a restart."""
+        """Returns whether this launcher created the folder, that is, before it restarted ranks."""
         return _read(self.folder / "launcher.json") == launcher()
 
     def sweep(self) -> list[str]:
@@ -90,22 +92,22 @@ class Place:
         return [folder.name for folder in gone]
 
     def slot(self, number: int) -> Path:
-        """Returns the folder of the copies in slot 0 or 1."""
+        """Returns the folder of slot 0 or 1."""
         return self.folder / str(number)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yields the valid entries of all ranks and copies, each with its `path`."""
+        """Yields the valid entries of all ranks and copies; `path` is added to each."""
         for file in sorted(self.folder.glob("[01]/entry-*.json")):
             entry = _read(file)
             intact = isinstance(entry, dict) and entry.get("sha256") == digest(entry)
-            if intact and "save" in entry:  # a rank that failed writes none
+            if intact and "save" in entry:  # the entry of a rank that failed has only an error
                 yield {**entry, "path": str(file)}
 
     def keep(self, save: Sequence[int] = ()) -> None:
         """Removes all files except the files of one copy.
 
         Args:
-            save: epoch and step of the copy; empty removes all files.
+            save: epoch and step of the copy to keep; empty to keep none.
         """
         kept = set[Path]()
         for entry in self.entries():
@@ -121,7 +123,7 @@ class Place:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def free(self) -> int:
-        """Returns the bytes that are free or already used by this run's folder."""
+        """Returns the bytes that copies may use: free space, and files that this run has there."""
         used = sum(file.stat().st_size for file in self.folder.rglob("*.safetensors"))
         return shutil.disk_usage(self.home).free + used
 
@@ -149,9 +151,10 @@ def _own_folder(memory: Path) -> Path:
 
 
 def launcher() -> list[Any]:
-    """Returns [pid, start time, boot and namespaces] of this process's parent.
+    """Returns the identity of the launcher, which is this process's parent.
 
-    Pids are reused, so the other values are needed to identify a process.
+    Returns:
+        [pid, start time, `process_space()`]. The pid alone is not enough, because pids are reused.
     """
     return [os.getppid(), started(os.getppid()), process_space()]
 
@@ -164,7 +167,7 @@ def _launcher_runs(file: Path) -> bool:
 
 
 def _is_new(folder: Path) -> bool:
-    """Whether another process may still be creating the folder."""
+    """Returns whether another process may still be creating the folder."""
     with contextlib.suppress(OSError):
         return (
             not (folder / "launcher.json").exists() and time.time() - folder.stat().st_mtime < NEW_S
@@ -189,13 +192,15 @@ def _write(file: Path, value: Any) -> None:
 
 
 class Machines:
-    """Which ranks share a memory folder, that is, a machine. Construction is collective.
+    """The machines of a run, with their ranks. The constructor is collective.
+
+    Ranks are on the same machine if they share the folder in memory.
 
     Attributes:
-        of: index of each rank's machine; machines are ordered by their first rank.
+        of: machine index of each rank; machines are ordered by their first rank.
         count: number of machines.
         rank: this rank.
-        ranks: the ranks of each machine.
+        ranks: list of ranks of each machine.
     """
 
     def __init__(self, place: Place, everyone: Axis) -> None:
@@ -221,7 +226,7 @@ class Machines:
         return self.ranks[self.mine][0] == self.rank
 
     def neighbour(self, rank: int) -> int:
-        """Returns the rank of the next machine that stores a second copy for `rank`."""
+        """Returns the rank that stores the second copy of `rank`'s files, on the next machine."""
         targets = self.ranks[(self.of[rank] + 1) % self.count]
         return targets[self.ranks[self.of[rank]].index(rank) % len(targets)]
 
@@ -242,8 +247,8 @@ class Epochs:
     Attributes:
         run: token that names this run's folders in memory.
         epoch: number of the newest start.
-        base: (epoch, step) of the copy that this start loaded, or None. Other copies of earlier
-            epochs are obsolete, because training has diverged from them.
+        base: (epoch, step) of the copy that this start loaded, or None. All other copies of earlier
+            starts are obsolete, because training continued from another state.
     """
 
     run: str
@@ -257,12 +262,13 @@ class Epochs:
         found, number, token = collectives.exchange(values, everyone)[0]
         with contextlib.suppress(KeyError, TypeError, ValueError):
             run, epoch, base = str(found["run"]), int(found["epoch"]), found["base"]
-            if _is_token(run) and found["folder"] == number:  # else the run folder was copied
+            # Another inode means that the run folder is a copy: the token belongs to the original.
+            if _is_token(run) and found["folder"] == number:
                 return cls(run, epoch, None if base is None else (int(base[0]), int(base[1])))
         return cls(token, 0, None)
 
     def counts(self, epoch: int, step: int) -> bool:
-        """Whether a start may load the copy of this epoch and step."""
+        """Returns whether a start may load the copy of this epoch and step."""
         return epoch == self.epoch or (epoch, step) == self.base
 
     def write(self, folder: Path) -> None:
@@ -277,11 +283,14 @@ def _is_token(name: str) -> bool:
 
 
 def too_small(place: Place, needed: int) -> str:
-    """Returns an error text if the memory folder has too little free space, or "".
+    """Checks that the folder in memory has enough space.
 
     Args:
         place: this run's folder.
         needed: bytes that copies need on this machine.
+
+    Returns:
+        An error text, or "".
     """
     free = place.free()
     if free >= needed:

@@ -1,10 +1,11 @@
-"""Reads the tensors of a native checkpoint, independent of the boxes in which they were saved.
+"""Reads boxes of the tensors of a native checkpoint, however the saving run split the tensors.
 
     with Reader(path, read_manifest(path)) as reader:
         read_all(reader.tensor("weight", "embedding.weight"))
         reader.tensor("weight", name).read(start, out)      directly into the destination
 
-A file is opened, and compared with the manifest, when it is first read.
+A box is a block of a tensor, see `lazy_tensors`. At the first read from a file, the file is opened
+and its header is compared with the manifest.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from threed.checkpoint.sections import Section
 from threed.models.buffers import of_bytes
 from threed.zero.records import Record
 
-MOST_OPEN = 64  # limit on files that are open at the same time
+MOST_OPEN = 64  # maximum number of files that are open at the same time
 
 
 @dataclass(frozen=True, eq=False)
 class SavedBox:
-    """A saved box of one part of a tensor, stored as a piece of a line of a section.
+    """A saved box of one part of a tensor: a piece of a line of a section, see `sections`.
 
     Attributes:
         reader: the open checkpoint.
@@ -39,7 +40,7 @@ class SavedBox:
         section: the section.
         line: index of the line in the section.
         at: offset of the piece in the line, in elements.
-        holders: file name and tensor key of each share of the section, by its number.
+        holders: file name and tensor key of each share of the section, by number of the share.
     """
 
     reader: Reader
@@ -56,14 +57,14 @@ class SavedBox:
         return DTYPES[self.section.dtype]
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies a part of the box to `out`."""
+        """Copies the box [*out.shape] at `start`, relative to this box, to `out`."""
         read_strided(self.shape, self.dtype, self._elements, start, out)
 
     def _elements(self, first: int, values: Tensor) -> None:
         done = 0
         for number, lo, hi in self._between(first, first + values.numel()):
             name, key = self.holders[number]
-            # opening compares the file with the manifest, from which the offset is computed
+            # `file` checks that the header agrees with the manifest, so the offset is valid.
             file = self.reader.file(name)
             offset = self.section.offset(number, self.line, self.part, lo)
             file.read(key, offset, values[done : done + hi - lo])
@@ -73,7 +74,10 @@ class SavedBox:
         return self.section.between(self.line, self.at + first, self.at + last)
 
     def files(self, start: Shape, size: Shape) -> set[str]:
-        """Returns the names of the files that contain a part of the box; the files need not exist."""
+        """Returns the names of the files with values of the box [*size] at `start` in this box.
+
+        The files need not exist.
+        """
         strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         first = sum(a * stride for a, stride in zip(start, strides, strict=True))
         last = first + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
@@ -83,13 +87,18 @@ class SavedBox:
 class Reader:
     """Reads boxes of a checkpoint's tensors; implements `TensorSource`.
 
+    The constructor opens no files. The first read from a file raises CheckpointError if the file
+    differs from the manifest.
+
+    Args:
+        path: folder of the checkpoint.
+        manifest: its manifest.
+
     Attributes:
         shapes: shapes of the weights, by name.
-        parts: saved parts of each tensor: weight, exp_avg, ...
+        parts: saved parts of each tensor (weight, exp_avg, ...), by name.
         buffers: file, dtype and shape of each buffer, by name.
-
-    Raises:
-        CheckpointError: on the first read of a file that differs from the manifest.
+        opens: number of times that a file was opened.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -111,7 +120,7 @@ class Reader:
     def _index_sections(
         self, files: Sequence[Mapping[str, Any]]
     ) -> dict[tuple[str, str], Boxed[SavedBox]]:
-        """Returns the saved tensors by part and name."""
+        """Returns the saved tensors by (part, name)."""
         found: dict[tuple[str, str], list[tuple[Shape, SavedBox]]] = {}
         holders: list[dict[int, tuple[str, str]]] = [{} for _ in self._sections]
         for entry in files:
@@ -188,18 +197,21 @@ class Reader:
         return self._tensors[part, name]
 
     def saved_part(self, part: str, name: str) -> str | None:
-        """Returns the saved part from which a part of the state is read, or None."""
+        """Returns the saved part from which a part of the state is loaded, or None.
+
+        See `lazy_tensors.saved_part`.
+        """
         return saved_part(part, self.parts.get(name, ()))
 
     def files_of(
         self, wanted: Iterable[Record], buffers: Iterable[str], rank: int | None
     ) -> set[str]:
-        """Returns the names of the files that contain some records, buffers and generators.
+        """Returns the names of the files that contain the given records, buffers and generators.
 
         Args:
             wanted: records of the optimizer's states.
             buffers: names of buffers.
-            rank: the rank whose file has the generators; None if they are not needed.
+            rank: rank whose generator states are needed; None if none are needed.
         """
         names = {self.buffers[name][0] for name in buffers if name in self.buffers}
         if rank is not None and file_of(rank) in self._entries:

@@ -1,12 +1,12 @@
-"""Compares a checkpoint with the run that resumes from it, by a table of all keys.
+"""Compares a checkpoint with the run that resumes from it, by a table of all configuration keys.
 
     found = compare(manifest, config, data)
-    found.refused          problems, each with its fix
-    found.applied          lines to report: old value, new value, effect
+    found.refused          differences that prevent the resume, each with its fix
+    found.applied          other differences to report: old value, new value, effect
 
-`python -m tests.keys` writes the table, `RULES`, to docs/reference.md. If a checkpoint has no
-steps, or its weights were imported from another framework, only the model and the optimizer are
-compared.
+The table is `RULES`; `python -m tests.keys` writes it to docs/reference.md. If the step of a
+checkpoint is 0, or its weights were imported from another framework, only the model and the
+optimizer are compared.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """The handling of keys that differ from the checkpoint's on a resume.
+    """The rule for keys that a run may or may not change when it resumes.
 
     Attributes:
         group: group of the keys.
         names: the keys as users write them, separated by blanks.
-        change: free (takes effect, not reported), applied (takes effect, reported) or refused.
-        note: the reason if free, the effect if applied, the fix if refused; the last two are
-            reported.
+        change: "free" (the new value takes effect and is not reported), "applied" (it takes effect
+            and is reported) or "refused" (the run does not start).
+        note: for "free", the reason why it is free; for "applied", the effect; for "refused", the
+            fix. The effect and the fix are part of the report.
     """
 
     group: str
@@ -129,7 +130,7 @@ CONTENTS: tuple[tuple[str, Change, str], ...] = (
     ("contents of the data (sha256)", "applied", OTHER_DATA),
     ("token ids of the tokenizer (fingerprint)", "refused", OTHER_IDS),
 )
-"""Comparisons of contents rather than keys: name, change, note."""
+"""Rules for contents that are compared instead of keys: (name of the contents, change, note)."""
 RATE = ("train.steps", "optim.lr", "optim.min-lr", "optim.warmup", "optim.schedule")
 BY_KEY = {key: rule for rule in RULES for key in rule.keys}
 
@@ -139,15 +140,19 @@ class Comparison:
     """The differences between a checkpoint and a run.
 
     Attributes:
-        refused: problems, each with its fix.
-        applied: lines to report.
+        refused: lines about differences that prevent the resume, each with its fix.
+        applied: lines about changes that take effect.
     """
 
     refused: list[str] = field(default_factory=list)
     applied: list[str] = field(default_factory=list)
 
     def accepted(self) -> list[str]:
-        """Returns the lines to report. Raises CheckpointError if a difference is refused."""
+        """Returns the lines to report.
+
+        Raises:
+            CheckpointError: if a difference is refused.
+        """
         if self.refused:
             raise CheckpointError("; ".join(self.refused))
         return self.applied
@@ -191,9 +196,9 @@ def _is_of_a_run(manifest: Manifest) -> bool:
 def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
     """Returns whether the run's tokenizer maps text to other ids than the checkpoint's.
 
-    If the checkpoint has no fingerprint, it compares the hash of tokenizer.json. The id of the end
-    of text is compared separately, because it may be defined by a config.json next to identical
-    tokenizer files.
+    The fingerprints are compared, or, if the checkpoint has none, the hashes of tokenizer.json. The
+    id of the end of text is compared separately, because config.json may define it: two tokenizers
+    with identical files can then have different ids.
     """
     files, now = extra.get("tokenizer"), data.tokenizer.files
     if extra.get("eot", data.tokenizer.eot) != data.tokenizer.eot:
@@ -206,9 +211,12 @@ def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
 
 
 def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yields each key that differs from the checkpoint's, with both values as users write them.
+    """Yields the keys whose values differ between the checkpoint and the run.
 
     Keys that are not in the checkpoint, because an older version wrote it, are skipped.
+
+    Yields:
+        (key, value in the checkpoint, value in the run), the values as users write them.
     """
     wanted = config.model_dump(mode="json")
     for group, kind in GROUPS.items():
@@ -220,16 +228,17 @@ def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, st
 
 
 def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
-    with suppress(ValueError):  # another version may have other values
+    with suppress(ValueError):  # another version may have written a value that is not valid here
         return written(getattr(GROUPS[group].model_validate({name: saved[name]}), name))
     return str(plain(saved[name]))
 
 
 def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
-    """Yields a line if this run's keys change the learning rate of the next step."""
+    """Yields a line if the next step has another learning rate than with the checkpoint's keys."""
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
-    with suppress(ValueError, KeyError, TypeError):  # another version may have other keys
+    # Another version may have written other keys; then the rates are not compared.
+    with suppress(ValueError, KeyError, TypeError):
         optim, steps = OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"])
         before = float(learning_rate(optim, steps)(done))
         now = float(learning_rate(config.optim, config.train.steps)(done))
@@ -239,9 +248,10 @@ def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
 
 
 def model_differences(manifest: Manifest, config: Config) -> list[str]:
-    """Returns the differences of the model that a resume refuses, one line each."""
+    """Returns a line for each difference between the models that prevents a resume."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
-    # Adds defaults of newer keys. Fails harmlessly if a later version wrote the checkpoint.
+    # Adds the defaults of keys that an older version did not have. This may fail if a later version
+    # wrote the checkpoint; then the saved values are compared as they are.
     with suppress(ValueError):
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelt_as(resolved, config.model).model_dump(mode="json")
@@ -262,14 +272,16 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
 
 
 def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
-    """Returns a line if the checkpoint is of another optimizer.
+    """Returns a line if the checkpoint's optimizer differs from the run's.
 
-    Names of saved parts do not suffice: Lion's momentum has the name of an Adam moment.
+    The configured names are compared. The names of the saved parts would not be enough, because
+    Lion's momentum has the same name as one of Adam's moments.
     """
     optim = OptimConfig.model_validate(manifest["config"]["optim"])
     saved, wanted = _optimizer_names(optim), _optimizer_names(config.optim)
     kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
-    # a checkpoint without moments and steps: weights imported from another format
+    # A checkpoint without moments and steps has only weights, imported from another format. Any
+    # optimizer can start from it.
     if saved == wanted or not (kept or manifest["state"]["steps"]):
         return []
     there, here = (", ".join(names) or "nothing" for names in (kept, state_names(config.optim)))
@@ -280,14 +292,14 @@ def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
 
 
 def _optimizer_names(optim: OptimConfig) -> str:
-    """Returns the optimizer of a configuration, and the optimizers of its groups if they differ."""
+    """Returns the optimizer's name, followed by --optim.groups if groups name other optimizers."""
     own = "; ".join(f"{group.match}: name={group.name}" for group in optim.groups if group.name)
     return f'{optim.name} --optim.groups "{own}"' if own else optim.name
 
 
 def resuming_flags(config: Config) -> list[str]:
-    """Returns the flags that make a run's command line resume from its newest checkpoint.
+    """Returns flags to append to a run's command line so that it resumes from its checkpoints.
 
-    They are appended to the command line: the last value of a repeated key is used.
+    Appended flags take precedence, because the last value of a repeated key is used.
     """
     return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]

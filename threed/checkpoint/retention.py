@@ -1,11 +1,12 @@
 """Chooses which checkpoints of a run folder are resumed from, kept, deleted, or set aside.
 
-    demo/checkpoints/step-40                              the highest step was saved last
-    demo/checkpoints-abandoned-20260801-101500/step-60    set aside on a resume from step 40
+    demo/checkpoints/step-40                              the highest step, which was saved last
+    demo/checkpoints-abandoned-20260801-101500/step-60    set aside by a resume from step 40
 
-A run that resumes from an earlier step, or skips damaged checkpoints, abandons the later ones. They
-are moved to another folder before its first step. So the order of steps is always the order of
-time, and the next start resumes from the checkpoint that was saved last.
+If a run resumes from an earlier step, or skips damaged checkpoints, the checkpoints of later steps
+are abandoned: they are moved to another folder before the run's first step. So a checkpoint of a
+higher step was always saved later, and the next start resumes from the checkpoint that was saved
+last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from threed.distributed.topology import Axis
 
 
 def candidates(folder: Path, resume: str) -> Iterator[Path]:
-    """Yields the checkpoints to try, best first.
+    """Yields the checkpoints to try in a resume, preferred ones first.
 
     Args:
         folder: run folder.
@@ -41,10 +42,10 @@ def candidates(folder: Path, resume: str) -> Iterator[Path]:
 
 
 def after_restart(folder: Path, resume: str) -> str:
-    """Returns the value of `checkpoint.resume` to use, after a possible restart by torchrun.
+    """Returns the value of `checkpoint.resume` to use.
 
-    This is "auto" if torchrun restarted the job and the job has saved a checkpoint, which would
-    otherwise be abandoned; else `resume`.
+    It is "auto" if torchrun restarted this job and the job has already saved a checkpoint, because
+    the configured value would abandon this checkpoint. Otherwise it is the configured value.
 
     Args:
         folder: run folder.
@@ -63,7 +64,7 @@ def after_restart(folder: Path, resume: str) -> str:
 def job_name() -> str | None:
     """Returns torchrun's run id, which is the same after restarts, or None without torchrun.
 
-    It is saved in checkpoints.
+    Checkpoints contain it, so that `after_restart` finds the checkpoints of this job.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if name == "none" else name
@@ -74,7 +75,10 @@ def _step(path: Path) -> int:
 
 
 def _covered_steps(path: Path) -> Iterator[int]:
-    """Yields the step of a checkpoint, and earlier steps whose checkpoints were deferred to it."""
+    """Yields the step of a checkpoint, and the steps at which a checkpoint was due but deferred.
+
+    This checkpoint was saved in place of the deferred ones.
+    """
     yield _step(path)
     with contextlib.suppress(CheckpointError):
         put_off = native.read_manifest(path)["state"]["extra"].get("put_off")
@@ -86,17 +90,17 @@ def _covered_steps(path: Path) -> Iterator[int]:
 class Retention:
     """Keeps the newest `keep` good checkpoints of a run folder, and those at multiples of `every`.
 
-    Checkpoints that this run loaded or wrote are good. Of any other, the hashes are checked first.
-    A damaged checkpoint is not counted, so it never causes a good one to be deleted. It is kept for
-    inspection until `keep` good ones are newer, and then deleted like any checkpoint of its age.
-    The newest good checkpoint is never deleted.
+    Checkpoints that this run loaded or wrote are good. Any other checkpoint is good if its files
+    have the right hashes. A damaged checkpoint is not counted, so it never causes a good one to be
+    deleted. It is kept for inspection until there are `keep` newer good checkpoints, and is then
+    deleted like a good one of its age. The newest good checkpoint is never deleted.
 
     Args:
         folder: run folder.
         keep: number of good checkpoints to keep.
         everyone: axis of all ranks.
-        every: also keep checkpoints of steps that are multiples of this, or that were written later
-            because the checkpoint of such a step was deferred; 0 keeps none.
+        every: also keeps the checkpoints of steps that are multiples of `every`, and checkpoints
+            that were saved in place of a deferred checkpoint of such a step; 0 for none.
     """
 
     def __init__(self, folder: Path, keep: int, everyone: Axis, every: int = 0) -> None:
@@ -118,10 +122,11 @@ class Retention:
         return path.absolute().parent.resolve() == (self.folder / "checkpoints").resolve()
 
     def sweep(self) -> None:
-        """Removes the unfinished folders of saves that were killed.
+        """Removes the folders that interrupted saves have left behind.
 
-        If a replacement was interrupted between its two renames (`atomic.publish`), the older
-        folder is renamed back. Call it on one rank only, of a run that owns the folder.
+        If a save was interrupted while it replaced a checkpoint, between the two renames of
+        `atomic.publish`, the older checkpoint gets its name back. Call it on one rank only, in a
+        run that owns the run folder.
         """
         place = self.folder / "checkpoints"
         for old in place.glob("step-*.old"):
@@ -153,13 +158,16 @@ class Retention:
         return problems
 
     def _delete(self, paths: Sequence[Path]) -> None:
-        """Deletes checkpoints, except those that `every` keeps. Called with paths on rank 0 only."""
+        """Deletes checkpoints, except the ones that `every` keeps. Only rank 0 passes paths."""
         for path in paths:
             if not (self.every and any(step % self.every == 0 for step in _covered_steps(path))):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _problems(self, path: Path) -> list[str]:
-        """Returns the errors of a checkpoint. Each rank checks a share of its files. Collective."""
+        """Returns the errors of a checkpoint, found on any rank. Collective.
+
+        Each rank checks a share of the files.
+        """
         try:
             problems = native.verify(
                 path, native.read_manifest(path), self.everyone.index, self.everyone.size
@@ -171,15 +179,17 @@ class Retention:
     def set_aside(self, origin: Path | None, step: int) -> str:
         """Moves away the checkpoints that a run abandons by starting from `origin`. Collective.
 
-        These are the checkpoints of later steps, or all, if the run starts from scratch or from
-        another run's checkpoint. The metrics file is copied to the same folder.
+        If `origin` is in this run's folder, these are the checkpoints of later steps. Otherwise,
+        that is, from scratch or from another run's checkpoint, they are all checkpoints.
+        `metrics.jsonl` is copied to the same folder.
 
         Args:
             origin: checkpoint from which the run starts; None to start from scratch.
             step: step of `origin`.
 
         Returns:
-            A message with the names and the new folder, or "".
+            A text with the names of the moved checkpoints and their new folder; "" if none were
+            moved.
 
         Raises:
             CheckpointError: on every rank if moving fails.
@@ -208,7 +218,7 @@ class Retention:
 
 
 def _new_folder(path: Path) -> Path:
-    """Creates a folder of this name, with a number appended if the name is taken."""
+    """Creates a folder and returns its path; a number is appended if the name is taken."""
     number, free = 1, path
     while free.exists():
         number += 1

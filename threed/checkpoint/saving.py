@@ -4,16 +4,18 @@
     save = saver.start(path, state, extras)      collective; returns once a snapshot has begun
     save.wait()                                  collective; CheckpointError if any rank failed
 
-A save has three phases. Only the first uses collectives:
+A save has three phases. Only the first phase uses collectives:
 
     prepare    creates the unfinished folder, and plans the file of each rank
-    write      writes this rank's file, and an entry file: its part of the manifest, or its error
-    commit     rank 0 waits for all entries, writes the manifest, and publishes the folder
+    write      writes this rank's file, and then an entry file: the rank's part of the manifest, or
+               its error
+    commit     rank 0 waits for all entry files, writes the manifest, and publishes the folder: it
+               renames the folder to its final name
 
-Training uses the process groups in the meantime, so ranks communicate through small entry files in
-the unfinished folder. That folder is named `step-N.tmp` and is ignored by loads, so a run may be
-killed at any time. After its last step, a program must call `wait` or let the thread finish;
-`give_up` stops it early.
+During the other two phases, training uses the process groups, so the ranks of a save communicate
+through the small entry files in the unfinished folder. This folder is named `step-N.tmp`, and loads
+ignore it, so a run may be killed at any time. After its last step, a program must call `wait` or
+let the thread finish; `give_up` stops a save early.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from threed.zero.snapshot import Room, Snapshot, copy_bytes
 from threed.zero.state import PREVIOUS, WEIGHT, State
 
 ENTRIES_S = 600.0  # seconds that rank 0 waits for the entries of other ranks
-FAILURE_S = 20.0  # seconds that a save in progress may take after the run has failed
+FAILURE_S = 20.0  # seconds that a save in progress may still take after the run has failed
 POLL_S = 0.02  # seconds between checks for an entry
 
 
@@ -62,7 +64,7 @@ def _reason(
     error: BaseException, what: str, folder: Path, needed: int | None = None,
     elsewhere: str = ELSEWHERE,
 ) -> str:  # fmt: skip
-    """Returns an error as one line; the message of a CheckpointError is unchanged."""
+    """Returns an error as one line: `what`, and the reason. A CheckpointError is not changed."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
@@ -74,6 +76,11 @@ def _share(limit_mib: float | None, sizes: Sequence[int], rank: int) -> float | 
     """Returns this rank's share of its node's write limit, in bytes per second; None for no limit.
 
     The share is proportional to the bytes that the rank writes.
+
+    Args:
+        limit_mib: limit per node, in MiB per second; None for no limit.
+        sizes: bytes that each rank writes.
+        rank: this rank.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", len(sizes)))
     node = sum(sizes[rank // here * here :][:here])
@@ -87,20 +94,22 @@ class Save:
     Attributes:
         path: final path of the checkpoint.
         everyone: axis of all ranks.
-        token: random text that distinguishes this save from earlier ones of the same folder.
+        token: random text in the names of entry files; distinguishes this save from earlier saves
+            to the same folder.
         files: the files that this rank writes.
         described: the sections that this rank describes in the manifest, for all ranks that hold
             them.
-        head: the manifest without sections and files.
-        began: start of the call that began the save, by `time.perf_counter`.
+        head: the manifest's format, version, configuration, topology and state.
+        began: value of `time.perf_counter` at the start of the call that began the save.
         limit: maximum rate of this rank's writes in bytes per second; None for no limit.
-        hurries: returns True once `limit` no longer applies.
-        before_publishing: called on rank 0 in the thread, after all files are written.
-        purpose: name of the thread, and of the updates that wait for it.
+        hurries: callback that returns True once `limit` no longer applies.
+        before_publishing: called on rank 0, after the files of all ranks are written.
+        purpose: name of the thread; also the name under which updates wait for the snapshot.
         durable: whether files are flushed to disk, and whether process exit waits for the thread.
         elsewhere: advice on how to choose another location, for messages.
-        problem: error text of this rank, or None. Once the save is done, on rank 0: of any rank.
-        reported: whether `wait` has returned the outcome to the program.
+        problem: error text, or None; the error of this rank, or, on rank 0 after `done`, of any
+            rank.
+        reported: whether `wait` has returned or raised the outcome.
     """
 
     path: Path
@@ -122,11 +131,12 @@ class Save:
         self._file = self.building  # the file that is being written
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
-        # An event: after an interrupted `join`, a running thread may appear to have ended.
+        # An event instead of `Thread.is_alive`: if a `join` is interrupted, `is_alive` may be False
+        # although the thread still runs.
         self._ended = threading.Event()
-        self._start_s = 0.0  # seconds spent in the call that began it
+        self._start_s = 0.0  # duration of the call that began the save
         self.reported = False
-        self._deadline = math.inf  # when rank 0 stops waiting for entries
+        self._deadline = math.inf  # time at which rank 0 stops waiting for entries
         self._has_exited: Callable[[int], bool] = lambda rank: False
 
     @property
@@ -153,13 +163,13 @@ class Save:
     def start(self, optimizer: Optimizer, room: Room, now: bool = False) -> None:
         """Takes a snapshot, and starts a thread that writes and publishes it.
 
-        Pending updates must be done.
+        Call `optimizer.wait()` first, because all updates must have finished.
 
         Args:
             optimizer: holder of the states.
             room: host memory for the snapshot.
-            now: whether to wait until all values are copied, for states that change by other means
-                than updates.
+            now: whether to wait until all states may change. Needed if code other than the
+                optimizer changes them, because only updates wait for the snapshot.
         """
         snapshot = self._snapshot = Snapshot(self.records, optimizer, room)
         optimizer.readers.add(self.purpose, snapshot.release)
@@ -184,12 +194,12 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether this rank's part has ended, successfully or not. On rank 0, the entire save."""
+        """Whether this rank's part (on rank 0, the entire save) has ended, successfully or not."""
         return self._thread is None or self._ended.is_set()
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which training on this rank waited for the save: in the call, and in updates."""
+        """Seconds for which training waited on this rank: in the call, and before updates."""
         return self._start_s + (self._snapshot.waited_s if self._snapshot else 0.0)
 
     def wait(self) -> Path:
@@ -202,7 +212,8 @@ class Save:
         if not self.reported:
             if self._thread is not None and not first:
                 self._ended.wait()
-            # includes ranks that could not write an entry; also fails if a rank has died
+            # Also returns the problems of ranks that could not write an entry, and raises if a rank
+            # has died.
             known = collectives.problems_of_all([self.problem], self.everyone)
             if known and first:
                 self.problem, self._deadline = self.problem or "; ".join(known), 0.0
@@ -217,9 +228,9 @@ class Save:
         """Stops the save, after a grace period in which it may still complete. Not collective.
 
         Args:
-            patience: grace period in seconds, 0 for none; None waits until this rank's part has ended.
-            is_gone: returns whether the process of a rank has exited, so that its entry will never
-                be written.
+            patience: grace period in seconds; None to wait until this rank's part has ended.
+            is_gone: called with a rank; returns whether its process has exited, so that its entry
+                will never be written.
         """
         if self._snapshot is None or self._thread is None or self._thread.ident is None:
             return
@@ -227,7 +238,7 @@ class Save:
         self._ended.wait(patience)
         self._deadline = 0.0
         self._snapshot.close()
-        if self.durable:  # a copy in memory may wait forever for a lost machine
+        if self.durable:  # no wait for a copy in memory: it may wait forever for a lost machine
             self._ended.wait()
 
     # -------------------------------------------------------------------------------------------------------- writing
@@ -236,8 +247,11 @@ class Save:
         """Writes this rank's files and its entry; sets `problem` on failure. Not collective.
 
         Args:
-            values: the values of `records`, in order. Exceptions from this iterator are raised
-                again, except OSError and CheckpointError.
+            values: the values of `records`, in order.
+
+        Raises:
+            Exception: any exception other than OSError and CheckpointError, for example from the
+                iterator `values`.
         """
         try:
             self._write_own_entry(self._write_files(values))
@@ -252,7 +266,8 @@ class Save:
         stream, files = finite(self.records, values), []
         for file in self.files:
             self._file = self.building / file.name
-            # The last file exhausts the stream before it is flushed, which lets updates proceed.
+            # The last file takes the stream itself and reads it to its end. So the snapshot ends,
+            # and updates no longer wait for it, before this file is flushed.
             some = stream if file is self.files[-1] else islice(stream, len(file.records))
             files.append(file.write(self.building, some, **how))
         return {"sections": [[h.section.about, h.shapes] for h in self.described], "files": files}
@@ -282,7 +297,7 @@ class Save:
     # ------------------------------------------------------------------------------------------------------ publishing
 
     def commit(self, patience: float = ENTRIES_S) -> None:
-        """Publishes the folder on rank 0, once every rank has written its entry. Not collective.
+        """Publishes the folder once every rank has written its entry; only rank 0. Not collective.
 
         Args:
             patience: seconds to wait for the entries of other ranks.
@@ -299,7 +314,7 @@ class Save:
         """Context manager that sets `problem` and removes the unfinished folder if the block fails.
 
         Args:
-            name: what the block does, a verb for the message.
+            name: verb for the message "could not <verb> <path>".
             needed: disk space that the files need, in bytes.
         """
         try:
@@ -312,12 +327,14 @@ class Save:
     def _entries(self, end: float) -> list[dict[str, Any]]:
         """Waits for the entries of all ranks and returns them.
 
-        Raises CheckpointError if an entry is late or has an error.
+        Raises:
+            CheckpointError: if an entry has an error, or is not written before `end`.
         """
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
             file = self._entry_file(rank)
-            # Other ranks may still write to the folder, so this rank's own error must wait.
+            # If rank 0 has an error, it still waits for the entries of the other ranks. The caller
+            # then removes the folder, and no rank may write to the folder at that time.
             while not (file.exists() or (rank == 0 and self.problem)):
                 late = self._has_exited(rank) or time.monotonic() > min(end, self._deadline)
                 if late and not file.exists():
@@ -380,7 +397,7 @@ class Saver:
         """Returns whether every rank has host memory for a snapshot. Collective.
 
         The ranks of a machine may use half of its free memory, or all of it if `checkpoint.async`
-        is true.
+        is True.
         """
         if self._has_room is None:
             everyone = self.topology.axis("world")
@@ -391,14 +408,14 @@ class Saver:
         return self._has_room
 
     def make_room(self) -> None:
-        """Allocates the memory for snapshots.
+        """Allocates the memory for snapshots in advance.
 
-        Otherwise the first save allocates it while an update waits.
+        Without this call, the first save allocates it while an update waits.
         """
         self.room.make(self._plan()[1].records, self.optimizer.layout.policy, self.gpu)
 
     def _plan(self, *extras: Mapping[str, Any]) -> tuple[list[Held], SavedFile]:
-        """Returns the sections of which this rank holds portions, and its file of a checkpoint."""
+        """Returns the sections of which this rank holds portions, and the file that it writes."""
         sections = held(self.optimizer.layout, states(self.optimizer))
         numbers = [(h, number) for h in sections if (number := h.number) is not None]
         return sections, SavedFile(file_of(self.topology.rank), numbers, *extras)
@@ -410,7 +427,8 @@ class Saver:
     ) -> Save:  # fmt: skip
         """Begins to save a checkpoint, which is published complete or not at all. Collective.
 
-        If there is no memory for a snapshot, it warns, and returns after the save has ended.
+        If there is no memory for a snapshot, the call warns and saves in the foreground: it returns
+        after the save has ended.
 
         Args:
             path: final path of the checkpoint.
@@ -418,12 +436,13 @@ class Saver:
             extras: buffers and generators.
             background: whether to write in a thread while training continues.
             now: see `Save.start`.
-            hurries: returns True once `checkpoint.write-limit-mib` no longer applies; must be
-                thread-safe.
+            hurries: callback that returns True once `checkpoint.write-limit-mib` no longer applies;
+                must be thread-safe.
             before_publishing: see `Save`.
 
         Raises:
-            CheckpointError: on every rank, for problems found before this returns.
+            CheckpointError: on every rank, if a problem is found before this call returns. `wait`
+                raises later problems.
         """
         self.end()
         if background and not (background := self.has_room()) and self.topology.rank == 0:
@@ -466,9 +485,9 @@ class Saver:
         return save
 
     def head(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the manifest without sections and files.
+        """Returns the manifest's format, version, configuration, topology and state.
 
-        The host waits for the optimizer's counters.
+        The host waits for the optimizer's counters, which are tensors on the device.
         """
         optimizer = self.optimizer
         kept = copy.deepcopy(dict(state))  # the caller may change it later
@@ -484,7 +503,7 @@ def save_bytes(config: CheckpointConfig, layout: Layout, states: Sequence[State]
     Args:
         config: the `checkpoint` keys.
         layout: parameters of this rank.
-        states: states of this rank.
+        states: optimizer states of this rank.
         gpu: whether the rank uses a GPU.
     """
     if not config.every or config.async_ is False:
@@ -494,9 +513,9 @@ def save_bytes(config: CheckpointConfig, layout: Layout, states: Sequence[State]
 
 
 def forecast_states(layout: Layout, states: Sequence[State]) -> list[State]:
-    """Returns all states that a rank saves, for a forecast.
+    """Returns all states that a rank will save, for a forecast before training.
 
-    These include frozen parameters and the previous weights, in addition to `states`.
+    They are `states`, the frozen parameters, and the previous weights if the run keeps them.
     """
     more = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
     if layout.policy.versions > 1 or layout.policy.delayed:

@@ -2,23 +2,23 @@
 
 The manifest describes the layout once, for all ranks:
 
-- A line is the flat order of one group of parameters. It lists the offset of each piece of a global
-  tensor; there may be gaps between pieces.
+- A line is the flat buffer of one group of parameters. The parameters consist of pieces of global
+  tensors. The manifest lists the offset of each piece in the line; there may be gaps between them.
 - A section is a set of lines that are split in the same way. Each line is split into windows of
-  `step` elements (only the last may be shorter), each window into `portions` portions, and each
-  portion between `writers` files.
-- A share is one file's part of a section. It is identified by its number in
-  [0, portions × writers). For every window of every line and every part of the state (weight,
-  exp_avg, ...), it contains the elements of pieces in its range.
+  `step` elements (only the last may be shorter), each window into `portions` equal portions, and
+  each portion into one range per writer, of which there are `writers`.
+- A share is the part of a section that one writer saves to its file: one range of every window. Its
+  number is portion × writers + writer. For every window of every line and for every part of the
+  state (weight, exp_avg, ...), it contains the elements of this range that belong to pieces.
 
     section = Section(about)                                   about: the section in the manifest
     for number, first, last in section.between(line, 0, 100):  the shares with elements [0, 100)
         section.offset(number, line, "weight", first)          offset in the share, in elements
 
 `held` returns the sections of which a rank holds a portion. If several ranks hold the same portion,
-each writes one share of it. There is at most one writer per started 64 MiB of a portion, because a
-load opens every file; the remaining ranks write no share of it. A `SavedFile` writes shares and
-other tensors to one file.
+they write different shares of it. To limit the number of files that a load opens, a portion has at
+most one writer per 64 MiB (rounded up); the other ranks that hold it write no share. A `SavedFile`
+writes shares and other tensors to one file.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from threed.zero.layout import Group, Layout
 from threed.zero.records import Record
 from threed.zero.state import State
 
-LEAST_BYTES = 2**26  # bytes of a portion per writer, if several ranks could write it
+LEAST_BYTES = 2**26  # a portion has one writer per this many bytes, if enough ranks hold it
 
 
 class Line:
-    """The flat order of the pieces of a group.
+    """The pieces of a group of parameters, in the order of its flat buffer.
 
     Args:
-        length: elements of the line, with gaps and padding.
-        step: elements per window.
-        pieces: rows (global name, start, size, offset in the line), by ascending offset.
+        length: number of elements of the line, with gaps and padding.
+        step: number of elements per window.
+        pieces: (global name, start, size, offset in the line) of each piece, by ascending offset.
     """
 
     def __init__(self, length: int, step: int, pieces: Sequence[Sequence[Any]]) -> None:
@@ -65,7 +65,7 @@ class Line:
         self._before = list(accumulate(self.numels, initial=0))
 
     def count(self, end: int) -> int:
-        """Returns the number of elements of pieces before offset `end`."""
+        """Returns the number of elements before offset `end` that belong to pieces."""
         number = bisect_right(self._firsts, end) - 1
         if number < 0:
             return 0
@@ -73,7 +73,7 @@ class Line:
 
 
 def digest(about: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of a JSON object, excluding its key `sha256`."""
+    """Returns the SHA-256 of a JSON object without its key `sha256`."""
     body = {key: value for key, value in about.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
@@ -82,8 +82,13 @@ class Section:
     """Lines that are split in the same way.
 
     Attributes:
-        about: the section as in the manifest.
-        digest: hash of `about`, by which a file refers to its section.
+        about: description of the section in the manifest.
+        parts: parts of the state: weight, exp_avg, ...
+        dtype: dtype of the values, as in safetensors ("F32").
+        portions: number of portions of each window.
+        writers: number of writers of each portion.
+        lines: the lines.
+        digest: hash of `about`; files refer to the section by this hash.
     """
 
     def __init__(self, about: Mapping[str, Any]) -> None:
@@ -99,7 +104,13 @@ class Section:
         self._starts: dict[int, array[int]] = {}
 
     def window(self, number: int, line: Line, index: int) -> tuple[int, int]:
-        """Returns the range [first, last) of a window of a line that share `number` contains."""
+        """Returns the range [first, last) of a line that share `number` has of one window.
+
+        Args:
+            number: number of the share.
+            line: the line.
+            index: index of the window in the line.
+        """
         begin = index * line.step
         share = (min(begin + line.step, line.length) - begin) // self.portions
         portion, writer = divmod(number, self.writers)
@@ -115,7 +126,7 @@ class Section:
             last: end of the range, exclusive.
 
         Yields:
-            The number of a share, and the range [first, last) of the line that it contains.
+            (number of a share, first, last): the share contains the elements [first, last).
         """
         here = self.lines[line]
         while first < last:
@@ -136,7 +147,7 @@ class Section:
             number: share that contains the element.
             line: index of the line.
             part: part of the state: weight, exp_avg, ...
-            element: offset in the line; must be in a piece.
+            element: offset of the element in the line; it must belong to a piece.
         """
         here = self.lines[line]
         index = element // here.step
@@ -155,14 +166,18 @@ class Section:
         return len(self.parts) * sum(self._counts(number))
 
     def _counts(self, number: int) -> Iterator[int]:
-        """Yields the number of elements per part that share `number` has of each window."""
+        """Yields, for each window, the number of its elements per part in share `number`."""
         for line in self.lines:
             for index in range(line.windows):
                 first, last = self.window(number, line, index)
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns the number of elements per part that share `number` has before each window."""
+        """Returns, for each window, the number of elements per part of earlier windows in a share.
+
+        Args:
+            number: number of the share.
+        """
         if number not in self._starts:
             self._starts[number] = array("q", accumulate(self._counts(number), initial=0))
         return self._starts[number]
@@ -179,8 +194,8 @@ class Held:
         section: the section.
         portion: index of the portion.
         copies: number of ranks that hold the portion.
-        copy: index of this rank among them.
-        states: the optimizer states of each line, in the order of its windows.
+        copy: index of this rank among the ranks that hold the portion.
+        states: for each line, the optimizer states of its windows, in order.
         shapes: shapes of the global tensors, by name.
     """
 
@@ -198,9 +213,9 @@ class Held:
 
     @property
     def number(self) -> int | None:
-        """The number of the share that this rank writes; None if only other ranks write."""
+        """The number of the share that this rank writes, or None if it writes no share."""
         writers = self.section.writers
-        # Rotates the writing ranks by portion and by section, to balance the load.
+        # Other ranks write in each portion and each section, to balance the bytes per rank.
         turn = zlib.crc32(self.section.digest.encode()) + self.portion
         for writer, number in enumerate(self.numbers):
             if (writer * self.copies // writers + turn) % self.copies == self.copy:
@@ -218,10 +233,10 @@ class Held:
 
 
 def held(layout: Layout, states: Iterable[State]) -> list[Held]:
-    """Groups optimizer states into sections, each with the portion that this rank holds.
+    """Groups optimizer states into sections, and returns this rank's portion of each section.
 
-    States share a section if they have the same parts and dtype and are split in the same way. All
-    ranks that hold a portion of a section compute the same description of it.
+    States are in the same section if they have the same parts and dtype and are split in the same
+    way. All ranks that hold portions of a section compute the same description of the section.
 
     Args:
         layout: layout of the parameters.
@@ -267,7 +282,7 @@ def _build_section(
 
 
 def _flat_rank(axes: Iterable[Axis]) -> tuple[int, int]:
-    """Returns the number of ranks over some axes together, and this rank's index among them."""
+    """Returns the product of the sizes of some axes, and this rank's index over all of them."""
     size, index = 1, 0
     for axis in axes:
         size, index = size * axis.size, index * axis.size + axis.index
@@ -283,8 +298,8 @@ class SavedFile:
 
     Attributes:
         name: name of the file.
-        held: sections, each with the number of the share in the file.
-        about: the manifest's description of `tensors`.
+        held: the shares in the file, as (section, number of the share).
+        about: description of `tensors` for the manifest.
         tensors: values on the CPU, by key in the file.
     """
 
@@ -295,7 +310,7 @@ class SavedFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors in the file."""
         return sum(r.nbytes for r in self.records) + sum(t.nbytes for t in self.tensors.values())
 
     @cached_property
@@ -304,12 +319,12 @@ class SavedFile:
         return [record for h, number in self.held for record in h.extents(number)]
 
     def write(self, folder: Path, values: Iterable[Tensor], **how: Any) -> dict[str, Any]:
-        """Writes the file; returns its entry of the manifest.
+        """Writes the file, and returns its entry in the manifest.
 
         Args:
             folder: folder to write to.
-            values: values of `records` in order, each in one or several parts [n].
-            how: keyword arguments for `stream_tensors`: rate limit and durability.
+            values: values of `records` in order; a record may arrive in several parts [n].
+            how: `limit`, `hurries` and `durable` of `files.write_hashed`.
         """
         tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         metadata, holds = {}, []
@@ -325,10 +340,14 @@ class SavedFile:
 
 
 def finite(records: Iterable[Record], values: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yields the values of records, flat [n].
+    """Yields the values of records, flat [n], after checking them.
+
+    Args:
+        records: the records.
+        values: their values, in the same order.
 
     Raises:
-        NotFiniteError: if values of a trained tensor are NaN or infinite.
+        NotFiniteError: if a trained tensor has NaN or infinite values.
     """
     for tensor, record in zip(values, records, strict=True):
         if record.state.bucket.group.key.trainable and not is_finite(tensor):

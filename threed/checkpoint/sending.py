@@ -1,9 +1,10 @@
-"""Sends files and JSON values from one rank to another, in messages of bounded size.
+"""Sends files and JSON values from one rank to another; files in messages of bounded size.
 
     send_file(path, size, link)        on the sender
     receive_file(path, size, link)     on the receiver
 
-Both ranks complete all messages even after an error, and return its text, so that neither hangs.
+After an error in reading or writing a file, a rank still completes all messages, so that the other
+rank does not hang, and returns the text of the error.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from threed.checkpoint.files import overwriting
 from threed.distributed import collectives
 from threed.distributed.topology import Link
 
-MESSAGE = 2**24  # bytes
+MESSAGE = 2**24  # bytes per message
 
 
 def send_file(path: Path, size: int, link: Link, device: torch.device | str = "cpu") -> str:
     """Sends `size` bytes of a file.
 
-    Bytes that cannot be read are sent as zeros; the file's hash detects them at the receiver.
+    For bytes that cannot be read, zeros are sent. A load at the receiver then fails, because the
+    hash of the file is wrong.
 
     Args:
         path: file to send.
-        size: bytes.
+        size: number of bytes.
         link: the receiver, and the group to use.
         device: device of tensors in the link's group.
 
@@ -51,13 +53,16 @@ def send_file(path: Path, size: int, link: Link, device: torch.device | str = "c
 
 
 def receive_file(path: Path, size: int, link: Link, device: torch.device | str = "cpu") -> str:
-    """Writes a file from the `size` bytes that `send_file` sends; returns an error text, or "".
+    """Receives the bytes that `send_file` sends, and writes them to a file.
 
     Args:
         path: file to write; an existing file is overwritten.
-        size: bytes.
+        size: number of bytes.
         link: the sender, and the group to use.
         device: device of tensors in the link's group.
+
+    Returns:
+        An error text, or "".
     """
     problem = ""
     for at in range(0, size, MESSAGE):
@@ -73,14 +78,14 @@ def receive_file(path: Path, size: int, link: Link, device: torch.device | str =
 
 
 def send_json(value: Any, link: Link) -> None:
-    """Sends a value that JSON can represent, over a group of CPU tensors."""
+    """Sends a value that JSON can represent. The link's group must support CPU tensors."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     _send(torch.tensor([data.numel()]), link)
     _send(data, link)
 
 
 def receive_json(link: Link) -> Any:
-    """Returns the value that `send_json` sends."""
+    """Receives and returns the value that `send_json` sends."""
     size = torch.zeros(1, dtype=torch.int64)
     collectives.receive([size], link)[0].wait()
     return json.loads(_receive(int(size), link).numpy().tobytes())

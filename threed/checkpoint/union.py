@@ -1,13 +1,14 @@
 """Loads the training state from the copies in the machines' memory.
 
     found = look(place, machines, epochs, everyone, device)     collective; the copies, newest first
-    state = load_copy(found[0], place, machines, ...)
+    state = load_copy(found[0], place, machines, ...)           collective
 
-The first rank of each machine sends its machine's entries to rank 0, which combines them
-(`assemble`). A copy is complete if the files of all machines together have each value once; then
-all ranks get its manifest. Each rank computes which files it needs, and files that its machine
-lacks are sent to it. With the manifest written next to its files, the copy is a checkpoint that
-`native.load` reads.
+The first rank of each machine sends its machine's entries (see `node_memory`) to rank 0, which
+combines the entries of a copy into a manifest (`assemble`). A copy is complete if the files of all
+machines together contain every value; then all ranks receive its manifest. Each rank computes which
+files it needs. Files that its machine does not have are sent to it by a rank of another machine.
+Each machine writes the manifest next to the files of the copy, so that `native.load` can read the
+copy like a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from threed.zero.records import Record
 
 @dataclass(frozen=True)
 class Found:
-    """A copy of which the machines have files.
+    """A copy that was found in memory; it may be incomplete.
 
     Attributes:
-        epoch: start of the run that made the copy, see `Epochs`.
+        epoch: number of the start of the run that made the copy, see `Epochs`.
         step: step of the copy.
-        slot: slot in which the machines have it.
-        manifest: manifest of the copy; empty if it is not complete.
-        where: the machines that have each file, by file name.
+        slot: slot in which the machines have the copy.
+        manifest: manifest of the copy; empty if the copy is not complete.
+        where: indices of the machines that have each file, by file name.
         problem: reason why the copy is not complete, or "".
     """
 
@@ -60,12 +61,14 @@ class Found:
 def look(
     place: Place, machines: Machines, epochs: Epochs, everyone: Axis, device: torch.device
 ) -> list[Found]:
-    """Returns the copies that a start may load, newest first; the same on all ranks. Collective.
+    """Returns the copies that this start may load, newest first. Collective.
+
+    The result is the same on all ranks.
 
     Args:
         place: this run's folder in memory.
         machines: ranks of each machine.
-        epochs: record of the run folder.
+        epochs: record of the copies that may be loaded, as read from the run folder.
         everyone: axis of all ranks.
         device: device of tensors in the group of `everyone`.
     """
@@ -82,7 +85,7 @@ def look(
 
 
 def _try_assemble(entries: Sequence[tuple[int, Any]]) -> list[Any]:
-    """Returns slot, manifest, machines and problem of a copy, see `Found`."""
+    """Returns [slot, manifest, where, problem] of a copy, see `Found`."""
     slot = int(Path(entries[0][1]["path"]).parent.name)
     try:
         return [slot, *assemble(entries), ""]
@@ -93,20 +96,21 @@ def _try_assemble(entries: Sequence[tuple[int, Any]]) -> list[Any]:
 def assemble(
     entries: Sequence[tuple[int, Mapping[str, Any]]],
 ) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """Combines the files of a copy.
+    """Combines the entries of a copy into its manifest.
 
     Args:
-        entries: all entries of the copy, each with the index of the machine that has it.
+        entries: all entries of the copy, each as (index of the machine that has it, entry).
 
     Returns:
-        The manifest, and the machines that have each file, by file name.
+        The manifest, and the indices of the machines that have each file, by file name.
 
     Raises:
-        CheckpointError: if files are missing.
+        CheckpointError: if files are missing, or an entry is not valid.
     """
     files: dict[str, dict[str, Any]] = {}
     where: dict[str, list[int]] = {}
-    buffers = set[str]()  # each machine saves them, in files of different ranks
+    # Every machine saves the buffers; the manifest refers to only one file for each.
+    buffers = set[str]()
     for machine, entry in entries:
         for file in entry["files"]:
             name = file["file"]
@@ -128,8 +132,8 @@ def assemble(
 def _broadcast_json(value: Any, everyone: Axis, device: torch.device) -> Any:
     """Returns rank 0's value on every rank. Collective.
 
-    `collectives.exchange` is not used, because it would gather the values of all ranks, each padded
-    to the longest.
+    `collectives.exchange` would gather the values of all ranks, each padded to the longest one, and
+    so send far more bytes.
     """
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = collectives.broadcast(torch.tensor([data.numel()], device=device), everyone, 0)
@@ -158,14 +162,14 @@ class Transfer:
 def transfers(
     needs: Sequence[Collection[str]], where: Mapping[str, Sequence[int]], machines: Machines
 ) -> list[Transfer]:
-    """Returns the transfers after which each machine has the files that its ranks need.
+    """Returns the transfers that give each machine the files that its ranks need.
 
-    The order is the same on all ranks. Work is balanced over the machines that have a file, and
-    their ranks.
+    The result is the same on all ranks, and so is its order. If several machines have a file, the
+    senders are distributed over these machines and their ranks.
 
     Args:
-        needs: names of the files that each rank needs.
-        where: the machines that have each file, by file name.
+        needs: names of the files that each rank needs, by rank.
+        where: indices of the machines that have each file, by file name.
         machines: ranks of each machine.
     """
     found: list[Transfer] = []
@@ -188,7 +192,7 @@ def load_copy(
     buffers: Iterable[str],
     load: Callable[[Path, Collection[str]], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Sends files to the machines that lack them, and loads a complete copy. Collective.
+    """Sends files to the machines that lack them, and then loads a complete copy. Collective.
 
     Args:
         found: the copy.
@@ -197,7 +201,8 @@ def load_copy(
         topology: ranks of the run.
         wanted: the records that this rank reads.
         buffers: names of the buffers that this rank reads.
-        load: called as `load(folder, files)`, where this rank must check the hashes of `files`.
+        load: called as `load(folder, files)`: loads the checkpoint in `folder`, and checks the
+            hashes of `files` on this rank.
 
     Returns:
         The result of `load`.
@@ -223,7 +228,9 @@ def load_copy(
         collectives.raise_together(problems, everyone, CheckpointError)
         local_needs = sorted({name for rank in here for name in needs[rank]})
         return load(folder, set(local_needs[here.index(topology.rank) :: len(here)]))
-    except CheckpointError:  # raised on all ranks; frees memory that loading an older copy may need
+    # Raised on all ranks. The received files are deleted, because their memory may be needed to
+    # load an older copy.
+    except CheckpointError:
         for move in moves:
             if move.target == topology.rank:
                 (folder / move.file).unlink(missing_ok=True)
@@ -231,7 +238,7 @@ def load_copy(
 
 
 def _begin(place: Place, folder: Path, manifest: Mapping[str, Any], incoming: int) -> str:
-    """Checks the free memory, and writes the manifest next to the files of the copy.
+    """Checks that memory is free for the missing files, and writes the manifest of the copy.
 
     Args:
         place: this run's folder in memory, which contains the slots.

@@ -1,13 +1,14 @@
 """Allocates slots of equal size from one contiguous buffer, to avoid memory fragmentation.
 
     arena = Arena(count=24, device=device)
-    slot = arena.take(numel, dtype)         # [numel], undefined; the first call allocates the
-    buffer
+    slot = arena.take(numel, dtype)         # [numel], undefined values
     arena.give(slot)
 
-See ZeRO, arXiv 1910.02054, section 6.3 (memory defragmentation, M_D). If more or larger slots are
-needed, a larger buffer replaces the old one, which is freed when its last slot is returned. So a
-run that stays within the announced size allocates once, and a run that exceeds it still works.
+See ZeRO, arXiv 1910.02054, section 6.3 (memory defragmentation, M_D). The first `take` allocates a
+buffer for `count` slots of the requested size. If more slots or larger slots are needed later, a
+larger buffer replaces the old one, whose memory is freed once no tensor uses it. So a run allocates
+once if it never needs more than `count` slots, or larger slots than the first one; otherwise it
+still works.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ class Arena:
     """A pool of slots in one buffer.
 
     Args:
-        count: number of slots.
+        count: number of slots in the first buffer.
         device: device of the buffer.
-        pinned: whether to use page-locked host memory, for copies to and from a GPU.
+        pinned: whether to use page-locked host memory, for copies to and from a GPU; `device` is
+            then ignored.
 
     Attributes:
         allocations: number of buffers allocated so far.
-        nbytes: bytes per slot; 0 before the first slot is taken.
+        nbytes: bytes per slot; 0 before the first call of `take`.
     """
 
     def __init__(self, count: int, device: torch.device, *, pinned: bool = False) -> None:
@@ -42,7 +44,7 @@ class Arena:
 
     @property
     def data_ptr(self) -> int:
-        """The address of the buffer; 0 before the first slot is taken."""
+        """The address of the buffer; 0 before the first call of `take`."""
         return self._buffer.data_ptr()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -56,7 +58,7 @@ class Arena:
         return self._buffer[first : first + nbytes].view(dtype)
 
     def give(self, slot: Tensor) -> None:
-        """Returns a slot to the pool. Slots of a replaced buffer are ignored."""
+        """Returns a slot to the pool. A slot of a buffer that was replaced is ignored."""
         at = slot.data_ptr() - self._buffer.data_ptr()
         if 0 <= at < self._buffer.numel():
             self._free.append(at // self.nbytes)

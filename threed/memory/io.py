@@ -1,16 +1,16 @@
 """Reads and writes tensors on a drive asynchronously, by direct I/O.
 
     disk = Disk("/nvme/swap", "optimizer")
-    offset = disk.reserve(values.nbytes)          # allocates space, or fails early
+    offset = disk.reserve(values.nbytes)          # allocates space; SwapError if the drive is full
     disk.write(offset, values).wait()
-    disk.read(offset, into=values).wait()         # SwapError unless every byte arrived
+    disk.read(offset, into=values).wait()         # SwapError unless every byte was read
     disk.close()
 
-A Disk is one unlinked, preallocated file. A transfer of any length is split into pieces,
-which a few threads move concurrently; the calls release the GIL. Memory that starts on a page
-boundary (`threed.memory.pool`) is read and written directly. Other memory, and the bytes after the
-last multiple of 4096, pass through an aligned copy. Transfers are not ordered: wait for a write
-before reading or writing the same region.
+A Disk is one file, preallocated and unlinked (without a name). Each transfer is split into pieces,
+which a few threads transfer concurrently; their system calls release the GIL. Memory that starts on
+a page boundary (`threed.memory.pool`) is read and written directly. Other memory is copied through
+an aligned buffer, and so are the last bytes of a tensor if its size is not a multiple of 4096.
+Transfers are not ordered: wait for a write before reading or writing the same region.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 BLOCK = 4096  # the alignment of memory, lengths and offsets in direct I/O
-PIECE = 8 * 2**20  # bytes per call
+PIECE = 8 * 2**20  # bytes per piece of a transfer
 WORKERS = 4  # threads that transfer pieces
 
 _FIXES = {
@@ -50,9 +50,9 @@ class SwapError(OSError):
 
 
 def _make_folder(folder: str) -> None:
-    """Creates a missing folder, with a warning.
+    """Creates a folder if it is missing, and then warns.
 
-    A missing folder may be the mount point of a drive that is not mounted.
+    The warning is needed because a missing folder may be on a drive that is not mounted.
     """
     if os.path.lexists(folder):
         return
@@ -68,11 +68,11 @@ def _make_folder(folder: str) -> None:
 
 
 class _File:
-    """An open file, closed when neither its Disk nor a transfer in flight refers to it.
+    """An open file, which is closed when neither its Disk nor a transfer in flight refers to it.
 
-    So a Disk that is dropped does not wait for its threads. This matters because garbage collection
-    may run in any thread, including one that is being started, where waiting for other threads
-    would hang.
+    So a Disk that is garbage-collected without `close` does not have to wait for its threads.
+    Garbage collection may run in any thread. In a thread that is just being started, waiting for
+    other threads would hang.
     """
 
     def __init__(self, fd: int = -1) -> None:
@@ -89,14 +89,14 @@ class _File:
 class Transfer:
     """A read or write in flight.
 
-    Its pieces keep the tensor alive. Do not use the tensor until the transfer is done.
+    It keeps the tensor alive. Do not use the tensor until the transfer is done.
     """
 
     def __init__(self, disk: Disk, what: str, pieces: list[Future[None]]) -> None:
         self._disk, self._what, self._pieces = disk, what, pieces
 
     def done(self) -> bool:
-        """Returns whether `wait` would return or raise immediately."""
+        """Returns whether the transfer has finished, so that `wait` does not block."""
         self._disk._check_process("testing a transfer")
         return all(piece.done() for piece in self._pieces)
 
@@ -104,7 +104,7 @@ class Transfer:
         """Waits until every byte has been transferred.
 
         Raises:
-            SwapError: if the transfer failed; raised by every call.
+            SwapError: if the transfer failed. Every call raises it.
         """
         self._disk._check_process("waiting for a transfer")
         errors = self._errors()
@@ -118,19 +118,19 @@ class Transfer:
 
 
 class Disk:
-    """A swap file for the tensors of this process, with space reserved in regions.
+    """A swap file for the tensors of this process. Its space is reserved in regions.
 
-    The file is unlinked as soon as it is open, so the drive gets its space back whenever the
-    process ends, even if it is killed. Threads may share a Disk. A forked child must not use its
-    parent's Disk.
+    The file is unlinked as soon as it is open, so its space on the drive is freed when the process
+    ends, even if the process is killed. Threads may share a Disk. A forked child must not use the
+    Disk of its parent.
 
     Args:
         folder: folder on the drive; created with a warning if it does not exist.
-        name: prefix of the file name, for messages.
+        name: prefix of the file name, which messages contain.
 
     Attributes:
-        path: former path of the file, for messages.
-        direct: whether transfers bypass the page cache.
+        path: path of the file before it was unlinked, for messages.
+        direct: whether transfers use direct I/O, which bypasses the page cache.
 
     Raises:
         SwapError: if the folder or the file cannot be created or written.
@@ -163,7 +163,8 @@ class Disk:
             SwapError: if the drive is full.
         """
         need = _round_up(nbytes)
-        # Before the lock: in a forked child, a thread of the parent may have held it.
+        # Checked before the lock is taken: in a forked child, the lock may be held forever, if a
+        # thread of the parent held it during the fork.
         self._check_process("reserving space")
         with self._lock:
             self._check_open("reserving space")
@@ -195,7 +196,7 @@ class Disk:
         return self._begin(False, offset, into)
 
     def write(self, offset: int, values: Tensor) -> Transfer:
-        """Starts to write a tensor to the file; the rest of its last block is filled with zeros.
+        """Starts to write a tensor to the file. The rest of the last block is filled with zeros.
 
         Args:
             offset: offset in the file, a multiple of 4096.
@@ -234,16 +235,16 @@ class Disk:
         ]
 
     def _drop_finished(self) -> None:
-        """Drops finished transfers, but keeps failed ones for `close` to report."""
+        """Drops finished transfers, except failed ones, which `close` reports."""
         for transfer in list(self._in_flight):
             if transfer.done() and not transfer._errors():
                 self._in_flight.discard(transfer)
 
     def close(self) -> None:
-        """Waits for transfers in flight and frees the file's space.
+        """Waits for transfers in flight, and frees the space of the file.
 
         Raises:
-            SwapError: if a transfer failed and its `wait` was never called.
+            SwapError: if a transfer failed and its `wait` has not been called.
         """
         if os.getpid() != self._process:  # a forked child inherits the file, but no threads
             self._file.close()
@@ -285,9 +286,11 @@ def _rank() -> str:
 
 
 def _open(path: str) -> tuple[int, bool]:
-    """Creates a file and unlinks it; returns its descriptor and whether it supports direct I/O.
+    """Creates a file and unlinks it.
 
-    Direct I/O is tested by writing a block.
+    Returns:
+        The file descriptor, and whether the file supports direct I/O, which a write of one block
+        has tested.
     """
     for direct in (getattr(os, "O_DIRECT", 0), 0):
         fd = -1
@@ -301,7 +304,7 @@ def _open(path: str) -> tuple[int, bool]:
             if fd >= 0:
                 os.close(fd)
             with contextlib.suppress(OSError):
-                os.unlink(path)  # open() with O_DIRECT may create the file and fail
+                os.unlink(path)  # an open() with O_DIRECT may fail after it has created the file
             if not direct or error.errno != errno.EINVAL:
                 raise
     raise AssertionError("unreachable")
@@ -322,7 +325,11 @@ def _free_bytes(fd: int) -> int:
 def _allocate(fd: int, offset: int, nbytes: int) -> None:
     """Allocates space in the file.
 
-    Checks first that the space is free, so that a failed attempt does not fill the drive.
+    It first checks that the drive has enough free space, because a failed allocation could fill the
+    drive.
+
+    Raises:
+        OSError: if there is not enough space.
     """
     if _free_bytes(fd) < nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -335,7 +342,15 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
 
 
 def _move(write: bool, file: _File, tensor: Tensor, part: range, offset: int, block: int) -> None:
-    """Transfers a range of a tensor's bytes, through an aligned copy if direct I/O needs one.
+    """Transfers a range of a tensor's bytes, through an aligned buffer if direct I/O requires it.
+
+    Args:
+        write: whether to write to the file; otherwise reads from it.
+        file: the file.
+        tensor: contiguous tensor on the CPU.
+        part: range of its bytes.
+        offset: offset in the file.
+        block: required alignment in bytes; 1 without direct I/O.
 
     Raises:
         OSError: if a system call fails.
@@ -361,7 +376,7 @@ def _transfer(write: bool, fd: int, memory: memoryview, offset: int, block: int)
             count = call(fd, [memory[moved:]], offset + moved)
         except BlockingIOError:
             continue
-        count -= count % block  # direct I/O can only resume at a block
+        count -= count % block  # direct I/O can only continue at a multiple of `block`
         if count == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO)) if write else EOFError
         moved += count

@@ -2,9 +2,10 @@
 
     buffer = host_buffer(64 * 2**20)            # uint8 [nbytes]; view it as any dtype
 
-The buffers are page-aligned and use huge pages. Direct I/O from 4 KiB pages is split into one
-segment per page, which halves a drive's throughput; a huge page is one segment. Torch's CPU
-allocator aligns to 64 bytes and does not guarantee huge pages, so this module uses `mmap`.
+The buffers are page-aligned and use huge pages. With 4 KiB pages, direct I/O is split into one
+segment per page, which halves a drive's throughput. With huge pages (2 MiB), there is one segment
+per huge page. This module uses `mmap`, because torch's CPU allocator aligns to only 64 bytes and
+does not guarantee huge pages.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ HUGE = 2 * 2**20
 
 
 class _Registered(mmap.mmap):
-    """Memory that is page-locked for CUDA, and unlocked before it is unmapped."""
+    """Mapped memory. If it is page-locked for CUDA, it is unlocked before it is unmapped."""
 
-    address = 0
+    address = 0  # start of the page-locked memory; 0 if it is not page-locked
 
     def __del__(self) -> None:
         if self.address:
@@ -33,9 +34,9 @@ class _Registered(mmap.mmap):
 
 
 def host_buffer(nbytes: int) -> Tensor:
-    """Returns a zero-filled buffer, uint8 [nbytes], page-aligned and resident.
+    """Returns a zero-filled buffer, uint8 [nbytes], page-aligned and resident in memory.
 
-    It uses 2 MiB pages, except for a remainder below 2 MiB, and is page-locked if CUDA is
+    It uses 2 MiB pages, except for a remainder of less than 2 MiB. It is page-locked if CUDA is
     available.
 
     Args:
@@ -50,11 +51,12 @@ def host_buffer(nbytes: int) -> Tensor:
         raise ValueError(f"a buffer needs at least one byte, not {nbytes}")
     memory = _Registered(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % HUGE
-    full_pages = nbytes // HUGE * HUGE  # a huge page for the remainder would use extra memory
+    # The remainder uses small pages, because a huge page would use more memory than needed.
+    full_pages = nbytes // HUGE * HUGE
     if full_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
+        with contextlib.suppress(OSError):  # a kernel without huge pages also works, but slower
             memory.madvise(mmap.MADV_HUGEPAGE, start, full_pages)
-    # `zero_` touches every page
+    # `zero_` touches every page, which makes the buffer resident.
     buffer = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes).zero_()
     if device.count():
         device.page_lock(buffer.data_ptr(), nbytes)
@@ -65,7 +67,7 @@ def host_buffer(nbytes: int) -> Tensor:
 def free_bytes() -> int:
     """Returns the host memory that this process can still allocate, in bytes.
 
-    This is the smaller of the machine's available memory and the remainder of the cgroup's limit.
+    This is the machine's available memory, or, if smaller, the unused part of the cgroup's limit.
     """
     free = [os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE]
     with (

@@ -1,13 +1,14 @@
-"""Bytes of model states per parameter, as text, and the number of buffers in flight.
+"""Computes bytes of model states per parameter, and numbers of buffers between memory and a drive.
 
-Model states follow ZeRO (arXiv 1910.02054, section 3): stage 1 shards the optimizer state over
-data-parallel ranks, stage 2 also the gradients, stage 3 also the parameters.
+Model states are parameters, gradients and optimizer state (ZeRO, arXiv 1910.02054, section 3).
+Stage 1 shards the optimizer state over data-parallel ranks, stage 2 also the gradients, stage 3
+also the parameters.
 """
 
 from __future__ import annotations
 
-BUCKETS_IN_FLIGHT = 2  # one is filled or used while the other is communicated
-UPDATES_AHEAD = 1  # buckets with states that are read from the drive while another is updated
+BUCKETS_IN_FLIGHT = 2  # one bucket is filled or used while the other is communicated
+UPDATES_AHEAD = 1  # number of buckets whose states are read from a drive while another is updated
 
 
 _SLICED = {
@@ -20,12 +21,13 @@ _SLICED = {
 def optimizer_bytes(param_bytes: int, moments: int = 2, masters: bool = False) -> int:
     """Returns the bytes of optimizer state per parameter.
 
-    Moments are fp32 (fp64 for fp64 parameters). So are the master weights of narrower parameters.
+    Moments are fp32, or fp64 for fp64 parameters. Parameters narrower than fp32 also have master
+    weights in fp32.
 
     Args:
         param_bytes: bytes of a parameter.
-        moments: 2 for AdamW; 1 for Lion and SGD with momentum.
-        masters: count master weights also for parameters in fp32 or wider.
+        moments: number of moments: 2 for AdamW; 1 for Lion and SGD with momentum.
+        masters: whether parameters in fp32 or fp64 have master weights too.
     """
     return (moments + (masters or param_bytes < 4)) * max(4, param_bytes)
 
@@ -34,16 +36,19 @@ def regime(
     param_bytes: int, grad_bytes: int, zero_stage: int, shards: int, *, replicas: int = 1, moments: int = 2,
     resident: int = 0,
 ) -> str:  # fmt: skip
-    """Returns a text: bytes of model states per parameter, and which of them are sharded.
+    """Returns a text with the bytes of model states per parameter, and which states are sharded.
 
     Args:
-        param_bytes: bytes of a parameter.
-        grad_bytes: bytes of a gradient.
+        param_bytes: bytes per parameter.
+        grad_bytes: bytes per gradient element.
         zero_stage: ZeRO stage.
-        shards: number of ranks that shard the states.
-        replicas: number of groups of `shards` ranks, which hold replicas of each other.
+        shards: number of ranks over which states are sharded.
+        replicas: number of groups of `shards` ranks; each group holds all states.
         moments: number of moments of the optimizer.
-        resident: parameters with fewer elements are not sharded under ZeRO-3.
+        resident: minimum number of elements of a parameter that is sharded under ZeRO-3.
+
+    Raises:
+        ValueError: if `zero_stage` is not a ZeRO stage.
     """
     check_zero(zero_stage)
     state = optimizer_bytes(param_bytes, moments)
@@ -66,16 +71,18 @@ def regime(
 
 
 def drive_buffers(gathered: int, buffers: int, early: int = 0) -> int:
-    """Returns the number of slice-sized buffers between memory and a drive.
+    """Returns the number of host buffers that transfers to and from a drive need.
 
-    Forward and backward need buffers for gathered slices and for gradients that are in flight,
-    accumulated or written. An update needs them for the buckets that are read, updated and written.
+    A buffer has the size of the largest slice of a bucket. Forward and backward need buffers for
+    slices that are gathered, and for gradients that are in flight, accumulated or written. An
+    update needs buffers for the buckets that are read, updated and written.
 
     Args:
-        gathered: number of parameter slices that are read from the drive at once.
+        gathered: number of parameter slices that are read from the drive at the same time.
         buffers: buffers per bucket in an update; see `update_buffers`.
-        early: number of buckets of a layer with gradients that wait for their update, if updates
-            begin during the backward; update and backward then need buffers at the same time.
+        early: 0 if updates begin after the backward. If they begin during the backward, the number
+            of buckets of the largest layer, which may all wait for their update at the same time.
+            The updates and the backward then need buffers at the same time.
     """
     busy = gathered + BUCKETS_IN_FLIGHT + 2
     if early:
@@ -91,7 +98,7 @@ def update_buffers(
     Args:
         optimizer: whether optimizer states are on the drive.
         params: whether parameters are on the drive.
-        narrow: whether parameters have master weights.
+        narrow: whether parameters are narrower than their master weights.
         zero_stage: ZeRO stage.
         moments: number of moments of the optimizer.
     """
@@ -100,7 +107,7 @@ def update_buffers(
 
 
 def check_zero(stage: int) -> None:
-    """Raises ValueError if `stage` is not a ZeRO stage."""
+    """Raises ValueError if `stage` is not 0, 1, 2 or 3."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(
             f"zero.stage is {stage}: it must be 0 (nothing sharded), 1 (optimizer states), 2 (and gradients) or"

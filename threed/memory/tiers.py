@@ -1,17 +1,19 @@
 """Stores slices of the training state in memory or on an NVMe drive, with staged access.
 
-    storage = tier(numel, dtype)    a tier is a function that allocates a storage, initially zeros
-    staged = storage.fetch()        starts to read the values into a buffer; `empty` skips the read
-    values = staged.wait()          [numel], to be changed in place; SwapError if the read failed
-    staged.store()                  starts to write them back
+    storage = tier(numel, dtype)    a tier is a function that allocates a storage of zeros
+    staged = storage.fetch()        starts to read the values into a staged buffer
+    values = staged.wait()          [numel], may be changed in place; SwapError if the read failed
+    staged.store()                  starts to write the values back, and releases the buffer
     staged.drop()                   or releases the buffer without writing
 
-The values must not be used after `store` or `drop`.
+`storage.empty()` returns a staged buffer without reading the values. The values must not be used
+after `store` or `drop`.
 
-In memory, all of this is free: the buffer is the tensor itself. On a drive, values pass through
-page-aligned buffers of constant size, which are read ahead and written behind. So algorithms are
-written once, as if all state were on a drive, and memory use does not grow with the state
-(ZeRO-Infinity, arXiv 2104.07857, section 6).
+For a storage in memory, these calls take no time, because the staged buffer is the tensor itself.
+For a storage on a drive, values are read into page-aligned buffers of constant size before they are
+used, and written back in the background. So each algorithm is written once, as if all state were on
+a drive, and the size of the buffers does not grow with the state (ZeRO-Infinity, arXiv 2104.07857,
+section 6).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from threed.memory.pool import host_buffer
 
 @dataclass(eq=False)
 class InMemory:
-    """A tensor in memory, which is both the storage and its staged buffer."""
+    """A tensor in memory. It is a storage, and also its own staged buffer."""
 
     tensor: Tensor
 
@@ -50,7 +52,7 @@ class InMemory:
         return self.tensor
 
     def exchange(self, other: InMemory) -> None:
-        """Swaps the tensors of two storages."""
+        """Exchanges the tensors of two storages."""
         self.tensor, other.tensor = other.tensor, self.tensor
 
     def fetch(self) -> InMemory:
@@ -83,9 +85,12 @@ def memory_tier(device: torch.device) -> Tier:
 
 
 def start_copy(values: Tensor, device: torch.device) -> Pending:
-    """Starts to copy values to a device; returns the values themselves if they are already there.
+    """Starts to copy values to a device; no copy is made if they are already on it.
 
-    A copy from a GPU to the host goes into page-locked memory, on a separate stream.
+    A copy from a GPU to the host runs on a separate stream, into page-locked memory.
+
+    Returns:
+        A pending operation with the values on the device.
     """
     if values.device == device:
         return done(values)
@@ -107,7 +112,14 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
 
 
 class Copied:
-    """A staged buffer whose values are being copied to another device. Only the copy is used."""
+    """A staged buffer whose values are copied to another device.
+
+    The caller uses only the copy. The values cannot be written back.
+
+    Args:
+        staged: the staged buffer.
+        device: device of the copy.
+    """
 
     def __init__(self, staged: StagedBuffer, device: torch.device) -> None:
         self._staged, self._copy = staged, start_copy(staged.wait(), device)
@@ -120,7 +132,7 @@ class Copied:
         return self._copy.wait()
 
     def store(self) -> None:
-        """Raises RuntimeError: the copy is not written back."""
+        """Raises RuntimeError, because a copy cannot be written back."""
         raise RuntimeError("a copy is not written back")
 
     def drop(self) -> None:
@@ -129,11 +141,11 @@ class Copied:
 
 
 class Drive:
-    """The tier of a swap file, with a pool of buffers for staged values.
+    """The tier of a swap file, with a pool of memory buffers for staged values.
 
     Args:
         disk: the swap file.
-        nbytes: size of a buffer in bytes.
+        nbytes: size of each buffer in bytes.
         count: number of buffers.
     """
 
@@ -149,7 +161,7 @@ class Drive:
 
     @property
     def in_use(self) -> int:
-        """The number of buffers in use, including writes in flight."""
+        """The number of buffers in use, including the buffers of writes in flight."""
         return 0 if self._buffers is None else self.count - len(self._buffers)
 
     def settle(self) -> None:
@@ -158,18 +170,21 @@ class Drive:
             self._reap(wait=True)
 
     def on_full(self, make_room: Callable[[], None]) -> None:
-        """Registers a callback that releases buffers; called if all are in use."""
+        """Registers a callback that releases buffers. `take` calls it if all buffers are in use."""
         self._make_room = make_room
 
     def size_buffers(self, nbytes: int, count: int) -> None:
-        """Sets the size in bytes and the number of buffers. Call it before the first `take`."""
+        """Sets the size in bytes and the number of the buffers. Call it before the first `take`."""
         self.nbytes, self.count = nbytes, count
 
     def take(self) -> Tensor:
-        """Returns a free buffer, uint8 [nbytes]; waits for the oldest write if all are in use.
+        """Returns a free buffer, uint8 [nbytes].
+
+        If all buffers are in use, it waits for the oldest write in flight. If no write is in
+        flight, it calls the callback of `on_full`.
 
         Raises:
-            RuntimeError: if all buffers are in use and no write is in flight.
+            RuntimeError: if all buffers are still in use after that.
         """
         if self._buffers is None:
             self._buffers = [host_buffer(self.nbytes) for _ in range(self.count)]
@@ -192,7 +207,14 @@ class Drive:
         self._writing.append((transfer, buffer))
 
     def _reap(self, wait: bool) -> None:
-        """Frees the buffers of finished writes; with `wait`, first waits for the oldest write."""
+        """Frees the buffers of finished writes.
+
+        Args:
+            wait: whether to wait for the oldest write.
+
+        Raises:
+            SwapError: if a write failed.
+        """
         while self._writing and (wait or self._writing[0][0].done()):
             transfer, buffer = self._writing.popleft()
             self.give(buffer)
@@ -203,7 +225,7 @@ class Drive:
 class MetaDrive(Drive):
     """A drive without a file, for forecasts on the meta device.
 
-    All staged buffers are the same tensor.
+    All staged buffers are the same tensor. It is also its own `Disk`, without transfers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -227,7 +249,7 @@ class MetaDrive(Drive):
         """No-op."""
 
     def read(self, offset: int, into: Tensor) -> Transfer | None:
-        """Returns None, as no bytes are transferred."""
+        """Returns None, because no bytes are transferred."""
         return None
 
     write = read
@@ -236,7 +258,7 @@ class MetaDrive(Drive):
 class OnDrive:
     """A storage in a region of a swap file.
 
-    It may have a second region, for new values that are not valid until `swap`.
+    It may have a second region, for new values that replace the old ones when `swap` is called.
 
     Args:
         drive: the tier.
@@ -267,14 +289,14 @@ class OnDrive:
         self.second_offset = self.drive.disk.reserve(self.nbytes)
 
     def swap(self) -> None:
-        """Exchanges the two regions: the values in the second region become valid."""
+        """Exchanges the two regions, so that the storage has the values of the second region."""
         assert self.second_offset is not None
         if self.staged_buffers:
             raise RuntimeError("a staged buffer of the old values is still in use")
         self.offset, self.second_offset = self.second_offset, self.offset
 
     def hold(self, numel: int, dtype: torch.dtype) -> None:
-        """Changes length and dtype of the values, which must fit into the region."""
+        """Changes the length and dtype of the values; the new values must fit into the region."""
         self.dtype, self.nbytes = dtype, numel * dtype.itemsize
 
     def fetch(self) -> DriveBuffer:
@@ -297,11 +319,11 @@ class DriveBuffer:
         self, storage: OnDrive, buffer: Tensor, values: Tensor, transfer: Transfer | None
     ) -> None:
         self.storage, self._buffer, self.values = storage, buffer, values
-        self._transfer = transfer  # the read that fills the buffer, or a write by `write`
+        self._transfer = transfer  # read that fills the buffer, or write that `write` started
         storage.staged_buffers += 1
 
     def arrived(self) -> bool:
-        """Returns whether `wait` would return immediately."""
+        """Returns whether the transfer has finished, so that `wait` does not block."""
         return self._transfer is None or self._transfer.done()
 
     def wait(self) -> Tensor:
@@ -311,9 +333,9 @@ class DriveBuffer:
         return self.values
 
     def write(self) -> None:
-        """Starts to write the values back, and keeps the buffer.
+        """Starts to write the values back, but does not release the buffer.
 
-        The buffer may be changed again after `wait`.
+        After `wait`, the values may be changed again.
         """
         self._transfer = self._begin_write(self.storage.offset)
 
@@ -323,7 +345,7 @@ class DriveBuffer:
     def store_second(self) -> None:
         """Starts to write the values to the second region, and releases the buffer.
 
-        The values are valid after `OnDrive.swap`.
+        They become the values of the storage when `OnDrive.swap` is called.
         """
         assert self.storage.second_offset is not None
         self._store(self.storage.second_offset)
@@ -333,7 +355,8 @@ class DriveBuffer:
         storage.staged_buffers -= 1
         try:
             self.wait()
-            # The other buffer was read before this write, so its values are stale.
+            # Another staged buffer of this storage was read before this write, so its values are
+            # stale.
             if storage.staged_buffers:
                 raise RuntimeError(
                     "values were staged twice: the other staged buffer is stale after this store"
@@ -346,7 +369,7 @@ class DriveBuffer:
 
     def _begin_write(self, offset: int) -> Transfer:
         storage, values = self.storage, self.wait()
-        if storage.writing is not None:  # writes of one region must not be reordered
+        if storage.writing is not None:  # two writes to one region must stay in order
             storage.writing.wait()
         storage.writing = storage.drive.disk.write(offset, values)
         return storage.writing
@@ -359,6 +382,6 @@ class DriveBuffer:
             self.storage.drive.give(self._buffer)
 
 
-Storage = InMemory | OnDrive  # stores values of one length and dtype
-StagedBuffer = InMemory | DriveBuffer | Copied  # buffer with the values of a storage
+Storage = InMemory | OnDrive  # stores a flat tensor
+StagedBuffer = InMemory | DriveBuffer | Copied  # buffer in memory with the values of a storage
 Tier = Callable[[int, torch.dtype], Storage]

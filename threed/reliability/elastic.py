@@ -1,16 +1,15 @@
-"""Copies of a run's state in the memory of its machines, and the choice of the state to resume
-from.
+"""Keeps copies of a run's state in its machines' memory, and resumes from a copy or a checkpoint.
 
     memory = Memory(engine, folder)             inactive unless `checkpoint.memory-every` is set
     extra = resume(engine, folder, retention, memory)
     memory.begin(note)                          after the state is loaded, before the first step
-    memory.save_if_due(step, extra)             after a step; written while training continues
-    with memory.ending(): ...                   if the block raises, waits some seconds for copies in progress
-    memory.remove()                             the run has finished successfully
+    memory.save_if_due(step, extra)             after a step; a thread writes the copy
+    with memory.ending(): ...                   on an error, waits some seconds for the copy
+    memory.remove()                             after the run has finished successfully
 
-If torchrun restarts the ranks, on the same number of machines or another one, they resume from the
-newest step whose state is complete on the remaining machines. A file of the run folder
-(`node_memory.Epochs`) records which steps are valid.
+If torchrun restarts the ranks, on as many machines or on another number of machines, they resume
+from the newest step with a complete state on the remaining machines. A file in the run folder
+(`node_memory.Epochs`) records which copies may be loaded.
 """
 
 from __future__ import annotations
@@ -48,19 +47,23 @@ from threed.zero.snapshot import Room
 from threed.zero.step_metrics import BadStepsError
 
 T = TypeVar("T")
-PATIENCE_S = 10.0  # wait for copies in progress when a run fails
+PATIENCE_S = 10.0  # seconds to wait for a copy in progress when the run fails
 
 
 class Memory:
-    """The copies of a run in memory. The methods are collective unless stated otherwise.
+    """The copies of a run in memory. All methods are collective unless stated otherwise.
+
+    Args:
+        engine: the engine.
+        folder: the run folder.
 
     Raises:
         RunFolderError: on every rank, if a machine has no folder in memory for the copies.
 
     Attributes:
-        every: steps between copies, 0 for no copies.
-        taken: (epoch, step) of the copy that this start resumed from, if any.
-        problem: why the newest finished copy failed, or "".
+        every: number of steps between copies; 0 for no copies.
+        taken: (epoch, step) of the copy that this start resumed from, or None.
+        problem: reason why the newest finished copy failed, or "".
     """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
@@ -71,13 +74,13 @@ class Memory:
         self.room = Room(copies=False)
         self._writing: Copy | None = None
         self._slot = 0  # slot of the next copy
-        self._first = True  # whether no copy of this start is complete yet
+        self._first = True  # True until a copy of this start is complete
         self.taken: tuple[int, int] | None = None  # (epoch, step) that this start resumed from
         self.problem = ""  # problem of the newest finished copy, or ""
         self._reported = ""
         self._restarted = False
         if not self.every:
-            if self.world.index == 0:  # copies of earlier starts become invalid
+            if self.world.index == 0:  # later starts must not load the copies of earlier starts
                 (folder / RECORD).unlink(missing_ok=True)
             return
         self.record = Epochs.of(folder, self.world)
@@ -93,8 +96,11 @@ class Memory:
             self.place.keep()  # otherwise a restart would find the old copies
 
     def _begin_folder(self) -> bool:
-        """Creates this machine's folder; returns whether this launcher had created it before a
-        restart."""
+        """Creates this machine's folder in memory on the first rank of the machine.
+
+        Returns:
+            Whether the folder existed because torchrun has restarted the ranks.
+        """
         if not self.machines.first:
             return False
         restarted = "TORCHELASTIC_RUN_ID" in os.environ and self.place.is_this_launchers()
@@ -116,14 +122,14 @@ class Memory:
     def found(self, resume: str) -> list[Found]:
         """Returns the copies in memory, newest first.
 
-        Returns an empty list unless `resume` is "auto" or torchrun has restarted the ranks.
+        The list is empty unless `resume` is "auto" or torchrun has restarted the ranks.
         """
         if not self.every or not (resume == "auto" or self._restarted):
             return []
         return look(self.place, self.machines, self.record, self.world, self.engine.topology.device)
 
     def load(self, found: Found) -> dict[str, Any]:
-        """Loads a copy. Returns the additional state that was saved with it.
+        """Loads a copy, and returns the additional state that was saved with it.
 
         Raises:
             CheckpointError: on every rank, if the copy is incomplete or cannot be loaded.
@@ -134,7 +140,7 @@ class Memory:
         engine = self.engine
         differences = resuming.model_differences(found.manifest, engine.config)
         differences += resuming.optimizer_differences(found.manifest, engine.config)
-        # raise, as for checkpoints, because a run from scratch would delete the copy
+        # As for checkpoints, this is an error: a start from scratch would delete the copy.
         if differences:
             raise RunFolderError(
                 f"step {found.step} of this run is in memory, and {'; '.join(differences)}"
@@ -147,10 +153,10 @@ class Memory:
         return extra
 
     def begin(self, note: Callable[[str], None]) -> None:
-        """Drops the copies that this start did not load, and prepares to save.
+        """Removes the copies that this start did not load, and prepares to save.
 
         Args:
-            note: prints a line on rank 0.
+            note: function that prints a line on rank 0.
 
         Raises:
             RunFolderError: if a machine has too little memory.
@@ -196,10 +202,10 @@ class Memory:
 
         Args:
             step: the number of finished steps.
-            extra: returns the additional state of a checkpoint.
+            extra: function that returns the additional state to save, as for checkpoints.
         """
         if not self.every or step % self.every or self.engine.bad_steps():
-            return  # during skipped steps the copy from before them is kept, as for checkpoints
+            return  # after a skipped step, the copy from before it is kept, as for checkpoints
         self.save(self.engine.counters(extra()))
         if self.problem and self.problem != self._reported:
             self._reported = self.problem
@@ -241,28 +247,29 @@ class Memory:
         self._first, self._slot = False, 1 - self._slot
 
     def finish(self, patience: float | None = PATIENCE_S) -> None:
-        """Waits until the copy in progress has finished on this rank. Not collective; callable from
-        any thread.
+        """Waits until the copy in progress has finished on this rank. Not collective.
+
+        Any thread may call it.
 
         Args:
-            patience: limit in seconds, or None.
+            patience: maximum wait in seconds, after which the copy is stopped; None for no limit.
         """
         if (writing := self._writing) is not None:  # another thread may reset the attribute
             writing.give_up(patience)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """If the block raises, waits some seconds for copies in progress. Not collective.
+        """Context manager; if the block raises, waits some seconds for the copy in progress.
 
-        After errors that make the state itself suspect (BadStepsError, ReplicaError), removes the
-        copies.
+        If the error is BadStepsError or ReplicaError, the copies are removed instead, because the
+        state itself may be wrong. Not collective.
         """
         try:
             yield
         except (
             BadStepsError,
             ReplicaError,
-        ):  # raised on all ranks; the states themselves may be wrong
+        ):  # raised on all ranks, so all machines remove their copies
             self.drop()
             raise
         except Exception:
@@ -270,8 +277,10 @@ class Memory:
             raise
 
     def drop(self) -> None:
-        """Removes all copies on this machine, so that a new start cannot resume from them. Not
-        collective."""
+        """Removes all copies on this machine, so that a new start cannot resume from them.
+
+        Not collective; call it on every rank.
+        """
         if not self.every:
             return
         self.finish()  # otherwise its thread would create the files again
@@ -279,7 +288,7 @@ class Memory:
             self.place.keep()
 
     def remove(self) -> None:
-        """Removes the copies and their folder, after the run has saved everything to disk."""
+        """Removes the copies and their folder. Call it once the run has saved its state to disk."""
         if not self.every:
             return
         self._end()
@@ -295,17 +304,18 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
     """Loads the newest complete state, from memory or a checkpoint. Collective.
 
     Returns:
-        The additional state that was saved, and the entries below. If no state was loaded, an empty
-        dict or `problems` only.
-        path: the checkpoint; for a copy in memory, the path that a checkpoint of its step would
-            have
-        resumed: a description, for a copy in memory
-        problems: the problems of newer states, which could not be loaded
-        saved: whether the step is on disk as a checkpoint of this run
-        manifest: the manifest, for a native checkpoint or a copy in memory
+        The additional state that was saved, with the keys below added. If no state was loaded, a
+        dict with only `problems`, or an empty dict.
+
+        - path: path of the checkpoint; for a copy in memory, the path that a checkpoint of its step
+          would have.
+        - resumed: description of the copy; only for a copy in memory.
+        - problems: list of the reasons why newer states could not be loaded.
+        - saved: whether the step is on disk as a checkpoint of this run.
+        - manifest: manifest of the native checkpoint or copy; None for other checkpoints.
 
     Raises:
-        CheckpointError: if there are checkpoints and none can be loaded.
+        CheckpointError: if there are checkpoints, but none of them can be loaded.
         RunFolderError: if the newest copy in memory is of another model or optimizer.
     """
     requested, world = engine.config.checkpoint.resume, engine.topology.axis("world")
@@ -316,7 +326,7 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
     paths = collectives.exchange([str(path) for path in candidates(folder, first)], world)[0]
     refused: list[tuple[str, str]] = []
     tried = _in_order(paths, in_memory)
-    if begun_from:  # fallback: the state that the run originally started from
+    if begun_from:  # the state from which the run originally started is tried last
         tried.append((begun_from, None))
     for path, copy in tried:
         try:
@@ -346,10 +356,10 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
 
 
 def _grouped(refused: list[tuple[str, str]]) -> list[str]:
-    """Returns why checkpoints were refused, without repeating reasons.
+    """Returns the reasons why checkpoints were refused, without repetitions.
 
-    Of several reasons that differ only in the checkpoint's path, the first one is returned, with
-    the names of the other checkpoints in parentheses.
+    If reasons differ only in the path of the checkpoint, only the first one is returned, followed
+    by the names of the other checkpoints in parentheses.
 
     Args:
         refused: (path, reason) of each checkpoint.
@@ -374,8 +384,13 @@ def _step(path: str) -> int:
 
 
 def _in_order(paths: list[str], copies: list[Found]) -> list[tuple[str, Found | None]]:
-    """Returns checkpoints and copies in memory, newest step first; for equal steps the checkpoint
-    first."""
+    """Returns checkpoints and copies in memory, highest step first.
+
+    If a checkpoint and a copy are of the same step, the checkpoint is first.
+
+    Returns:
+        (path, None) for each checkpoint, and ("", copy) for each copy.
+    """
     saves: list[tuple[str, Found | None]] = [(path, None) for path in paths]
     saves += [("", copy) for copy in copies]
     return sorted(saves, key=lambda one: -(_step(one[0]) if one[1] is None else one[1].step))

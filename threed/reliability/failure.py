@@ -1,14 +1,15 @@
-"""Reports the rank that caused a failure, once.
+"""Finds the rank that caused a failure, so that it is reported exactly once.
 
-    lost(error)                             # whether another rank has died, according to this error
+    lost(error)                             # whether an error means that another rank has died
     named(folder, rank, world)              # a line per dead rank that this rank has to report
     write_error_file(text)                  # the text for this rank in torchrun's report
 
-If one rank dies, all others lose their connection to it, and the launcher names the first rank that
-notices. A rank that fails with an error reports it itself. A rank that was killed cannot. So each
-rank checks the process of the next rank on its machine, and continues with the following ranks as
-long as their processes have ended. Each dead rank is thus reported by exactly one live rank, and n
-ranks together read fewer than 2 n files.
+If one rank dies, all other ranks lose their connection to it, and the launcher reports the first
+rank that notices this, which is not the cause. A rank that fails with an error reports this error.
+A rank that was killed cannot. So each rank checks whether the process of the next rank on its
+machine has ended; if so, it also checks the rank after that one, and so on up to the first live
+process. So each dead rank is reported by exactly one live rank, and n ranks together read fewer
+than 2 n files.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _LOST = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process exited",
     "communicator was aborted", "connection was likely closed", "connection refused", "recvvalue failed",
 )  # fmt: skip
-PATIENCE_S = 3.0  # wait until the process of a killed rank has ended
-REFUSAL_S = 5.0  # wait until the first rank of a machine has reported an error
+PATIENCE_S = 3.0  # seconds to wait until the process of a killed rank has ended
+REFUSAL_S = 5.0  # seconds to wait until the first rank of a machine has reported an error
 
 
 class LostContact(Exception):
-    """Raised on a rank that ends because another rank has died. It has already been reported."""
+    """Raised on a rank that ends because another rank has died; the death is already reported."""
 
 
 def lost(error: BaseException) -> bool:
@@ -43,7 +44,13 @@ def lost(error: BaseException) -> bool:
 
 
 def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """Returns a line per dead rank that this rank has to report."""
+    """Returns a line per dead rank that this rank has to report.
+
+    Args:
+        folder: the folder of the heartbeats.
+        rank: this rank.
+        world_size: number of ranks.
+    """
     beats = heartbeat.read_siblings(folder, rank, world_size)
     dead = itertools.takewhile(lambda beat: beat and process_state(beat) == "ended", beats)
     return [describe(beat) for beat in dead if beat is not None and beat["state"] == ""]
@@ -66,11 +73,12 @@ def a_sibling_failed(folder: str | Path, rank: int, world_size: int) -> bool:
 def wait_for_names(
     folder: str | Path, rank: int, world_size: int, patience: float = PATIENCE_S
 ) -> list[str]:
-    """Waits for the result of `named`; returns [] once a rank of this machine has reported its own
-    failure.
+    """Waits until the cause of a lost connection is known, and returns the lines to report.
 
-    After `patience` seconds without either, rank 0 returns a line about the ranks of other
-    machines.
+    Returns:
+        The result of `named` once it is not empty. An empty list once a rank of this machine has
+        reported its own failure. If neither happens within `patience` seconds, rank 0 returns lines
+        about other ranks (`_elsewhere`), and the other ranks return an empty list.
     """
     end = time.monotonic() + patience
     while not (found := named(folder, rank, world_size)) and time.monotonic() < end:
@@ -82,10 +90,12 @@ def wait_for_names(
 
 
 def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """Returns lines about dead ranks of other launchers on this machine; else one about the ranks
-    at the earliest step.
+    """Returns lines about ranks that `named` does not check: ranks of other launchers and machines.
 
-    Returns [] if some rank failed, or if another rank reports the dead ones.
+    Returns:
+        A line per dead rank of other launchers on this machine. If no process on this machine has
+        ended and no rank has reported a failure: one line with the running ranks at the earliest
+        step. Otherwise an empty list, because another rank reports the cause.
     """
     beats = [b for b in heartbeat.read_all(folder) if b["rank"] < world_size and b["rank"] != rank]
     running = [beat for beat in beats if beat["state"] == ""]
@@ -95,7 +105,7 @@ def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
         return [describe(b) for b in dead if b["state"] == "" and b["rank"] not in here]
     earliest = min(
         beat["step"] for beat in running
-    )  # compares steps, because the machines' clocks may differ
+    )  # steps are compared instead of times, because the machines' clocks may differ
     last = [f"{who(beat)} in {when(beat)}" for beat in running if beat["step"] == earliest]
     why = "a connection was lost and no rank is known to have failed: a machine or the network?"
     return [f"{why} Earliest: {first_three(last)}"]
@@ -111,7 +121,7 @@ def attempt() -> str:
 
 
 def write_error_file(text: str) -> None:
-    """Writes a message for torchrun's report. Only the first message of a rank is kept."""
+    """Writes a message for torchrun's report. Later messages of the same rank are ignored."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not os.path.exists(path):
         about = {"message": text, "timestamp": str(int(time.time()))}
@@ -122,9 +132,10 @@ def write_error_file(text: str) -> None:
 def wait_for_first_rank() -> None:
     """Waits until the first rank of this machine has written its message for torchrun.
 
-    A launcher terminates all ranks when one exits, so the rank that prints the message must exit
-    first. Launchers other than torchrun have no such file; then this waits until the launcher
-    terminates the process, or for `REFUSAL_S` seconds.
+    Other ranks call it before they exit. A launcher terminates all ranks when one exits, so the
+    rank that prints the message must exit first. The wait ends after `REFUSAL_S` seconds. Launchers
+    other than torchrun do not provide the file with the message; then the wait usually ends when
+    the launcher terminates this process.
     """
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     first = Path(own).parents[1] / "0" / "error.json" if own else None

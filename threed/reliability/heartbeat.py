@@ -1,14 +1,16 @@
 """Heartbeats: a small file per rank with its step and phase, to find a rank that hangs or has died.
 
     heart = Heartbeat("runs/demo/heartbeat", rank, place="stage 1, dp 0, tp 0")
-    heart.beat(step=41, phase="step")       # takes microseconds: call it in every phase
-    heart.mark("failed", "ValueError: …")   # how the rank ended, for the other ranks
-    read(folder, 3)                         # the last beat of rank 3; read_all(folder): of all ranks
+    heart.beat(step=41, phase="step")       # takes microseconds: call it at the start of each phase
+    heart.mark("failed", "ValueError: …")   # records how the rank ended, for the other ranks
+    read(folder, 3)                         # the last beat of rank 3
+    read_all(folder)                        # the last beats of all ranks
 
-A beat overwrites a record of fixed size in place, with one pwrite to an open file. A reader may see
-a half-written record (observed on ext4), so records have a CRC, and the reader retries. On the same
-machine beats are visible at once; on other machines, as soon as the caches of the network file
-system allow.
+A beat is a record of fixed size with rank, step, phase and time. Each beat overwrites the previous
+one, with one pwrite to an open file. A reader may see a record that is only partly written
+(observed on ext4), so records contain a CRC, and the reader retries. On the same machine, a beat is
+visible at once. On other machines, it is visible after the network file system has updated its
+caches.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ class Heartbeat:
         self.beat(0, "start")
 
     def beat(self, step: int, phase: str) -> None:
-        """Records that this rank has begun a phase of a step. If the file cannot be written, the
-        beat is lost.
+        """Records that this rank has begun a phase of a step.
+
+        If the file cannot be written, the error is ignored.
 
         Raises:
             ValueError: if the name of the phase is longer than 100 characters.
@@ -69,9 +72,9 @@ class Heartbeat:
         """Adds a state to the last beat.
 
         Args:
-            state: "hung", "failed", "lost" (the connection to another rank), "ended", or "" while
-                the rank runs.
-            note: details, of which 300 characters are kept.
+            state: "" while the rank runs; "hung"; "failed" (with an error); "lost" (it lost the
+                connection to another rank); or "ended" (without an error).
+            note: details; the first 300 characters are kept.
         """
         note = "".join(c if " " <= c <= "~" and c not in '"\\' else " " for c in note[:300])
         self.last = {**self.last, "state": state, "note": note}
@@ -79,14 +82,17 @@ class Heartbeat:
             os.pwrite(self._fd, _sealed(self.last).ljust(RECORD_BYTES - 1) + b"\n", 0)
 
     def close(self) -> None:
-        """Closes the file and leaves it in place; closing twice is allowed."""
+        """Closes the file but does not remove it. May be called repeatedly."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def read(folder: str | Path, rank: int) -> Beat | None:
-    """Returns the last beat of a rank, or None. Its time is by the clock of the rank's machine."""
+    """Returns the last beat of a rank, or None if it cannot be read.
+
+    The `time` of the beat is from the clock of the rank's machine.
+    """
     return _read(_file(folder, rank))
 
 
@@ -99,8 +105,8 @@ def read_all(folder: str | Path) -> list[Beat]:
 def siblings(rank: int, world_size: int) -> Iterator[int]:
     """Returns the other ranks of this machine, beginning with the next one.
 
-    They follow from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE. Without these, all ranks are on
-    this machine.
+    The ranks are computed from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE. If these variables are
+    not set, all ranks are assumed to be on this machine.
     """
     place = int(os.environ.get("LOCAL_RANK", rank))
     count = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -110,13 +116,16 @@ def siblings(rank: int, world_size: int) -> Iterator[int]:
 def read_siblings(folder: str | Path, rank: int, world_size: int) -> Iterator[Beat | None]:
     """Yields the last beat, or None, of each rank in `siblings(rank, world_size)`.
 
-    A file is read when its beat is requested.
+    The file of a rank is read only when the iterator reaches this rank.
     """
     return (read(folder, other) for other in siblings(rank, world_size))
 
 
 def process_state(beat: Beat) -> str:
-    """Returns the state of a rank's process: "running", "stopped" or "ended"; "unknown" on another machine."""
+    """Returns the state of a rank's process: "running", "stopped" or "ended".
+
+    It is "unknown" if the process is on another machine.
+    """
     return process.state(beat["pid"]) if beat["host"] == platform.node()[:64] else "unknown"
 
 
@@ -132,7 +141,11 @@ def when(beat: Beat) -> str:
 
 
 def first_three(texts: Sequence[str]) -> str:
-    """Returns up to three texts in one line, and the number of further ranks."""
+    """Returns the first three texts in one line, followed by the number of the other ranks.
+
+    Args:
+        texts: a text per rank.
+    """
     more = f"; and {len(texts) - 3} more ranks" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + more
 

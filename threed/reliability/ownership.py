@@ -1,17 +1,19 @@
 """Checks the run folder at the start of a run: every rank can use it, and no other run uses it.
 
-    probe(folder, everyone)                      # every rank writes there, and sees another rank's file
+    probe(folder, everyone)                      # every rank can write, and sees another's file
     with owned(folder, everyone, job) as owner:  # RunFolderError if another run uses the folder
         owner.check()                            # before a save: no other run has taken it over
 
-The owner's file is `owner-N.json`, where N counts the runs of the folder; it contains host, process
-and job. Its modification time is renewed every second while the run is alive, and set to zero when
-the run ends. The file is created complete, as a hard link to a new name, so only one of two runs
-that start at the same time gets the folder.
+The run that uses the folder has a file `owner-N.json` there, where N counts the runs that have used
+the folder. The file contains host, process and job. Its modification time is renewed every second
+while the run is alive, and set to zero when the run ends. The file is first written under a
+temporary name and then hard-linked to its final name. So it is never incomplete, and if two runs
+start at the same time, only one of them gets the folder.
 
-A run takes the folder over if the previous run has ended, or is an earlier attempt of the same
-torchrun job, or no longer renews its file. It waits for a renewal for a few seconds if the process
-has ended on this machine, otherwise for a minute. Clocks of different machines are not compared.
+A new run takes the folder over if the previous run has ended, or is an earlier attempt of the same
+torchrun job, or no longer renews its file. To see whether the file is renewed, the new run watches
+it for three seconds if the owner's process was on this machine and has ended, otherwise for a
+minute. Clocks of different machines are not compared.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ from threed.distributed import collectives
 from threed.distributed.topology import Axis
 
 RENEW_S = 1.0  # seconds between renewals of an owner's file
-GONE_S = 3.0  # seconds without renewal, if the owner's process on this machine has ended
-PATIENCE_S = 60.0  # seconds without renewal, otherwise
-VISIBLE_S = 10.0  # seconds until a file must be visible on another machine
+# Seconds without a renewal after which a new run takes the folder over:
+GONE_S = 3.0  # if the owner's process was on this machine and has ended
+PATIENCE_S = 60.0  # otherwise
+VISIBLE_S = 10.0  # seconds after which a new file must be visible on all machines
 
 
 # ------------------------------------------------------------------------------------------------ probe
@@ -48,7 +51,8 @@ def probe(folder: Path, everyone: Axis) -> None:
     """Checks that every rank can write in `folder` and sees the file of the next rank. Collective.
 
     Raises:
-        RunFolderError: on every rank; names the ranks that failed and their machines.
+        RunFolderError: on every rank, if a check fails on any rank; the message names these ranks
+            and their machines.
     """
     place = folder / f".probe-{collectives.exchange(secrets.token_hex(8), everyone)[0]}"
     own_file, other = place / str(everyone.index), (everyone.index + 1) % everyone.size
@@ -62,7 +66,7 @@ def probe(folder: Path, everyone: Axis) -> None:
     finally:
         with contextlib.suppress(OSError):
             own_file.unlink()
-        with contextlib.suppress(OSError):  # only the last rank succeeds, when the folder is empty
+        with contextlib.suppress(OSError):  # succeeds on the last rank, when the folder is empty
             place.rmdir()
 
 
@@ -93,13 +97,13 @@ def _wait_for(file: Path) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """The process that uses a folder.
+    """Rank 0 of a run, as recorded in its owner file.
 
     Attributes:
-        host: name of its machine.
-        pid: its process id.
-        job: torchrun's name for all attempts of one start, None without torchrun.
-        attempt: number of torchrun's restarts of the job.
+        host: name of the machine.
+        pid: process id.
+        job: torchrun's run id, which is the same for all attempts of a job; None without torchrun.
+        attempt: number of times that torchrun has restarted the job.
     """
 
     host: str
@@ -114,7 +118,13 @@ class Run:
         return cls(platform.node(), os.getpid(), job, attempt)
 
     def is_over(self, file: Path, successor: Run, patience: float) -> bool:
-        """Returns whether the run of `file` has ended, or is an earlier attempt of its successor."""
+        """Returns whether another run may take the folder over from this run.
+
+        Args:
+            file: owner file of this run.
+            successor: the run that wants to use the folder.
+            patience: seconds to wait for a renewal of the file.
+        """
         if self.job is not None and self.job == successor.job and self.attempt < successor.attempt:
             return True
         process_ended = self.host == successor.host and process.state(self.pid) == "ended"
@@ -125,7 +135,7 @@ class Run:
 
 
 def _is_renewed(file: Path, patience: float) -> bool:
-    """Returns whether a file's modification time changes within `patience` seconds."""
+    """Waits up to `patience` seconds; returns whether a file's modification time was renewed."""
     first, end = _modified(file), time.monotonic() + patience
     while first != 0 and time.monotonic() < end:
         time.sleep(min(0.5, patience / 10))
@@ -135,17 +145,26 @@ def _is_renewed(file: Path, patience: float) -> bool:
 
 
 def _modified(file: Path) -> int:
-    """Returns a file's modification time in ns, or 0 if its run has ended."""
+    """Returns a file's modification time in ns; 0 if its run has ended or it cannot be read."""
     with (
         contextlib.suppress(OSError),
         file.open("rb") as opened,
-    ):  # opening the file refreshes the attributes from a network server
+    ):  # opening the file makes a network file system read its attributes from the server
         return os.fstat(opened.fileno()).st_mtime_ns
     return 0
 
 
 class Owner:
-    """The ownership of a run folder. Only rank 0 has a file, which it renews and checks."""
+    """The ownership of a run folder.
+
+    Only rank 0 has an owner file: it renews this file in a thread, and checks that it is the newest
+    one.
+
+    Args:
+        folder: the run folder.
+        everyone: axis of all ranks.
+        file: the owner file on rank 0; None on other ranks.
+    """
 
     def __init__(self, folder: Path, everyone: Axis, file: Path | None) -> None:
         self.folder, self.everyone, self.file = folder, everyone, file
@@ -178,13 +197,13 @@ class Owner:
 def owned(
     folder: Path, everyone: Axis, job: str | None, patience: float = PATIENCE_S
 ) -> Iterator[Owner]:
-    """Owns the folder inside the block. Collective.
+    """Context manager: the run owns the folder inside the block. Collective.
 
     Args:
         folder: the run folder.
         everyone: axis of all ranks.
-        job: torchrun's name for all attempts of one start, None without torchrun.
-        patience: seconds to wait for another run to renew its file.
+        job: torchrun's run id, which is the same for all attempts of a job; None without torchrun.
+        patience: seconds to wait for a renewal of another run's file, before the run takes over.
 
     Raises:
         RunFolderError: on every rank, if another run uses the folder.
@@ -205,8 +224,11 @@ def owned(
 
 
 def _take(folder: Path, run: Run, patience: float) -> Path:
-    """Creates and returns this run's owner file; raises RunFolderError if another run uses the
-    folder."""
+    """Creates this run's owner file, and returns its path.
+
+    Raises:
+        RunFolderError: if another run uses the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         newest = _newest(folder)
@@ -227,7 +249,7 @@ def _take(folder: Path, run: Run, patience: float) -> Path:
 
 
 def _create(file: Path, text: str) -> bool:
-    """Creates a file together with its contents; returns False if the name is taken."""
+    """Creates a file that has its contents from the start; returns False if the name is taken."""
     scratch = file.with_name(f"{file.name}.{secrets.token_hex(8)}.tmp")
     try:
         scratch.write_text(text)
@@ -257,7 +279,11 @@ def _number(file: Path) -> int:
 
 
 def _newest(folder: Path) -> tuple[Path, Run] | None:
-    """Returns the newest owner file and its contents, or None."""
+    """Returns the path and contents of the newest owner file, or None without an owner file.
+
+    Raises:
+        RunFolderError: if the file cannot be parsed.
+    """
     for file in _files(folder):
         with contextlib.suppress(FileNotFoundError):  # removed by a newer owner
             try:

@@ -1,18 +1,18 @@
 """Preemption: stops a run before its last step, on all ranks after the same step, and records why.
 
     stop = Stop(topology.axis("world"), device, asked=lambda: signals.asked)
-    if stop.check(): ...                # after each step: reads the flags that all ranks sent a step before
+    if stop.check(): ...                # after each step: whether to stop; does not wait
     if stop.now(): ...                  # at points where the ranks wait for each other anyway
 
-A signal may reach only one rank, or reach the ranks in different steps. So after each step every
-rank sends a flag whether it was asked to stop. The sum is read after the next step and is the same
-on all ranks. The host normally does not wait for it: it has arrived long before, unless a device is
-more than a step behind.
+A signal may reach only one rank, or reach the ranks in different steps. So after each step, every
+rank sends a flag that is 1 if this rank was asked to stop. The sum of the flags is the same on all
+ranks, and is read after the next step. By then it has normally arrived, so the host does not wait
+for it, unless a device is more than a step behind the host.
 
 The file `preempted.json` in the run folder contains step, reason and checkpoint. The ranks exit
 with code 75 (EX_TEMPFAIL of sysexits.h: try again later). torchrun treats this as a failure and may
-restart them; then they exit at once, because the file is of the same job and number of ranks. The
-next start removes the file and resumes.
+restart the ranks. Restarted ranks exit at once, because the file is from the same job with as many
+ranks. The next start, if it is not such a restart, removes the file and resumes.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ FILE = "preempted.json"
 
 
 class Preempted(Exception):
-    """Raised when the run has stopped before its last step on request. The message explains how to
-    continue."""
+    """Raised when the run has stopped before its last step on request.
+
+    The message explains how to continue.
+    """
 
 
 class Stop:
-    """The decision of all ranks whether the run is to stop; true if it is.
+    """The common decision of all ranks whether the run is to stop. `bool(stop)` is the decision.
 
     Args:
-        axis: all ranks.
+        axis: axis of all ranks.
         device: device of this rank.
-        asked: returns why this rank is to stop, or "".
+        asked: function that returns why this rank is to stop ("SIGTERM", ...), or "".
 
     Attributes:
-        reason: what asked the run to stop (a signal or a time limit), and on which rank; "" until
-            then.
+        reason: the signal or time limit that stops the run, with the rank that received it; "" as
+            long as the run is not to stop.
     """
 
     def __init__(self, axis: Axis, device: torch.device, asked: Callable[[], str]) -> None:
@@ -62,8 +64,11 @@ class Stop:
         return bool(self.reason)
 
     def check(self) -> bool:
-        """Returns whether some rank was asked to stop before its last check; sends this rank's
-        flag. Collective."""
+        """Reads the flags of the previous check, and sends this rank's flag. Collective.
+
+        Returns:
+            Whether the run is to stop: a rank had been asked to stop before the previous check.
+        """
         sent, self._sent = self._sent, None
         if not self.reason and sent is not None and sent():
             self.now()
@@ -76,7 +81,7 @@ class Stop:
         if not is_accelerator(self.device):
             pending = collectives.start_sum_of_scalars(flag, self.axis)
             return lambda: float(pending.wait())
-        # On a separate stream, so that the step does not wait for the flag of the slowest rank.
+        # On a separate stream, so that the next step does not wait for the flag of a slow rank.
         stream = copy_stream(self.device, "flags")
         with on_stream(stream):
             total = collectives.sum_of_scalars(start_copy_in(flag, self.device), self.axis)
@@ -86,14 +91,17 @@ class Stop:
         return lambda: _read(host, event)
 
     def now(self) -> bool:
-        """Returns whether some rank has been asked to stop. Collective; waits for all ranks."""
+        """Returns whether any rank has been asked to stop. Collective; waits for all ranks."""
         return self.take(collectives.exchange(self.asked(), self.axis))
 
     def take(self, asked: Sequence[str]) -> bool:
-        """Sets the reason from what each rank was asked; returns whether the run is to stop.
+        """Sets `reason` from the results of `asked` on all ranks.
 
         Args:
-            asked: the result of `asked` on each rank, in the order of ranks; equal on all ranks.
+            asked: the result of `asked` on each rank, by rank. All ranks pass the same sequence.
+
+        Returns:
+            Whether the run is to stop.
         """
         found = [f"{what} (rank {rank})" for rank, what in enumerate(asked) if what]
         if found and not self.reason:
@@ -116,8 +124,8 @@ def mark(
         folder: the run folder.
         step: the last step.
         reason: why the run stopped.
-        checkpoint: the checkpoint to resume from, if any.
-        job: torchrun's name of the job, None without torchrun.
+        checkpoint: the checkpoint to resume from, or None.
+        job: torchrun's run id; None without torchrun.
         world: number of ranks.
     """
     record = {
@@ -136,14 +144,12 @@ def mark(
 
 
 def begin(folder: Path, job: str | None, axis: Axis) -> None:
-    """Removes the `preempted.json` of an earlier run. Collective.
-
-    An attempt with another number of ranks continues: after the loss of a machine, an elastic job
-    runs on others.
+    """Removes the `preempted.json` of an earlier run, or stops this attempt. Collective.
 
     Raises:
         Preempted: on every rank, if an earlier attempt of this job with as many ranks was
-            preempted.
+            preempted. With another number of ranks this attempt continues, because an elastic job
+            was then restarted after the loss of a machine.
     """
     text = ""
     if axis.index == 0:

@@ -1,24 +1,26 @@
-"""Recomputes a skipped step, to find out whether the data or a machine is faulty.
+"""Computes a skipped step a second time, to find out whether the data or a machine is faulty.
 
     recheck = Recheck(engine, note)
     metrics = recheck.step(batch)          # like `Engine.step`; for a bad step, the second result
 
-A skipped step leaves weights and moments unchanged, so the same batch can run again. If both
-computations agree, the data (or the weights) are bad, and a note lists the samples. If they differ,
-some rank made an error in one of them; a note names it, and training continues with the second
-result. The idea is from Megatron-Core's rerun state machine
-(`megatron/core/rerun_state_machine.py`).
+A bad step (with gradients that are not finite, or a spike of their norm) is skipped: weights and
+moments stay unchanged, so the same batch can run again. If the two computations agree, the data or
+the weights are bad, and a note lists the samples. If they differ, a rank made an error in one of
+the computations; a note names this rank, and training continues with the second result. The idea is
+from Megatron-Core's rerun state machine (`megatron/core/rerun_state_machine.py`).
 
-The results of a rank are compared by hashes of its outputs: activations for the next stage, losses,
-and gradients before their reduction. An error spreads: in the forward to later stages, in the
-backward to earlier ones, and immediately to the other tensor ranks; but not to other data ranks
-before the reduction of gradients. So the first differing stage in this order is named, with all its
-tensor ranks.
+For each rank, hashes of its outputs are compared between the two computations: activations for the
+next stage, losses, and gradients before their reduction. An error on one rank changes the outputs
+of later stages in the forward, of earlier stages in the backward, and of the other tensor ranks of
+its stage at once. It does not change outputs of other data ranks, because gradients are hashed
+before their reduction. So the note names the stage that differs first, in the order of computation,
+with all its tensor ranks.
 
-Two computations are equal only if every operation is deterministic, which the attention backward on
-GPUs is not by default. So all steps run under `torch.use_deterministic_algorithms`: torch then uses
-deterministic kernels (no cuDNN attention), and an operation without one raises
-NondeterministicError. torch cannot check custom kernels, for example with atomics.
+Two computations are equal only if every operation is deterministic. By default, the attention
+backward on GPUs is not. So all steps run under `torch.use_deterministic_algorithms`: torch then
+uses deterministic kernels (no cuDNN attention), and an operation without a deterministic kernel
+raises NondeterministicError. torch cannot check custom kernels, which may be nondeterministic, for
+example if they use atomics.
 """
 
 from __future__ import annotations
@@ -42,8 +44,10 @@ Place = Mapping[str, int]  # a rank's coordinates
 
 
 class NondeterministicError(RuntimeError):
-    """Raised if an operation has no deterministic kernel, so that two computations of a step cannot
-    be compared."""
+    """Raised if an operation has no deterministic kernel.
+
+    Two computations of a step cannot be compared then.
+    """
 
 
 def configure_cublas() -> None:
@@ -56,7 +60,7 @@ def configure_cublas() -> None:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Makes torch use only deterministic kernels inside the block.
+    """Context manager: torch uses only deterministic kernels inside the block.
 
     Raises:
         NondeterministicError: if an operation has no deterministic kernel.
@@ -68,7 +72,8 @@ def deterministic() -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # filling would write every new buffer once more
+    # Filling is not needed, and would write every new buffer one more time.
+    memory.fill_uninitialized_memory = False
     try:
         yield
     except RuntimeError as error:
@@ -84,7 +89,7 @@ def deterministic() -> Iterator[None]:
 
 
 class Record:
-    """Hashes of the results of a rank in one step; an observer of executor and reducer.
+    """Hashes of the results of a rank in one step. It observes the executor and the reducer.
 
     Attributes:
         forward: hash of the activations for the next stage, and of the losses; int64 scalar.
@@ -112,11 +117,11 @@ class Record:
         return [int(self.forward), int(self.backward)]
 
     def bad_samples(self) -> list[int]:
-        """Returns the samples of micro-batches with a loss that is not finite.
+        """Returns the sample numbers of the micro-batches with a loss that is not finite.
 
-        Returns [] if this rank does not have all losses.
+        The list is empty if this rank does not have the losses of all micro-batches.
         """
-        # In a bidirectional pipeline, a rank has only a part of the losses.
+        # For example, in a bidirectional pipeline a rank has only some of the losses.
         if len(self._losses) != len(self._micros):
             return []
         both = zip(self._micros, self._losses, strict=True)
@@ -125,11 +130,11 @@ class Record:
 
 
 class Recheck:
-    """Runs an engine's steps, and bad steps twice. The host waits for every step.
+    """Runs the steps of an engine, and a bad step twice. The host waits for every step.
 
     Args:
         engine: the engine.
-        note: prints a line.
+        note: function that prints a line.
     """
 
     def __init__(self, engine: Engine, note: Callable[[str], None]) -> None:
@@ -139,7 +144,7 @@ class Recheck:
         """Runs one optimizer step, twice if it is bad. Collective.
 
         Returns:
-            The metrics; of a bad step, the metrics of the second computation.
+            The metrics of the step; for a bad step, the metrics of the second computation.
         """
         engine = self.engine
         restore, before = self._remember(), engine.bad_steps()
@@ -161,7 +166,7 @@ class Recheck:
             return engine.step(batch), record
 
     def _remember(self) -> Callable[[], None]:
-        """Returns a function that restores the engine's state from before a skipped step."""
+        """Returns a function that restores the current state of the engine after a skipped step."""
         engine, optimizer = self.engine, self.engine.optimizer
         rewind, steps, consumed = engine.extras.rewinding(), engine.steps, engine.consumed
         bad = optimizer.bad
@@ -184,7 +189,8 @@ class Recheck:
         all_ranks = collectives.exchange(own, topology.axis("world"))
         places = [topology.grid.coordinates(rank) for rank in range(topology.world)]
         plan = self.engine.blueprint.pipeline.plan
-        in_turn = plan.chunks == 1 and not plan.placement  # pipeline rank s has only stage s
+        # whether pipeline rank s has only stage s
+        in_turn = plan.chunks == 1 and not plan.placement
         ranks = culprits([found for found, *_ in all_ranks], places, in_turn)
         head = f"step {first.step} was computed twice"
         end = "the second one was used"
@@ -217,9 +223,10 @@ def culprits(
     """Returns the ranks that may have made the error.
 
     Args:
-        differs: for each rank, whether its forward results differ, and whether its gradients do.
-        places: for each rank, its coordinates.
-        in_turn: whether pipeline rank s has only stage s; if not, all differing ranks are returned.
+        differs: for each rank, (whether its forward results differ, whether its gradients differ).
+        places: coordinates of each rank.
+        in_turn: whether pipeline rank s has only stage s. If not, the order of ranks is unknown,
+            and all differing ranks are returned.
     """
     found: list[int] = []
     for data in sorted({place["dp"] for place in places}):

@@ -1,17 +1,18 @@
-"""Signals that ask a run to save and stop: SIGTERM, SIGUSR1 and SIGHUP.
+"""Receives the signals that ask a run to save and stop: SIGTERM, SIGUSR1 and SIGHUP.
 
     signals = Signals()
     with signals:                     # in the main thread
         signals.listen(0.5)           # in another thread: waits up to half a second
         signals.asked                 # "SIGTERM", or "" before any signal
 
-A Python signal handler runs only after the main thread has returned from C++, which does not happen
-while a collective waits for a dead rank. So the handlers do no work. The interpreter writes the
-number of each signal into a socket immediately (`signal.set_wakeup_fd`), and another thread reads
-it.
+A Python signal handler runs in the main thread, and only after this thread has returned from C++.
+While a collective waits for a dead rank, the main thread does not return. So the handlers here do
+no work. Instead, the interpreter writes the number of each signal into a socket immediately
+(`signal.set_wakeup_fd`), and another thread reads the socket.
 
-A second SIGTERM ends the process at once. SIGTERMs within three seconds count as one, because a
-batch system sends them to all processes, and torchrun also forwards its own to the ranks.
+A second SIGTERM ends the process at once. SIGTERMs within three seconds of the first one count as
+the same signal: a batch system sends SIGTERM to all processes, and torchrun then forwards the one
+that it received, so a rank gets two.
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ import time
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-SAME_S = 3.0  # SIGTERMs within so many seconds count as one
-# The exit code of a process that SIGTERM ended, as in shells.
+SAME_S = 3.0  # seconds after the first SIGTERM in which further ones count as the same signal
+# Exit code of a process that was ended by SIGTERM, as shells report it.
 TERMINATED = 128 + signal.SIGTERM
 
 
 class Signals:
-    """Receives signals while entered, if entered in the main thread. Handlers that ignore a signal
-    are left in place.
+    """Receives signals inside its `with` block.
+
+    Outside the main thread, entering it has no effect, because only the main thread can set signal
+    handlers. A signal that the process ignores stays ignored.
 
     Attributes:
-        asked: name of the first signal, "" before.
-        terminated: time of the first SIGTERM (monotonic clock), 0 before.
+        asked: name of the first signal; "" before any signal.
+        terminated: time of the first SIGTERM, by `time.monotonic`; 0 before it.
     """
 
     def __init__(self) -> None:
         self.asked = ""
-        self.terminated = 0.0  # time of the first SIGTERM, monotonic clock
+        self.terminated = 0.0  # time of the first SIGTERM, by `time.monotonic`
         self._before: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
@@ -54,7 +57,7 @@ class Signals:
             return self
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            if signal.getsignal(number) is not signal.SIG_IGN:  # e.g. nohup makes it ignore SIGHUP
                 self._before[number] = signal.signal(number, lambda *_: None)
                 signal.siginterrupt(number, False)  # restarts interrupted system calls of libraries
         return self
@@ -66,7 +69,7 @@ class Signals:
         """Restores the previous handlers; may be called repeatedly.
 
         Args:
-            ignore: whether to ignore further signals instead.
+            ignore: whether to ignore further signals instead of restoring the handlers.
         """
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_IGN if ignore else before)

@@ -2,11 +2,11 @@
 
     with Supervision(folder, topology, config) as supervision:
         supervision.heart.beat(step, "step")
-        supervision.asked()     # why this rank is to stop: "SIGTERM", "train.time-limit 3 h", or ""
+        supervision.asked()     # why this rank is to stop: "SIGTERM", "train.time-limit 60 s" or ""
 
-One thread per rank does the work. An error that leaves the block is reported once: by the rank that
-raised it, or by a neighbour of a rank that was killed. Ranks that only lost their connection raise
-LostContact.
+One background thread per rank listens for signals and runs the watchdog. An error that leaves the
+block is reported once over all ranks: by the rank that raised it, or, if a rank was killed, by
+another rank on its machine. Ranks that only lost their connection to a dead rank raise LostContact.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from threed.reliability.watchdog import Watchdog
 from threed.zero.replicas import ReplicaError
 from threed.zero.step_metrics import BadStepsError
 
-LISTEN_S = 2.0  # seconds between checks of the watchdog; signals are received at once
-# Errors that all ranks raise together, or whose message names the rank. The caller prints them.
+LISTEN_S = 2.0  # seconds between checks of the watchdog; signals are received immediately
+# Errors that all ranks raise together, or that name the rank in their message. The caller prints
+# them, so they are not printed here.
 REPORTED = (CheckpointError, RunFolderError, SwapError, Preempted, BadStepsError, ReplicaError)
 
 
@@ -45,9 +46,9 @@ class Supervision:
 
     Args:
         folder: the run folder.
-        topology: the topology.
-        config: the configuration.
-        interrupted: set when the user has interrupted the run.
+        topology: ranks of the run.
+        config: configuration of the run.
+        interrupted: event that is set when the user has interrupted the run.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Supervision:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="threed-supervision")
 
     def before_exit(self, action: Callable[[], None]) -> None:
-        """Registers an action to run before this process ends because another rank failed."""
+        """Registers an action to run before a failure of another rank ends this process."""
         self._before_exit.append(action)
 
     def asked(self) -> str:
@@ -85,8 +86,10 @@ class Supervision:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """If the block raises, stops the watchdog and ignores failures of other ranks, so that
-        cleanup can finish."""
+        """Context manager: if the block raises, stops the watchdog, so that cleanup can finish.
+
+        For the same reason, failures of other ranks no longer end this process.
+        """
         try:
             yield
         except Exception:
@@ -114,8 +117,8 @@ class Supervision:
             self._over.set()
             self.signals.wake()
             self._thread.join()
-            # After a failure further signals are ignored: a launcher terminates all ranks when the
-            # first exits.
+            # After a failure, further signals are ignored, because the launcher sends SIGTERM to
+            # all ranks when the first one exits, and this rank must finish its report.
             self.signals.close(ignore=failed)
             self.heart.close()
 
@@ -127,8 +130,10 @@ class Supervision:
                 self._end_with_siblings()
 
     def _end_with_siblings(self) -> None:
-        """Ends this process after a SIGTERM if another rank failed, because the collective of its
-        step would hang."""
+        """Ends this process if another rank on this machine failed; called after a SIGTERM.
+
+        The current step cannot finish, because its next collective would wait for the failed rank.
+        """
         about = self.heart.folder, self.topology.rank, self.topology.world
         if failure.a_sibling_failed(*about):
             for line in failure.named(*about):
@@ -138,8 +143,11 @@ class Supervision:
             os._exit(TERMINATED)
 
     def _report(self, error: Exception) -> None:
-        """Marks the heartbeat, and reports an error if this rank has to. Raises LostContact if
-        another rank has died."""
+        """Marks the heartbeat with the outcome, and reports the error if this rank has to.
+
+        Raises:
+            LostContact: if the error means that another rank has died.
+        """
         self._fail()
         if isinstance(error, (*REPORTED, BrokenPipeError)) or is_unwritable(error):
             self.heart.mark("ended" if isinstance(error, Preempted) else "failed", str(error))
@@ -155,7 +163,10 @@ class Supervision:
             _print(text)
 
     def _report_others(self, error: Exception) -> None:
-        """Reports the killed ranks that this rank has to report, and raises LostContact."""
+        """Reports the killed ranks that this rank has to report, and raises LostContact.
+
+        It returns without a report if the user has interrupted the run.
+        """
         if self.interrupted.wait(1.0):
             return
         lines = failure.wait_for_names(self.heart.folder, self.topology.rank, self.topology.world)

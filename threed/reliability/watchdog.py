@@ -1,26 +1,25 @@
-"""The watchdog: a thread of every rank that detects a hang, finds the rank that causes it, and ends
-the run.
+"""The watchdog: detects a hang on every rank, finds the rank that causes it, and ends the run.
 
     watchdog = Watchdog(heart, world_size, limit=600, token="a1b2")
-    watchdog.look()                 # every two seconds, in a thread; ends the process if the run hangs
+    watchdog.look()                 # every two seconds, in a thread; ends the process on a hang
 
-All threads of a stopped process are stopped, so no rank can reliably report itself. When a rank has
-been in one phase for longer than the limit, its thread
+A process that is stopped (SIGSTOP) cannot report this, because all its threads are stopped. So the
+other ranks find it. When a rank has been in one phase for longer than the limit, its watchdog
 
-1. marks its heartbeat "hung" with the position of its main thread, and creates a file `hung-TOKEN`,
-   which the other ranks see;
+1. marks its heartbeat "hung", with the rank's position in the code, and creates a file
+   `hung-TOKEN`; the watchdogs of the other ranks see this file and do the same;
 2. writes the stacks of its threads to `rank-N.stacks`;
-3. waits three seconds; then the lowest marked rank reads all heartbeats and prints the culprits
-   (`judge`), and `hang.txt` lists the position of every rank;
+3. waits three seconds; then the lowest rank with a marked heartbeat reads all heartbeats, prints
+   the ranks that cause the hang (`judge`), and writes the position of every rank to `hang.txt`;
 4. writes torch's record of its recent collectives to `rank-N.collectives.json`, and exits with code
-   124, like timeout(1); torchrun restarts the run if it may.
+   124, like timeout(1). torchrun then restarts the run if it has restarts left.
 
-The watchdog reads heartbeats only if the run hangs. Then one rank reads all of them; the others
-read the heartbeats of lower ranks, up to the first marked one.
+The watchdog reads heartbeats only if the run hangs. Then the lowest marked rank reads all of them.
+Every other rank reads the heartbeats of lower ranks, up to the first one that is marked.
 
-A rank that did not mark its heartbeat gets SIGUSR2, to write its stacks (faulthandler, which needs
-no Python thread), and is then killed, by the rank before it on its machine. torchrun would wait
-half a minute for a stopped process.
+If a rank has not marked its heartbeat, the rank before it on the same machine sends it SIGUSR2, so
+that faulthandler, which needs no Python thread, writes its stacks, and then kills it. Otherwise
+torchrun would wait half a minute for a stopped process.
 """
 
 from __future__ import annotations
@@ -50,20 +49,22 @@ from threed.reliability.heartbeat import (
 )
 
 HUNG = 124  # the exit code of all ranks
-# seconds that ranks have to mark their heartbeats after one of them detects a hang
+# Seconds within which the other ranks must mark their heartbeats after a rank detects a hang.
 ANSWER_S = 3.0
 WAITS = "waits in"  # start of the note of a rank that is inside a collective
 COMMUNICATION = ("threed/distributed/collectives.py", "torch/distributed/")
 
 
 class Watchdog:
-    """Watches one rank's heartbeat, from the first step until `stop`. Loading is not watched.
+    """Watches the heartbeat of one rank from the end of the phase "start" until `stop`.
+
+    So the limit does not apply to the time before the first step, for example to loading.
 
     Args:
-        heart: the rank's heartbeat.
+        heart: heartbeat of the rank.
         world_size: number of ranks.
-        limit: seconds in one phase, 0 for no limit.
-        token: equal on all ranks, different in each attempt.
+        limit: maximum seconds in one phase; 0 for no limit.
+        token: text that is the same on all ranks, and different in each attempt of a job.
     """
 
     def __init__(self, heart: Heartbeat, world_size: int, limit: float, token: str) -> None:
@@ -89,11 +90,11 @@ class Watchdog:
                     self._stacks.unlink()
 
     def look(self) -> None:
-        """Ends the process, after a report, if the run hangs."""
+        """If the run hangs, reports this and ends the process."""
         if self.stopped:
             return
         elapsed = time.monotonic() - self.heart.began
-        # A rank that makes progress does not look for the file.
+        # Only a rank without recent progress looks for the file of other ranks.
         slow = elapsed > min(10.0, self.limit / 2)
         if (elapsed > self.limit and self.heart.last["phase"] != "start") or (
             slow and self._mark.exists()
@@ -154,8 +155,13 @@ class Watchdog:
 def judge(beats: Sequence[Beat], world_size: int) -> str:
     """Returns a line with the ranks that made a run hang.
 
-    Uses the first criterion that singles out some ranks: no heartbeat; no answer to the hang; not
-    waiting in a collective; an earlier step than others.
+    These are the ranks to which the first of the following criteria applies: the rank has no
+    heartbeat; its heartbeat is not marked; it does not wait in a collective; its step is the
+    earliest. The last two criteria are skipped if they apply to all ranks.
+
+    Args:
+        beats: the last beat of each rank that has one.
+        world_size: number of ranks.
     """
     if missing := sorted(set(range(world_size)) - {beat["rank"] for beat in beats}):
         return first_three([f"rank {rank} has no heartbeat" for rank in missing])
@@ -178,10 +184,10 @@ def _silence(beat: Beat) -> str:
 
 
 def where() -> str:
-    """Returns the position of this process, for messages.
+    """Returns the position of this process in the code, for messages.
 
-    If a thread is in a collective: "waits in all_reduce over dp, for finish at zero/norm.py:31".
-    Otherwise the position of the main thread.
+    If a thread waits in a collective, it is that collective and its caller: "waits in all_reduce
+    over dp, for finish at zero/norm.py:31". Otherwise it is the position of the main thread.
     """
     frames = sys._current_frames()
     main = frames[threading.main_thread().ident or 0]
@@ -195,7 +201,11 @@ def where() -> str:
 
 
 def _communication(frame: FrameType | None) -> str:
-    """Returns the collective that a thread waits in, and its caller; "" if it does not."""
+    """Returns the collective in which a thread waits, and its caller; "" if it waits in none.
+
+    Args:
+        frame: innermost frame of the thread.
+    """
     found = None
     while frame is not None and any(
         part in frame.f_code.co_filename.replace(os.sep, "/") for part in COMMUNICATION
@@ -216,11 +226,11 @@ def _place(frame: FrameType) -> str:
 
 
 def _kill(beat: Beat) -> None:
-    """Makes a rank of the same launcher write its stacks, and kills it."""
+    """Makes a rank write its stacks, and kills it, if the launcher of this process started it."""
     if process_state(beat) in ("unknown", "ended") or process.parent(beat["pid"]) != os.getppid():
         return
     with contextlib.suppress(OSError):
-        os.kill(beat["pid"], signal.SIGUSR2)  # pending when the process continues
+        os.kill(beat["pid"], signal.SIGUSR2)  # delivered when SIGCONT continues a stopped process
         os.kill(beat["pid"], signal.SIGCONT)
         time.sleep(0.2)
         os.kill(beat["pid"], signal.SIGKILL)
