@@ -132,7 +132,7 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
 def _path_and_hashes(spec: str) -> tuple[str, dict[str, str] | None]:
     """Returns the tokenizer's path as a checkpoint stores it, and the hashes of its files.
 
-    The hashes are None for the tokenizer "none".
+    For the tokenizer "none", there is None instead of hashes.
     """
     tokenizer = _tokenizer(spec)
     if tokenizer is None or spec == "bytes":
@@ -192,8 +192,9 @@ def _other_program(path: Path) -> str | None:
 def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
     """Returns the tokenizer of the run that wrote a native checkpoint, and the tokenizer's files.
 
-    The files are None for the tokenizers "bytes" and "none". The hashes of the files are checked
-    because an export copies the files, and a checkpoint from another machine may name any path.
+    Returns None instead of files for the tokenizers "bytes" and "none". The hashes of the files are
+    checked because an export copies the files, and a checkpoint from another machine may name any
+    path.
 
     Raises:
         CheckpointError: if the files do not match the hashes in the checkpoint.

@@ -38,8 +38,8 @@ def load(
 ) -> LayeredEngine:
     """Loads an engine from a run, a checkpoint or a Hugging Face folder. Collective.
 
-    The groups `model`, `precision`, `train`, `optim` and `data` of the configuration come from the
-    checkpoint; all other groups have their defaults. A Hugging Face folder has only weights:
+    The groups `model`, `precision`, `train`, `optim` and `data` of the configuration are taken from
+    the checkpoint; all other groups have their defaults. A Hugging Face folder has only weights:
     optimizer states start at zero.
 
     Args:

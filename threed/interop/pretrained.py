@@ -100,7 +100,7 @@ class NativeFolder:
         spec = str(self.manifest["config"]["data"]["tokenizer"])
         if spec == "none":
             raise CheckpointError(f"the checkpoint does not name the tokenizer of its model: {fix}")
-        # The checkpoint may come from another machine: its path may not exist here, or contain
+        # The checkpoint may be from another machine: the path may not exist here, or contain
         # other files. For a checkpoint with completed steps, the resume checks this later.
         if spec != "bytes" and not self.steps and saved_files(spec, self.manifest) is None:
             what = f"its tokenizer, {plain(spec)}, is missing or has other files now"

@@ -1,7 +1,7 @@
 """Gemma 3, text model (arXiv 2503.19786).
 
-Gemma 2 with norms on query and key heads instead of soft caps. Five of six layers have a sliding
-window, and a rotary base that differs from that of the other layers.
+Gemma 2 with norms on query and key heads instead of soft caps on attention scores. Five of six
+layers have a sliding window; these layers have a separate rotary base.
 """
 
 from __future__ import annotations

@@ -169,9 +169,9 @@ class DeepSpeedEngine:
         Collective at the boundary.
 
         Raises:
-            RuntimeError: if there are no gradients, neither from `backward` nor from the backward
-                of another engine whose loss depends on this module; or if the optimizer that was
-                passed to `initialize` has new parameter groups or step hooks.
+            RuntimeError: if gradients are missing, because neither `backward` was called nor the
+                backward of another engine with a loss that depends on this module; or if the
+                optimizer that was passed to `initialize` has new parameter groups or step hooks.
         """
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -383,8 +383,8 @@ class DeepSpeedEngine:
             tag: the name of the checkpoint; None means the tag in load_dir/latest.
 
         Returns:
-            The path of the checkpoint and its client_state; (None, None) if `tag` is None and there
-            is no file `latest`.
+            The path of the checkpoint and its client_state; (None, None) without a tag and without
+            a file `latest`.
 
         Raises:
             RuntimeError: if a step is in progress.

@@ -86,8 +86,8 @@ def for_export(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the keys that an export adds to config.json, and additional JSON files to write.
 
-    Keys and files come from the record if it matches the tokenizer, or if there is no tokenizer;
-    otherwise they come from the tokenizer. Warns if there is a record that is not used.
+    Uses the record if it matches the tokenizer or if `tokenizer` is missing; otherwise uses the
+    special token ids of the tokenizer, and issues a warning if there is a record.
 
     Args:
         record: the record of the original folder, or None.

@@ -164,8 +164,8 @@ def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> lis
 def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[str]:
     """Returns a message if a weight of this rank overflows the run's dtype.
 
-    Reads the weights only if the largest number of their dtype is more than twice that of the run's
-    dtype. It is not for fp32 and bf16, for example, which have almost the same range.
+    Weights are read only if their dtype has a larger range: its largest number is more than twice
+    the largest number of the run's dtype. The ranges of fp32 and bf16 are almost equal.
     """
     dtype = DTYPES[config.precision.dtype]
     try:

@@ -64,8 +64,8 @@ Tensors = dict[str, LazyTensor]
 def step_folder(path: Path) -> Path | None:
     """Returns the folder of an iteration.
 
-    This is the subfolder that the tracker file (latest_checkpointed_iteration.txt) names, or `path`
-    if there is no tracker file. Returns None if the tracker file is invalid or `path` is not a
+    This is the subfolder that the tracker file (latest_checkpointed_iteration.txt) names; without a
+    tracker file, it is `path`. Returns None if the tracker file is invalid or `path` is not a
     folder.
 
     Raises:

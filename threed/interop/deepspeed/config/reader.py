@@ -48,9 +48,8 @@ class Reader:
     """Parses one ds_config, and collects its problems and notes.
 
     Args:
-        autos: by key, the value that replaces "auto", and a text about the origin of this value. If
-            the value is None, "auto" is an error, except that with an empty text the key counts as
-            not given.
+        autos: by key, the value that replaces "auto", and a text about the origin of this value.
+            The pair (None, text) makes "auto" an error; (None, "") treats the key as missing.
         inactive: by key, the reason why the key has no effect in this configuration.
 
     Attributes:
