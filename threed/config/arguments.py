@@ -86,7 +86,7 @@ def load(
         defaults: the program's defaults, {group: {key: value}}.
         presets: folder of the named TOML files; the package's by default.
         begin: function that returns the values of the folder that a run starts from, or {} without
-            such a folder. They override the preset or file, except `seq`, `dropout` and
+            such a folder. These values override the preset or file, except `seq`, `dropout` and
             `tokenizer`. A flag that contradicts the folder's model is a problem. May raise
             ConfigError.
         world_size: number of ranks, unless `--world-size` is given. If None, combinations of keys
@@ -189,7 +189,8 @@ class _Draft:
             if dot:
                 self.put(group, key, value)
         if {"run.name", "run.dir"} & given.keys() == {"run.name"}:
-            # If the file is the config.toml of an earlier run, its `run.dir` is that run's folder.
+            # The file may be the config.toml of an earlier run: a run with a new name must not use
+            # the `run.dir` of that run.
             self.values["run"].pop("dir", None)
 
     def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:
@@ -418,7 +419,8 @@ def help_text(
         config: the configuration with the defaults to show.
         prog: program name in the usage line.
         width: width in columns; by default the width of the terminal, at most 110.
-        about: description of a custom program, which has no presets and no dry run.
+        about: description of a custom program, which has no presets and no dry run; None for the
+            commands of threed.
     """
     width = width or min(110, shutil.get_terminal_size().columns)
     start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "

@@ -1,4 +1,4 @@
-"""Finds invalid combinations of keys before a run starts. A problem is one line with its fix.
+"""Finds invalid combinations of keys before a run starts. A problem is a line that names the fix.
 
     problems = find_problems(config, world_size=8)      # [] if the configuration is valid
 
@@ -276,9 +276,9 @@ def _check_drive(config: Config) -> Iterator[str]:
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
     """Returns whether heads can be sharded over tp ranks.
 
-    The number of query heads must be a multiple of the number of key/value heads, and of tp. The
-    number of key/value heads must be a multiple of tp, so that a rank has one or several of them;
-    or tp must be a multiple of the number, so that several ranks share one key/value head.
+    The number of query heads must be a multiple of the number of key/value heads, and of tp. Of tp
+    and the number of key/value heads, one must be a multiple of the other: either every rank has
+    the same number of key/value heads, or several ranks share each of them.
     """
     return heads % kv_heads == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 

@@ -64,7 +64,7 @@ def default_warmup(steps: int) -> int:
 def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
     """Returns the configuration with all derived values filled in.
 
-    A key stays None if None is one of its settings; examples are `train.stop_after`, `data.path`,
+    A key for which None is a valid setting stays None, such as `train.stop_after`, `data.path`,
     `zero.nvme_path` and `log.profile_steps`. The path of a schedule file becomes absolute.
 
     Args:
@@ -159,7 +159,7 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
 
 
 def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Returns a saved model configuration in the form of `model`, so that the two compare equal.
+    """Returns a saved model configuration in the form of `model`, for a comparison of the two.
 
     A Qwen3 without windows becomes a Llama with `qk_norm` if `model` is a Llama with `qk_norm`.
 

@@ -132,7 +132,7 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
 def _path_and_hashes(spec: str) -> tuple[str, dict[str, str] | None]:
     """Returns the tokenizer's path as a checkpoint stores it, and the hashes of its files.
 
-    For the tokenizer "none", there is None instead of hashes.
+    For the tokenizer "none", returns None instead of the hashes.
     """
     tokenizer = _tokenizer(spec)
     if tokenizer is None or spec == "bytes":
@@ -193,8 +193,8 @@ def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | N
     """Returns the tokenizer of the run that wrote a native checkpoint, and the tokenizer's files.
 
     Returns None instead of files for the tokenizers "bytes" and "none". The hashes of the files are
-    checked because an export copies the files, and a checkpoint from another machine may name any
-    path.
+    checked because an export copies the files, and the path in a checkpoint from another machine
+    may have other files on this one.
 
     Raises:
         CheckpointError: if the files do not match the hashes in the checkpoint.
@@ -221,7 +221,7 @@ def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
         return found if found.files and found.hashes() == saved else None
-    except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
+    except (ValueError, OSError, RuntimeError):  # RuntimeError: ~ without a home folder
         return None
 
 

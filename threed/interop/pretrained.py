@@ -4,9 +4,10 @@
 
 FOLDER is a Hugging Face folder or a native checkpoint converted from one. It determines the model:
 its values override the preset and the configuration file, and a flag with a different value raises
-an error. The run may choose only `seq` and `dropout`. It uses the folder's tokenizer unless
-`--data.tokenizer` names another one. If the folder has no tokenizer, `--data.tokenizer` is
-required.
+an error. The run may choose only `seq` and `dropout`.
+
+The run uses the folder's tokenizer unless `--data.tokenizer` names another one. If the folder has
+no tokenizer, `--data.tokenizer` is required.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from threed.config.resolution import spelt_as
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 
-SEQ = 256  # default sequence length; a model with fewer positions gets a shorter one
+SEQ = 256  # default sequence length for models that have as many positions
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
 
 

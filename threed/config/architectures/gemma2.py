@@ -1,6 +1,6 @@
 """Gemma 2 (arXiv 2408.00118).
 
-RMSNorm, multiplied by (1 + weight), before and after each branch; GELU-gated MLP; word embeddings
+RMSNorm with the scale (1 + weight) before and after each branch; GELU-gated MLP; word embeddings
 times sqrt(hidden); soft caps on attention scores and logits; a sliding window in every second
 layer; tied head.
 """

@@ -175,7 +175,7 @@ class Architecture:
 def _gated_ffn(keys: Keys) -> int:
     """Returns 8/3 of the hidden size, rounded up to a multiple of 64.
 
-    The gated MLP then has as many weights as an MLP of width 4·hidden without a gate.
+    The gated MLP then has about as many weights as an MLP of width 4·hidden without a gate.
     """
     return int(-(-8 * keys["hidden"] // (3 * 64)) * 64)
 
@@ -267,8 +267,8 @@ def linear(
         inputs: the input dimension.
         bias: the property (`Rule.needs`) of models in which the layer has a bias; empty if it never
             has one.
-        conv1d: whether the layer is a Conv1D of GPT-2, which has a transposed weight and always a
-            bias.
+        conv1d: whether the layer is a Conv1D of GPT-2, whose weight is transposed and which always
+            has a bias.
     """
     weights = tuple((f"{name}.weight", f"{out} {inputs}") for name, out in outputs.items())
     biases = tuple((f"{name}.bias", out) for name, out in outputs.items())

@@ -101,7 +101,7 @@ class _Reader:
         self.keys["seq"] = self.keys.get("positions")
         for name in ("attention_softcap", "logit_softcap", "window"):
             if self.keys.get(name, 0) is None and name in self.record.defaults:
-                self.keys[name] = 0  # 0 disables it; None would be replaced by the default
+                self.keys[name] = 0  # 0 disables the feature; the default would replace None
         return self.keys
 
     def _get(self, name: str, absent: Any = None) -> Any:

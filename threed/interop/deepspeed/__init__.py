@@ -8,7 +8,7 @@
         engine.backward(loss)   # adds gradients of the mean loss over the global batch
         engine.step()           # updates at the accumulation boundary
 
-`engine.train_batch(iterator)` replaces this loop for one step: it runs the forwards, the backwards
+Instead of these calls, `engine.train_batch(iterator)` runs a full step: all forwards and backwards,
 and the update. `initialize.initialize` inspects the model and the given optimizer, translates the
 configuration (`config`), and wraps a `threed.engine.ModuleEngine`. Rank 0 prints `engine.notes`:
 keys without effect, and values chosen for "auto". Any nn.Module can be trained, with any ZeRO

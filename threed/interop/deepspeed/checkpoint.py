@@ -315,9 +315,9 @@ class DeepSpeedCheckpoint(HFTensors):
         self._check_universal(updates - {None})
 
     def _check_universal(self, updates: set[Any]) -> None:
-        """Checks that all parameters or none have moments, and that their updates are equal.
+        """Checks that all parameters or none have moments, and the same number of updates.
 
-        updates: the different numbers of updates of the parameters.
+        updates: the distinct numbers of updates in the files.
         """
         missing = [name for name, parts in self._tensors.items() if len(parts) < 3]
         if 0 < len(missing) < len(self._tensors):

@@ -76,7 +76,7 @@ class DeepSpeedEngine:
         self._batches = None if training_loader is None else repeat(training_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not set yet: avoids infinite recursion
+        if name == "module":  # before __init__ sets it: avoids infinite recursion
             raise AttributeError(name)
         try:
             return getattr(self.module, name)
@@ -370,7 +370,7 @@ class DeepSpeedEngine:
         if everyone.index == 0:
             with building(Path(save_dir) / LATEST) as (scratch,):
                 scratch.write_text(tag, encoding="utf-8")
-        collectives.barrier(everyone)  # `latest` exists when any rank returns
+        collectives.barrier(everyone)  # no rank returns before `latest` exists
         return True
 
     def load_checkpoint(
@@ -383,8 +383,8 @@ class DeepSpeedEngine:
             tag: the name of the checkpoint; None means the tag in load_dir/latest.
 
         Returns:
-            The path of the checkpoint and its client_state; (None, None) without a tag and without
-            a file `latest`.
+            The path of the checkpoint and its client_state; (None, None) if `tag` is None and the
+            file `latest` is missing.
 
         Raises:
             RuntimeError: if a step is in progress.

@@ -75,7 +75,7 @@ def initialize(
     groups = find_groups(model, model_parameters, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
-    # All ranks connect here: if one raised an error earlier, the others would wait for it.
+    # Connects all ranks. A rank that raised an error before this would leave the others waiting.
     collectives.exchange(None, topology.axis("world"))
     translation = translate(ds, topology.dp, facts, groups)
     loader = None
@@ -110,7 +110,7 @@ def _hidden_size(config: object) -> int | None:
 
 
 def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns optimizer.params of a ds_config; empty if invalid, for which `translate` raises."""
+    """Returns optimizer.params of a ds_config; empty if invalid (`translate` raises the error)."""
     section = ds.get("optimizer")
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}

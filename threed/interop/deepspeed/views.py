@@ -94,9 +94,10 @@ class OptimizerView:
 
     @property
     def param_groups(self) -> list[Any]:
-        """Parameter groups for the next update: params, lr, weight_decay, and hyper-parameters.
+        """Parameter groups for the next update: params, lr, weight_decay, betas, eps or momentum.
 
-        There is one group per combination of learning rate and weight decay.
+        Which of the last three a group has depends on the optimizer. There is one group per
+        combination of learning rate and weight decay.
         """
         optim, steps = self._engine.config.optim, self._engine.optimizer
         lr = float(steps.learning_rate(steps.updates))

@@ -94,7 +94,7 @@ def export_hf(
     record = folder_record.validated(manifest["state"]["extra"].get("hf"))
     extra_keys, json_files = folder_record.for_export(record, tokenizer)
     config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
-    del config["pad_token_id"]  # `extra_keys` has it, unless the original folder had none
+    del config["pad_token_id"]  # in `extra_keys`, unless the original folder lacked this key
     return write_folder(
         out, table, reader, config | extra_keys, dtype, files or tokenizer, json_files, shard_bytes
     )
@@ -146,7 +146,8 @@ def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
     """
     try:
         model = ModelConfig.model_validate(saved)
-        if model.layers <= len(reader.shapes):  # first: a table of too many layers fills the memory
+        # Check this first: the table of a huge number of layers would fill the memory.
+        if model.layers <= len(reader.shapes):
             return resolve_model(model)
     except ValueError as error:
         text = " ".join(str(error).split())

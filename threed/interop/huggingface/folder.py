@@ -84,7 +84,8 @@ class HFTensors(ABC):
         except CheckpointError as error:
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_files()
-        if self.model.layers > len(names):  # first: a table of too many layers fills the memory
+        # Check this first: the table of a huge number of layers would fill the memory.
+        if self.model.layers > len(names):
             raise CheckpointError(
                 f"{path}: its configuration has {self.model.layers} layers, but it has fewer tensors"
             )

@@ -164,8 +164,9 @@ def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> lis
 def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[str]:
     """Returns a message if a weight of this rank overflows the run's dtype.
 
-    Weights are read only if their dtype has a larger range: its largest number is more than twice
-    the largest number of the run's dtype. The ranges of fp32 and bf16 are almost equal.
+    Weights are read only if the largest number of their dtype is more than twice the largest number
+    of the run's dtype. A bf16 run therefore does not read fp32 weights here, because the two dtypes
+    have almost the same range.
     """
     dtype = DTYPES[config.precision.dtype]
     try:

@@ -123,7 +123,8 @@ class MegatronCheckpoint:
         self.model = model_of(_args(dist, reader), str(path))
         tensors = unstacked(_of_model(dist))
         present = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
-        if self.model.layers > present:  # first: a table of too many layers fills the memory
+        # Check this first: the shapes of a huge number of layers would fill the memory.
+        if self.model.layers > present:
             problem = f"it has {present} of {self.model.layers} layers"
             raise CheckpointError(f"{path} does not fit its args: {problem}")
         self.shapes = native_shapes(entries(self.model))

@@ -142,7 +142,7 @@ def _empty_dict(*args: Any) -> dict[Any, Any]:
 
 
 def _first_argument(*args: Any) -> Any:
-    """Replaces functions whose first argument has all values of the result; returns it."""
+    """Replaces functions whose first argument has all values of the result; returns that."""
     return args[0] if args else []
 
 
@@ -176,7 +176,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-PURE: Any = pickle._Unpickler  # Python's pure-Python unpickler; it has no type annotations
+PURE: Any = pickle._Unpickler  # the pure-Python unpickler; Any, because it has no annotations
 
 
 class _Unpickler(PURE):
@@ -268,7 +268,7 @@ def _check_opcodes(data: bytes, allowed: int) -> int:
     """Returns the number of opcodes of a pickle.
 
     Raises:
-        ValueError: if there are more than `allowed`, or an opcode that no checkpoint needs.
+        ValueError: if there are more than `allowed` opcodes, or one that no checkpoint needs.
     """
     count = 0
     for opcode, arg, _ in pickletools.genops(data):
@@ -283,12 +283,12 @@ def _check_opcodes(data: bytes, allowed: int) -> int:
 
 
 def _count(value: Any, allowed: int, depth: int = 0) -> int:
-    """Returns the number of values inside a value.
+    """Returns the number of values in a value: itself, and all nested values.
 
     A value that occurs twice counts twice, and a string counts in proportion to its length.
 
     Raises:
-        ValueError: if there are more than `allowed`, or they are nested too deeply.
+        ValueError: if there are more than `allowed` values, or they are nested too deeply.
     """
     count, inside = 1, tuple[Any, ...]()
     if isinstance(value, (str, bytes, bytearray)):

@@ -39,7 +39,7 @@ class LearningRate:
 
     The schedule's step is the number of past updates minus 1. The rate rises from `low` to `high`
     during the warm-up. Afterwards it is first + (high - first) * after(step), with first = 0 if
-    `relative`, else `low`. It is `first` at step -1.
+    `relative`, else `low`. The rate at step -1 is `first`.
 
     Attributes:
         ramp: shape of the warm-up, "log" or "linear".
@@ -104,9 +104,9 @@ def decay_linear(warmup: int, total: int, step: Tensor) -> Tensor:
 
 
 def decay_cosine(warmup: int, total: int, end: float, step: Tensor) -> Tensor:
-    """Returns WarmupCosineLR's factor, a cosine from 1 at step `warmup` - 1.
+    """Returns WarmupCosineLR's factor at `step`.
 
-    It reaches `end` at step `total` - 1.
+    The factor follows a cosine from 1 at step `warmup` - 1 to `end` at step `total` - 1.
     """
     progress = ((step - warmup + 1) / max(1, total - warmup)).clamp(max=1)
     return (end + (1 - end) * (1 + torch.cos(math.pi * progress)) / 2).clamp(min=0)

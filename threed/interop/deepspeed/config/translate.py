@@ -301,8 +301,8 @@ def _groups(
     """Returns the groups of `optim`, one per parameter of `groups`.
 
     If all parameters have the optimizer's learning rate and weight decay, these groups are left
-    out. With groups or weight decay, a last group matches all other parameters, because DeepSpeed,
-    unlike threed, also applies weight decay to norms and biases.
+    out. If there are such groups, or the optimizer has a weight decay, a last group matches all
+    other parameters, because DeepSpeed, unlike threed, applies weight decay to norms and biases.
     """
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
