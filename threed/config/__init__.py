@@ -2,9 +2,10 @@
 
     config = Config(parallel=ParallelConfig(tp=2), train=TrainConfig(steps=100))
 
-`groups` defines the keys, `arguments` reads them from presets, TOML files and flags, `checks` finds combinations that
-cannot work, and `resolution` computes derived values. Names load on first use, so that
-`threed.config.architectures` comes without pydantic.
+`groups` defines the keys, `arguments` reads them from presets, TOML files and flags, `checks` finds
+combinations that cannot work, and `resolution` computes derived values. The names of this package
+are imported on first use, so that an import of `threed.config.architectures` does not import
+pydantic.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Reads the command line and TOML files into a `Config`, and writes `--help` and TOML.
 
     config, options = load(sys.argv[1:])                    # checks each key
-    config, options = load(sys.argv[1:], world_size=8)      # also checks combinations, by `threed.config.checks`
+    config, options = load(sys.argv[1:], world_size=8)      # also checks combinations of keys
 
-Later sources override earlier ones: the program's defaults, the preset or TOML file, the flags.
-argparse splits the tokens, a `_Draft` keeps every value with its source, and pydantic validates all
-values at once.
+`threed.config.checks` finds invalid combinations. The sources of values are the program's defaults,
+the preset or TOML file, and the flags; each source overrides the previous ones. argparse splits the
+command line, a `_Draft` keeps every value with its source, and pydantic validates all values at
+once.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ GROUPS: Mapping[str, type[BaseModel]] = {
 }
 DEFAULTS = Config()
 PRESETS = Path(__file__).with_name("presets")
-PROGRAM, FLAG = "the program's defaults", ""  # names of sources; a file's name is its path
-_OWN = ("seq", "dropout", "tokenizer")  # a Hugging Face folder does not override these keys
+PROGRAM, FLAG = "the program's defaults", ""  # names of sources; a file is named by its path
+_OWN = ("seq", "dropout", "tokenizer")  # keys that a folder of pretrained weights does not override
 Groups = Mapping[str, Mapping[str, Any]]
 
 
@@ -53,8 +54,8 @@ class Options:
     """Options of the program that are not part of the configuration.
 
     Attributes:
-        dry_run: whether to check and report only.
-        world_size: number of ranks that `--world-size` gives.
+        dry_run: whether to only check the configuration and report.
+        world_size: the value of `--world-size`; None without this flag.
         help: whether `--help` was given.
         flags: keys that were given as flags, as `group.field`.
         pretrained: whether the model comes from the folder that the run starts from.
@@ -79,14 +80,14 @@ def load(
     choose_topology: bool = False,
     more: Callable[[Config], Iterable[str]] = lambda config: (),
 ) -> tuple[Config, Options]:
-    """Reads the command line and checks the configuration for a number of ranks.
+    """Reads the command line, and checks the configuration.
 
     Args:
         argv: command line without the program's name.
         defaults: the program's defaults, {group: {key: value}}.
         presets: folder of the named TOML files; the package's by default.
         begin: function that returns the values of the folder that a run starts from, or {} without
-            such a folder. They override the preset or file, except `seq`, `dropout` and
+            such a folder. These values override the preset or file, except `seq`, `dropout` and
             `tokenizer`. A flag that contradicts the folder's model is a problem. May raise
             ConfigError.
         world_size: number of ranks, unless `--world-size` is given. If None, combinations of keys
@@ -101,7 +102,7 @@ def load(
         The configuration and the program's options. With `--help`, only the defaults are read.
 
     Raises:
-        ConfigError: if there are problems; it lists all of them.
+        ConfigError: if there are problems; the message lists all of them.
     """
     draft = _Draft()
     for group, keys in (defaults or {}).items():
@@ -140,8 +141,9 @@ class _Draft:
         values: values by group and field.
         sources: source of each value, by (group, field).
         problems: problems found so far.
-        suspects: invalid flags, and flags that a misspelt one may mean. Problems of combinations
-            that name one of them are not reported, because they may only be consequences.
+        suspects: invalid flags, and flags that may be meant by a misspelt one. An invalid
+            combination with one of these flags is not reported, because it may only be a
+            consequence.
         complete: whether all sources could be read.
     """
 
@@ -208,7 +210,8 @@ class _Draft:
             if dot:
                 self.put(group, key, value)
         if {"run.name", "run.dir"} & given.keys() == {"run.name"}:
-            # If the file is the config.toml of an earlier run, its `run.dir` is that run's folder.
+            # The file may be the config.toml of an earlier run: a run with a new name must not use
+            # the `run.dir` of that run.
             self.values["run"].pop("dir", None)
 
     def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:
@@ -258,7 +261,10 @@ class _Draft:
                 self.put(group, key, value, str(path))
 
     def reset_long_warmup(self, suggested: set[str]) -> None:
-        """Resets a warm-up from a source in `suggested` if it is not shorter than the run."""
+        """Resets the warm-up to its default if it is not shorter than the run.
+
+        suggested: sources whose warm-up may be reset.
+        """
         steps, warmup = str(self.value("train", "steps")), str(self.value("optim", "warmup"))
         from_them = self.sources.get(("optim", "warmup")) in suggested
         if from_them and steps.isdecimal() and warmup.isdecimal() and int(warmup) >= int(steps):
@@ -308,7 +314,10 @@ class _Draft:
         return config.model_copy(update=groups)
 
     def is_consequence(self, problem: str) -> bool:
-        """Returns whether a problem names an invalid flag, for `parallel` also as `tp 2 × pp 2`."""
+        """Returns whether a problem names a flag of `suspects`.
+
+        Problems may also name the flags of `parallel` by their keys alone, as in `tp 2 × pp 2`.
+        """
         words = problem.replace(":", " ").replace(",", " ").split()
         names = [(flag, flag.removeprefix("--parallel.")) for flag in self.suspects]
         return any(flag in words or key in words for flag, key in names)
@@ -330,8 +339,8 @@ class _Draft:
     def _describe_missing(self, given: dict[str, Any], named: list[str], rest: list[str]) -> None:
         """Records a problem per flag that was given without a value.
 
-        argparse reads a value that begins with a hyphen, such as `-a.txt`, as another flag. The flag
-        before it then has no value.
+        argparse reads a value that begins with a hyphen, such as `-a.txt`, as another flag, so
+        that the flag before the value has no value.
 
         Args:
             given: parsed flags; those without a value are removed.
@@ -431,7 +440,8 @@ def help_text(
         config: the configuration with the defaults to show.
         prog: program name in the usage line.
         width: width in columns; by default the width of the terminal, at most 110.
-        about: description of a custom program, which has no presets and no dry run.
+        about: description of a custom program, which has no presets and no dry run; None for the
+            commands of threed.
     """
     width = width or min(110, shutil.get_terminal_size().columns)
     start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
@@ -461,7 +471,10 @@ def _in(source: str) -> str:
 
 
 def _close_flags(name: str) -> list[str]:
-    """Returns flags that `name` may mean: the same key in another group, or a similar spelling."""
+    """Returns flags that a misspelt flag `name` may mean, at most three.
+
+    They have the same key in another group, or a similar spelling.
+    """
     keys = {
         f"{group}.{key_name(key)}": key_name(key)
         for group, model in GROUPS.items()
@@ -479,7 +492,10 @@ def _close_flags(name: str) -> list[str]:
 
 
 def _toml_value(value: Any) -> str:
-    """Returns a value as TOML, which is valid JSON except for DEL. None becomes "none"."""
+    """Returns a value as TOML; None becomes "none".
+
+    JSON text is valid TOML, except that TOML requires DEL to be escaped.
+    """
     text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
     return text.replace("\x7f", "\\u007f")
 

@@ -1,10 +1,10 @@
-"""Finds invalid combinations of keys before a run starts. A problem is one line with its fix.
+"""Finds invalid combinations of keys before a run starts. A problem is a line that names the fix.
 
     problems = find_problems(config, world_size=8)      # [] if the configuration is valid
 
-`REFUSALS` lists features that are not implemented yet, `REQUIREMENTS` pairs of keys of which one
-requires certain values of the other. The functions check sizes. `threed.config` declares the ranges
-of single keys.
+`REFUSALS` lists features that are not implemented yet. `REQUIREMENTS` lists pairs of keys of which
+one requires certain values of the other. The functions check sizes, such as divisibility. The valid
+values of single keys are not checked here: `threed.config.values` declares them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from threed.config.groups import (
 from threed.config.resolution import derive_dp, schedule_problem
 from threed.config.schema import written
 
-MOST_MICROBATCHES = 100_000  # per step; time and memory to build a plan grow with them
-LAYER_MAJOR = ("1f1b", "gpipe")  # equivalent on one stage: no bubble in any order
+MOST_MICROBATCHES = 100_000  # per step; more of them take more time and memory to plan
+# Schedules that `zero.order layer` allows. On its single stage no order of micro-batches has a
+# bubble, so these schedules are equivalent.
+LAYER_MAJOR = ("1f1b", "gpipe")
 
 
 @dataclass(frozen=True)
@@ -186,11 +188,12 @@ REFUSALS = (
 def find_refusals(
     config: Config, groups: tuple[str, ...] = ("parallel", "zero", "recompute")
 ) -> list[str]:
-    """Returns the problems for which an engine refuses a configuration.
+    """Returns the problems because of which an engine rejects a configuration.
 
     Args:
         config: the configuration.
-        groups: groups whose keys' requirements are checked. Missing features are always checked.
+        groups: groups of keys. Requirements of keys in other groups are not checked; the use of
+            missing features is checked in every group.
     """
     required = [row for row in REQUIREMENTS if row.key.partition(".")[0] in groups]
     required += ASYNCHRONOUS if schedules.is_asynchronous(config.parallel.schedule) else ()
@@ -222,7 +225,7 @@ def find_problems(
         if local_world not in (None, world_size):
             how = f"--nnodes × {how}, now {local_world} on this machine"
         problems.append(f"{error} (torchrun {how})")
-    # the keys of a custom model mean what its class makes of them
+    # The class of a custom model interprets the keys, so heads and layers are not checked.
     sizes = () if config.model.record is architectures.CUSTOM else (_check_heads, _check_layers)
     for check in (*sizes, _check_sequence, _check_run, _check_export):
         problems += check(config)
@@ -235,13 +238,13 @@ def find_problems(
 
 
 def _divisors(number: int) -> list[int]:
-    # complete for numbers up to 10**12; the bound limits the time for absurd ones
+    # finds all divisors of numbers up to 10**12; the bound limits the time for larger numbers
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def _listed(numbers: Iterable[object]) -> str:
-    """Joins at most twelve items: "1, 2 or 3"."""
+    """Joins items as "1, 2 or 3". Long lists are shortened to eleven items and the last one."""
     words = [str(number) for number in numbers]
     if len(words) > 12:
         words = [*words[:11], words[-1]]
@@ -273,9 +276,9 @@ def _check_drive(config: Config) -> Iterator[str]:
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
     """Returns whether heads can be sharded over tp ranks.
 
-    The number of query heads must be a multiple of the number of key/value heads and of tp. Of tp
-    and the number of key/value heads, one must be a multiple of the other: a rank has several
-    key/value heads, or several ranks share one.
+    The number of query heads must be a multiple of the number of key/value heads, and of tp. Of tp
+    and the number of key/value heads, one must be a multiple of the other: either every rank has
+    the same number of key/value heads, or several ranks share each of them.
     """
     return heads % kv_heads == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
@@ -332,10 +335,10 @@ def named_stages(p: ParallelConfig, stages: int) -> str:
 
 
 def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
-    """Yields problems of the schedule with this number of stages, micro-batches and layers."""
+    """Yields problems of the schedule with the configured stages, micro-batches and layers."""
     name, p, train = config.parallel.schedule, config.parallel, config.train
     rows = train.micro_batch * (dp or 1)
-    # _check_batch reports a batch that cannot be divided
+    # if the batch cannot be divided into micro-batches, _check_batch reports it
     known = dp is not None and train.global_batch % rows == 0
     count = train.global_batch // rows if known else 2 * p.pp
     if count > MOST_MICROBATCHES:
@@ -370,7 +373,14 @@ def _check_sequence(config: Config) -> Iterator[str]:
 
 
 def find_unused(optim: OptimConfig, flags: Collection[str]) -> Iterator[str]:
-    """Yields problems of flags that the optimizers do not use. A file may have such keys."""
+    """Yields problems of flags that no optimizer of the configuration uses.
+
+    Unused keys in a preset or TOML file are allowed.
+
+    Args:
+        optim: the configuration of the optimizers.
+        flags: keys that were given as flags, as `group.field`.
+    """
     defaults = OptimConfig.model_fields
     names = {optim.name, *(group.name for group in optim.groups)}
     for key, users in (("momentum", {"sgd"}), ("betas", {"adamw", "lion"}), ("eps", {"adamw"})):
@@ -412,7 +422,10 @@ def _check_run(config: Config) -> Iterator[str]:
 
 
 def find_model_problems(model: ModelConfig) -> Iterator[str]:
-    """Yields problems of a model, resolved or not: unsupported keys and inconsistent sizes."""
+    """Yields problems of a model: unsupported keys and inconsistent sizes.
+
+    The configuration of the model may be resolved or not.
+    """
     yield from _check_pairs(model)
     yield from _check_keys(model)
     yield from _check_positions(model)
@@ -475,7 +488,9 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
 
 
 def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
-    """Yields the problems of an elastic job at all sizes, since a lost machine changes the size.
+    """Yields the problems of an elastic job at every possible number of machines.
+
+    A lost machine changes the number, so all of them must work.
 
     Args:
         config: the configuration.

@@ -2,12 +2,14 @@
 
     config = Config(parallel=ParallelConfig(tp=2), train=TrainConfig(steps=100))
 
-This module declares the keys. `threed.config.arguments` reads their values from presets, TOML files and
-flags, `threed.config.checks` finds invalid combinations, and `threed.config.resolution` fills in derived values.
+This module declares the keys. `threed.config.arguments` reads their values from presets, TOML files
+and flags, `threed.config.checks` finds invalid combinations, and `threed.config.resolution` fills
+in derived values.
 
 A key is `--group.key` on the command line and `key` under `[group]` in TOML, with hyphens; in
-Python the hyphens are underscores, and `async` is `async_`. For a key whose default is None, users
-write `none`.
+Python the hyphens are underscores, and `async` is `async_`. On the command line and in TOML, the
+value `none` sets a key to None if None is its default. The descriptions of keys call this "if
+none".
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class _Group(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, data: Any) -> Any:
-        """Replaces the word `none` by None for fields whose default is None."""
+        """Replaces the value `none` by None in fields with the default None."""
         optional = {name for name, field in cls.model_fields.items() if field.default is None}
         if not isinstance(data, dict):
             return data
@@ -148,11 +150,11 @@ class ZeroConfig(_Group):
     tile: Count = 1
     """tiles per large linear layer, gathered one at a time; 1: no tiling"""
     compress_weights: Literal["none", "int8"] = "none"
-    """format of stage 3's parameter all-gathers; none: dtype; int8: blocks of 256 numbers with
-    one scale"""
+    """format of stage 3's parameter all-gathers; none: the same as precision.dtype; int8: blocks
+    of 256 numbers with one scale"""
     compress_gradients: Literal["none", "int8"] = "none"
-    """format of gradients sent between data ranks; none: reduce-dtype; int8: blocks of 256
-    numbers with one scale"""
+    """format of gradients sent between data ranks; none: the same as precision.reduce-dtype;
+    int8: blocks of 256 numbers with one scale"""
     delayed_update: Switch = False
     """update on the host while the next step runs, so that each step uses weights one update old"""
 
@@ -175,8 +177,8 @@ class RecomputeConfig(_Group):
     """chunks in which the logits are computed, one at a time, and recomputed in the backward; 1:
     all at once"""
     arena: Switch = False
-    """allocate one buffer for saved inputs, and the gradient buffers, once and reuse them every
-    step"""
+    """allocate the gradient buffers, and one buffer for all saved inputs, once, and reuse them in
+    every step"""
 
 
 class PrecisionConfig(_Group):
@@ -217,8 +219,8 @@ class ModelConfig(_Group):
     seq: Count = 256
     """sequence length of training samples, in tokens"""
     positions: Count | None = None
-    """maximum sequence length: size of learned positions, and the limit in exports and
-    rope-scaling; if none, seq"""
+    """maximum sequence length: the number of learned positions, and the length that exports and
+    rope-scaling assume; if none, seq"""
     dropout: Share = 0.0
     """dropout rate"""
     tied: Switch | None = None
@@ -239,7 +241,7 @@ class ModelConfig(_Group):
     partial_rotary_factor: Fraction = 1.0
     """fraction of each head that rotary positions rotate"""
     qk_norm: Switch = False
-    """normalize queries and keys per head, as Qwen3 does (llama)"""
+    """normalize queries and keys per head; only for llama, which becomes a Qwen3 model"""
     window: Natural | None = None
     """positions that a query attends to in sliding-window layers; 0: all; if none, 4096 for
     gemma, else all"""
@@ -260,7 +262,10 @@ class ModelConfig(_Group):
 
     @property
     def layout(self) -> architectures.Architecture:
-        """The record of the Hugging Face layout: Qwen3's for a Llama with `qk_norm`."""
+        """The record that defines the Hugging Face layout.
+
+        It is Qwen3's for a Llama with `qk_norm`, else the architecture's.
+        """
         name = "qwen3" if self.arch == "llama" and self.qk_norm else self.arch
         return architectures.record_of(name)
 
@@ -271,7 +276,8 @@ class TrainConfig(_Group):
     steps: Count = 200
     """optimizer steps of the run, which the learning-rate schedule spans"""
     stop_after: Count | None = None
-    """stop after this step, with the schedule of all steps; if none, after the last one"""
+    """stop after this step, but keep the learning-rate schedule of train.steps; if none, stop after
+    the last step"""
     global_batch: Count = 16
     """sequences per optimizer step, over all ranks"""
     micro_batch: Count = 2
@@ -285,7 +291,8 @@ class TrainConfig(_Group):
     grad_clip: NonNegative = 1.0
     """maximum global gradient norm; 0: no clipping"""
     max_bad_steps: Natural = 10
-    """end the run after this many consecutive skipped steps (not finite, or a spike); 0: never"""
+    """end the run after this many consecutive skipped steps (gradients not finite, or a spike of
+    their norm); 0: never"""
     max_norm_spike: Spike = 0.0
     """skip a step if its gradient norm exceeds this multiple of the running mean; 0: never"""
     sample_tokens: Natural = 200
@@ -327,8 +334,8 @@ class DataConfig(_Group):
     """Training data and tokenizer."""
 
     path: PathText | None = None
-    """.txt or .jsonl file, a folder of them, or Megatron .bin/.idx; if none, the library sources
-    of this Python"""
+    """.txt or .jsonl file, a folder of them, or Megatron .bin/.idx; if none, the source files of
+    Python's standard library"""
     tokenizer: Text = "bytes"
     """bytes, the folder of a tokenizer, or the path of a tokenizer.json"""
     bos: AutoSwitch = "auto"
@@ -354,11 +361,11 @@ class CheckpointConfig(_Group):
     """write checkpoints in the background while training continues, if a copy fits into half
     (auto) or all (true) of the free host memory; false: training waits"""
     memory_every: Natural | None = None
-    """steps between checkpoints in host memory, which survive a restart of the ranks; 0: none;
+    """steps between checkpoints in host memory, which survive a restart of the ranks; 0: never;
     if none, 1 with --run.replicate neighbour, else 0"""
     write_limit_mib: MemorySize | None = None
-    """MiB per second at which all ranks of a machine together write a checkpoint; if none, no
-    limit"""
+    """maximum speed, in MiB per second, at which all ranks of a machine together write a
+    checkpoint; if none, no limit"""
     resume: Text = "auto"
     """auto (the run's newest good checkpoint, if any), none, or the path of a checkpoint or a
     Hugging Face folder; a Hugging Face folder sets the model"""

@@ -1,6 +1,8 @@
 """Configuration of a custom training program from its command line.
 
-config = program_config(sys.argv[1:], prog="mine.py", about=__doc__, defaults=DEFAULTS, world_size=8)
+config = program_config(
+    sys.argv[1:], prog="mine.py", about=__doc__, defaults=DEFAULTS, world_size=8
+)
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def program_config(
     defaults: Mapping[str, Mapping[str, Any]],
     world_size: int,
 ) -> Config:
-    """Returns the checked configuration of a custom program, which has no presets and no dry run.
+    """Returns the checked configuration of a custom program.
+
+    Such a program has no presets and no dry run.
 
     With `--help`, local rank 0 prints `about` and every key with its default, and all ranks exit
     with code 0.
@@ -35,7 +39,7 @@ def program_config(
         world_size: number of ranks.
 
     Raises:
-        ConfigError: if the command line has problems; it lists all of them.
+        ConfigError: if the command line has problems; the message lists all of them.
     """
     config, options = load(argv, defaults=defaults, presets=Path(), world_size=world_size)
     if options.help:

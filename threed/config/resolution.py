@@ -1,4 +1,4 @@
-"""Fills in the values of a configuration that follow from keys, vocabulary and world size.
+"""Fills in the values of a configuration that follow from other keys, vocabulary and world size.
 
 config = resolve(config, vocab=260, world_size=8)
 """
@@ -64,8 +64,8 @@ def default_warmup(steps: int) -> int:
 def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
     """Returns the configuration with all derived values filled in.
 
-    Keys for which None is a setting stay None: `train.stop_after`, `data.path`, `zero.nvme_path`,
-    `log.profile_steps`. The path of a schedule file becomes absolute.
+    A key for which None is a valid setting stays None, such as `train.stop_after`, `data.path`,
+    `zero.nvme_path` and `log.profile_steps`. The path of a schedule file becomes absolute.
 
     Args:
         config: the checked configuration.
@@ -109,7 +109,7 @@ def _resolve_parallel(config: Config, world_size: int | None) -> BaseModel:
 
 
 def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -> str:
-    """Returns the problem line of a schedule's error, with the flags that fix it.
+    """Returns the line that reports an error of a schedule, with the flags that fix the error.
 
     Args:
         error: error of the schedule.
@@ -133,7 +133,7 @@ def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -
 
 
 def _batch_of(config: Config, microbatches: int, dp: int | None) -> str:
-    """Returns the flags that result in a number of micro-batches."""
+    """Returns flags that result in `microbatches` micro-batches per data rank and step."""
     train = config.train
     if dp is None:
         return f"--train.global-batch {microbatches} × --train.micro-batch × dp"
@@ -159,7 +159,7 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
 
 
 def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Returns a saved model configuration in the form of `model`, to compare the two.
+    """Returns a saved model configuration in the form of `model`, for a comparison of the two.
 
     A Qwen3 without windows becomes a Llama with `qk_norm` if `model` is a Llama with `qk_norm`.
 

@@ -40,7 +40,10 @@ def key_name(field: str) -> str:
 
 
 def number(value: object) -> object:
-    """Returns a value. Raises ValueError for a boolean, which pydantic would accept as 0 or 1."""
+    """Returns a value unchanged; raises ValueError for a boolean.
+
+    Without this check, pydantic would accept a boolean as 0 or 1.
+    """
     if isinstance(value, bool):
         raise ValueError("must be a number")
     return value
@@ -91,8 +94,8 @@ def reason(detail: ErrorDetails) -> str:
 class Settings(BaseModel):
     """Base class of settings written as a string, `head: key=value, key=value`, or a TOML table.
 
-    The head is the first field. It must not contain a colon. The word `none` means None. `str()`
-    returns the string form.
+    The head is the value of the first field, and ends at the last colon. In the other fields, the
+    value `none` means None. `str()` returns the string form.
 
     Attributes:
         form: the syntax of the string, for messages.

@@ -66,7 +66,10 @@ class ParamGroup(Settings):
 
 
 def _groups(value: Any) -> Any:
-    """Splits the string of a flag into groups; `none` means no groups. Passes other values."""
+    """Splits the string of a flag into groups; `none` means no groups.
+
+    Returns other values unchanged.
+    """
     if value == "none":
         return []
     return [text for text in value.split(";") if text.strip()] if isinstance(value, str) else value
@@ -87,7 +90,10 @@ def _boolean(value: object) -> object:
 
 
 def _must_be(form: str, separator: str = ",") -> WrapValidator:
-    """Returns a validator of a value or a string of items, with the error `must be FORM`."""
+    """Returns a validator that accepts a value, or the items of a tuple as one string.
+
+    Its error message is `must be FORM`.
+    """
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         candidates = [tuple(value) if isinstance(value, list) else value]
@@ -112,7 +118,7 @@ def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
 
 
 def _schedule(value: object) -> object:
-    """Accepts the name of a schedule, or of a schedule file without reading the file."""
+    """Accepts the name of a schedule or of a schedule file; does not read the file."""
     names = (*get_args(schedules.ScheduleName), *schedules.available())
     if isinstance(value, str) and (value in names or schedules.names_file(value)):
         return value
@@ -167,7 +173,7 @@ def _duration(value: object) -> object:
 Count = Annotated[int, Field(ge=1), BeforeValidator(number), Takes("N")]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(number), Takes("N")]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(number), Takes("X")]
-# MiB or GiB; the bound keeps the number of bytes finite
+# MiB or GiB; the upper bound ensures that the number of bytes is finite
 MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(number), Takes("X")]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(number), Takes("X")]
 Spike = Annotated[NonNegative, AfterValidator(_zero_or_above_one)]

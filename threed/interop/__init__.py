@@ -2,14 +2,16 @@
 
     convert.convert(src, dst)      converts checkpoints between the native format and other formats
     pretrained.find(config)        configures a run that starts from a Hugging Face folder
+    loading.load(path)             builds an engine from a run, checkpoint or Hugging Face folder
     huggingface                    reads and writes Hugging Face folders; loads them into an engine
     deepspeed                      `threed.initialize`, DeepSpeed's configuration and checkpoints
     megatron                       reads the weights of Megatron-LM checkpoints
+    pickles                        reads pickled files without executing any code in them
 
-Every reader provides a `TensorSource` (`threed.checkpoint.lazy_tensors`). A `native_writer.Source`
-adds the model configuration and the training counters; `native_writer.write_native` writes it as a
-native checkpoint. `pickle_reader` reads pickles without executing anything in them.
+Every reader provides a `TensorSource` (`threed.checkpoint.lazy_tensors`). A
+`huggingface.native_writer.Source` is a `TensorSource` with a model configuration and training
+counters; `write_native` in the same module writes such a source as a native checkpoint.
 
-Lower-level packages do not import this package, with one exception: `Engine.load` calls
-`huggingface.weights.load_hf` when it is given a Hugging Face folder.
+Packages that the engine is built from do not import this package. The engine does, because
+`Engine.load` also loads Hugging Face folders (`huggingface.weights.load_hf`).
 """

@@ -39,7 +39,8 @@ def convert(
         dtype: dtype of the written weights, a key of `precision.DTYPES`; None keeps the source's
             dtypes.
         tokenizer: "bytes", a folder, the path of a tokenizer.json, or "none". None means the
-            tokenizer of the Hugging Face folder or of the run.
+            tokenizer of the Hugging Face folder, or of the run that wrote the native checkpoint;
+            for DeepSpeed and Megatron-LM checkpoints it means "none".
         to: "native" or "hf"; None means "hf" for a native checkpoint and "native" for any other.
         allow_pickle: whether to read the pickle-based checkpoints of DeepSpeed and Megatron-LM.
         config: the transformers config.json of a DeepSpeed checkpoint's model, or the folder that
@@ -77,7 +78,10 @@ def convert(
 
 
 def _config_of(path: Path, given: str | Path | None) -> Path:
-    """Returns the path of config.json: `given`, or in the DeepSpeed folder or its parent."""
+    """Returns the path of config.json.
+
+    It is `given` or in the folder `given`; without `given`, it is in `path` or its parent folder.
+    """
     places = [path / CONFIG, path.absolute().parent / CONFIG]
     where = f"neither {path} nor its parent folder has one"
     if given is not None:
@@ -126,7 +130,10 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
 
 
 def _path_and_hashes(spec: str) -> tuple[str, dict[str, str] | None]:
-    """Returns the tokenizer's path as a checkpoint stores it, and the hashes of its files."""
+    """Returns the tokenizer's path as a checkpoint stores it, and the hashes of its files.
+
+    For the tokenizer "none", returns None instead of the hashes.
+    """
     tokenizer = _tokenizer(spec)
     if tokenizer is None or spec == "bytes":
         return spec, tokenizer.files if tokenizer else None
@@ -138,8 +145,8 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
 
     Args:
         path: the folder; the format is detected from its files.
-        allow_pickle: whether pickle-based checkpoints are accepted. If so, a folder that has the
-            files of both Hugging Face and another program counts as the other program's.
+        allow_pickle: whether pickle-based checkpoints are accepted. If so, a folder that has both
+            the files of Hugging Face and pickle-based files counts as "DeepSpeed" or "Megatron-LM".
 
     Raises:
         CheckpointError: if the format is not recognized, or is pickle-based and `allow_pickle` is
@@ -168,7 +175,10 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
 
 
 def _other_program(path: Path) -> str | None:
-    """Returns "DeepSpeed" or "Megatron-LM" if the folder has their files, else None."""
+    """Returns "DeepSpeed" or "Megatron-LM" if the folder has the files of that program, else None.
+
+    Raises CheckpointError for Megatron-LM's legacy layout.
+    """
     if step_folder(path) is not None:
         return "DeepSpeed"
     if is_legacy(path):
@@ -180,10 +190,11 @@ def _other_program(path: Path) -> str | None:
 
 
 def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
-    """Returns the tokenizer of a native checkpoint's run, and its files.
+    """Returns the tokenizer of the run that wrote a native checkpoint, and the tokenizer's files.
 
-    The hashes are checked because an export copies these files, and a checkpoint from another
-    machine may name any local path.
+    Returns None instead of files for the tokenizers "bytes" and "none". The hashes of the files are
+    checked because an export copies the files, and the path in a checkpoint from another machine
+    may have other files on this one.
 
     Raises:
         CheckpointError: if the files do not match the hashes in the checkpoint.
@@ -202,12 +213,15 @@ def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | N
 
 
 def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
-    """Returns the files of the tokenizer `spec`; None if they differ from the manifest's hashes."""
+    """Returns the files of the tokenizer `spec`.
+
+    Returns None if files are missing or their hashes differ from the hashes in the manifest.
+    """
     saved = manifest["state"]["extra"].get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
         return found if found.files and found.hashes() == saved else None
-    except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
+    except (ValueError, OSError, RuntimeError):  # RuntimeError: ~ without a home folder
         return None
 
 

@@ -38,23 +38,23 @@ def load(
 ) -> LayeredEngine:
     """Loads an engine from a run, a checkpoint or a Hugging Face folder. Collective.
 
-    The groups `model`, `precision`, `train`, `optim` and `data` of the configuration come from the
-    checkpoint; all other groups have their defaults. A Hugging Face folder has only weights:
+    The groups `model`, `precision`, `train`, `optim` and `data` of the configuration are taken from
+    the checkpoint; all other groups have their defaults. A Hugging Face folder has only weights:
     optimizer states start at zero.
 
     Args:
         path: a run folder (its newest checkpoint is loaded), a checkpoint, or a Hugging Face
             folder.
-        topology: topology of all ranks; by default all of them are data ranks.
-        build: function that builds the model from its configuration; for checkpoints of custom
-            models.
-        changes: changed keys of the configuration by group, such as `zero={"stage": 3}`.
+        topology: topology of all ranks; by default, every rank is a data-parallel rank.
+        build: function that builds the model from its configuration. Checkpoints of custom models
+            require the function that built the custom model.
+        changes: keys of the configuration to override, by group, such as `zero={"stage": 3}`.
 
     Returns:
         The engine. `engine.steps` is the number of updates so far.
 
     Raises:
-        CheckpointError: if the checkpoint is missing, damaged, or of another model.
+        CheckpointError: if the checkpoint is missing or damaged, or does not match the model.
         ConfigError: if the configuration is invalid for the topology.
 
     Example::
@@ -86,6 +86,9 @@ def build_engine(config: Config, topology: Topology, build: Build = models.build
         config: the resolved configuration.
         topology: topology of all ranks.
         build: function that builds the model from its configuration.
+
+    Returns:
+        The engine.
     """
     sequence = bool(config.parallel.sequence)
     slicing = Slicing(topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
@@ -106,7 +109,10 @@ def _source(path: Path) -> Path:
 
 
 def _saved(source: Path) -> dict[str, Any]:
-    """Returns the groups of the saved configuration that define the training."""
+    """Returns the groups of the saved configuration that define the training.
+
+    For a Hugging Face folder, this is only the group `model`.
+    """
     if is_hf_folder(source):
         model = HFFolder(source).model
         return {"model": {**dict(model), "seq": default_seq(model)}}

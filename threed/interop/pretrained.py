@@ -1,11 +1,13 @@
 """Configuration of a run that starts from pretrained weights: `--checkpoint.resume FOLDER`.
 
-    load(argv, begin=find)
+    threed.config.arguments.load(argv, begin=find)
 
 FOLDER is a Hugging Face folder or a native checkpoint converted from one. It determines the model:
 its values override the preset and the configuration file, and a flag with a different value raises
-an error. Only `seq` and `dropout` are free. The run uses the folder's tokenizer unless
-`--data.tokenizer` names another one, which is required if the folder has none.
+an error. The run may choose only `seq` and `dropout`.
+
+The run uses the folder's tokenizer unless `--data.tokenizer` names another one. If the folder has
+no tokenizer, `--data.tokenizer` is required.
 """
 
 from __future__ import annotations
@@ -22,22 +24,24 @@ from threed.config.resolution import spelt_as
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 
-SEQ = 256  # default sequence length, if the model has as many positions
+SEQ = 256  # default sequence length for models that have as many positions
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
 
 
 def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
-    """Returns the configuration values from the folder `checkpoint.resume`, by group and key.
+    """Returns the values that the folder `checkpoint.resume` gives a run, by group and key.
 
-    Returns an empty dict if the folder is not pretrained weights: it is another folder, or a native
-    checkpoint with completed steps, whose run configures the model itself.
+    Returns an empty dict if `checkpoint.resume` is "auto", "none" or a folder without pretrained
+    weights. A native checkpoint with completed steps does not count as pretrained weights, because
+    a run that resumes from it configures the model itself.
 
     Args:
         config: the configuration of the run.
         check: whether to check all tensors of a Hugging Face folder.
 
     Raises:
-        ConfigError: if the folder cannot be used.
+        ConfigError: if the folder is damaged or not supported, or `data.tokenizer` is not set and
+            the folder's tokenizer is missing.
     """
     path = Path(config.checkpoint.resume)
     if config.checkpoint.resume in ("auto", "none"):
@@ -59,20 +63,29 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
 
 
 def default_seq(model: ModelConfig) -> int:
-    """Returns the default sequence length for a pretrained model, at most its positions."""
+    """Returns the default sequence length, in tokens, for a pretrained model.
+
+    It is 256, or the model's number of positions if that is smaller.
+    """
     return min(SEQ, model.positions or model.seq)
 
 
 @dataclass(frozen=True)
 class NativeFolder:
-    """A native checkpoint from which a run starts. Its tensors are checked when they are loaded."""
+    """A native checkpoint from which a run starts. Its tensors are checked when they are loaded.
+
+    Attributes:
+        manifest: the content of the checkpoint's manifest.
+        model: the model configuration.
+        steps: completed training steps.
+    """
 
     manifest: Mapping[str, Any]
     model: ModelConfig
     steps: int
 
     def problems(self) -> Iterable[str]:
-        """Returns no problems; the counterpart of `HFFolder.problems`."""
+        """Returns an empty tuple; the counterpart of `HFFolder.problems`."""
         return ()
 
     def tokenizer(self, fix: str) -> str:
@@ -82,13 +95,14 @@ class NativeFolder:
             fix: text that ends the error message.
 
         Raises:
-            CheckpointError: if the tokenizer is unknown, missing or has changed.
+            CheckpointError: if the checkpoint does not name its tokenizer, or the tokenizer's files
+                are missing or have changed.
         """
         spec = str(self.manifest["config"]["data"]["tokenizer"])
         if spec == "none":
             raise CheckpointError(f"the checkpoint does not name the tokenizer of its model: {fix}")
-        # The checkpoint may come from another machine, so the path may be missing here or have
-        # other files. For a resumed run (steps > 0) this is checked later.
+        # The checkpoint may be from another machine: the path may not exist here, or contain
+        # other files. For a checkpoint with completed steps, the resume checks this later.
         if spec != "bytes" and not self.steps and saved_files(spec, self.manifest) is None:
             what = f"its tokenizer, {plain(spec)}, is missing or has other files now"
             raise CheckpointError(f"{what}: {fix}")
@@ -96,7 +110,9 @@ class NativeFolder:
 
 
 def _open(path: Path) -> HFFolder | NativeFolder | None:
-    """Opens the folder; returns None for other paths, or if the model in the manifest is invalid.
+    """Opens a Hugging Face folder or a native checkpoint.
+
+    Returns None if `path` is neither, or if the model in the manifest is invalid.
 
     Raises:
         CheckpointError: if the folder cannot be read.

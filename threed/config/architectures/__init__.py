@@ -26,7 +26,7 @@ from threed.config.architectures.record import Architecture as Architecture
 from threed.core.source import names_model
 
 NAMES = tuple(REGISTERED)
-# The record of models in the user's files, `--model.arch FILE.py:NAME`: no key is refused for them.
+# The record of custom models (`--model.arch FILE.py:NAME`). They accept every key.
 CUSTOM = Architecture(
     "custom", "a custom model", "", "", (), learned_positions=True,
     takes=frozenset[str]().union(*(record.takes for record in REGISTERED.values())),

@@ -1,8 +1,8 @@
 """Gemma 2 (arXiv 2408.00118).
 
-(1 + weight) RMSNorm before and after each branch; GELU-gated MLP; word embeddings times
-sqrt(hidden); soft caps on attention scores and logits; a sliding window in every second layer; tied
-head.
+RMSNorm with the scale (1 + weight) before and after each branch; GELU-gated MLP; word embeddings
+times sqrt(hidden); soft caps on attention scores and logits; a sliding window in every second
+layer; tied head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GEMMA2 = record.register(
         fixed=record.GEMMA_FIXED,
         accepted=frozenset(
             {"hidden_act", "sliding_window_size"}
-        ),  # keys of early versions, not read by transformers
+        ),  # keys of early versions, which transformers does not read
         takes=record.ROTARY | record.GEMMA | {"attention_softcap", "logit_softcap"},
         defaults=record.HEAD_SIZE
         | {"tied": True, "window": 4096, "attention_softcap": 50.0, "logit_softcap": 30.0},

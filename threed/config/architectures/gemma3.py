@@ -1,7 +1,7 @@
 """Gemma 3, text model (arXiv 2503.19786).
 
-Gemma 2 with norms on query and key heads instead of soft caps, and a sliding window in five of six
-layers, which have a separate rotary base.
+Gemma 2 with norms on query and key heads instead of soft caps on attention scores. Five of six
+layers have a sliding window; these layers have a separate rotary base.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ record.register(
         hf_class="Gemma3ForCausalLM",
         rules=(*GEMMA2.rules, *record.HEAD_NORMS),
         keys=(*record.GEMMA_KEYS, Key("final_logit_softcapping", "logit_softcap", None)),
-        fixed=record.GEMMA_FIXED | {"attn_logit_softcapping": None},  # transformers ignores it
+        # attn_logit_softcapping must be null, because transformers ignores it in Gemma 3
+        fixed=record.GEMMA_FIXED | {"attn_logit_softcapping": None},
         accepted=frozenset(),
         takes=record.ROTARY | record.GEMMA | {"logit_softcap", "rope_local_theta"},
         defaults=record.HEAD_SIZE | {"tied": True, "window": 4096, "rope_local_theta": 10000.0},

@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4-mini (arXiv 2404.14219; longrope: arXiv 2402.13753).
 
-Llama with packed projections, and rotary positions on a part of each head's dimensions, scaled for
-long sequences.
+Llama with packed projections. Rotary positions apply to a part of each head's dimensions, and can
+be scaled for long sequences.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     MISTRAL = register(Architecture("mistral", "Mistral", ...))      one module per architecture
 
 The records are pure data. `models.Decoder` builds layers from a record,
-`interop.huggingface.layouts` converts tensors with its rules, and `spelling` reads and writes
-Hugging Face configurations with its keys. "Model keys" below are the fields of
-`config.ModelConfig`.
+`interop.huggingface.layouts` converts tensors with the rules of the record, and `spelling` reads
+and writes Hugging Face configurations with the keys of the record. "Model keys" below are the
+fields of `config.ModelConfig`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ Keys = Mapping[str, Any]  # values of a `ModelConfig`, by field name
 class Rule:
     """One tensor of a Hugging Face layout, and the native tensors that it consists of.
 
-    In names, {i} is the block number. In shapes, each word is a dimension, a product of letters: h
-    hidden size, a heads, k key/value heads, d head dimension, f MLP width, v vocabulary, p learned
-    positions. So "ad h" is [a·d h].
+    In names, {i} is the block number. In shapes, each word is a dimension, the product of its
+    letters: h is the hidden size, a the number of query heads, k the number of key/value heads, d
+    the head dimension, f the MLP width, v the vocabulary size, and p the number of learned
+    positions. So "ad h" is the shape [a·d h].
 
     Attributes:
         hf: the name of the Hugging Face tensor.
         native: (name, shape) pairs of the native tensors, concatenated along dimension 0 in the
             Hugging Face tensor.
         transposed: whether the Hugging Face tensor is [in out] instead of [out in].
-        needs: the property of a model (`Architecture.properties`) that the tensors require.
-        zeros: whether the Hugging Face layout has the tensor, filled with zeros, if the model lacks
-            the property.
+        needs: the property of a model (`Architecture.properties`) without which the model does not
+            have the tensors; "" if every model has them.
+        zeros: whether the Hugging Face layout nevertheless has the tensor, filled with zeros, if
+            the model lacks the property.
     """
 
     hf: str
@@ -76,7 +78,7 @@ class Architecture:
         written: configuration keys that are written with a fixed value, and ignored when read.
         accepted: configuration keys that are ignored when read, because they do not change the
             computation.
-        takes: model keys that this architecture supports and others may not.
+        takes: model keys that this architecture supports and some other architectures do not.
         defaults: default values that replace None, by model key, in addition to `DEFAULTS`. A
             function computes the default from all keys.
         limits: yields a description of each setting of a model that the Hugging Face layout cannot
@@ -96,11 +98,11 @@ class Architecture:
             or "max_window_layers"; "all" if all layers have one; "none" if windows are not
             supported.
         local: whether layers with a sliding window have a separate rotary base.
-        absent_theta: the rotary base (of the layers without a window, if `local`) if the
-            configuration has none.
-        scalings: other names of types of rotary scaling.
+        absent_theta: the rotary base if the configuration has none; if `local`, this is the base of
+            the layers without a window.
+        scalings: types of rotary scaling, by other names that configurations use for them.
         original_positions: default of `original_max_position_embeddings`, for configurations with
-            this key at top level; None if it is part of the rotary scaling.
+            this key at top level; None if the key is part of the rotary scaling.
         buffers: names of tensors that old versions of transformers saved although the model
             computes them.
     """
@@ -173,7 +175,7 @@ class Architecture:
 def _gated_ffn(keys: Keys) -> int:
     """Returns 8/3 of the hidden size, rounded up to a multiple of 64.
 
-    The gated MLP then has as many weights as an MLP of width 4·hidden without a gate.
+    The gated MLP then has about as many weights as an MLP of width 4·hidden without a gate.
     """
     return int(-(-8 * keys["hidden"] // (3 * 64)) * 64)
 
@@ -242,7 +244,10 @@ GEMMA_FIXED: dict[str, Any] = {
 
 
 def no_fraction(keys: Keys) -> Iterator[str]:
-    """Yields a limit of some `transformers` models: heads must divide hidden even with head_dim."""
+    """Yields a limit of some models in `transformers`: `heads` must divide `hidden`.
+
+    This applies even if `head_dim` is given.
+    """
     if keys["hidden"] % keys["heads"]:
         yield f"--model.hidden {keys['hidden']}, which is not a multiple of the number of heads ({keys['heads']})"
 
@@ -260,8 +265,10 @@ def linear(
         outputs: output dimension of each native layer, by name; they are concatenated in this
             order.
         inputs: the input dimension.
-        bias: the property with which the layer has a bias; empty if it never has one.
-        conv1d: whether it is a Conv1D of GPT-2, which is transposed and always has a bias.
+        bias: the property (`Rule.needs`) of models in which the layer has a bias; empty if it never
+            has one.
+        conv1d: whether the layer is a Conv1D of GPT-2, whose weight is transposed and which always
+            has a bias.
     """
     weights = tuple((f"{name}.weight", f"{out} {inputs}") for name, out in outputs.items())
     biases = tuple((f"{name}.bias", out) for name, out in outputs.items())

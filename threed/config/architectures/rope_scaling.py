@@ -1,4 +1,4 @@
-"""Rotary scaling: settings that extend a model to longer sequences than it was first trained on.
+"""Rotary scaling: settings that extend a model to longer sequences than in its first training.
 
     scaling = RopeScaling.model_validate("llama3: factor=8, ...")      from a flag
     scaling = RopeScaling(rope_type="linear", factor=2.0)              from a TOML table
@@ -38,8 +38,8 @@ class RopeScaling(Settings):
     """Settings of one rotary scaling; `KINDS` lists the keys of each type.
 
     Attributes:
-        factor: how many times longer sequences are; default: the model's positions /
-            original_max_position_embeddings.
+        factor: ratio of the new to the original maximum sequence length. None means the model's
+            `positions` divided by original_max_position_embeddings.
     """
 
     form: ClassVar[str] = (

@@ -4,8 +4,9 @@
     table = write(record, keys)                 takes resolved keys
 
 Reads the notations of `transformers` 4 (rope_theta, rope_scaling with type or rope_type,
-sliding_window_pattern) and 5 (rope_parameters, also per type of layer; layer_types); writes both.
-An unknown key that is not null or false is an error, because it may change the computation.
+sliding_window_pattern) and 5 (rope_parameters, also per type of layer; layer_types). Writes both
+notations. An unknown key that is not null or false is an error, because it may change the
+computation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ACCEPTED = frozenset({
 })  # fmt: skip
 LETTERS = {"sliding_attention": "s", "full_attention": "f"}
 WORDS = {letter: word for word, letter in LETTERS.items()}
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # aliases of one function
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # other names of the same function
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -38,7 +39,7 @@ def read(record: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: if a key is missing, unknown, or has an unsupported value; the message lists all
-            of them.
+            such keys.
     """
     reader = _Reader(record, config)
     try:
@@ -100,7 +101,7 @@ class _Reader:
         self.keys["seq"] = self.keys.get("positions")
         for name in ("attention_softcap", "logit_softcap", "window"):
             if self.keys.get(name, 0) is None and name in self.record.defaults:
-                self.keys[name] = 0  # 0 disables it; None would be replaced by the default
+                self.keys[name] = 0  # 0 disables the feature; the default would replace None
         return self.keys
 
     def _get(self, name: str, absent: Any = None) -> Any:
@@ -188,7 +189,10 @@ class _Reader:
             keys["layer_pattern"] = shortest_pattern(letters)
 
     def _period(self, period: Any) -> str:
-        """Returns the layer pattern if every `period`-th layer has full attention."""
+        """Returns the pattern in which every `period`-th layer has full attention.
+
+        Without a period, returns the pattern of the architecture.
+        """
         if period is None or not self.record.local:
             return self.record.layer_pattern
         if not isinstance(period, int) or not 0 < period <= 1000:
@@ -232,7 +236,7 @@ def shortest_pattern(letters: str) -> str:
 def hf_key(record: Architecture, native: str) -> str:
     """Returns the configuration key of a model key, for messages.
 
-    Returns the model key itself if it has no counterpart.
+    Returns the model key itself if the configuration has no such key.
     """
     native = "positions" if native == "seq" else native  # seq is read from positions
     return next((key.hf for key in record.keys if key.native == native), native)
@@ -251,8 +255,8 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
         keys: all model keys, resolved.
     """
     table: dict[str, Any] = {"architectures": [record.hf_class], "model_type": record.model_type}
-    # The default id of transformers may be outside the vocabulary, and embeddings of padding are
-    # not trained.
+    # transformers' default padding id may be outside the vocabulary, and transformers does not
+    # train the embedding of the padding id.
     table["pad_token_id"] = None
     for key in record.keys:
         table[key.hf] = _hf_value(key.native, keys[key.native])
@@ -293,7 +297,7 @@ def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
             for name, value in old.items()
             if name in ("type", "short_factor", "long_factor")
         }
-        # transformers 4 does not support these parameters
+        # transformers 4 does not support these two keys; without `rest`, rope_scaling is left out
         rest = {} if "factor" in rest or "attention_factor" in rest else rest
     if record.local:
         table["rope_local_base_freq"] = keys["rope_local_theta"]

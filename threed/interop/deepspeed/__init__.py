@@ -5,12 +5,12 @@
     )
     for batch in loader:
         loss = engine(**batch).loss
-        engine.backward(loss)   # the gradients are of the mean loss over the global batch
+        engine.backward(loss)   # adds gradients of the mean loss over the global batch
         engine.step()           # updates at the accumulation boundary
 
-`engine.train_batch(iterator)` runs a full step instead. `initialize.initialize` inspects the model
-and the given optimizer, translates the configuration (`config`), and wraps a
-`threed.engine.ModuleEngine`. Rank 0 prints `engine.notes`: keys without effect, and values chosen
-for "auto". Any nn.Module can be trained, with any ZeRO stage. docs/deepspeed.md lists the supported
-keys. `checkpoint` reads DeepSpeed's checkpoints.
+Instead of these calls, `engine.train_batch(iterator)` runs a full step: all forwards and backwards,
+and the update. `initialize.initialize` inspects the model and the given optimizer, translates the
+configuration (`config`), and wraps a `threed.engine.ModuleEngine`. Rank 0 prints `engine.notes`:
+keys without effect, and values chosen for "auto". Any nn.Module can be trained, with any ZeRO
+stage. docs/deepspeed.md lists the supported keys. `checkpoint` reads DeepSpeed's checkpoints.
 """

@@ -2,24 +2,25 @@
 
     checkpoint = DeepSpeedCheckpoint(folder, config)   a `Source`; CheckpointError if not supported
 
-The folder is `global_step100`, or its parent with the file `latest`. It has
-mp_rank_00_model_states.pt and, per data rank N, zero_pp_rank_N_mp_rank_00_optim_states.pt with flat
-fp32 master weights and Adam moments. `param_shapes` in the model file lists names and shapes in the
-order of the flat vectors (deepspeed/utils/zero_to_fp32.py, runtime/engine.py, runtime/zero, of
-0.19.8):
+`folder` is the folder of a step, such as `global_step100`, or its parent, which has the file
+`latest`. The folder of a step has mp_rank_00_model_states.pt and, per data rank N,
+zero_pp_rank_N_mp_rank_00_optim_states.pt with flat fp32 master weights and Adam moments.
+`param_shapes` in the model file lists names and shapes in the order of the flat vectors
+(deepspeed/utils/zero_to_fp32.py, runtime/engine.py and runtime/zero of DeepSpeed 0.19.8):
 
 - Stages 1 and 2: each parameter group is one flat vector, sharded evenly over the ranks. It may
   have padding after each parameter (`param_alignment_paddings`) and at the end. The master weights
   of the last ranks are saved without the padding at the end.
-- Stage 3: each rank has ceil(numel / ranks) elements of every parameter. These slices follow each
-  other in one vector per sub-group, and the sub-groups follow each other. The padding is at the end
-  of each parameter.
+- Stage 3: each rank has a slice of ceil(numel / ranks) elements of every parameter; the last slices
+  are padded. A rank has one flat vector per sub-group. These vectors, concatenated, contain the
+  slices in the order of `param_shapes`.
 - Frozen parameters are not in these vectors. Stages 0 to 2 save them in `module`; stage 3 shards
   them over the model files of the ranks.
-- Universal checkpoints instead have, per trained parameter, zero/NAME/fp32.pt, exp_avg.pt,
-  exp_avg_sq.pt and optionally step.pt. Each has a tensor, or a dictionary with a tensor `param`;
-  the tensor is flat if the source was stage 3. zero/optimizer_state.pt has the stage and the loss
-  scale (deepspeed/checkpoint/ds_to_universal.py, of 0.19.8).
+- Universal checkpoints have no such vectors. They have, per trained parameter, the files fp32.pt,
+  exp_avg.pt, exp_avg_sq.pt and optionally step.pt in zero/NAME. A file contains a tensor, or a
+  dictionary with the tensor `param`; the tensor is flat if the checkpoint was converted from
+  stage 3. zero/optimizer_state.pt has the stage and the loss scale
+  (deepspeed/checkpoint/ds_to_universal.py of DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ Table = dict[str, Any]
 
 
 def step_folder(path: Path) -> Path | None:
-    """Returns the folder with the files: the subfolder named by the file `latest`, else `path`.
+    """Returns the folder of a step: the subfolder that the file `latest` names.
 
-    Returns None if this folder has no DeepSpeed checkpoint.
+    Without the file `latest`, the folder is `path`. Returns None if the folder does not have the
+    files of a DeepSpeed checkpoint.
     """
     if (path / "latest").is_file():
         try:
@@ -189,9 +191,9 @@ class DeepSpeedCheckpoint(HFTensors):
             )
 
     def _without_zero(self, model_state: Table, ranks: list[Table]) -> None:
-        """Adds the note for stage 0 that optimizer states are not imported.
+        """Adds the note that optimizer states of stage 0 are not imported: they have no names.
 
-        They have no names. `_remaining` reads the weights.
+        `_remaining` reads the weights.
         """
         tensors = [
             value for value in model_state["module"].values() if isinstance(value, FileTensor)
@@ -219,7 +221,7 @@ class DeepSpeedCheckpoint(HFTensors):
                 raise self._error(f"has {numel} values in parameter group {group}, not {end}")
 
     def _from_slices(self, model_state: Table, ranks: list[Table]) -> None:
-        """Reads the parameters of stage 3 from the ranks' slices."""
+        """Reads the parameters of stage 3, of which each rank has a slice."""
         slices = [_vectors(found, "fp32_flat_groups", "optimizer_state_dict") for found in ranks]
         vectors, at = [self._concatenated(found) for found in slices], 0
         for name, shape in (
@@ -236,7 +238,10 @@ class DeepSpeedCheckpoint(HFTensors):
                 raise self._error(f"has slices of {numel} values, not {at}")
 
     def _concatenated(self, vectors: Sequence[Table]) -> Parts:
-        """Returns flat weights and moments [n], concatenated; notes states that are dropped."""
+        """Returns flat weights and moments [n], each concatenated from all `vectors`.
+
+        Adds a note if the vectors have other optimizer states, which are not imported.
+        """
         found = set(vectors[0])
         if any(set(some) != found for some in vectors):
             what = "optimizer states of some ranks only"
@@ -310,11 +315,14 @@ class DeepSpeedCheckpoint(HFTensors):
         self._check_universal(updates - {None})
 
     def _check_universal(self, updates: set[Any]) -> None:
-        """Checks that all parameters agree in having moments, and in the number of updates."""
+        """Checks that all parameters or none have moments, and the same number of updates.
+
+        updates: the distinct numbers of updates in the files.
+        """
         missing = [name for name, parts in self._tensors.items() if len(parts) < 3]
         if 0 < len(missing) < len(self._tensors):
             raise self._error(f"has moments of other parameters, but not of {missing[0]}")
-        if missing:  # no moments, or not Adam's
+        if missing:  # no parameter has both moments of Adam
             self._tensors = {name: {WEIGHT: parts[WEIGHT]} for name, parts in self._tensors.items()}
         if len(updates) > 1:
             raise self._error(f"has different numbers of updates: {plain(sorted(updates))}")
@@ -333,7 +341,7 @@ class DeepSpeedCheckpoint(HFTensors):
 
 
 def _unpadded(shape: Shape, slices: Sequence[LazyTensor]) -> LazyTensor:
-    """Returns a parameter: the ranks' slices [n], concatenated, without the padding at the end."""
+    """Returns a parameter from the slices [n] of all ranks, without the padding at the end."""
     return Reshaped(shape, rows(concatenate(slices), (0, math.prod(shape))))
 
 
@@ -373,9 +381,9 @@ def stage_of(found: Table) -> int:
 
 
 def scale_of(scaler: Any) -> dict[str, float]:
-    """Returns a dynamic loss scaler's state under the keys of native checkpoints; empty for others.
+    """Returns the state of a dynamic loss scaler under the keys of native checkpoints.
 
-    See deepspeed/runtime/fp16/loss_scaler.py.
+    Returns an empty dict for any other scaler. See deepspeed/runtime/fp16/loss_scaler.py.
     """
     if not isinstance(scaler, PickledObject) or not scaler.name.endswith(".DynamicLossScaler"):
         return {}
@@ -384,7 +392,8 @@ def scale_of(scaler: Any) -> dict[str, float]:
     scale, at, overflow, left = (-1.0 if value is None else value for value in values)
     if None in values or not scale > 0:
         return {}
-    # DeepSpeed 0.19 first doubles the scale one update later than threed, then after every window.
+    # DeepSpeed 0.19 doubles the scale for the first time one update later than threed, and then
+    # after every window; `good` is therefore one lower than the number of updates since overflow.
     good = max(0.0, at - overflow - 2)
     return {"loss_scale": scale, "good_steps": good, "hysteresis_left": max(0.0, left)}
 
@@ -394,9 +403,14 @@ def _count(value: Any) -> int:
 
 
 def _vectors(found: Table, weights: str, states: str) -> list[Table]:
-    """Returns the flat tensors [n] of a rank and their "step", one dictionary per parameter group.
+    """Returns the flat tensors [n] of a rank by part, one dictionary per parameter group.
 
-    weights, states: the keys of the master weights and of the optimizer state in `found`.
+    Each dictionary also has the number of updates as "step", if the checkpoint has it.
+
+    Args:
+        found: the optimizer state of the rank.
+        weights: the key of the master weights in `found`.
+        states: the key of the base optimizer's state in `found`.
     """
     state = found[states]
     group_step = found.get("base_optimizer_state_step")

@@ -15,7 +15,10 @@ from threed.distributed.topology import Topology
 
 
 class EpochSampler(DistributedSampler[Any]):
-    """A DistributedSampler that increments its epoch after each complete pass, to reshuffle."""
+    """A DistributedSampler that shuffles each pass over the dataset in a different order.
+
+    It increments its epoch after each complete pass.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
@@ -41,8 +44,8 @@ def deepspeed_io(
         collate: the DataLoader's `collate_fn`.
 
     Raises:
-        ConfigError: if there are several data ranks and the dataset is an IterableDataset or has no
-            indices, so that each rank would read all of it.
+        ConfigError: if there are several data ranks and the dataset cannot be split over them,
+            because it is an IterableDataset or has no indices.
     """
     axis = topology.axis("dp")
     streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
@@ -61,7 +64,7 @@ def deepspeed_io(
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns a batch with all tensors copied to `device`; a mapping becomes a dict."""
+    """Returns a batch with all tensors copied to `device`; a mapping is returned as a dict."""
     unpacked = dict(batch) if isinstance(batch, Mapping) else batch
     return tree_map_only(Tensor, lambda values: values.to(device, non_blocking=True), unpacked)
 

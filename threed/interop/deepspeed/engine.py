@@ -2,7 +2,7 @@
 
 engine = DeepSpeedEngine(model, topology, translation)
 loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()
-engine.train_batch(iterator)                                            # all of a step
+engine.train_batch(iterator)                # a full step: forwards, backwards and update
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ class DeepSpeedEngine:
         translation: the translated DeepSpeed configuration.
         passed: the optimizer that was passed to `initialize`.
         training_loader: the default data source of `train_batch`.
-        notes: messages of `initialize`. The attribute `notes` has these first, then those of the
-            translation.
+        notes: messages of `initialize`. The attribute `notes` has them before the translation's
+            messages.
 
     Attributes:
         engine: the wrapped `threed.engine.ModuleEngine`.
         module: the trained module.
+        translation: the translated DeepSpeed configuration.
         optimizer: a read-only view of the optimizer.
         metrics: metrics of the last step; None before the first.
-        micro_steps: number of micro-batches ended by `step`, except those of discarded steps.
+        micro_steps: number of micro-batches completed by `step`; discarded steps do not count.
         notes: messages about keys that have no effect, and about values chosen by threed.
     """
 
@@ -75,7 +76,7 @@ class DeepSpeedEngine:
         self._batches = None if training_loader is None else repeat(training_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not set yet: avoids infinite recursion
+        if name == "module":  # before __init__ sets it: avoids infinite recursion
             raise AttributeError(name)
         try:
             return getattr(self.module, name)
@@ -110,12 +111,12 @@ class DeepSpeedEngine:
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Runs the backward of one micro-batch, as its share of the global batch's mean loss.
+        """Runs the backward of one micro-batch, weighted by its share of the global batch.
 
         Collective.
 
-        If it raises, the step is discarded together with the gradients of its earlier
-        micro-batches, and the next micro-batch is the first of a new step.
+        If the backward raises an error, the step is discarded together with the gradients of its
+        earlier micro-batches, and the next micro-batch is the first of a new step.
 
         Args:
             loss: the mean loss of the micro-batch, a scalar tensor.
@@ -123,7 +124,7 @@ class DeepSpeedEngine:
             scale_wrt_gas: whether to divide the loss by the accumulation steps.
 
         Returns:
-            `loss`, unscaled.
+            `loss`, unchanged.
 
         Raises:
             RuntimeError: if `step` was not called after the previous `backward`.
@@ -149,7 +150,10 @@ class DeepSpeedEngine:
         return loss
 
     def _discard_step(self, error: BaseException) -> None:
-        """Discards the current step; adds a note to `error` if it loses earlier micro-batches."""
+        """Discards the current step.
+
+        Adds a note to `error` if this discards gradients of earlier micro-batches.
+        """
         if done := self.micro_steps % self.translation.accumulation:
             error.add_note(
                 f"threed: the step is discarded, with its {done} earlier micro-batches of"
@@ -165,8 +169,9 @@ class DeepSpeedEngine:
         Collective at the boundary.
 
         Raises:
-            RuntimeError: without gradients, if neither `backward` was called, nor the backward of
-                another engine with a loss that depends on this module.
+            RuntimeError: if gradients are missing, because neither `backward` was called nor the
+                backward of another engine with a loss that depends on this module; or if the
+                optimizer that was passed to `initialize` has new parameter groups or step hooks.
         """
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -190,10 +195,10 @@ class DeepSpeedEngine:
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Runs a full optimizer step: all micro-batches and the update. Collective.
 
-        If it raises, the step is discarded, as in `backward`.
+        If an error is raised, the step is discarded, as in `backward`.
 
         Args:
-            data_iter: yields micro-batches; by default, training_data is repeated without end. A
+            data_iter: yields micro-batches; None repeats `training_data` without end. A
                 micro-batch is a dict of keyword arguments, a list or tuple of positional arguments,
                 or a single argument of the module. The module returns the loss, or an output that
                 contains it (`threed.models.wrapped.loss_of`).
@@ -254,9 +259,10 @@ class DeepSpeedEngine:
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discards all gradients, also from losses of other engines. `step` already does this.
+        """Discards all gradients, including gradients from the losses of other engines.
 
-        Warns if it discards gradients of earlier micro-batches of the current step.
+        A call is not necessary, because `step` discards the gradients after each update. Issues a
+        warning if gradients of earlier micro-batches of the current step are discarded.
 
         Args:
             set_to_none: ignored.
@@ -282,7 +288,7 @@ class DeepSpeedEngine:
 
     @property
     def global_samples(self) -> int:
-        """Number of samples in all steps of `global_steps`, over all ranks."""
+        """Number of samples in all steps so far, over all ranks, including skipped steps."""
         return self.engine.steps * self.translation.train_batch_size
 
     @property
@@ -315,21 +321,21 @@ class DeepSpeedEngine:
         return self.translation.config.zero.stage
 
     def gathered(self) -> AbstractContextManager[nn.Module]:
-        """Context manager: yields the module with full (gathered) parameters.
+        """Returns a context manager that yields the module with full (gathered) parameters.
 
         See `threed.engine.ModuleEngine.gathered`.
         """
         return self.engine.gathered()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the full weights (at least fp32) by name on rank 0, an empty dict on other ranks.
+        """Returns the full weights by name on rank 0, and an empty dict on other ranks.
 
-        Collective.
+        Collective. The weights have at least the precision of fp32.
         """
         return self.engine.full_state_dict()
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because a rank may have slices only."""
+        """Raises NotImplementedError, because a rank may have only slices of the weights."""
         fix = "use engine.full_state_dict(), or save_checkpoint()"
         raise NotImplementedError(f"a rank may have slices only: {fix}")
 
@@ -364,7 +370,7 @@ class DeepSpeedEngine:
         if everyone.index == 0:
             with building(Path(save_dir) / LATEST) as (scratch,):
                 scratch.write_text(tag, encoding="utf-8")
-        collectives.barrier(everyone)  # `latest` exists when any rank returns
+        collectives.barrier(everyone)  # no rank returns before `latest` exists
         return True
 
     def load_checkpoint(
@@ -377,8 +383,8 @@ class DeepSpeedEngine:
             tag: the name of the checkpoint; None means the tag in load_dir/latest.
 
         Returns:
-            The path of the checkpoint and its client_state; (None, None) if neither a tag nor the
-            file `latest` exists.
+            The path of the checkpoint and its client_state; (None, None) if `tag` is None and the
+            file `latest` is missing.
 
         Raises:
             RuntimeError: if a step is in progress.

@@ -47,11 +47,11 @@ def initialize(
         training_data: a dataset for the returned loader.
         lr_scheduler: not supported; must be None.
         collate_fn: the loader's `collate_fn`.
-        topology: a topology with data parallelism only; by default it is created.
+        topology: a topology with data parallelism only; None creates one.
 
     Returns:
-        The engine; a read-only view of the optimizer; a loader of `training_data`, or None; and a
-        view of the config's scheduler, or None.
+        A tuple of the engine, a read-only view of the optimizer, a loader of `training_data` (None
+        without `training_data`), and a view of the config's scheduler (None without a scheduler).
 
     Raises:
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.
@@ -75,7 +75,7 @@ def initialize(
     groups = find_groups(model, model_parameters, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
-    # all ranks connect before one may raise
+    # Connects all ranks. A rank that raised an error before this would leave the others waiting.
     collectives.exchange(None, topology.axis("world"))
     translation = translate(ds, topology.dp, facts, groups)
     loader = None
@@ -110,7 +110,7 @@ def _hidden_size(config: object) -> int | None:
 
 
 def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns optimizer.params of a ds_config; empty if it is invalid (`translate` then raises)."""
+    """Returns optimizer.params of a ds_config; empty if invalid (`translate` raises the error)."""
     section = ds.get("optimizer")
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}

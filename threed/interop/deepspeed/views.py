@@ -1,4 +1,4 @@
-"""Read-only views in place of DeepSpeed's optimizer and scheduler; changes raise errors."""
+"""Read-only views that replace DeepSpeed's optimizer and scheduler; changing them raises errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ refuse: Callable[..., Any] = _refuse
 class ParamGroup(dict[str, Any]):
     """A read-only parameter group: the mutating methods of a dict raise TypeError.
 
-    It is pickled as a dict.
+    Its pickle contains a plain dict.
     """
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = refuse
@@ -37,7 +37,10 @@ class ParamGroup(dict[str, Any]):
 
 
 class ReadOnlyList(list[Any]):
-    """A read-only list: the mutating methods of a list raise TypeError. It is pickled as a list."""
+    """A read-only list: the mutating methods of a list raise TypeError.
+
+    Its pickle contains a plain list.
+    """
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = append = extend = insert = refuse
     pop = remove = clear = sort = reverse = refuse
@@ -47,11 +50,10 @@ class ReadOnlyList(list[Any]):
 
 
 class PassedOptimizer:
-    """Guards the optimizer that was passed to `initialize` against changes.
+    """Makes the optimizer that was passed to `initialize` read-only.
 
-    `initialize` has read its values.
-
-    Its parameter groups become read-only, and its `step` raises RuntimeError.
+    `initialize` reads the optimizer's values only once, so later changes would have no effect.
+    Therefore its parameter groups become read-only, and its `step` raises RuntimeError.
 
     Args:
         optimizer: the passed optimizer.
@@ -65,7 +67,7 @@ class PassedOptimizer:
         self._own = optimizer.register_step_pre_hook(_refuse_step).id
 
     def check(self) -> None:
-        """Raises RuntimeError if the optimizer has got other parameter groups, or step hooks."""
+        """Raises RuntimeError if parameter groups were replaced, or step hooks were added."""
         if list(map(id, self._optimizer.param_groups)) != list(map(id, self._groups)):
             fix = "pass all groups to initialize, and load states with engine.load_checkpoint()"
             raise RuntimeError(f"the passed optimizer has other groups: {fix}")
@@ -92,9 +94,10 @@ class OptimizerView:
 
     @property
     def param_groups(self) -> list[Any]:
-        """Parameter groups for the next update: params, lr, weight_decay, and other values.
+        """Parameter groups for the next update: params, lr, weight_decay, betas, eps or momentum.
 
-        There is one group per combination of learning rate and decay.
+        Which of the last three a group has depends on the optimizer. There is one group per
+        combination of learning rate and weight decay.
         """
         optim, steps = self._engine.config.optim, self._engine.optimizer
         lr = float(steps.learning_rate(steps.updates))
@@ -105,7 +108,7 @@ class OptimizerView:
         groups = [group for group in self._engine.layout.groups if group.key.trainable]
         rates_of = {slot.spec.name: group.key.options for group in groups for slot in group.slots}
         found: dict[GroupOptions, list[nn.Parameter]] = {}
-        # named_parameters is safe while the parameters are released (slices only)
+        # named_parameters reads no values, so released parameters (slices only) need no gather
         for name, param in self._engine.module.named_parameters():
             if name in rates_of:
                 found.setdefault(rates_of[name], []).append(param)

@@ -4,8 +4,8 @@
     write_folder(out, folder.table, folder, folder.config, "bf16")       # from an `HFFolder`
 
 The phases are: check the checkpoint, names and shapes; assign tensors to files by size; stream
-tensors, a few rows at a time; write configuration and tokenizer; rename the folder. `layouts`
-defines the names and shapes of the tensors.
+tensors, a few rows at a time; write configuration and tokenizer; rename the temporary folder to its
+final name. `layouts` defines the names and shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def export_hf(
 
     No process group is required.
 
-    If the run started from a Hugging Face folder and uses its tokenizer, special token ids and
-    generation_config.json are copied from that folder; otherwise they are derived from the
-    tokenizer. Replaces an earlier export at `out`.
+    If the run started from a Hugging Face folder and uses the tokenizer of that folder, special
+    token ids and generation_config.json are taken from the record of the folder; otherwise they
+    are derived from the tokenizer. Replaces an earlier export at `out`.
 
     Args:
         checkpoint: the folder of the native checkpoint.
@@ -87,13 +87,14 @@ def export_hf(
     reader = Reader(checkpoint, manifest)
     model = _saved_model(manifest["config"]["model"], reader)
     table = entries(model)
-    buffers = {name: shape for name, (*_, shape) in reader.buffers.items()}  # no layout has buffers
+    # No layout has buffers, so the check below reports them as unexpected.
+    buffers = {name: shape for name, (*_, shape) in reader.buffers.items()}
     check_names({**reader.shapes, **buffers}, native_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
     record = folder_record.validated(manifest["state"]["extra"].get("hf"))
     extra_keys, json_files = folder_record.for_export(record, tokenizer)
     config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
-    del config["pad_token_id"]  # `extra_keys` has it, unless the original folder had none
+    del config["pad_token_id"]  # in `extra_keys`, unless the original folder lacked this key
     return write_folder(
         out, table, reader, config | extra_keys, dtype, files or tokenizer, json_files, shard_bytes
     )
@@ -108,7 +109,7 @@ def write_folder(
 
     Args:
         out: the folder to write.
-        table: the tensors to write.
+        table: one entry per tensor to write.
         source: the native tensors.
         config: the content of config.json, without the dtype.
         dtype: dtype of all written tensors; None keeps each tensor's dtype.
@@ -141,11 +142,12 @@ def write_folder(
 def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
     """Returns a checkpoint's model.
 
-    Raises CheckpointError if it is invalid or has more layers than there are tensors.
+    Raises CheckpointError if the model is invalid or has more layers than there are tensors.
     """
     try:
         model = ModelConfig.model_validate(saved)
-        if model.layers <= len(reader.shapes):  # check before creating a table of all layers
+        # Check this first: the table of a huge number of layers would fill the memory.
+        if model.layers <= len(reader.shapes):
             return resolve_model(model)
     except ValueError as error:
         text = " ".join(str(error).split())
@@ -173,7 +175,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _dtype(name: str | None, entry: Entry, source: TensorSource) -> torch.dtype:
-    """Returns the dtype named `name`; without a name, the widest dtype of the entry's weights."""
+    """Returns the dtype named `name`; for None, the widest dtype of the entry's weights."""
     if name is not None:
         return dtype_of(name)
     dtypes = [source.tensor(WEIGHT, weight).dtype for weight, _ in entry.native if entry.in_model]

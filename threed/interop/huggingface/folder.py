@@ -4,9 +4,9 @@
     for problem in folder.problems(): ...      # mismatches of tensors and configuration
     folder.tensor("weight", "blocks.3.attention.query.weight").read((0, 0), out)
 
-Files are memory-mapped, and opened at the first read. Tensor names may have the prefix of a model
-with a head (`model.layers...`) or not (a base model: `layers...`). If head and embedding are tied,
-the files may contain either or both.
+Files are memory-mapped, and opened at the first read. Tensor names have the prefix of a model with
+a head (`model.layers...`), or, for a base model, no prefix (`layers...`). If head and embedding are
+tied, the files may contain either or both.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HFTensors(ABC):
         parts: parts of each native tensor (weight, exp_avg, exp_avg_sq), by native name.
 
     Raises:
-        CheckpointError: if the configuration or the files are not supported.
+        CheckpointError: if the configuration or the files are not supported or cannot be read.
     """
 
     def __init__(self, path: Path, config: Path) -> None:
@@ -84,7 +84,8 @@ class HFTensors(ABC):
         except CheckpointError as error:
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_files()
-        if self.model.layers > len(names):  # check before creating a table of all layers
+        # Check this first: the table of a huge number of layers would fill the memory.
+        if self.model.layers > len(names):
             raise CheckpointError(
                 f"{path}: its configuration has {self.model.layers} layers, but it has fewer tensors"
             )
@@ -105,16 +106,19 @@ class HFTensors(ABC):
 
     @abstractmethod
     def _read_headers(self, found: dict[str, Header]) -> Iterator[str]:
-        """Adds the header of every tensor to `found`; yields problems of the files."""
+        """Adds the header of every tensor to `found`, by name; yields problems of the files."""
 
     @abstractmethod
     def _hf_tensor(self, part: str, key: str) -> LazyTensor:
-        """Returns a part of a tensor. key: its name in the files."""
+        """Returns a part of a Hugging Face tensor. key: the tensor's name in the files."""
 
     # ------------------------------------------------------------------------------------------------------- checks
 
     def problems(self) -> Iterator[str]:
-        """Yields problems of files, and missing, unexpected, misshaped or unsupported tensors."""
+        """Yields a message per problem of the files and tensors.
+
+        Tensors may be missing or unexpected, or have a wrong shape or an unsupported dtype.
+        """
         found: dict[str, Header] = {}
         yield from self._read_headers(found)
         wanted = {self._key(entry): entry.shape for entry in self.table}
@@ -176,7 +180,7 @@ class HFTensors(ABC):
 class _Mapped:
     """A tensor in a memory-mapped file."""
 
-    values: Any  # a slice of safetensors
+    values: Any  # result of safetensors' get_slice
 
     @property
     def dtype(self) -> torch.dtype:
@@ -200,7 +204,7 @@ class HFFolder(HFTensors):
         steps: completed training steps, always 0.
 
     Raises:
-        CheckpointError: if the folder has an adapter, has no safetensors, or its model is not
+        CheckpointError: if the folder has an adapter or no safetensors, or if its model is not
             supported.
     """
 

@@ -1,11 +1,11 @@
 """Record of a Hugging Face folder: special token ids and generation defaults, for a later export.
 
-    record = record_of(config, generation, hashes)   # at import; extra["hf"] of a native checkpoint
+    record = record_of(config, generation, hashes)   # at import; saved as extra["hf"]
     config, files = for_export(record, tokenizer)    # at export
 
 The record has the keys of config.json that do not describe the model (`KEPT`), the text of
-generation_config.json, and the hashes of the tokenizer's files. An export copies these files from
-the folder if their hashes are still the same.
+generation_config.json, and the hashes of the tokenizer's files. A native checkpoint stores it in
+its manifest. An export copies the tokenizer's files from the folder if their hashes still match.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def record_of(
 
 
 def validated(record: object) -> dict[str, Any] | None:
-    """Returns a record read from a checkpoint, or None if it has none.
+    """Returns a record as read from a checkpoint; None if the checkpoint has no record.
 
-    Raises CheckpointError if it is malformed.
+    Raises CheckpointError if the record is malformed.
     """
     if record is None:
         return None
@@ -63,7 +63,8 @@ def validated(record: object) -> dict[str, Any] | None:
 def matches(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
     """Returns whether a record matches a tokenizer.
 
-    Either the files are equal, or the tokenizer's end of text is a recorded eos id.
+    They match if the tokenizer's files have the recorded hashes, or if the tokenizer's end-of-text
+    id is an eos id in the record.
     """
     ends = [part.get("eos_token_id") for part in (record["config"], _generation(record))]
     known = [number for end in ends for number in (end if isinstance(end, list) else [end])]
@@ -85,15 +86,15 @@ def for_export(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the keys that an export adds to config.json, and additional JSON files to write.
 
-    The source is the record if it matches the tokenizer, else the tokenizer. Warns if a record is
-    not used.
+    Uses the record if it matches the tokenizer or if `tokenizer` is missing; otherwise uses the
+    special token ids of the tokenizer, and issues a warning if there is a record.
 
     Args:
         record: the record of the original folder, or None.
-        tokenizer: the tokenizer of the export; None if it writes none.
+        tokenizer: the tokenizer that the export writes, or None.
 
     Returns:
-        Keys for config.json, and JSON files by name, as objects or as text.
+        A tuple of the keys for config.json and the JSON files by name, as objects or as text.
     """
     if record is not None and (tokenizer is None or matches(record, tokenizer)):
         files = {} if record["generation"] is None else {GENERATION: record["generation"]}
@@ -111,7 +112,8 @@ def for_export(
 def _ids_of(tokenizer: Tokenizer | None) -> dict[str, int | None]:
     """Returns the bos and eos ids of a tokenizer.
 
-    If it has no bos token, bos is the end of text, which precedes every document in training.
+    For a tokenizer without a bos token, the bos id is the end-of-text id, because that token
+    precedes every document in training.
     """
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}

@@ -5,10 +5,11 @@
     state_dict_to_hf(engine.full_state_dict(), model)   # inverse: hf_to_state_dict
     model = model_of(json.loads(text))                  # from a config.json; inverse: config_of
 
-The rules come from the architecture (`threed.config.architectures`). A rule maps one Hugging Face tensor
-to native tensors, which are concatenated along dimension 0, and may transpose it. Names, shapes and
-both directions follow from the rule. Rotary positions need no permutation, because both layouts use
-the half-split form.
+The rules come from the architecture (`threed.config.architectures`). A rule describes how one
+Hugging Face tensor consists of native tensors: they are concatenated along dimension 0, and the
+result may be transposed. The rule determines names, shapes and the conversions in both directions.
+The weights of queries and keys need no permutation, because both layouts use the half-split form of
+rotary positions.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule, applied to one block of one model: a Hugging Face tensor and its native tensors.
+    """A Hugging Face tensor of a model and its native tensors: a rule, applied to one block.
 
     Attributes:
         rule: the rule.
@@ -68,7 +69,7 @@ class Entry:
         return shape[::-1] if self.rule.transposed else shape
 
     def split(self, hf: Tensor) -> dict[str, Tensor]:
-        """Returns the native tensors, by name, of a Hugging Face tensor.
+        """Returns the native tensors of a Hugging Face tensor, by name.
 
         Raises:
             CheckpointError: if the tensor is not zero and the model does not have the native
@@ -97,7 +98,7 @@ class Entry:
     def native_part(self, name: str, hf: LazyTensor) -> LazyTensor:
         """Returns the native tensor `name` of a Hugging Face tensor.
 
-        Raises KeyError if it is not part of it.
+        Raises KeyError if the Hugging Face tensor does not contain it.
         """
         firsts = accumulate((shape[0] for _, shape in self.native), initial=0)
         at = {
@@ -111,7 +112,7 @@ class Entry:
 
 
 def entries(model: ModelConfig) -> list[Entry]:
-    """Returns all tensors of a model's Hugging Face layout, block by block.
+    """Returns an entry for each tensor of a model's Hugging Face layout, block by block.
 
     Raises:
         CheckpointError: if the layout cannot express the model.
@@ -152,7 +153,9 @@ def _shape(words: str, letters: Mapping[str, int]) -> Shape:
 
 
 def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str) -> None:
-    """Raises CheckpointError with up to ten missing, unexpected and misshaped tensors each.
+    """Raises CheckpointError if tensors are missing, unexpected, or have wrong shapes.
+
+    The message lists up to ten tensors of each kind.
 
     Args:
         found: the shapes that exist, by name.
@@ -166,7 +169,7 @@ def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: s
 
 
 def name_problems(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
-    """Returns messages for missing, unexpected and misshaped tensors, up to ten of each kind.
+    """Returns messages for missing and unexpected tensors and wrong shapes, up to ten of each.
 
     Args:
         found: the shapes that exist, by name.
@@ -234,7 +237,7 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
 
     Raises:
         CheckpointError: if a key is missing, unknown or has an unsupported value; the message lists
-            all of them.
+            all such keys.
     """
     try:
         record = architectures.of_type(config.get("model_type"))
@@ -250,9 +253,10 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model with these keys.
+    """Returns the model configuration with these model keys.
 
-    Raises ValueError with all invalid values, by Hugging Face's key names.
+    Raises ValueError if values are invalid; the message lists all of them under the key names of
+    Hugging Face.
     """
     try:
         return ModelConfig.model_validate(keys)

@@ -1,7 +1,7 @@
 """Writes native checkpoints from any `TensorSource`, without an engine or a process group.
 
     write_tensors(path, config, HFFolder(folder), dtype="bf16", state={"extra": extra})
-    write_native(source, path, dtype, tokenizer, extra)     # of another program's checkpoint
+    write_native(source, path, dtype, tokenizer, extra)     # source: another program's checkpoint
 
 If a checkpoint has only weights, a run that resumes from it starts at step 0 with zero moments.
 """
@@ -29,7 +29,7 @@ from threed.interop.huggingface.export import dtype_of
 from threed.zero.records import WEIGHT
 
 Spec = tuple[torch.dtype, tuple[int, ...]]  # dtype in the file, shape
-Part = tuple[str, str]  # (weight, exp_avg or exp_avg_sq, global parameter name)
+Part = tuple[str, str]  # name of the part (weight, exp_avg, exp_avg_sq), name of the parameter
 FILE_BYTES = 2**32
 FRESH = {"steps": 0, "consumed": 0, "updates": 0.0, "skips": 0.0, "uses": {}, "extra": {}}
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -110,7 +110,8 @@ def write_tensors(
         source: the tensors. They are streamed, a few rows in memory at a time.
         dtype: dtype of all written weights; None keeps each weight's dtype. Moments keep theirs.
         check: called as `check(part, name, rows)` with all rows before they are written.
-        state: training counters if the run continues, and `extra`; counters default to 0.
+        state: training counters and `extra` for the manifest; missing counters are 0, as for a
+            run that starts at step 0.
         file_bytes: limit on the size of a file, in bytes.
 
     Returns:
@@ -118,8 +119,8 @@ def write_tensors(
 
     Raises:
         CheckpointError: if the disk is full, values overflow `dtype`, or the source or `check`
-            raises it.
-        ValueError: if a tensor of the source does not have the listed shape.
+            raises a CheckpointError.
+        ValueError: if a tensor does not have the shape in `source.shapes`.
     """
     specs = {}
     for name, shape in source.shapes.items():
@@ -146,7 +147,10 @@ def write_tensors(
 
 
 def _dtype(source: TensorSource, part: str, name: str, dtype: str | None) -> torch.dtype:
-    """Returns the dtype in which a part is written."""
+    """Returns the dtype in which a part is written.
+
+    Raises CheckpointError if the source's dtype is not in `FLOATS`.
+    """
     found = source.tensor(part, name).dtype
     if found not in FLOATS:
         raise CheckpointError(f"{part} of {name} is {found}: that dtype is not supported")
@@ -159,7 +163,10 @@ def _write(
     specs: Mapping[Part, Spec],
     slabs: Callable[[Part], Iterable[Tensor]],
 ) -> dict[str, Any]:
-    """Writes a file with one section per part; returns its manifest entry (as sent to rank 0)."""
+    """Writes a file with one section per part.
+
+    Returns the entry for the manifest, in the format in which ranks send entries to rank 0.
+    """
     sections = [_section(part, *specs[part]) for part in keys]
     rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, keys)))
     entry = SavedFile(file.name, [(h, 0) for h in sections]).write(file.parent, rows)

@@ -84,11 +84,12 @@ def load_hf(
         extras: the model's buffers.
 
     Returns:
-        The counters of a run at step 0, and the folder's record in `extra`.
+        The counters of a run at step 0, and a dict `extra` with the folder's record under "hf".
 
     Raises:
-        CheckpointError: on every rank if anything does not match on one rank. Mismatches are found
-            before weights are overwritten; unreadable or non-finite values while loading.
+        CheckpointError: on every rank if any rank finds a problem. Mismatches with the model and
+            overflows are found before any weight is overwritten. Unreadable and non-finite values
+            are found while weights are being overwritten.
     """
     everyone = topology.axis("world")
     folder, record, problems = _opened(path, config, everyone)
@@ -114,7 +115,10 @@ def load_hf(
 def _opened(
     path: Path, config: Config, everyone: Axis
 ) -> tuple[HFFolder | None, dict[str, Any], list[str]]:
-    """Returns the folder, its record (empty except on rank 0), and problems."""
+    """Returns the folder (None if it cannot be read), its record and its problems.
+
+    Only rank 0 reads the record and checks the tensors; on other ranks the record is empty.
+    """
     try:
         folder = HFFolder(path)
         problems = model_differences(path, folder.model, config.model)
@@ -160,7 +164,9 @@ def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> lis
 def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[str]:
     """Returns a message if a weight of this rank overflows the run's dtype.
 
-    fp32 and bf16 have almost the same range.
+    Weights are read only if the largest number of their dtype is more than twice the largest number
+    of the run's dtype. A bf16 run therefore does not read fp32 weights here, because the two dtypes
+    have almost the same range.
     """
     dtype = DTYPES[config.precision.dtype]
     try:

@@ -6,12 +6,13 @@ The folder is written by torch.distributed.checkpoint and has the names and shap
 model. Layers are either stacked along a first dimension or numbered. A gated `linear_fc1` is one
 tensor with the gate's rows first, or two tensors, `_w` and `_v`
 (megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py). State common
-to all ranks, such as `args`, is in the file `common.pt`, or in the entry `common_state`
-(core_v0.19: serialization.py, save).
+to all ranks, such as `args`, is in the file `common.pt`, or, as core_v0.19 writes it, in the entry
+`common_state` (serialization.py, save).
 
 Fused weights have the layout of megatron/core/transformer/attention.py and mlp.py
-(NVIDIA/Megatron-LM, commit d98e8a64). The rows of `linear_qkv` are, per query group, the queries,
-the key and the value. The rows of a gated `linear_fc1` are the gate, then the up projection.
+(NVIDIA/Megatron-LM, commit d98e8a64). `linear_qkv` has, for one query group after another, the
+rows of the queries, of the key and of the value. A gated `linear_fc1` has the rows of the gate,
+followed by the rows of the up projection.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ Tensors = dict[str, LazyTensor]
 
 
 def step_folder(path: Path) -> Path | None:
-    """Returns the folder of an iteration: the subfolder named by the tracker file, else `path`.
+    """Returns the folder of an iteration.
 
-    The tracker file is latest_checkpointed_iteration.txt.
-
-    Returns None if the tracker file is invalid or `path` is not a folder.
+    This is the subfolder that the tracker file (latest_checkpointed_iteration.txt) names; without a
+    tracker file, it is `path`. Returns None if the tracker file is invalid or `path` is not a
+    folder.
 
     Raises:
         CheckpointError: if the tracker file names a missing folder.
@@ -103,7 +104,7 @@ class MegatronCheckpoint:
     """The weights of a Megatron-LM checkpoint, as a `Source`.
 
     Args:
-        path: the folder of an iteration, or the folder above it with the tracker file.
+        path: the folder of an iteration, or its parent folder, which has the tracker file.
 
     Raises:
         CheckpointError: if the checkpoint's kind or model is not supported, or a fused tensor has a
@@ -122,7 +123,8 @@ class MegatronCheckpoint:
         self.model = model_of(_args(dist, reader), str(path))
         tensors = unstacked(_of_model(dist))
         present = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
-        if self.model.layers > present:  # check before computing the shapes of every layer
+        # Check this first: the shapes of a huge number of layers would fill the memory.
+        if self.model.layers > present:
             problem = f"it has {present} of {self.model.layers} layers"
             raise CheckpointError(f"{path} does not fit its args: {problem}")
         self.shapes = native_shapes(entries(self.model))
@@ -139,7 +141,7 @@ class MegatronCheckpoint:
             yield f"{self.path} does not fit its args: {plain(problem, 3000)}"
 
     def tensor(self, part: str, name: str) -> LazyTensor:
-        """Returns the weight with a global name of threed; `part` is always "weight"."""
+        """Returns the weight `name` (a global name of threed); `part` is always "weight"."""
         return self._weights[name]
 
 
@@ -170,7 +172,7 @@ def _args(dist: DistFolder, reader: PickleReader) -> Mapping[str, Any]:
 
 
 def _of_model(dist: DistFolder) -> Tensors:
-    """Returns the tensors of the model by their Megatron-LM names, without the wrappers' prefix."""
+    """Returns the model's tensors by Megatron-LM name, without the prefix of wrapper modules."""
     prefix = next((some for some in PREFIXES if some + WORD in dist.shapes), None)
     if prefix is None:
         problem = f"has no {WORD}: it is not a checkpoint of a megatron-core GPT model"
@@ -184,7 +186,9 @@ def _of_model(dist: DistFolder) -> Tensors:
 
 
 def unstacked(tensors: Tensors) -> Tensors:
-    """Returns the tensors with stacked layers split by layer number, and `_w` and `_v` joined.
+    """Returns the tensors, with stacked layers split into one tensor per layer.
+
+    Each pair of tensors `_w` and `_v` becomes one tensor, concatenated.
 
     Args:
         tensors: tensors by Megatron-LM name, without prefix.
@@ -212,9 +216,9 @@ def unstacked(tensors: Tensors) -> Tensors:
 
 
 def to_native(tensors: Tensors, model: ModelConfig) -> Tensors:
-    """Returns the tensors by threed's global names, with fused weights split.
+    """Returns the tensors by global name in threed, with fused weights split.
 
-    An unknown tensor keeps its Megatron-LM name, and is later reported as unexpected.
+    An unknown tensor keeps its Megatron-LM name, so that it is later reported as unexpected.
 
     Args:
         tensors: tensors by Megatron-LM name, with layer numbers; a gated linear_fc1 has the gate's
@@ -256,7 +260,7 @@ def _in_layer(
 def _queries_keys_values(
     kind: str, tensor: LazyTensor, model: ModelConfig
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yields the query, key and value weights, from linear_qkv with rows by query group."""
+    """Yields the weights or biases of query, key and value, with their names, from linear_qkv."""
     groups = model.kv_heads or model.heads
     each, head = model.heads // groups, model.head_dim or model.hidden // model.heads
     size = (each + 2) * head

@@ -1,6 +1,6 @@
 """Model configuration of a Megatron-LM checkpoint, from its `args`.
 
-See megatron/training/arguments.py.
+Megatron-LM defines these arguments in megatron/training/arguments.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from threed.config.checks import find_model_problems
 from threed.config.resolution import resolve_model
 from threed.config.schema import ValidationError
 
-# Unsupported arguments, with the values that disable them. A missing argument is disabled too.
+# Arguments that enable unsupported features, with the values that disable the feature. A missing
+# argument disables it too.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0), "multi_latent_attention": (None, False), "mtp_num_layers": (None, 0),
     "squared_relu": (None, False), "quick_geglu": (None, False), "apply_layernorm_1p": (None, False),
@@ -27,6 +28,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,), "use_mup": (None, False),
     "qk_l2_norm": (None, False), "mrope_section": (None,), "spec": (None,),
 }  # fmt: skip
+# Supported combinations of normalization, position_embedding_type and swiglu.
 KINDS = (("RMSNorm", "rope", True), ("LayerNorm", "learned_absolute", False))
 
 
@@ -72,7 +74,7 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
-    """Returns the keys of a `ModelConfig`.
+    """Returns the keys of the `ModelConfig`. gated: whether the MLP is gated.
 
     Raises KeyError, TypeError or ValueError for invalid arguments.
     """

@@ -1,1 +1,1 @@
-"""Reading pickled checkpoint files without running them."""
+"""Reads pickled checkpoint files without executing any code in them."""

@@ -2,19 +2,20 @@
 
     reader = PickleReader()
     state = reader.torch_file(Path("mp_rank_00_model_states.pt"))      # a file of torch.save
-    index = reader.bare(Path(".metadata"))                             # a bare pickle
+    index = reader.bare(Path(".metadata"))                             # a file with only a pickle
     read_box(state["module"]["lm_head.weight"], (0, 0), (1, 100))      # reads values on demand
 
 A pickle is a program for a stack machine. This reader is safe against malicious pickles for three
 reasons:
 
-- `find_class` does not import. It returns a `PickledObject`, and calling one gives another
-  `PickledObject`. The exceptions are the functions in `KNOWN`, which rebuild tensors and
-  containers. Names in the standard library that no checkpoint needs raise an error.
-- No opcode calls a real object, copies more than a few arguments, or hashes nested tuples, and each
-  name is stored once. Memory use is therefore proportional to the number of opcodes.
-- Opcodes are counted before a pickle is loaded, and values afterwards. The limits apply to all
-  files of one reader.
+- `find_class` does not import the named class or function. It returns a `PickledObject`, and a call
+  of a `PickledObject` returns another one. Only calls of the functions in `KNOWN` return tensors
+  and containers. Names in the standard library that no checkpoint needs raise an error.
+- No opcode calls an object that is not in `KNOWN`, copies more than a few arguments, or hashes
+  nested tuples, and each name is stored once. Memory use is therefore proportional to the number of
+  opcodes.
+- Opcodes are counted before a pickle is loaded, and values afterwards. The limits apply to the
+  total of all files of one reader.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MOST_DIMENSIONS = (
 MOST_NAME = 1000  # characters of a name
 MOST_NAMES = 2**22  # characters of all names in a file
 MOST_DIRECTORY = 2**24  # bytes of the directory of a zip file
-MOST_EXPANDED = 2**20  # elements of a tensor with fewer values in its file (stride 0)
+MOST_EXPANDED = 2**20  # elements of a tensor that repeats values of its file (stride 0)
 
 # Opcodes that no checkpoint needs.
 REFUSED = "INST OBJ DICT EXT1 EXT2 EXT4 NEWOBJ_EX NEXT_BUFFER READONLY_BUFFER".split()
@@ -76,11 +77,11 @@ HARMLESS = {
 class PickledObject:
     """A class or function that a pickle names, or the object that a call of it would create.
 
-    The items of list and dict subclasses are dropped.
+    For an object of a subclass of list or dict, the items are dropped.
 
     Attributes:
         name: the full name of the class or function.
-        args: the arguments of the call.
+        args: the arguments of the call; empty without a call.
         state: the object's attributes, or the return value of its `__getstate__`; None without
             state.
     """
@@ -105,13 +106,16 @@ def _call_result(function: Any, args: Any) -> Any:
     known = KNOWN.get(function.name)
     if known is None:
         return PickledObject(function.name, args)
-    if len(args) > MOST_DIMENSIONS:  # Python copies them
+    if len(args) > MOST_DIMENSIONS:  # Python copies the arguments
         raise ValueError("it calls a function with more arguments than any checkpoint")
     return known(*args)
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:
-    """Replaces torch._utils._rebuild_tensor, _v2 and _v3, which has an additional dtype."""
+    """Replaces torch._utils._rebuild_tensor, _rebuild_tensor_v2 and _rebuild_tensor_v3.
+
+    Only the last one has an argument for the dtype.
+    """
     numbers = (offset, *size, *stride)
     if len(numbers) > 2 * MOST_DIMENSIONS or not all(
         type(n) is int and 0 <= n < 2**63 for n in numbers
@@ -138,12 +142,12 @@ def _empty_dict(*args: Any) -> dict[Any, Any]:
 
 
 def _first_argument(*args: Any) -> Any:
-    """Replaces functions by their first argument, which has all the values."""
+    """Replaces functions whose first argument has all values of the result; returns that."""
     return args[0] if args else []
 
 
 def _member(owner: Any, name: Any, *more: Any) -> PickledObject:
-    """Stands for getattr of a class: how some versions of Python (3.11.0 to 3.11.3) pickle a member of an enum."""
+    """Replaces getattr, with which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
     if not isinstance(owner, PickledObject) or type(name) is not str or more:
         raise ValueError(
             "it names builtins.getattr, which no checkpoint needs: it may be made to do harm"
@@ -172,7 +176,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-PURE: Any = pickle._Unpickler  # Python's pure-Python unpickler; it has no type annotations
+PURE: Any = pickle._Unpickler  # the pure-Python unpickler; Any, because it has no annotations
 
 
 class _Unpickler(PURE):
@@ -196,7 +200,7 @@ class _Unpickler(PURE):
         """
         module, name = NAME_MAPPING.get(
             (module, name), (module, name)
-        )  # protocol 2 has the names of Python 2
+        )  # protocol 2 uses the names of Python 2
         module = IMPORT_MAPPING.get(module, module)
         full, top = f"{module}.{name}", module.partition(".")[0]
         if len(full) > MOST_NAME:
@@ -212,7 +216,7 @@ class _Unpickler(PURE):
         return PickledObject(self._names[full])
 
     def persistent_load(self, pid: Any) -> FileTensor:
-        """Returns the storage with a persistent id, as a 1-D tensor [n]."""
+        """Returns the tensor storage with the persistent id `pid`, as a 1-D tensor [n]."""
         if self._archive is None or type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage":
             raise ValueError("it refers to an object that is not in it")
         kind, key = pid[1:3]
@@ -240,9 +244,9 @@ class _Unpickler(PURE):
         self._put(self.pop_mark())
 
     def _put(self, items: list[Any]) -> None:
-        """Stores keys and values in the dictionary on top of the stack.
+        """Stores items in the dictionary on top of the stack. items: alternating keys and values.
 
-        If a `PickledObject` is there instead, drops them.
+        If a `PickledObject` is on top of the stack instead, the items are dropped.
         """
         for key, value in zip(items[::2], items[1::2], strict=True):
             nested = isinstance(key, tuple) and any(isinstance(part, tuple) for part in key)
@@ -264,7 +268,7 @@ def _check_opcodes(data: bytes, allowed: int) -> int:
     """Returns the number of opcodes of a pickle.
 
     Raises:
-        ValueError: if there are more than `allowed`, or an opcode that no checkpoint needs.
+        ValueError: if there are more than `allowed` opcodes, or one that no checkpoint needs.
     """
     count = 0
     for opcode, arg, _ in pickletools.genops(data):
@@ -279,12 +283,12 @@ def _check_opcodes(data: bytes, allowed: int) -> int:
 
 
 def _count(value: Any, allowed: int, depth: int = 0) -> int:
-    """Returns the number of values inside a value.
+    """Returns the number of values in a value: itself, and all nested values.
 
     A value that occurs twice counts twice, and a string counts in proportion to its length.
 
     Raises:
-        ValueError: if there are more than `allowed`, or they are nested too deeply.
+        ValueError: if there are more than `allowed` values, or they are nested too deeply.
     """
     count, inside = 1, tuple[Any, ...]()
     if isinstance(value, (str, bytes, bytearray)):
@@ -372,10 +376,11 @@ class _Archive:
 
 
 class PickleReader:
-    """Reads the pickles of one checkpoint. The limits apply to the total of all files.
+    """Reads the pickles of one checkpoint.
 
-    The returned values consist of None, bool, int, float, str, bytes, list (also for sets), tuple,
-    dict, `PickledObject` and `FileTensor`.
+    The limits in this module apply to the total of all files that one reader reads. The returned
+    values consist of None, bool, int, float, str, bytes, list (also for sets), tuple, dict,
+    `PickledObject` and `FileTensor`.
 
     Args:
         most_objects: limit on the number of opcodes plus values in all files.
@@ -403,7 +408,10 @@ class PickleReader:
         return value
 
     def bare(self, path: Path) -> Any:
-        """Returns the object in a bare pickle file. Raises CheckpointError like `torch_file`."""
+        """Returns the object in a file that contains only a pickle.
+
+        Raises CheckpointError like `torch_file`.
+        """
         value = None
         with _opened(path) as (file, _):
             value = self._load(file.read(self._bytes + 1), None)

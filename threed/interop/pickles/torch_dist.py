@@ -5,9 +5,9 @@
     tensors = folder.tensors(["output_layer.weight"])    checks chunks; reads values on demand
     folder.entry("common_state/shard_0_1")               a pickled object, or None
 
-`.metadata` is a pickle. For each tensor it has the shape, the chunks (boxes of the tensor) and each
-chunk's byte range in a `__R_N.distcp` file; the bytes in that range are the output of torch.save
-(torch/distributed/checkpoint/metadata.py and filesystem.py).
+`.metadata` is a pickle. For each tensor it has the shape, the offsets and sizes of the chunks into
+which the tensor is split, and each chunk's byte range in a `__R_N.distcp` file; the bytes in that
+range are the output of torch.save (torch/distributed/checkpoint/metadata.py and filesystem.py).
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ class DistFolder:
         return None if info is None or name in self.shapes else self._read(info)
 
     def tensors(self, names: Sequence[str]) -> dict[str, LazyTensor]:
-        """Returns lazily read tensors, by name.
+        """Returns tensors by name; their values are read on demand.
 
         Raises:
-            CheckpointError: if chunks of a tensor leave gaps, overlap, or differ from `.metadata`.
+            CheckpointError: if the chunks of a tensor leave gaps or overlap, or do not have the
+                shapes in `.metadata`.
         """
         if empty := next((name for name in names if not self._chunks[name]), None):
             raise CheckpointError(f"{self.path} has no chunks of {plain(empty)}")

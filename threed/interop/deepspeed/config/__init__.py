@@ -7,8 +7,9 @@
 `keys` defines a schema of the supported keys, and tables of the keys without effect and the
 unsupported keys. `reader` reads a file into the schema. `translate` converts one group of keys
 after another and checks keys that depend on each other; `schedulers` has the learning rate
-schedules. `optimizers` reads torch optimizers and parameter groups that replace keys. No key is
-silently ignored, and all problems are raised in one `threed.config.ConfigError`.
+schedules. `optimizers` reads the torch optimizer or the parameter groups that a program passes
+instead of the keys of `optimizer`. No key is silently ignored, and all problems are raised in one
+`threed.config.ConfigError`.
 
 Names, defaults and formulas follow DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).

@@ -1,10 +1,10 @@
 """Keys of a ds_config.
 
 `DeepSpeedConfig` has the supported keys, with DeepSpeed's defaults. `NO_EFFECT` has keys that are
-accepted without effect, with the reason. `REFUSED` has keys of which only some values are
-supported: these values, and the reason. Both tables use full names, such as
-"zero_optimization.overlap_comm". A field's description is the fix in the error message for an
-"auto" without a known value.
+accepted without effect, with the reason. `REFUSED` has keys of which only some or no values are
+supported, with the supported values and the reason. Both tables use full names, such as
+"zero_optimization.overlap_comm". If a key is "auto" and no value for it is known, the error message
+contains the description of its field as the fix.
 
 Names and defaults follow DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).
@@ -82,7 +82,7 @@ class Group(BaseModel):
 
 
 class Params(Group):
-    """The group optimizer.params: the keys of all optimizers."""
+    """The group optimizer.params, with the keys of every supported optimizer."""
 
     lr: Positive = Field(1e-3, description="set it to the learning rate")
     weight_decay: NonNegative = 0.0
@@ -100,7 +100,7 @@ class Optimizer(Group):
 
 
 class SchedulerParams(Group):
-    """The group scheduler.params: the keys of all schedulers."""
+    """The group scheduler.params, with the keys of every supported scheduler."""
 
     warmup_type: Ramp = Field("log", description="set it to log or linear")
     warmup_num_steps: Count = Field(1000, description=STEPS)
@@ -119,7 +119,7 @@ class Scheduler(Group):
 
 
 class Offload(Group):
-    """The groups offload_optimizer and offload_param."""
+    """The group offload_optimizer or offload_param."""
 
     device: Device = Field("none", description="set it to none, cpu or nvme")
     nvme_path: Annotated[str, BeforeValidator(_folder)] | None = Field(
@@ -169,7 +169,7 @@ class DataTypes(Group):
 
 
 class DeepSpeedConfig(Group):
-    """The supported keys of a ds_config, and all groups."""
+    """The supported top-level keys of a ds_config, and all groups of keys."""
 
     train_batch_size: Count | None = None
     train_micro_batch_size_per_gpu: Count | None = None
@@ -195,9 +195,9 @@ RENAMED = {
 
 
 def _by_name(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns one table by full key name.
+    """Returns one table, by full key name such as "zero_optimization.overlap_comm".
 
-    tables: by group, a table with space-separated keys.
+    tables: by group, a table of which each key consists of key names separated by spaces.
     """
     return {
         f"{group}.{key}".removeprefix("."): what

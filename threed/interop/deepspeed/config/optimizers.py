@@ -20,8 +20,9 @@ NO_SCHEDULERS = (
 )
 NO_HOOKS = "remove them, and call your function before or after engine.step()"
 DECOUPLED = "decoupled_weight_decay"
-# Hyper-parameters that must be equal in all groups. Those not in `Params` default to False or 0.
+# Hyper-parameters that must be equal in all groups. If `Params` lacks one, its default is False.
 HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
+# By class: the optimizer's name in a ds_config, and the hyper-parameters to read.
 READ = {
     torch.optim.AdamW: ("AdamW", ("betas", "eps", "amsgrad", "maximize")),
     torch.optim.Adam: ("Adam", ("betas", "eps", "amsgrad", "maximize")),
@@ -47,8 +48,9 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
         optimizer: a torch AdamW, Adam or SGD.
 
     Raises:
-        ConfigError: if the optimizer has another class, state, step hooks or a scheduler, no group
-            has a nonzero lr, or groups differ in more than lr and weight_decay.
+        ConfigError: if the optimizer is of another class, or has state, step hooks or a scheduler;
+            if no group has a nonzero lr; or if groups differ in values other than lr and
+            weight_decay.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
         name, fix = type(optimizer).__name__, "pass torch's AdamW, Adam or SGD, or use the config's"
@@ -70,7 +72,7 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
 def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | None:
     """Returns the first reason why an optimizer is not supported.
 
-    keys: values that must be equal in all groups.
+    keys: names of the values that must be equal in all groups.
     """
     first, *others = optimizer.param_groups
     if any("initial_lr" in group for group in optimizer.param_groups):
@@ -94,7 +96,10 @@ def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
 
 
 def plain_value(value: Any) -> Any:
-    """Returns a value of a parameter group, comparable: tensors as floats, lists as tuples."""
+    """Returns a value of a parameter group in a form for comparisons with `==`.
+
+    Tensors become floats, and lists become tuples.
+    """
     if isinstance(value, torch.Tensor):
         return float(value)
     return tuple(value) if isinstance(value, list) else value
@@ -103,11 +108,14 @@ def plain_value(value: Any) -> Any:
 def find_groups(
     model: nn.Module, given: Iterable[Any] | None, params: Mapping[str, Any] | None = None
 ) -> tuple[Group, ...]:
-    """Returns parameter groups by parameter name; empty if no group sets lr or weight_decay.
+    """Returns parameter groups with the names of their parameters.
+
+    Returns an empty tuple if no group sets lr or weight_decay.
 
     Args:
         model: the module that has the parameters.
-        given: parameters, or parameter groups (dicts with "params"); None means one group.
+        given: parameters, or parameter groups (dicts with "params"); None means one group of all
+            parameters.
         params: the optimizer's hyper-parameters, as in a ds_config. Groups must have the same
             values, except for lr and weight_decay.
 
@@ -149,7 +157,10 @@ def find_groups(
 
 
 def _differing_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a problem for each value, except lr and weight_decay, that is not the optimizer's."""
+    """Yields a problem for each value of a group that differs from the optimizer's value.
+
+    The learning rate and the weight decay may differ.
+    """
     if "initial_lr" in group:
         yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
     for key in HYPER.intersection(group):

@@ -1,7 +1,7 @@
-"""Parses a ds_config into `keys.DeepSpeedConfig`; adds a problem or a note for each other key.
+"""Parses a ds_config into `keys.DeepSpeedConfig`, with a problem or a note per unsupported key.
 
 reader = Reader(autos, inactive)
-config = reader.read(read("ds_config.json"))        # keys with problems get their defaults
+config = reader.read(read("ds_config.json"))        # keys with problems have their defaults
 reader.problems, reader.notes
 """
 
@@ -48,13 +48,12 @@ class Reader:
     """Parses one ds_config, and collects its problems and notes.
 
     Args:
-        autos: by key, the value to use for "auto" and the origin of this value. A value of None
-            with an origin makes "auto" an error; None with an empty origin means that the key is
-            not given.
-        inactive: by key, the reason why it has no effect in this configuration.
+        autos: by key, the value that replaces "auto", and a text about the origin of this value.
+            The pair (None, text) makes "auto" an error; (None, "") treats the key as missing.
+        inactive: by key, the reason why the key has no effect in this configuration.
 
     Attributes:
-        problems: by key, its first problem.
+        problems: by key, the first problem of the key.
         notes: lines of the form "key: text".
     """
 
@@ -146,7 +145,7 @@ class Reader:
     def _remove(self, values: dict[str, Any], path: list[str], why: str) -> None:
         """Removes an invalid value and adds a problem.
 
-        path: groups, key, and possibly a position in its value.
+        path: the groups, the key, and possibly an index into the value of the key.
         """
         for depth, part in enumerate(path, 1):
             inner = values.get(part)

@@ -6,9 +6,9 @@ Skipped steps are not updates.
     rate(torch.tensor(0.0, dtype=torch.float64))   # learning rate of the first update
 
 DeepSpeed starts its scheduler at step -1 and advances it after each update. The first and the
-second update therefore both run at the start of the warm-up (with WarmupCosineLR, the first runs at
-a rate of 0). Source: DeepSpeed 0.19.8, deepspeed/runtime/lr_schedules.py, classes WarmupLR,
-WarmupDecayLR and WarmupCosineLR.
+second update therefore both have the learning rate at the start of the warm-up; with
+WarmupCosineLR, the first update has the learning rate 0. Source: DeepSpeed 0.19.8,
+deepspeed/runtime/lr_schedules.py, classes WarmupLR, WarmupDecayLR and WarmupCosineLR.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from threed.interop.deepspeed.config.keys import STEPS, Scheduler
 from threed.interop.deepspeed.config.reader import Reader
 
 LINEAR, COSINE = ("warmup_min_lr", "warmup_max_lr"), ("warmup_min_ratio", "cos_min_ratio")
-# by scheduler: the keys of SchedulerParams that it does not have
+# by scheduler: the keys of SchedulerParams that the scheduler does not have
 NOT_OF = {
     "warmuplr": (*COSINE, "total_num_steps"),
     "warmupdecaylr": COSINE,
@@ -37,17 +37,18 @@ NOT_OF = {
 class LearningRate:
     """Maps the number of past updates (scalar fp64 tensor) to the learning rate of the next update.
 
-    The rate rises from `low` to `high` during the warm-up. Afterwards it decays:
-    first + (high - first) * after(step), with first = 0 if `relative`, else `low`.
+    The schedule's step is the number of past updates minus 1. The rate rises from `low` to `high`
+    during the warm-up. Afterwards it is first + (high - first) * after(step), with first = 0 if
+    `relative`, else `low`. The rate at step -1 is `first`.
 
     Attributes:
         ramp: shape of the warm-up, "log" or "linear".
         steps: number of warm-up steps, at least 2.
         low: learning rate at the start of the warm-up.
         high: learning rate at the end of the warm-up.
-        after: the decay factor after the warm-up, as a function of the step.
-        relative: whether the schedule scales the optimizer's learning rate, so that parameter
-            groups may have different rates.
+        after: a function that returns the decay factor of a step after the warm-up.
+        relative: whether the schedule scales the optimizer's learning rate; if so, parameter groups
+            may have different learning rates.
     """
 
     ramp: str
@@ -103,6 +104,9 @@ def decay_linear(warmup: int, total: int, step: Tensor) -> Tensor:
 
 
 def decay_cosine(warmup: int, total: int, end: float, step: Tensor) -> Tensor:
-    """Returns WarmupCosineLR's factor: cosine after step `warmup`, to `end` at step `total` - 1."""
+    """Returns WarmupCosineLR's factor at `step`.
+
+    The factor follows a cosine from 1 at step `warmup` - 1 to `end` at step `total` - 1.
+    """
     progress = ((step - warmup + 1) / max(1, total - warmup)).clamp(max=1)
     return (end + (1 - end) * (1 + torch.cos(math.pi * progress)) / 2).clamp(min=0)

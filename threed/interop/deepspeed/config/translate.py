@@ -27,7 +27,7 @@ OLD_SWITCHES = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
-# by optimizer: the keys of Params that it does not have
+# by optimizer: the keys of Params that the optimizer does not have
 NOT_OF = {
     "adam": ("momentum",),
     "adamw": ("momentum",),
@@ -42,8 +42,8 @@ class ModelFacts:
 
     Attributes:
         hidden: the hidden size; None if unknown.
-        dtype: the dtype of most weights, as a key of `precision.DTYPES`; fp64 weights are trained
-            in fp64.
+        dtype: the dtype of most weights, as a key of `precision.DTYPES`; None if unknown. A model
+            with fp64 weights is trained in fp64.
     """
 
     hidden: int | None = None
@@ -52,7 +52,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Translation:
-    """A ds_config, translated.
+    """The translation of a ds_config.
 
     Attributes:
         config: the threed configuration.
@@ -146,7 +146,10 @@ def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str
 
 
 def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the keys without effect at this ZeRO stage or these devices, with the reasons."""
+    """Returns the keys that have no effect at this ZeRO stage or with these offload devices.
+
+    The values of the returned dict are the reasons.
+    """
     off: dict[str, str] = {}
     if (stage := _value(ds, f"{ZERO}.stage")) != 3:
         off[f"{ZERO}.sub_group_size"] = "below stage 3 the update runs per slice of a bucket"
@@ -164,7 +167,11 @@ def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int, int]:
-    """Returns micro-batch size and accumulation steps; train_batch_size determines missing ones."""
+    """Returns the micro-batch size and the number of accumulation steps.
+
+    If one of them is missing, it follows from train_batch_size. If both are missing, the number of
+    accumulation steps is 1.
+    """
     total, micro, steps = (getattr(found, name) for name in BATCH)
     if total is None:
         fix = "set the number of samples in one forward pass of one rank (or train_batch_size)"
@@ -291,10 +298,11 @@ def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict
 def _groups(
     reader: Reader, groups: Sequence[Group], rate: LearningRate | None, lr: float, decay: float
 ) -> tuple[dict[str, Any], ...]:
-    """Returns the groups of `optim`, one per parameter with its own learning rate or decay.
+    """Returns the groups of `optim`, one per parameter of `groups`.
 
-    If there is weight decay, the last group matches all other parameters, because DeepSpeed, unlike
-    threed, also applies it to norms and biases.
+    If all parameters have the optimizer's learning rate and weight decay, these groups are left
+    out. If there are such groups, or the optimizer has a weight decay, a last group matches all
+    other parameters, because DeepSpeed, unlike threed, applies weight decay to norms and biases.
     """
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
