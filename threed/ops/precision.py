@@ -26,8 +26,8 @@ class LossScale:
     Attributes:
         initial: the first scale.
         window: number of updates without overflow after which the scale doubles.
-        hysteresis: number of overflows before the scale is halved; restored when the scale doubles,
-            or with `consecutive` by every update.
+        hysteresis: number of overflows after which the scale is halved. The count of overflows is
+            reset when the scale doubles; if `consecutive`, also by every update without overflow.
         consecutive: whether only consecutive overflows count.
         minimum: lower bound of the scale.
         dynamic: whether the scale changes; otherwise it stays `initial`.
