@@ -1,7 +1,7 @@
-"""Self-attention with heads sharded over tensor ranks: multi-head or grouped-query, with optional
-rotary positions and query/key norms.
+"""Self-attention with heads sharded over tensor ranks, multi-head or grouped-query.
 
-A function or module can replace the core, which computes attention from queries, keys and values.
+Rotary positions and norms of queries and keys are optional. A function or module can replace the
+core, which computes attention from queries, keys and values.
 
 Query, key and value are packed into one column-parallel matmul. If there are fewer key/value heads
 than tensor ranks, neighbouring ranks share a head. Then the query projection and the key/value

@@ -1,7 +1,7 @@
-"""Linear layers: column-parallel and row-parallel (Megatron-LM, arXiv 1909.08053, section 3), and
-replicated.
+"""Linear layers: column-parallel, row-parallel and replicated.
 
-    Y = X A^T.   Column-parallel shards A by rows (outputs), row-parallel by columns (inputs):
+Of Y = X A^T, a column-parallel layer shards A by rows (outputs), a row-parallel layer by columns
+(inputs) (Megatron-LM, arXiv 1909.08053, section 3):
 
         column   Y_i = f(X) A_i^T        f: identity forward, all-reduce backward
         row      Y   = g(sum X_i A_i^T)  g: all-reduce forward, identity backward

@@ -1,7 +1,6 @@
-"""The feed-forward part of a block, sharded by inner features, with GELU, SwiGLU or another
-activation.
+"""The feed-forward part of a block, sharded by inner features.
 
-An activation is an element-wise function, or a module whose parameters carry a `ShardSpec`.
+The activation is GELU, SwiGLU or another one. An activation is an element-wise function, or a module whose parameters carry a `ShardSpec`.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class _Fused(torch.autograd.Function):
             residual=dsum[0].contiguous().view_as(total) if dsum else None,
         ).view_as(dy)  # fmt: skip
         ended = (dweight.done(), dbias.done() if dbias else None)
-        # For an input that is None or frozen, autograd accepts no gradient but None.
+        # If an input was None or frozen, autograd accepts only None as its gradient.
         tracked = [ended[i] if ctx.needs_input_grad[2 + i] else None for i in range(2)]
         return dx, dx if ctx.added else None, *tracked, None, None, None, None
 

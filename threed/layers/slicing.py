@@ -281,7 +281,7 @@ def has_gradient_hooks(param: Tensor) -> bool:
 
 
 def goes_to_sink(param: Tensor | None) -> bool:
-    """Returns whether autograd needs no gradient for `param`: it is None, frozen, or has a sink."""
+    """Returns whether autograd needs no gradient for `param`: it has a sink, is frozen, or None."""
     return param is None or not param.requires_grad or sink_of(param) is not None
 
 
@@ -380,7 +380,7 @@ def sum_of_products(
 
 
 def add_to(total: Tensor | None, a: Tensor, b: Tensor, by: Matmul) -> Tensor:
-    """Returns total + a b, computed in total's memory; returns a b if total is None."""
+    """Returns total + a b, computed in total's memory; without a total, returns a b."""
     if total is None:
         return by.product(a, b)
     by.add_product_(total, a, b, fresh=False)

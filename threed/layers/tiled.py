@@ -1,5 +1,6 @@
-"""Tiled linear layers: large weights are gathered one tile at a time (memory-centric tiling,
-ZeRO-Infinity, arXiv 2104.07857, section 5.1.3).
+"""Tiled linear layers: large weights are gathered one tile at a time.
+
+This is memory-centric tiling (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3).
 
     weight [out in] -> tiles [out_i in], split by rows
     y[..., out_i] = x tile_i^T

@@ -41,7 +41,7 @@ def _on_cpu(x: Tensor) -> bool:
 
 
 def gelu(x: Tensor, dy: Tensor | None = None) -> Tensor:
-    """Returns GELU of x in its tanh form; if the gradient dy of the output is given, x's gradient."""
+    """Returns GELU of x in its tanh form; if dy, the output's gradient, is given, x's gradient."""
     _check("gelu", x, dy)
     out = torch.empty_like(x)
     _call(

@@ -1,5 +1,6 @@
-"""Lion (arXiv 2302.06675, algorithm 2) on a flat slice: the sign of an interpolated momentum, with
-decoupled weight decay.
+"""Lion (arXiv 2302.06675, algorithm 2) on a flat slice.
+
+A step is the sign of an interpolated momentum, with decoupled weight decay.
 
 There are two implementations: a reference, and a fast update by torch's fused SGD kernel. The fast
 update is possible because both halves of Lion are plain SGD steps: the weights take a step along

@@ -1,5 +1,6 @@
-"""RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of bf16 rows on GPUs, fused with the
-residual addition before them: csrc/cuda/norm.cu.
+"""RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of bf16 rows on GPUs.
+
+They are fused with the residual addition before them (csrc/cuda/norm.cu).
 
 Forward:  s = x + residual + before, rounded to bf16, and y = norm(s). Moves 8 bytes per element.
 Backward: ds = dresidual + the gradient of s through norm(s), and the gradients of weight and bias.
@@ -24,8 +25,8 @@ class Normalised:
     """Results of `forward`.
 
     Attributes:
-        sum: the input of the norm, x + residual + before, bf16 [n h]; x itself if both
-            others are None.
+        sum: the input of the norm, x + residual + before, bf16 [n h]. Without residual and before
+            it is x itself.
         y: output, bf16 [n h].
         means: LayerNorm's mean per row, fp32 [n], for the backward.
         scales: 1 / sqrt(variance + eps) per row, fp32 [n], for the backward.

@@ -1,7 +1,6 @@
-"""Sums on a GPU in two stages: each thread block computes a partial sum, then these are added in a
-fixed order.
+"""Sums on a GPU in two stages: partial sums of thread blocks, then the sum of these.
 
-The kernels are in csrc/cuda/sums.cu.
+Both stages add in a fixed order. The kernels are in csrc/cuda/sums.cu.
 """
 
 from __future__ import annotations
