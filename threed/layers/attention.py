@@ -32,6 +32,8 @@ CAUSAL = Causal()
 class Attention(nn.Module):
     """Self-attention: x [s b h] -> [s b h] (with sequence parallelism both are [s/t b h]).
 
+    t is the number of tensor ranks, tp.
+
     Args:
         name: global name, the prefix of the parameters' names.
         hidden: h.
@@ -137,7 +139,7 @@ class Attention(nn.Module):
         return y.flatten(2) if y.dim() == 4 else y
 
     def _is_short(self, qkv: Tensor) -> bool:
-        """Returns whether the kernels for short sequences compute attention of qkv [s b 3ad]."""
+        """Returns whether the kernels for short sequences are used for qkv [s b 3ad]."""
         saves_all = type(self.recompute) is Recompute and torch.is_grad_enabled()
         return saves_all and short_attention.fits(qkv, self.d)
 

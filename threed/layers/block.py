@@ -32,7 +32,7 @@ class Embedding(PipelineLayer):
     """
 
     backward_reads_weights = False
-    recomputable = False  # it saves only ids and a one-byte mask, so this would free little memory
+    recomputable = False  # it saves only ids and a one-byte mask, which need little memory
 
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,

@@ -10,8 +10,8 @@ axis, so that blocks of the same structure share one graph. torch keeps these op
 never removes them (`EffectType.ORDERED`). The compiler fuses the operations between them, so this
 package's own fused kernels are not used in compiled layers.
 
-Gradients of weights and biases of linear layers do not pass through the graph. The gradients of
-norms do.
+The gradients of weights and biases of linear layers do not pass through the graph; the gradients of
+the weights of norms do.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients of x before f, of each weight and of the bias. Collective.
 
-    If a parameter in `terms` has a `GradSink`, its gradient is added to the sink. If a stage is
-    running a forward, a layer has called `torch.autograd.grad`: then only the gradient of x is
-    computed, and this gradient is differentiable.
+    If a parameter in `terms` has a `GradSink`, its gradient is added to the sink. During a stage's
+    forward, gradients are requested only by a layer that calls `torch.autograd.grad`. In this case
+    only the gradient of x is computed, and it is differentiable.
 
     Args:
         dy: gradient of y, [... out].

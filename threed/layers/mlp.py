@@ -1,6 +1,7 @@
 """The feed-forward part of a block, sharded by inner features.
 
-The activation is GELU, SwiGLU or another one. An activation is an element-wise function, or a module whose parameters carry a `ShardSpec`.
+The activation is an element-wise function such as GELU (SwiGLU in `GatedMLP`), or a module with
+parameters that carry a `ShardSpec`.
 """
 
 from __future__ import annotations

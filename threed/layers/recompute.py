@@ -13,7 +13,7 @@
         y = layer(x, micro)
 
 Autograd saves no tensor inside a named operation. In the backward the operation is run again from
-its inputs; all tensors that autograd needs are rebuilt at once and freed as they are used.
+its inputs; all tensors that autograd needs are rebuilt together, and each is freed after use.
 
 The next layer saves the operation's result as its input, so dropping only the tensors inside the
 operation would free no memory. Therefore results are dropped too. A result is identified by its
@@ -305,7 +305,11 @@ class Selective(Recompute):
             self._running = False
 
     def column(self, layer: Product, x: Tensor) -> Tensor:
-        """Returns layer(x). If the layer gathers a recomputed x, the backward gathers it again."""
+        """Returns layer(x).
+
+        If the layer gathers x, and x is recomputed, the gathered x is not saved: the backward
+        gathers it again.
+        """
         source = None if torch.compiler.is_compiling() else self._operation_of(x)
         if not layer.gather or source is None:
             return layer(x)

@@ -84,8 +84,8 @@ class Slicing:
     def partial(self) -> str | None:
         """The axis over which the gradient of a replicated parameter between blocks is partial.
 
-        "tp" with sequence parallelism, because each rank has only its part of the sequence; else
-        None.
+        It is "tp" with sequence parallelism, because each rank has only its part of the sequence,
+        otherwise None.
         """
         return "tp" if self.sequence_parallel else None
 
@@ -177,7 +177,7 @@ class MicroBatch:
 class Flag:
     """An error in the data, detected on the device without a synchronisation.
 
-    If a flag is set, the step is skipped, and reading the step's metrics raises DataError. A layer
+    If an error is recorded, the step is skipped, and reading the step's metrics raises DataError. A layer
     keeps its flags in a tuple `data_flags`.
 
     Args:

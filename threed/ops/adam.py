@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) on a flat slice.
+"""AdamW (arXiv 1711.05101) on a flat slice of the parameters.
 
     Adam.update(p, g, state, now, decay, out)      the fastest of these that supports the tensors:
         torch.ops.threed.adamw_cuda_               csrc/cuda: one pass, writes `out` too

@@ -105,7 +105,7 @@ def _combine_shards(
     """
     if axis.size == 1:
         return top + total.log(), total.reciprocal(), hit
-    # [t 3 ...]
+    # rows: [t 3 ...]
     rows = collectives.all_gather(torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis)
     peak = rows[:, 0].amax(0)
     denominator = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)

@@ -1,4 +1,6 @@
-"""Frequencies of rotary positions: scaled for longer sequences, or for only a part of each head.
+"""Frequencies of rotary positions.
+
+They can be scaled for longer sequences, and can be limited to the first part of each head.
 
     theta = frequencies(10000.0, size, scaling=scaling, positions=131072)
     inverse(theta, size, length, device)               # radians per position, fp32 [d/2]

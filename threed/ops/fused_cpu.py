@@ -90,10 +90,12 @@ def row_numbers(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def softmax_gradient_(
     x: Tensor, columns: int, logarithm: Tensor, loss: Tensor, target: Tensor
 ) -> None:
-    """Computes x = e^(x - logarithm) * loss, minus `loss` in each row's column `target`. In place.
+    """Overwrites logits x by their gradient: x = softmax(x) * loss, minus `loss` at the targets.
+
+    softmax(x) is computed as e^(x - logarithm).
 
     Args:
-        x: [... width]. Columns after the first `columns` become zero.
+        x: logits [... width]. Columns after the first `columns` become zero.
         columns: number of columns without padding.
         logarithm: log-sum-exp of each row, fp32 [...].
         loss: gradient of each row's loss, fp32 [...].

@@ -1,4 +1,4 @@
-"""Lion (arXiv 2302.06675, algorithm 2) on a flat slice.
+"""Lion (arXiv 2302.06675, algorithm 2) on a flat slice of the parameters.
 
 A step is the sign of an interpolated momentum, with decoupled weight decay.
 

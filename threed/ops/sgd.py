@@ -1,4 +1,4 @@
-"""SGD with momentum on a flat slice, by a reference or by torch's fused kernel.
+"""SGD with momentum on a flat slice of the parameters, by a reference or torch's fused kernel.
 
 As in torch.optim.SGD, weight decay is part of the gradient, and the momentum buffer starts as the
 first gradient.

@@ -1,4 +1,7 @@
-"""The interface of optimizer rules: from a gradient to new weights, on a flat slice."""
+"""The interface of optimizer rules, which compute new weights from a gradient.
+
+A rule updates a flat slice: a one-dimensional range of a buffer that contains parameters.
+"""
 
 from __future__ import annotations
 
