@@ -1,9 +1,9 @@
 """Atomic files and folders: written under a temporary name, flushed to disk, then renamed.
 
-with building(path) as (scratch,):       # the file gets its name if the block ends without an error
+with building(path) as (scratch,):     # renames scratch to path if the block ends without error
     scratch.write_text(text)
-publish(building_place(path), path)      # renames a finished folder; replaces an older one
-folder, notice = cache_folder()          # a folder for files that later runs can reuse
+publish(building_place(path), path)    # renames a finished folder; replaces an older one
+folder, notice = cache_folder()        # a folder for files that later runs can reuse
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
         ...
     current_stream(device).wait_event(event)      # the computation waits for a copy
 
-On a CPU the functions have no effect. `count` and `current` find only CUDA devices, because
-collectives between GPUs use NCCL. A `Topology` also accepts another accelerator: `is_accelerator`
-then returns True, and the functions that need CUDA have no effect.
+For a CPU a function has no effect, or returns the value that its docstring documents. `count` and
+`current` find only CUDA devices, because collectives between GPUs use NCCL. A `Topology` also
+accepts another accelerator: `is_accelerator` then returns True, and functions that need CUDA treat
+it like a CPU.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class Clock:
         return time.perf_counter() if self._first is None else mark(self._device)
 
     def seconds(self, moment: Moment) -> float:
-        """Returns a timestamp in seconds on the scale of `time.perf_counter`; waits for its event."""
+        """Returns a timestamp as seconds of `time.perf_counter`; waits for its event."""
         if isinstance(moment, float):
             return moment
         assert self._first is not None
@@ -181,8 +182,8 @@ def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | Non
     """Copies values to a device asynchronously, optionally with another dtype.
 
     If `values` are in pageable host memory, they are first copied to page-locked memory, which
-    torch keeps until the GPU has read it. If they are page-locked, the GPU reads them directly: do not
-    change them before the copy has finished.
+    torch keeps until the GPU has read it. If they are page-locked, the GPU reads them directly: do
+    not change them before the copy has finished.
 
     Args:
         values: the source tensor.

@@ -1,7 +1,7 @@
 """Explains why a file could not be written: disk full (bytes needed and free), quota, read-only.
 
 except OSError as error:
-    text = why(error, folder, needed)       # "No space left on device: needs 1.2 MiB, 310.0 KiB are free at …"
+    text = why(error, folder, needed)     # "No space left on device: needs 1.2 MiB, 310.0 KiB …"
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def why(error: OSError, folder: Path, needed: int | None = None, elsewhere: str 
 def free(folder: Path, error: OSError | None = None) -> str:
     """Returns a text about the free space on a folder's disk, such as "3.0 GiB are free at /data".
 
-    If all inodes are used up, or if `error` reports an exceeded quota, the text is about that.
+    If all inodes are used up, or if `error` reports an exceeded quota, the text reports that.
 
     Args:
         folder: the folder, which may not exist yet.

@@ -155,8 +155,10 @@ def _parse(parse: Callable[[str], Any], data: bytes | str, place: str, language:
 
 
 def _check(value: Any) -> None:
-    """Checks a parsed value. Raises RecursionError if it is nested too deeply, ValueError if one of
-    its integers has too many digits."""
+    """Checks a parsed value against the limits.
+
+    Raises RecursionError if it is nested too deeply, ValueError if an integer has too many digits.
+    """
     level = [value]
     for _ in range(MOST_DEPTH):
         inner: list[Any] = []

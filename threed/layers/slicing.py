@@ -177,8 +177,8 @@ class MicroBatch:
 class Flag:
     """An error in the data, detected on the device without a synchronisation.
 
-    If an error is recorded, the step is skipped, and reading the step's metrics raises DataError. A layer
-    keeps its flags in a tuple `data_flags`.
+    If an error is recorded, the step is skipped, and reading the step's metrics raises DataError. A
+    layer keeps its flags in a tuple `data_flags`.
 
     Args:
         what: description of the error, for the message.

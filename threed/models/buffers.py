@@ -123,8 +123,8 @@ class Buffers:
         two_holders: whether every layer is on two pipeline ranks.
 
     Attributes:
-        exist: whether any rank has buffers, among the ranks that call the collectives together.
-            Equal on all of these ranks.
+        exist: whether any of the ranks that must call the collectives together has buffers. Equal
+            on all of these ranks.
     """
 
     def __init__(

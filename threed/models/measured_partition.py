@@ -289,13 +289,16 @@ class _Search:
         return self._prices[cut]
 
     def descend(self, cut: Ranges) -> Ranges:
-        """Returns the best partition that small moves reach from this one."""
+        """Returns the partition at which repeated moves to a better neighbour end."""
         while (better := self._better(cut)) is not None:
             cut = better
         return cut
 
     def _better(self, cut: Ranges) -> Ranges | None:
-        """Returns a better neighbour, or None. Stops at neighbours that cannot be faster."""
+        """Returns a better partition among the neighbours, or None if no neighbour is better.
+
+        Neighbours that cannot be faster are not simulated.
+        """
         excess, seconds = self.price(cut)
         least = {neighbour: max(self.work(neighbour)) for neighbour in _neighbours(cut)}
         for neighbour in sorted(least, key=lambda neighbour: least[neighbour]):
@@ -321,7 +324,7 @@ class _Search:
         return states + most_kept(self.plan, rank, kept) + max(layer.workspace for layer in layers)
 
     def _bytes_by_stage(self) -> StageBytes:
-        """Returns `_rank_bytes` as a function of stage and layers, for one stage per rank."""
+        """Returns `_rank_bytes` as a function of (stage, start, stop), for one stage per rank."""
         ranks = {stages[0]: rank for rank, stages in enumerate(self.placement)}
         live = {stage: most_kept(self.plan, rank, [1]) for stage, rank in ranks.items()}
         states, kept = (

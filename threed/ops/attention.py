@@ -291,7 +291,8 @@ def _plain_backward(
 def _scores(q: Tensor, k: Tensor, offset: int, causal: Causal) -> tuple[Tensor, Tensor | None]:
     """Returns scores [b k (g n) m] in fp32 or wider, and tanh(score / softcap) or None.
 
-    g = a / k is the number of query heads per key head. Scores of masked keys are minus infinity. Without a soft cap the second result is None.
+    g = a / k is the number of query heads per key head. Scores of masked keys are minus infinity.
+    Without a soft cap, None replaces the second result.
     """
     scores, capped, scale = (_grouped(q, k) @ k.mT).to(_wide(q)), None, _scale(q, causal)
     if causal.softcap:

@@ -1,9 +1,8 @@
 """Rotary positions (arXiv 2104.09864).
 
-As in Hugging Face, element i of a head's first half forms a pair with element i of its second
-half, and pairs are rotated.
-There are two implementations: plain operations, and an in-place kernel on GPUs
-(csrc/cuda/rotary.cu). In all functions `theta` is the base of the frequencies, or a result of
+As in Hugging Face, element i of a head's first half forms a pair with element i of its second half,
+and each pair is rotated. There are two implementations: plain operations, and an in-place kernel on
+GPUs (csrc/cuda/rotary.cu). In all functions `theta` is the base of the frequencies, or a result of
 `ops.frequencies.frequencies`.
 """
 

@@ -111,7 +111,7 @@ def cache() -> Path:
     """Returns the folder for libraries that are compiled at first use.
 
     Raises:
-        BuildError: if XDG_CACHE_HOME is not set and the home folder is unknown.
+        BuildError: if XDG_CACHE_HOME is not an absolute path and the home folder is unknown.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
@@ -149,7 +149,7 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
     """Returns the library's path in `folder` (default: the cache); compiles it if it is missing.
 
     Raises:
-        Unavailable: without sources or a compiler.
+        Unavailable: if there are no sources or no compiler.
         BuildError: if the compiler fails or the folder is not writable.
     """
     if not library.sources:
