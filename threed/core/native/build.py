@@ -149,7 +149,7 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
     """Returns the library's path in `folder` (default: the cache); compiles it if it is missing.
 
     Raises:
-        Unavailable: if there are no sources or no compiler.
+        Unavailable: if the sources or a compiler are missing.
         BuildError: if the compiler fails or the folder is not writable.
     """
     if not library.sources:
