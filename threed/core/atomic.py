@@ -1,9 +1,9 @@
 """Atomic files and folders: written under a temporary name, flushed to disk, then renamed.
 
-with building(path) as (scratch,):       # the file gets its name if the block ends without an error
+with building(path) as (scratch,):     # renames scratch to path if the block ends without error
     scratch.write_text(text)
-publish(building_place(path), path)      # renames a finished folder, replacing an older one
-folder, notice = cache_folder()          # folder for files that later runs may use
+publish(building_place(path), path)    # renames a finished folder; replaces an older one
+folder, notice = cache_folder()        # a folder for files that later runs can reuse
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def write_text(path: Path, text: str) -> None:
 def building(*finals: Path) -> Iterator[list[Path]]:
     """Context manager: yields a temporary path next to each of `finals`; creates missing folders.
 
-    At the end of the block the files are flushed and renamed to `finals`, in this order. After an
-    error they are removed.
+    At the end of the block, each temporary file is flushed and renamed, in the order of `finals`.
+    After an error the temporary files are removed.
     """
     mark = secrets.token_hex(8)
     scratch = [final.with_name(f"{final.name}.{mark}.tmp") for final in finals]
@@ -59,14 +59,15 @@ def building(*finals: Path) -> Iterator[list[Path]]:
 
 
 def building_place(path: Path) -> Path:
-    """Returns the path under which the folder `path` is built, in the same parent folder."""
+    """Returns the temporary path in the same parent folder at which the folder `path` is built."""
     return path.with_name(path.name + ".tmp")
 
 
 def publish(building: Path, path: Path) -> None:
-    """Renames a finished folder to its final name, durably; replaces an existing folder.
+    """Renames a finished folder to its final name; replaces an existing folder with that name.
 
-    If the system can exchange two names atomically, `path` is a complete folder at every moment.
+    The rename is flushed to disk. If the system can exchange two names atomically, `path` is a
+    complete folder at every moment, even while an existing folder is being replaced.
 
     Args:
         building: the finished folder.
@@ -105,8 +106,8 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
         wanted: the preferred folder; by default $THREED_CACHE or ~/.cache/threed.
 
     Returns:
-        The folder, and a notice if it is the fallback in the temporary folder, otherwise an empty
-        string.
+        The folder and a notice. If the preferred folder is not writable, the folder is a fallback
+        in the system's temporary folder, and the notice reports this; otherwise it is empty.
     """
     if wanted is None:
         wanted = Path(os.environ.get("THREED_CACHE") or "~/.cache/threed")
@@ -125,7 +126,10 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
 
 
 def _private_temporary_folder() -> Path:
-    """Returns this user's temporary folder; a new one if another user owns the name."""
+    """Returns this user's folder in the temporary folder.
+
+    If another user owns the folder with the usual name, or can write to it, a new one is created.
+    """
     folder = Path(tempfile.gettempdir()) / f"threed-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -1,11 +1,13 @@
-"""The interface to GPUs: `torch.accelerator`, and functions of CUDA or ROCm; no-ops on a CPU.
+"""The interface to GPUs: `torch.accelerator`, and functions of CUDA or ROCm.
 
     with on_stream(copy_stream(device, "out")):      # copies in the block overlap with computation
         ...
     current_stream(device).wait_event(event)      # the computation waits for a copy
 
-Only CUDA devices are searched for, because collectives off the CPU use NCCL. A `Topology` also
-accepts another accelerator; `is_accelerator` is true for it, and CUDA functions are skipped.
+For a CPU a function has no effect, or returns the value that its docstring documents. `count` and
+`current` find only CUDA devices, because collectives between GPUs use NCCL. A `Topology` also
+accepts another accelerator: `is_accelerator` then returns True, and functions that need CUDA treat
+it like a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ synchronize = torch.accelerator.synchronize
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Returns whether tensors on the device have values in memory other than host memory."""
+    """Returns whether the device has its own memory: it is neither the CPU nor the meta device."""
     return device.type not in ("cpu", "meta")
 
 
@@ -87,7 +89,7 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restores generator states of `rng_states`."""
+    """Restores the generator states that `rng_states` returned for the device."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -97,9 +99,10 @@ def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
 def on_stream(stream: torch.Stream) -> Iterator[None]:
     """Context manager: runs the block on `stream`.
 
-    The stream first waits for work already queued on the current stream, and overlaps with work
-    queued later. Consumers on other streams must wait for it (`wait_stream` or an event). Tensors
-    allocated in the block may be freed once their last use is enqueued on this stream.
+    `stream` first waits for work that is already queued on the current stream; it overlaps with
+    work that is queued there later. Other streams that use the results must wait for `stream`
+    (`wait_stream` or an event). A tensor allocated in the block may be freed once its last use is
+    enqueued on `stream`.
     """
     before = current_stream(stream.device)
     stream.wait_stream(before)
@@ -121,9 +124,9 @@ def mark(device: torch.device) -> torch.Event:
 class Clock:
     """Timestamps of a device's work.
 
-    On an accelerator timestamps are events: recording one does not make the host wait, only
-    `seconds` does. Their times are converted to `time.perf_counter`, as accurately as one
-    synchronization in the constructor allows.
+    On an accelerator a timestamp is an event. The host does not wait when an event is recorded,
+    only in `seconds`, which converts the time of the event to the scale of `time.perf_counter`. The
+    conversion is as accurate as the one synchronization in the constructor allows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +140,7 @@ class Clock:
         return time.perf_counter() if self._first is None else mark(self._device)
 
     def seconds(self, moment: Moment) -> float:
-        """Returns a timestamp in seconds of `time.perf_counter`; waits for its event."""
+        """Returns a timestamp as seconds of `time.perf_counter`; waits for its event."""
         if isinstance(moment, float):
             return moment
         assert self._first is not None
@@ -171,16 +174,16 @@ def processors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Returns the largest shared memory of a block on a GPU, in bytes."""
+    """Returns the largest shared memory that a thread block can use on a GPU, in bytes."""
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copies values to a device asynchronously, optionally with another dtype.
 
-    Pageable host memory is first copied to page-locked memory, which torch keeps until the GPU has
-    read it. Page-locked `values` are read directly: do not change them before the GPU has read
-    them.
+    If `values` are in pageable host memory, they are first copied to page-locked memory, which
+    torch keeps until the GPU has read it. If they are page-locked, the GPU reads them directly: do
+    not change them before the copy has finished.
 
     Args:
         values: the source tensor.

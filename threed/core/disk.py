@@ -1,7 +1,7 @@
 """Explains why a file could not be written: disk full (bytes needed and free), quota, read-only.
 
 except OSError as error:
-    text = why(error, folder, needed)       # "No space left on device: needs 1.2 MiB, 310.0 KiB are free at …"
+    text = why(error, folder, needed)     # "No space left on device: needs 1.2 MiB, 310.0 KiB …"
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def why(error: OSError, folder: Path, needed: int | None = None, elsewhere: str 
         error: the error of the write.
         folder: the folder that was written to.
         needed: bytes that were needed, if known.
-        elsewhere: how to choose another folder.
+        elsewhere: text that describes how to choose another folder.
     """
     if not is_unwritable(error):
         return str(error)
@@ -47,13 +47,13 @@ def why(error: OSError, folder: Path, needed: int | None = None, elsewhere: str 
 
 
 def free(folder: Path, error: OSError | None = None) -> str:
-    """Returns a text on the free space on the disk of a folder, which may not exist yet.
+    """Returns a text about the free space on a folder's disk, such as "3.0 GiB are free at /data".
 
-    The text reports inodes if they are used up, and the quota if `error` is an exceeded quota.
+    If all inodes are used up, or if `error` reports an exceeded quota, the text reports that.
 
     Args:
-        folder: the folder.
-        error: the error of a write.
+        folder: the folder, which may not exist yet.
+        error: the error of a write, if any.
     """
     existing = next(
         path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()

@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 class MissingPackageError(ModuleNotFoundError):
-    """Raised if a required package is not installed or too old."""
+    """Raised if a required package is not installed or is too old."""
 
 
 def needed(package: str, purpose: str) -> ModuleType:

@@ -1,12 +1,12 @@
 """Reads untrusted JSON and TOML with limits, and raises one-line errors.
 
-    table = read_json(path)                 # an object; ParseError names the file and the reason
+    table = read_json(path)                 # a dict; a ParseError names the file and the reason
     value = parse_json(line, "a.jsonl, line 3", finite=False)       # from bytes or str
     tables = read_toml(path)
 
 File size, nesting depth and digits per number are limited. Duplicate keys are an error, because
-parsers differ in which of the two they use. NaN and infinities, which are not JSON, and invalid
-UTF-8 are errors, too.
+parsers differ in which of the values they use. NaN and infinities, which are not valid JSON, and
+invalid UTF-8 are errors, too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 2**26  # per file
-MOST_TOML = 2**17
-MOST_DEPTH = 64
-MOST_DIGITS = 40  # per integer: published files have 1e30, written out, for "no limit"
+MOST_BYTES = 2**26  # size of a JSON file
+MOST_TOML = 2**17  # size of a TOML file in bytes
+MOST_DEPTH = 64  # levels of nesting
+MOST_DIGITS = 40  # per integer; published files contain 1e30, written in digits, for "no limit"
 _PART = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'=,.]+)"""
 _DEEP_KEY = re.compile(rf"""(?<![^\s"'=,.])(?:{_PART}[ \t]*\.[ \t]*){{{MOST_DEPTH + 1}}}""")
 
@@ -33,7 +33,7 @@ class ParseError(ValueError):
     """Raised for text that cannot be read or parsed. The message is one line.
 
     Attributes:
-        reason: the message without the name of the file or place.
+        reason: the message without the name of the file or text at its start.
     """
 
     def __init__(self, place: object, reason: str) -> None:
@@ -82,7 +82,10 @@ def read_toml(path: Path, most: int = MOST_TOML) -> dict[str, Any]:
 
 
 def _toml(text: str) -> dict[str, Any]:
-    """Parses TOML, but refuses keys with many parts, for which tomllib takes quadratic time."""
+    """Parses TOML; raises RecursionError for keys with many parts (a.b.c...).
+
+    tomllib would take quadratic time for such keys.
+    """
     if _DEEP_KEY.search(text):
         raise RecursionError
     return tomllib.loads(text)
@@ -94,7 +97,7 @@ def parse_json(data: bytes | str, place: str, *, finite: bool = True) -> Any:
     Args:
         data: the text; bytes must be UTF-8.
         place: name of the text in error messages.
-        finite: whether NaN and infinities are errors.
+        finite: whether NaN and infinities are errors; if false, they are accepted.
 
     Raises:
         ParseError: if the text is not valid JSON, or exceeds a limit.
@@ -152,7 +155,10 @@ def _parse(parse: Callable[[str], Any], data: bytes | str, place: str, language:
 
 
 def _check(value: Any) -> None:
-    """Raises RecursionError if a value is too deep, ValueError if an integer is too long."""
+    """Checks a parsed value against the limits.
+
+    Raises RecursionError if it is nested too deeply, ValueError if an integer has too many digits.
+    """
     level = [value]
     for _ in range(MOST_DEPTH):
         inner: list[Any] = []

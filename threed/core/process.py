@@ -1,7 +1,7 @@
 """Facts about processes from the operating system: state, parent, start time, peak memory.
 
-They are read from /proc. On other systems than Linux, each function returns a documented fallback
-and does not raise.
+The functions read /proc. On systems other than Linux, each function returns the fallback that its
+docstring describes, and does not raise.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 
 def since_launch() -> float:
-    """Returns the seconds since torchrun, or else this process, was started.
+    """Returns the seconds since torchrun was started; without torchrun, since this process started.
 
-    A restart of the ranks by torchrun does not reset it. On other systems than Linux it counts from
+    If torchrun restarts the ranks, the count continues. On systems other than Linux it starts at
     the first call. The clock counts from boot, so changes of the system time have no effect.
     """
     return _uptime() - _launched()
@@ -45,9 +45,10 @@ def peak_rss_bytes() -> int:
 
 
 def process_space() -> str:
-    """Returns an id of the boot and namespaces in which pids and start times are unique.
+    """Returns an id of the boot and the namespaces of this process.
 
-    On other systems than Linux it is the name of the machine.
+    A pid and a start time identify a process uniquely among processes with the same id. On systems
+    other than Linux the id is the name of the machine.
     """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -56,7 +57,7 @@ def process_space() -> str:
 
 
 def state(pid: int) -> str:
-    """Returns the state of a local process: "running", "stopped" or "ended" (also a zombie)."""
+    """Returns the state of a local process: "running", "stopped", or "ended" (zombies included)."""
     letter = _stat(pid)[0]
     return "ended" if letter in "ZX" else "stopped" if letter in "Tt" else "running"
 
@@ -69,7 +70,7 @@ def parent(pid: int) -> int:
 def started(pid: int) -> str:
     """Returns when a process started, in ticks since boot, or "" if it has ended.
 
-    On other systems than Linux it is "alive" for a running process.
+    On systems other than Linux it is "alive" for a running process.
     """
     fields = _stat(pid)
     return "" if fields[0] in "ZX" else fields[19]
@@ -78,7 +79,8 @@ def started(pid: int) -> str:
 def _stat(pid: int) -> list[str]:
     """Returns the fields of /proc/PID/stat after the name of the program (proc(5)).
 
-    On other systems than Linux only the state is known: R if there is such a process, else X.
+    On systems other than Linux only the first field, the state, is known: R if the process exists,
+    else X.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

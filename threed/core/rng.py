@@ -3,9 +3,9 @@
     normal(seed, "blocks.0.mlp.up.weight", shape, start, size)     # initial values of any slice
     keep_mask(seed, "blocks.0.mlp", step, samples, ...)            # dropout mask of any slice
 
-Values depend only on names and global indices. So topology, micro-batch size, recomputation and
-schedule do not change them. One counter gives four 32-bit words: element e is word e % 4 of counter
-e // 4.
+Values depend only on seed, names and global indices. So topology, micro-batch size, recomputation
+and schedule do not change them. One counter gives four 32-bit words: element e is word e % 4 of
+counter e // 4.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def philox(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns four 32-bit words for every counter.
 
-    A 32 × 32-bit product overflows int64, but its bits are right modulo 2^64, and masking removes
-    the sign. Python numbers stay Python numbers, because their product does not overflow; so no host
-    scalar is copied to a GPU.
+    A product of two 32-bit words overflows int64, but its low 64 bits are right, and masking
+    removes the sign. A word given as a Python number is computed as a Python number, which does not
+    overflow. So no host scalar is copied to a GPU.
 
     Args:
         counter: four words of 32 bits, broadcastable tensors (int64) or Python numbers.
@@ -68,7 +68,11 @@ def _unit(word: Tensor) -> Tensor:
 def _normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
     """Returns four standard normals per counter, fp32 [n 4]: Box-Muller in fp64, rounded to fp32.
 
-    The rounding hides differences between math libraries.
+    The rounding hides small differences between math libraries.
+
+    Args:
+        blocks: counters, int64 [n].
+        stream: the key, two words.
     """
     native_normal = native.function("threed_normal", "vPPquui")  # csrc/cpu/philox.cpp
     if native_normal is None:
@@ -81,7 +85,10 @@ def _normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
 
 
 def normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
-    """Returns the same values with torch operations: the fallback and the tests' reference."""
+    """Returns the values of `_normal_blocks` by torch operations.
+
+    This is the fallback without a native library, and the reference in tests.
+    """
     w0, w1, w2, w3 = philox((blocks & _MASK, blocks >> 32, 0, 0), stream)
     out = torch.empty(blocks.numel(), 4, dtype=torch.float32)
     for column, (a, b) in enumerate(((w0, w1), (w2, w3))):
@@ -106,7 +113,8 @@ def normal(
 ) -> Tensor:
     """Returns standard normals for a box of a global tensor, fp32 [*size].
 
-    Only contiguous runs of the box are generated, each with its unaligned ends.
+    The box consists of contiguous runs of elements. Only the counters that cover these runs are
+    evaluated.
 
     Args:
         seed: the seed.
@@ -129,7 +137,7 @@ def normal(
     if len(begins) == 1:
         first = int(begins)
         return _normal_range(first, first + run, stream).view(tuple(size))
-    width = (run + 6) // 4  # the blocks that cover a run wherever it begins
+    width = (run + 6) // 4  # number of counters that cover a run, wherever it begins
     blocks = (begins // 4).view(-1, 1) + torch.arange(width)
     lanes = _in_chunks(blocks.view(-1), stream).view(len(begins), 4 * width)
     return lanes.gather(1, (begins % 4).view(-1, 1) + torch.arange(run)).view(tuple(size))
@@ -145,17 +153,17 @@ def keep_mask(
 ) -> Tensor:  # fmt: skip
     """Returns the elements that dropout keeps: bool [rows b columns], each with probability 1 - p.
 
-    The mask is generated in blocks of positions. Temporary memory is 125 bytes per counter of a
-    block: 8.2 MB on a CPU (`_CHUNK` counters), 131 MB on other devices (16 `_CHUNK`), or the
-    counters of one position's columns if they are more.
+    The mask is generated in chunks of rows, where a row is one position of one sample. Temporary
+    memory is 125 bytes per counter of a chunk: 8.2 MB on a CPU (`_CHUNK` counters) and 131 MB on
+    other devices (16 `_CHUNK` counters), or more if a single row needs more counters.
 
     Args:
         seed: the seed.
         name: name of the dropout module.
         step: number of the step.
         samples: int64 [b], global sample indices.
-        rows: range of positions on this rank, of the global activation [s, width].
-        columns: range of columns on this rank.
+        rows: [first, last) positions on this rank, of the global activation [s, width].
+        columns: [first, last) columns on this rank.
         width: global number of columns.
         p: probability of dropping an element.
     """
@@ -165,11 +173,11 @@ def keep_mask(
     device = samples.device
     keep = torch.empty((rows[1] - rows[0]) * len(samples), run, dtype=torch.bool, device=device)
     aligned = width % 4 == first % 4 == 0
-    # counters that cover a run; if unaligned, wherever the run begins
+    # counters that cover the columns of a row; if these are unaligned, wherever they begin
     counters = -(-run // 4) if aligned else (run + 6) // 4
     column = torch.arange(max(run, counters), device=device)
     lines = max(1, (_CHUNK if device.type == "cpu" else 16 * _CHUNK) // max(counters, 1))
-    # on meta, one block shows the memory
+    # on the meta device one chunk is enough to trace the temporary memory
     for at in range(0, min(len(keep), lines) if keep.is_meta else len(keep), lines):
         out = keep[at : at + lines]
         line = torch.arange(at, at + len(out), device=device).view(-1, 1)

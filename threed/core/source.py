@@ -1,4 +1,4 @@
-"""Python files of the user: importing them, and finding a model in them by FILE.py:NAME."""
+"""Imports Python files of the user, and finds a model in such a file by FILE.py:NAME."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from typing import Any
 
 
 def load(file: str) -> ModuleType:
-    """Imports a file as a module and returns it, with its folder on `sys.path`.
+    """Imports a Python file as a module and returns the module.
 
-    Standard output of the import goes to standard error. Raises ValueError if the import fails.
+    Adds the file's folder to `sys.path`. During the import standard output goes to standard error.
+
+    Raises:
+        ValueError: if the file does not exist or cannot be imported.
     """
     path = Path(file).resolve()
     name = f"threed_user_{path.stem}"
@@ -47,7 +50,7 @@ def load(file: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Source:
-    """A callable object of a Python file, which is imported at the first call in a process.
+    """A callable object of a Python file. The file is imported at the first call in a process.
 
     Attributes:
         file: path of the file.
@@ -70,10 +73,14 @@ def find_model(target: str) -> Source:
     """Finds a model in a file.
 
     Args:
-        target: FILE.py:NAME, with NAME a class or function that is called with a ModelConfig and a Slicing.
+        target: FILE.py:NAME. NAME is a class or function; it will be called with a `ModelConfig`
+            and a `Slicing`.
+
+    Returns:
+        The class or function as a `Source`.
 
     Raises:
-        ValueError: if the file cannot be imported or the object does not exist.
+        ValueError: if the file cannot be imported, or the object does not exist or is not callable.
     """
     file, _, name = target.rpartition(":")
     if not names_model(target):
@@ -88,6 +95,6 @@ def find_model(target: str) -> Source:
 
 
 def find_batch(target: str) -> Source | None:
-    """Returns the function `batch` in the file of FILE.py:NAME, or None."""
+    """Returns the function `batch` of the file in FILE.py:NAME, or None if the file has none."""
     file = target.rpartition(":")[0]
     return Source(file, "batch") if callable(getattr(load(file), "batch", None)) else None

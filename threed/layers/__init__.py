@@ -1,8 +1,9 @@
 """Tensor-parallel layers from which models are built.
 
-Activations between blocks are [s b h], sequence first, so that a gather along the sequence is a
-concatenation. With sequence parallelism each rank has its [s/t b h]. Every parameter carries a
-`ShardSpec` and stays on the meta device until its pipeline stage is built.
+Activations between blocks have shape [s b h]: sequence length, micro-batch size, hidden width. The
+sequence is the first dimension, so that a gather along it is a concatenation. With sequence
+parallelism over t tensor ranks, each rank has a part of the sequence, [s/t b h]. Every parameter
+carries a `ShardSpec` and stays on the meta device until its pipeline stage is built.
 """
 
 from threed.layers.attention import Attention

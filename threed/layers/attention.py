@@ -1,9 +1,12 @@
-"""Self-attention with heads sharded over tensor ranks: multi-head or grouped-query, with optional
-rotary positions, query/key norms and custom cores.
+"""Self-attention with heads sharded over tensor ranks, multi-head or grouped-query.
 
-Query, key and value are packed into one column-parallel matmul. With fewer key/value heads than
-tensor ranks, neighbouring ranks share a head. Query and key/value are then two matmuls after one
-gather, because their gradients are reduced over different ranks.
+Rotary positions and norms of queries and keys are optional. A function or module can replace the
+core, which computes attention from queries, keys and values.
+
+Query, key and value are packed into one column-parallel matmul. If there are fewer key/value heads
+than tensor ranks, neighbouring ranks share a head. Then the query projection and the key/value
+projection are two matmuls after one gather, because the gradients of their weights are reduced over
+different ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ CAUSAL = Causal()
 class Attention(nn.Module):
     """Self-attention: x [s b h] -> [s b h] (with sequence parallelism both are [s/t b h]).
 
+    t is the number of tensor ranks, tp.
+
     Args:
         name: global name, the prefix of the parameters' names.
         hidden: h.
@@ -42,10 +47,10 @@ class Attention(nn.Module):
             no rotary positions.
         qk_norm: whether every query and key head is normalised by an RMSNorm, as in Qwen3. One
             weight [d] is used for all heads.
-        norm_offset: constant added to the weights of these norms.
-        eps: epsilon of these norms.
+        norm_offset: constant added to the weights of the query and key norms.
+        eps: constant added to the mean square in the query and key norms.
         core: function or module that computes attention for this rank's heads over full sequences,
-            after norms and rotary positions: q [s b a/t d], k and v [s b k/t d] (one head if
+            after norms and rotary positions: q [s b a/t d], k and v [s b k/t d] (a single head if
             k < t) -> [s b a/t d] or [s b (a/t d)]. Default: `Causal`. A core with a custom mask can
             call `attend`. `slicing.heads(a)` returns the global indices of this rank's heads.
             Parameters of a core are either sharded by heads, or replicated with partial gradients
@@ -100,9 +105,9 @@ class Attention(nn.Module):
         )
 
     def flops(self, tokens: int, seq: int) -> int | None:
-        """Returns the FLOPs of a forward except linear layers, over the full square of positions.
+        """Returns the FLOPs of the core's forward, counted for all pairs of positions.
 
-        None if the core is a module, or has no method `flops(tokens, seq, heads, size)`.
+        Returns None if the core is a module, or has no method `flops(tokens, seq, heads, size)`.
         """
         states = None if isinstance(self.core, nn.Module) else getattr(self.core, "flops", None)
         return None if states is None else states(tokens, seq, self.heads, self.d)
@@ -114,7 +119,7 @@ class Attention(nn.Module):
         """Returns (qkv [s b (a+2k)d/t],), or (query, key_value) if ranks share key/value heads."""
         if self.qkv is not None:
             return (self.recompute.column(self.qkv, x),)
-        # Under torch.compile collectives are not recomputed: the backward keeps the gathered x.
+        # Under torch.compile collectives are not recomputed: the gathered x is saved instead.
         regather = self.slicing.sequence_parallel and not torch.compiler.is_compiling()
         x = (
             self.recompute.run("norm", self.slicing.gather, x)
@@ -124,14 +129,17 @@ class Attention(nn.Module):
         return self.query(x), self.key_value(x)
 
     def heads_attend(self, *projected: Tensor) -> Tensor:
-        """Applies the norms of the heads, rotary positions and the core -> [s b (a/t d)]."""
+        """Applies norms of heads, rotary positions and the core; returns [s b (a/t d)].
+
+        projected: the results of `_project`.
+        """
         if self.plain and self._is_short(projected[0]):
             return short_attention.short_attention(projected[0], self.d)
         y = self.core(*self._heads(*projected))
         return y.flatten(2) if y.dim() == 4 else y
 
     def _is_short(self, qkv: Tensor) -> bool:
-        """Returns whether the kernels for short sequences compute attention of qkv [s b 3ad]."""
+        """Returns whether the kernels for short sequences are used for qkv [s b 3ad]."""
         saves_all = type(self.recompute) is Recompute and torch.is_grad_enabled()
         return saves_all and short_attention.fits(qkv, self.d)
 

@@ -16,7 +16,9 @@ from threed.layers.slicing import MicroBatch, Slicing
 
 
 class Embedding(PipelineLayer):
-    """Maps token ids [b s] to x [s b h] (or [s/t b h]): word vectors, learned positions, dropout.
+    """Maps token ids [b s] to x [s b h]: word vectors plus learned positions, with dropout.
+
+    x is [s/t b h] with sequence parallelism.
 
     Args:
         name: global name of the layer.
@@ -30,7 +32,7 @@ class Embedding(PipelineLayer):
     """
 
     backward_reads_weights = False
-    recomputable = False  # saves only ids and a one-byte mask
+    recomputable = False  # it saves only ids and a one-byte mask, which need little memory
 
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,
@@ -64,16 +66,17 @@ def rounded(number: float, dtype: torch.dtype) -> float:
 class Block(PipelineLayer):
     """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), each branch with dropout.
 
-    x: [s b h] -> [s b h] (with sequence parallelism [s/t b h]).
+    The forward maps x [s b h] -> [s b h] (with sequence parallelism [s/t b h]).
 
     Args:
         name: global name of the layer.
-        norms: norms before attention and before the MLP.
+        norms: the norm before attention and the norm before the MLP.
         attention: module [s b h] -> [s b h].
         mlp: module [s b h] -> [s b h].
         slicing: parallel layout and seed of dropout.
         dropout: probability of zeroing an element of a branch's output.
-        post_norms: norms of the outputs of the two branches, before the residual addition.
+        post_norms: norms of the outputs of attention and MLP, before the residual addition.
+            Default: no such norms.
     """
 
     recompute = Recompute()
@@ -110,7 +113,11 @@ class Block(PipelineLayer):
     def _normed(
         self, norm: nn.Module, x: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns x + residual and its norm. If norms are recomputed, the sum is saved."""
+        """Returns x + residual and its norm.
+
+        With selective recompute the sum is a separate operation, because the norm is recomputed
+        from it.
+        """
         if type(self.recompute) is Recompute:
             return sum_and_norm(norm, x, residual)
         total = x if residual is None else x + residual

@@ -2,15 +2,16 @@
 
     compile_layer(layer, "inductor")       layer(x, micro) compiles when it is first called
 
-Some operations cannot be traced: a weight's gradient goes to a sink, which counts it and may send
-a bucket; an all-reduce waits for other ranks; a dropout mask depends on the sample. They are custom
-operators, which run the layers' own code. Their last argument is an `Opaque`, a graph input that
-represents the layer, so that blocks of the same structure share one graph. torch keeps these
-operators in order and never removes them (`EffectType.ORDERED`). The compiler fuses the operations
-between them, so this package's own fused kernels are not used in compiled layers.
+Some operations cannot be traced: a weight's gradient is added to a gradient sink, which counts
+contributions and may start the reduction of a bucket; an all-reduce waits for other ranks; a
+dropout mask depends on the sample. These operations are registered as custom operators that run the
+layers' own code. Their last argument is an `Opaque`, a graph input that represents the layer or its
+axis, so that blocks of the same structure share one graph. torch keeps these operators in order and
+never removes them (`EffectType.ORDERED`). The compiler fuses the operations between them, so this
+package's own fused kernels are not used in compiled layers.
 
-Gradients of weights and biases of linear layers do not pass through the graph. The gradients of
-norms do.
+The gradients of weights and biases of linear layers do not pass through the graph; the gradients of
+the weights of norms do.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from threed.layers import linear, tiled
 from threed.layers.dropout import Dropout
 from threed.layers.slicing import Slicing, has_gradient_hooks, sink_of
 
-RECOMPILES = 64  # graphs per function: kinds of blocks, with and without gradients, sizes
+# limit on graphs per function: one per kind of block, per shape, and with or without gradients
+RECOMPILES = 64
 
 
 class Opaque(OpaqueBase):
@@ -67,7 +69,14 @@ def _product(
 ) -> Tensor:
     """Returns gathered W^T + b.
 
-    x and gathered: the input before and after f. weight: the weight; for a tiled layer its anchor.
+    Args:
+        x: input before f.
+        gathered: input after f.
+        weight: the weight; for a tiled layer `Traced.anchor`.
+        bias: the bias.
+        out: number of columns of the result, for the fake implementation.
+        parts: number of ranks over which f gathers, for the backward.
+        opaque: represents the layer.
     """
     return linear.product(gathered, _values(weight, opaque.value), bias, opaque.value.matmul)
 
@@ -80,16 +89,16 @@ def _values(weight: Tensor, layer: linear.Product) -> tuple[Tensor, ...]:
 def _product_backward(
     dy: Tensor, gathered: Tensor, weight: Tensor, parts: int, need: list[bool], opaque: Opaque
 ) -> Tensor:
-    """Returns the gradient of x, empty if not needed; adds the others to their sinks.
+    """Returns the gradient of x, empty if not needed; adds the other gradients to their sinks.
 
-    need: whether the gradients of x, weight and bias are needed. The sinks must not keep dy and
-    gathered.
+    need: whether the gradients of x, weight and bias are needed, in this order.
     """
     layer, tiles = opaque.value, tiled.tiles_of(opaque.value)
     bias = layer.bias if need[2] else None  # the parameter itself, which has the sink
     sinks = map(sink_of, tiles)
     if any(sink is not None and sink.defers() for sink in sinks):
-        # The sinks read them later, but the compiler may reuse their memory after this function.
+        # These sinks read dy and gathered later. The compiler may reuse the memory of both after
+        # this function returns, so the sinks get copies.
         dy, gathered = dy.clone(), gathered.clone()
     terms = linear.Terms(tiles, bias, layer.axis, layer.gather, layer.matmul)
     dx, *rest = linear.gradients(dy, gathered, _values(weight, layer), terms, need[0])
@@ -157,8 +166,8 @@ def _same(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# Per operator: the implementation (its output must not alias x), the fake, and the operator that
-# the gradient goes through (None: the identity).
+# Per operator: its implementation (the output must not alias x), its fake implementation for
+# tracing, and the operator that computes the gradient of x from dy (None: the identity).
 _CONJUGATES: dict[
     str, tuple[Callable[[Tensor, Any], Tensor], Callable[..., Tensor], str | None]
 ] = {
@@ -220,10 +229,11 @@ torch.library.register_autograd(
 
 
 def compile_layer(layer: nn.Module, backend: str) -> None:
-    """Compiles a layer's forward when it is first called.
+    """Makes torch.compile compile a layer's forward at the first call.
 
     Args:
-        layer: pipeline layer. Its linear layers, dropouts and `Slicing` get their `Opaque`s.
+        layer: pipeline layer. An `Opaque` is attached to each of its linear layers and dropouts,
+            and to its `Slicing`.
         backend: a backend of torch.compile, such as "inductor".
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)

@@ -11,10 +11,12 @@ class Contract:
     Attributes:
         name: global name, unique in the model. It is the prefix of buffer names and appears in
             messages.
-        recomputable: whether `--recompute.mode full` may run the forward again in the backward.
-        backward_reads_weights: whether the backward reads parameter values, which ZeRO stage 3 then
-            gathers.
-        runs_vary: whether the number of runs of a part of the layer varies from pass to pass.
+        recomputable: whether the layer may be recomputed. If so, its forward runs a second time in
+            the backward under `--recompute.mode full`.
+        backward_reads_weights: whether the backward reads the values of the parameters. If so, ZeRO
+            stage 3 gathers them for the backward.
+        runs_vary: whether some submodule runs a data-dependent number of times per micro-batch, so
+            that the number of contributions to its gradients varies.
         compilable: whether torch.compile can compile the forward as one graph.
     """
 
@@ -26,15 +28,17 @@ class Contract:
 
 
 class PipelineLayer(nn.Module, Contract):
-    """A layer of a model: `forward(x, micro)` maps a micro-batch's activations to the next layer's.
+    """A layer of a model: `forward(x, micro)` returns the next layer's input for a micro-batch.
 
-    The layers of a model may be any modules with such a forward. If a module lacks an attribute of
-    `Contract`, its default applies.
+    Any module with such a forward can be a layer, without deriving from this class. If a module
+    lacks an attribute of `Contract`, the attribute's default applies.
 
     The first layer gets x = None. The last layer returns the weighted loss of the micro-batch, or
-    logits if the micro-batch has no labels. Submodules may have a method `flops(tokens, seq)`,
-    which returns the floating-point operations of their forward (None: unknown), and a tuple
-    `data_flags` of `slicing.Flag`s.
+    logits if the micro-batch has no labels.
+
+    Two optional members of submodules are read: a method `flops(tokens, seq)`, which returns the
+    floating-point operations of a forward (None: unknown), and `data_flags`, a tuple of
+    `slicing.Flag`s.
     """
 
 

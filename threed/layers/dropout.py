@@ -47,7 +47,7 @@ class Dropout(nn.Module):
         return micro.samples
 
     def drop(self, x: Tensor, samples: Tensor, step: int) -> Tensor:
-        """Applies dropout to x [s b h], with global sample indices [b] (int64) for its columns."""
+        """Applies dropout to x [s b h]; samples: int64 [b], the global index of each sequence."""
         draw = self._draw(x, samples, step)
         return ops.fused(x, draw) if ops.fits(x) else x * draw.mask(x) * draw.scale
 

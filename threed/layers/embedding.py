@@ -15,13 +15,14 @@ from threed.distributed.collectives import split
 from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter
 from threed.layers.slicing import Flag, Slicing, sink_of
 
-PAD_FROM, PAD_TO = 1024, 128  # rows; padding could be more than a tenth of a smaller table
+# rows; smaller tables are not padded, because padding could exceed a tenth of their size
+PAD_FROM, PAD_TO = 1024, 128
 
 
 def vocab_table(
     name: str, vocab: int, hidden: int, slicing: Slicing, std: float = 0.02
 ) -> nn.Parameter:
-    """Returns a table of word vectors [v/t h]; shards may be unequal if tp does not divide v.
+    """Returns this rank's table of word vectors [v/t h]; shards are unequal if t does not divide v.
 
     A table of 1024 or more rows per rank is padded with zeros to a multiple of 128 rows, the same
     number on all tensor ranks, because GPUs are slow at matrix products of odd sizes. Padding is
@@ -35,7 +36,10 @@ def vocab_table(
 
 
 class _LookUp(torch.autograd.Function):
-    """Returns rows of a table; 0 for ids of other shards. owned: bool, like ids; None: all are."""
+    """Looks up rows of a table [v/t h] by ids; returns zeros for ids of other shards.
+
+    owned: bool in the shape of ids, whether an id belongs to this shard; None if all ids do.
+    """
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor, owned: Tensor | None) -> Tensor:
@@ -49,8 +53,8 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
         (ids, owned), table = ctx.saved_tensors, ctx.table
-        # Ids of other shards add zero to row 0. This is cheaper than selecting rows, and no size
-        # depends on the data.
+        # Ids of other shards add zero to row 0. This is cheaper than selecting the rows of this
+        # shard, and no tensor's size depends on the data.
         rows = (dy if owned is None else dy * owned.unsqueeze(-1)).flatten(0, -2)
         sink = sink_of(table)
         if sink is not None:

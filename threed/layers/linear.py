@@ -1,17 +1,20 @@
-"""Linear layers: column-parallel and row-parallel (Megatron-LM, arXiv 1909.08053, section 3), and
-replicated.
+"""Linear layers: column-parallel, row-parallel and replicated.
 
-    Y = X A^T.   Column-parallel shards A by rows (outputs), row-parallel by columns (inputs):
+Of Y = X A^T, a column-parallel layer shards A by rows (outputs), a row-parallel layer by columns
+(inputs) (Megatron-LM, arXiv 1909.08053, section 3):
 
         column   Y_i = f(X) A_i^T        f: identity forward, all-reduce backward
         row      Y   = g(sum X_i A_i^T)  g: all-reduce forward, identity backward
 
 With sequence parallelism f all-gathers [s/t b h] to [s b h] and reduce-scatters in the backward; g
-does the reverse. The number of bytes is the same. The reduction of the input's gradient overlaps
-with the computation of the weight's gradient.
+does the reverse. This sends as many bytes as the all-reduces. The reduction of the input's gradient
+overlaps with the computation of the weight's gradient.
 
-With `Slicing.tile` this rank's matrix is split by rows into tiles, of which one or two are gathered
-at a time (`layers.tiled`).
+The gradients of weight and bias are added to their gradient sinks (`slicing.GradSink`). Without a
+sink they are returned to autograd.
+
+If `Slicing.tile` is above 1, this rank's matrix is split by rows into tiles, of which one or two
+are gathered at a time (`layers.tiled`).
 """
 
 from __future__ import annotations
@@ -46,9 +49,9 @@ class Terms(NamedTuple):
     """The arguments of y = f(x) W^T + b other than x.
 
     Attributes:
-        weights: W [out in], or its tiles, which are gathered one at a time.
+        weights: W [out in] alone, or the tiles of W in order.
         bias: b [out].
-        axis: axis over which f communicates. With a single rank, f is the identity.
+        axis: axis over which f communicates. If it has a single rank, f is the identity.
         gather: whether f gathers x over `axis`.
         by: implementation of the matrix products.
     """
@@ -61,23 +64,30 @@ class Terms(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """y = f(x) W^T + b. tracked: weights and bias whose gradients autograd receives from here."""
+    """Computes y = f(x) W^T + b.
+
+    tracked: weights and bias, for which the backward returns gradients to autograd. An entry is
+    None if autograd needs no gradient for it (`for_autograd`).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, terms: Terms, *tracked: Tensor | None) -> Tensor:
         if terms.gather:
             x = collectives.all_gather(x, terms.axis)
         weights = terms.weights
-        # Gathered tiles are not saved: hooks that offload saved tensors would read freed memory.
+        # Tiles with a gatherer are not saved: their memory is freed after use, so hooks that
+        # offload saved tensors would read freed memory.
         kept = len(weights) == 1 or all(tile_gatherer_of(weight) is None for weight in weights)
         ctx.save_for_backward(x, *(weights if kept else ()))
         ctx.terms = terms
-        # `data` is not a view. Autograd would reject in-place changes (relu_()) of a view.
+        # The product may be a view, but `.data` is not: autograd would reject in-place changes of
+        # a view (relu_()).
         return product(x, weights, terms.bias, terms.by).data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Sinks belong to the parameters in `terms`; saved-tensor hooks may return other tensors.
+        # Sinks are attributes of the parameters in `terms`. The saved tensors may be other tensors,
+        # returned by saved-tensor hooks.
         (x, *saved), terms = ctx.saved_tensors, ctx.terms
         dx, *rest = gradients(dy, x, saved or terms.weights, terms, ctx.needs_input_grad[0])
         return dx, None, *rest
@@ -91,16 +101,16 @@ def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, by: Matmu
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) -> Tensor | None:
-    """Adds dy^T x [out in], the gradient for y = x weight^T, to the weight's sink.
+    """Computes the gradient of the weight in y = x weight^T, dy^T x, and adds it to its sink.
 
     Args:
         weight: parameter [out in].
-        dy: rows [m out].
-        x: [... in], with m rows.
+        dy: gradient of y as rows [m out].
+        x: [... in], m rows if flattened.
         by: implementation of the matrix product.
 
     Returns:
-        The gradient for autograd; None if it was added to a sink or the weight is frozen.
+        The gradient [out in] for autograd; None if it was added to a sink or the weight is frozen.
     """
     if not weight.requires_grad:
         return None
@@ -117,9 +127,9 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients of x before f, of each weight and of the bias. Collective.
 
-    Gradients of parameters in `terms` that have a `GradSink` are added to it, and None is returned
-    for them. During a stage's forward (`torch.autograd.grad` in a layer) only the gradient of x is
-    computed, and it is differentiable.
+    If a parameter in `terms` has a `GradSink`, its gradient is added to the sink. During a stage's
+    forward, gradients are requested only by a layer that calls `torch.autograd.grad`. In this case
+    only the gradient of x is computed, and it is differentiable.
 
     Args:
         dy: gradient of y, [... out].
@@ -127,6 +137,10 @@ def gradients(
         weights: values of the weights in `terms`.
         terms: arguments of the forward.
         need_dx: whether the gradient of x is needed.
+
+    Returns:
+        The gradients of x before f, of each weight, and of the bias; None for a gradient that is
+        not needed or was added to a sink.
 
     Raises:
         RuntimeError: if a differentiable gradient would have to be summed over tensor ranks or
@@ -182,7 +196,7 @@ def _in_forward(terms: Terms) -> bool:
 
 
 def linear(x: Tensor, terms: Terms) -> Tensor:
-    """Returns f(x) W^T + b, [... in] -> [... out]. A weight may be a slice of a larger one."""
+    """Returns f(x) W^T + b, [... in] -> [... out]. A weight may be a slice of a larger tensor."""
     tracked = for_autograd(x, *terms.weights, terms.bias)
     out: Tensor = _Linear.apply(x, terms, *tracked)
     return out
@@ -211,8 +225,8 @@ class Traced:
         layer: `Opaque` of the layer.
         axis: `Opaque` of its axis.
         outputs: number of columns of y on this rank.
-        anchor: for a tiled layer, an empty tensor that requires a gradient, passed in place of the
-            weight so that y requires one; else None.
+        anchor: for a tiled layer, an empty tensor that requires a gradient. It is passed in place
+            of the weight, so that y requires a gradient. None for a layer without tiles.
     """
 
     layer: Any
@@ -228,7 +242,7 @@ class Product(nn.Module):
         axis: axis of f, as in `Terms`.
         gather: whether f gathers x, as in `Terms`.
         matmul: implementation of the matrix products.
-        traced: set by `compile_layer`.
+        traced: inputs for torch.compile, set by `compile_layer`; None if the layer is not compiled.
     """
 
     axis, gather, matmul = LOCAL, False, NATIVE
@@ -270,9 +284,9 @@ class ColumnLinear(Product):
         std: standard deviation of the initial weights.
         bias: whether there is a bias.
         multiple: unit of the shards, such as a head's size.
-        shared: number of neighbouring ranks that hold the same shard (if there are fewer key/value
-            heads than ranks). Their gradients are summed.
-        local: whether the caller applies f. x is then [s b h].
+        shared: number of neighbouring ranks that hold the same shard (above 1 if there are fewer
+            key/value heads than ranks). The gradients of these ranks are summed.
+        local: whether the caller applies f, so that x is already [s b h].
     """
 
     def __init__(
@@ -306,7 +320,8 @@ class RowLinear(Product):
     """A linear layer sharded by inputs: x [s b in/t] -> [s b out] (or [s/t b out]).
 
     The output is [s/t b out] with sequence parallelism. The bias is added once, after the
-    reduction. With sequence parallelism its gradient is partial.
+    reduction. With sequence parallelism the bias's gradient is partial, because each rank sums over
+    its part of the sequence only.
 
     Args:
         name: global name, the prefix of the parameters' names.
@@ -346,9 +361,9 @@ class RowLinear(Product):
 class ReplicatedLinear(Product):
     """A linear layer replicated over tensor ranks, without communication: x [... in] -> [... out].
 
-    For matrices that are too small to shard (a router, a low-rank projection), and for layers
-    between blocks, where x is [s b in] or this rank's [s/t b in]. Weight [out in] and bias [out]
-    are the global tensors `name`.weight and `name`.bias.
+    It is used for matrices that are too small to shard (a router, a low-rank projection), and for
+    layers between blocks, where x is [s b in] or this rank's [s/t b in]. Weight [out in] and bias
+    [out] are the global tensors `name`.weight and `name`.bias.
 
     Args:
         name: global name.
@@ -379,8 +394,8 @@ class ReplicatedLinear(Product):
 class SinkLinear(nn.Linear):
     """torch's linear layer, with gradients added to sinks directly instead of through autograd.
 
-    It falls back to torch's forward under torch.compile and autocast, for mixed dtypes, and if a
-    gradient must pass through autograd.
+    It falls back to torch's forward under torch.compile and autocast, for inputs with one dimension
+    or another dtype than the weight, and if a gradient must pass through autograd.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -402,8 +417,8 @@ class SinkLinear(nn.Linear):
 def use_sinks(layer: nn.Module) -> None:
     """Replaces torch's linear layers inside a layer by `SinkLinear`.
 
-    A split backward can then defer their weight gradients. Derived classes and modules with a
-    replaced forward are left to autograd.
+    A split backward can then defer the weight gradients of these layers. Subclasses of `nn.Linear`
+    and modules with a replaced forward stay unchanged; autograd handles their gradients.
     """
     for module in layer.modules():
         if type(module) is nn.Linear and "forward" not in module.__dict__:

@@ -23,9 +23,14 @@ from threed.ops.matmul import NATIVE
 class _Projection:
     """The arguments of the loss other than x.
 
-    terms: the table [v/t h] as a linear layer. targets: [s b]. scale: factor of the summed loss.
-    first: global id of the shard's first column. columns: number of columns without padding.
-    vocabulary: columns of all ranks.
+    Attributes:
+        terms: the table [v/t h] as the weight of a linear layer.
+        targets: int64 [s b].
+        scale: factor of the summed loss, a scalar tensor.
+        first: global id of the shard's first column.
+        columns: number of columns of the shard, without padding.
+        vocabulary: number of columns of all ranks.
+        softcap: bound on logits, as in `capped`.
     """
 
     terms: Terms
@@ -37,16 +42,20 @@ class _Projection:
     softcap: float = 0.0
 
     def loss(self, logits: Tensor, at: slice) -> Tensor:
-        """Returns the weighted loss at the positions `at` from their logits."""
+        """Returns the weighted loss at the positions `at`, from the logits at these positions."""
         return weighted_loss(
             capped(logits, self.softcap), self.targets[at], self.scale, self.terms.axis, self.first, columns=self.columns,
             vocabulary=self.vocabulary,
         )  # fmt: skip
 
     def gradient(self, x: Tensor, weight: Tensor, at: slice, dloss: Tensor) -> Tensor:
-        """Returns the gradient of the logits [n v/t] at positions `at`, from x [.. b h].
+        """Recomputes the logits at the n positions `at` and returns their gradient, [(n b) v/t].
 
-        The logits are recomputed.
+        Args:
+            x: input at these positions, [n b h].
+            weight: the table [v/t h].
+            at: the positions.
+            dloss: gradient of the loss, a scalar.
         """
         with torch.enable_grad():
             logits = self.terms.by.linear(x, weight, None).requires_grad_()
@@ -61,9 +70,9 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The weighted loss of f(x) w^T, computed chunk by chunk along the sequence.
+    """Computes the weighted loss from logits f(x) w^T, chunk by chunk along the sequence.
 
-    Only the logits of one chunk exist at a time. The backward recomputes them.
+    Only the logits of one chunk exist at a time. The backward recomputes the logits of each chunk.
     """
 
     @staticmethod
@@ -101,13 +110,14 @@ class _ChunkedLoss(torch.autograd.Function):
 class LanguageModelHead(PipelineLayer):
     """The last layer: x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss, a scalar.
 
-    Without labels it returns logits [s b v/t]. If `MicroBatch.loss_chunks` is above 1, the logits
-    of one chunk of the sequence exist at a time, which costs a third of the head's time.
+    Without labels it returns logits [s b v/t]. If `MicroBatch.loss_chunks` is above 1, only the
+    logits of one chunk of the sequence exist at a time; recomputing them adds a third to the head's
+    time.
 
     Args:
         name: global name of the layer.
-        weight_name: global name of the projection [v h]. If head and embedding are tied, it is the
-            name of the token embedding.
+        weight_name: global name of the projection [v h]. To tie head and embedding, pass the name
+            of the token embedding.
         norm: final norm.
         vocab: v.
         hidden: h.
@@ -117,7 +127,7 @@ class LanguageModelHead(PipelineLayer):
     """
 
     matmul = NATIVE
-    recomputable = False  # on the last stage its backward follows immediately
+    recomputable = False  # its backward follows immediately, so recomputation would free no memory
 
     def __init__(
         self,

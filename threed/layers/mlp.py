@@ -1,6 +1,7 @@
-"""The feed-forward part of a block, sharded by inner features: GELU, SwiGLU or another activation.
+"""The feed-forward part of a block, sharded by inner features.
 
-An activation is an element-wise function, or a module whose parameters carry a `ShardSpec`.
+The activation is an element-wise function such as GELU (SwiGLU in `GatedMLP`), or a module with
+parameters that carry a `ShardSpec`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class MLP(nn.Module):
     """
 
     recompute = Recompute()
-    outputs: tuple[str, ...] = ("up",)  # global matrices packed into `self.up`
+    outputs: tuple[str, ...] = ("up",)  # names of the global matrices packed into `self.up`
 
     def __init__(
         self, name: str, hidden: int, ffn: int, slicing: Slicing, *, bias: bool = True, std: float = 0.02,
@@ -68,8 +69,8 @@ class MLP(nn.Module):
 class GatedMLP(MLP):
     """Returns down(activation(gate(x)) * up(x)) (arXiv 2002.05202): x [s b h] -> [s b h].
 
-    Gate and up projections are one matmul. Arguments as for `MLP`; the default activation is SiLU,
-    which makes it SwiGLU.
+    Gate and up projections are one matmul. The arguments are the same as for `MLP`, but the default
+    activation is SiLU (SwiGLU).
     """
 
     outputs = ("gate", "up")

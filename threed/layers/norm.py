@@ -18,11 +18,11 @@ from threed.ops import launch, norm
 
 
 class _Fused(torch.autograd.Function):
-    """norm(s) by the fused kernel, with s = x + residual or x; if `with_sum`, returns (s, norm(s)).
+    """Computes norm(s) by the fused kernel, where s is x + residual, or x without a residual.
 
-    If `with_sum`, the backward adds the gradient of s to the gradient through the norm. Weight and
-    bias are `params`. `tracked_weight` and `tracked_bias` are the same tensors if autograd receives
-    their gradients from here, else None.
+    If `with_sum`, it returns (s, norm(s)), and the backward adds the gradient of s to the gradient
+    through the norm. `params` are weight and bias. `tracked_weight` and `tracked_bias` are the same
+    tensors, or None if autograd needs no gradient for them (`for_autograd`).
     """
 
     @staticmethod
@@ -51,7 +51,7 @@ class _Fused(torch.autograd.Function):
             residual=dsum[0].contiguous().view_as(total) if dsum else None,
         ).view_as(dy)  # fmt: skip
         ended = (dweight.done(), dbias.done() if dbias else None)
-        # For an input that was None or frozen, autograd accepts only None.
+        # If an input was None or frozen, autograd accepts only None as its gradient.
         tracked = [ended[i] if ctx.needs_input_grad[2 + i] else None for i in range(2)]
         return dx, dx if ctx.added else None, *tracked, None, None, None, None
 
@@ -59,7 +59,7 @@ class _Fused(torch.autograd.Function):
 def sum_and_norm(
     module: nn.Module, x: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns x + residual (or x) and its norm by `module`, in one kernel if possible."""
+    """Returns s = x + residual (s = x without one) and module(s), by one kernel if possible."""
     is_plain = type(module) in (LayerNorm, RMSNorm) and not (
         module._forward_hooks or module._forward_pre_hooks
         or module._backward_hooks or module._backward_pre_hooks
@@ -147,8 +147,8 @@ class RMSNorm(Norm):
         slicing: parallel layout.
         eps: constant added to the mean square.
         partial: whether the gradient is partial, as in `Slicing.shared`.
-        offset: constant added to the weight, 1 in Gemma, whose weights start at zero. If it is not
-            0, the norm is computed in fp32 or wider, as is 1 + weight.
+        offset: constant added to the weight; 1 in Gemma, where weights are initialised to zero. If
+            it is not 0, the norm and weight + offset are computed in fp32 or wider.
     """
 
     def __init__(

@@ -12,19 +12,24 @@
     with selective.watch():                       # around the layer's forward
         y = layer(x, micro)
 
-No tensor is saved inside a named operation. In the backward the operation is run again from its
-inputs; all tensors that autograd needs are rebuilt at once and freed as they are used. The
-operation's result is also the input that the next layer saves, so dropping only the inner tensors
-would save no memory. Results are therefore identified by their storage: wherever one is saved, a
-placeholder is saved instead (Megatron-Core achieves the same by emptying the output's storage).
-Weights, often saved as transposed views, have other storages and are not affected. A result that
-was changed in place, or is viewed in another dtype, cannot be rebuilt and is saved as usual. Saved
-tensors are checked for changes before the backward uses them, because autograd does not check them
-if there are hooks.
+Autograd saves no tensor inside a named operation. In the backward the operation is run again from
+its inputs; all tensors that autograd needs are rebuilt together, and each is freed after use.
 
-Names in use: attention (the core: norms of heads, rotary positions, scaled dot product; the
-projected queries, keys and values are saved), activation (of the MLP; its input is saved), norm
-(its input is saved). With sequence parallelism the backward also gathers a norm's result again.
+The next layer saves the operation's result as its input, so dropping only the tensors inside the
+operation would free no memory. Therefore results are dropped too. A result is identified by its
+storage: whenever autograd would save a tensor with this storage, it saves a placeholder instead
+(Megatron-Core achieves the same by emptying the output's storage). Weights, often saved as
+transposed views, have other storages and are not affected. A result that was changed in place, or
+is viewed in another dtype, cannot be rebuilt and is saved as usual. Saved tensors are checked for
+in-place changes before the backward uses them, because autograd omits this check for tensors that
+pass through saved-tensor hooks.
+
+Names of operations:
+    attention     norms of heads, rotary positions, scaled dot product; the projected queries, keys
+                  and values are saved
+    activation    the activation of the MLP; its input is saved
+    norm          the norms of a block; their inputs are saved. With sequence parallelism the
+                  backward also gathers a norm's result again.
 """
 
 from __future__ import annotations
@@ -55,8 +60,8 @@ from threed.ops import attention
 class RngState:
     """The state of torch's generators before a forward, so that a rerun draws the same numbers.
 
-    It is kept only if the forward used a generator. The layers of this package do not; custom
-    layers may.
+    The state is kept only if the forward used a generator. The layers of this package use none;
+    custom layers may.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,14 +69,14 @@ class RngState:
         self._before: dict[str, Tensor] | None = rng_states(device)
 
     def drawn(self) -> None:
-        """Ends the recording. Drops the state if the generators were not used since."""
+        """Marks the end of the forward. Drops the state if the forward used no generator."""
         before, now = self._before or {}, rng_states(self._device)
         if all(torch.equal(before[kind], now[kind]) for kind in before):
             self._before = None
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restores the recorded state in the block, and the present state after it."""
+        """Context with the recorded state; afterwards the generators continue as before it."""
         if self._before is None:
             yield
             return
@@ -91,7 +96,7 @@ class Recompute:
         return f(*inputs)
 
     def column(self, layer: Product, x: Tensor) -> Tensor:
-        """Applies a column-parallel layer to x, which may be the result of an operation."""
+        """Applies a column-parallel layer to x, which may be the result of a named operation."""
         return layer(x)
 
 
@@ -99,9 +104,9 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset 
 
 
 class _SavedTensor:
-    """A saved tensor and its version.
+    """A saved tensor and the value of its version counter.
 
-    The version is not checked for weights, because ZeRO writes into their buffers.
+    The version of a weight is not checked, because ZeRO writes into the buffers of weights.
     """
 
     __slots__ = ("_tensor", "_version")
@@ -123,7 +128,10 @@ class _SavedTensor:
 
 
 class _Placeholder:
-    """Saved by autograd in place of a tensor. `rebuild` sets `value`, which is freed with it."""
+    """An object that autograd saves in place of a tensor.
+
+    `_Operation.rebuild` sets `value`, which is freed with the placeholder.
+    """
 
     __slots__ = ("__weakref__", "operation", "value")
 
@@ -136,7 +144,10 @@ Packed = _SavedTensor | _Placeholder
 
 
 def unpack(packed: Packed, description: str = "a tensor that the backward needs") -> Tensor:
-    """Returns a saved tensor, rebuilt if necessary. description: for an error message."""
+    """Returns a saved tensor, rebuilt if necessary.
+
+    description: the tensor in words, for an error message.
+    """
     if isinstance(packed, _Placeholder):
         if packed.value is None:
             packed.operation.rebuild()
@@ -231,11 +242,11 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def _contexts() -> Any:
-    """Returns the policy for recompute under torch.compile: keep only results of fused attention.
+    """Returns the policy for recompute under torch.compile: save only results of fused attention.
 
-    The next layer saves the attention output in any case; the log-sum-exp is one number per query.
-    (torch 2.13 mistakes the random state of fused attention for a saved tensor if it is recomputed
-    in a graph with opaque objects.)
+    Saving these results costs little: the next layer saves the attention output in any case, and
+    the log-sum-exp is one number per query. Moreover, if fused attention is recomputed in a graph
+    with opaque objects, torch 2.13 mistakes its random state for a saved tensor.
     """
     return create_selective_checkpoint_contexts(_policy)
 
@@ -249,7 +260,8 @@ class Selective(Recompute):
 
     def __init__(self, ops: Iterable[str]) -> None:
         self.ops = frozenset(ops)
-        # By storage address. The weak reference prevents reuse of the address.
+        # Operations by the storage address of their results. The weak reference prevents reuse of
+        # the address.
         self._results: dict[int, tuple[StorageWeakRef, _Operation]] = {}
         self._running = False
 
@@ -285,7 +297,7 @@ class Selective(Recompute):
         return y
 
     def _run_as_one(self, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Returns f(*inputs); treats named operations inside f as part of it."""
+        """Returns f(*inputs); named operations inside f are not recomputed separately."""
         self._running = True
         try:
             return f(*inputs)
@@ -293,7 +305,11 @@ class Selective(Recompute):
             self._running = False
 
     def column(self, layer: Product, x: Tensor) -> Tensor:
-        """Returns layer(x). If the layer gathers a recomputed x, the backward gathers it again."""
+        """Returns layer(x).
+
+        If the layer gathers x, and x is recomputed, the gathered x is not saved: the backward
+        gathers it again.
+        """
         source = None if torch.compiler.is_compiling() else self._operation_of(x)
         if not layer.gather or source is None:
             return layer(x)

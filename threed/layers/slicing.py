@@ -84,8 +84,8 @@ class Slicing:
     def partial(self) -> str | None:
         """The axis over which the gradient of a replicated parameter between blocks is partial.
 
-        "tp" with sequence parallelism, because each rank has only its part of the sequence; else
-        None.
+        It is "tp" with sequence parallelism, because each rank has only its part of the sequence,
+        otherwise None.
         """
         return "tp" if self.sequence_parallel else None
 
@@ -104,8 +104,8 @@ class Slicing:
         ranks:
           None   for layers between blocks: partial with sequence parallelism, because each rank
                  has only its own positions; otherwise complete
-          True   always partial: each rank has its own heads or features, or the next layer is
-                 sharded by them without an f (`gather`) in between
+          True   always partial: the parameter is applied to this rank's own heads or features, or
+                 its output enters a sharded layer without a `gather` (f) in between
           False  always complete: every rank has full sequences, and the gradient of its output
                  is complete too
 
@@ -120,7 +120,8 @@ class Slicing:
     def gather(self, x: Tensor) -> Tensor:
         """Applies f before sharded layers: [s b h] (or [s/t b h]) -> [s b h]. Collective.
 
-        With sequence parallelism f gathers along the sequence. The gradient is summed over ranks.
+        f is the identity; with sequence parallelism it gathers along the sequence. The backward
+        sums the gradient over tensor ranks.
         """
         return self._conjugate(
             collectives.gather_from if self.sequence_parallel else collectives.copy_to, x
@@ -154,12 +155,12 @@ class MicroBatch:
         tokens: int64 [b s].
         labels: int64 [b s]; labels below 0 are ignored. None: the last layer returns logits.
         samples: int64 [b], global sample indices.
-        weight: factor of the sum of token losses, a scalar tensor: 1 / the step's global number of
-            valid labels (of rows, if labels are not integers).
+        weight: factor of the sum of token losses, a scalar tensor: 1 / number of valid labels in
+            the step's global batch (or of rows, if labels are not integers).
         step: number of the step, for dropout masks.
         training: whether dropout is on.
-        inputs: the batch's other tensors [b ...], in their own dtypes unless precision.cast_inputs
-            is on. For a wrapped module: all of its keyword arguments.
+        inputs: the batch's other tensors [b ...], by name. They keep their dtypes unless
+            `precision.cast_inputs` is on. For a wrapped module: all of its keyword arguments.
         loss_chunks: number of chunks in which the head computes logits.
     """
 
@@ -176,12 +177,12 @@ class MicroBatch:
 class Flag:
     """An error in the data, detected on the device without a synchronisation.
 
-    The step is skipped, and reading its metrics raises DataError. A layer keeps its flags in a
-    tuple `data_flags`.
+    If an error is recorded, the step is skipped, and reading the step's metrics raises DataError. A
+    layer keeps its flags in a tuple `data_flags`.
 
     Args:
-        what: description for the message.
-        error: whether to raise DataError; otherwise a warning is issued.
+        what: description of the error, for the message.
+        error: whether to raise DataError; if false, only a warning is issued.
     """
 
     def __init__(self, what: str, error: bool = True) -> None:
@@ -204,7 +205,7 @@ class Flag:
         )
 
     def swap(self, found: Tensor | None) -> Tensor | None:
-        """Replaces the record (a bool scalar or None), and returns the previous one."""
+        """Replaces the recorded state, a bool scalar or None; returns the previous state."""
         found, self._found = self._found, found
         return found
 
@@ -249,26 +250,27 @@ class GradSink(Protocol):
         """Adds rows [n h] at the row numbers `index` [n]."""
 
     def memory(self) -> tuple[Tensor, bool] | None:
-        """Returns the gradient's buffer, in the parameter's shape, and whether it must be added to.
+        """Returns (buffer, add): the gradient's buffer in the parameter's shape.
 
-        None if the gradient has to be passed to `add`.
+        If `add` is true, the gradient must be added to the buffer's content, else overwrite it.
+        Returns None instead of the pair if the gradient has to be passed to the method `add`.
         """
 
     def mark_added(self) -> None:
         """Counts a contribution that was written to `memory`."""
 
     def in_forward(self) -> bool:
-        """Returns whether a stage is running a forward, when the sink accepts no gradients."""
+        """Returns whether a stage is running a forward. Then the sink accepts no gradients."""
 
     def defers(self) -> bool:
-        """Returns whether contributions are kept and added later, as in a split backward."""
+        """Returns whether the sink stores contributions and adds them later (split backward)."""
 
 
 def sink_of(weight: Tensor) -> GradSink | None:
-    """Returns the sink of a parameter, or None.
+    """Returns the sink of a parameter, or None if the gradient must be returned to autograd.
 
-    None also if the user registered gradient hooks on the parameter: its gradient then goes through
-    autograd, and the sink's own hook, which runs last, moves it to the sink.
+    That is the case without a sink, and if the user registered gradient hooks on the parameter:
+    autograd runs these hooks, and then the sink's own hook, which moves the gradient to the sink.
     """
     return None if has_gradient_hooks(weight) else getattr(weight, "sink", None)
 
@@ -279,15 +281,17 @@ def has_gradient_hooks(param: Tensor) -> bool:
 
 
 def goes_to_sink(param: Tensor | None) -> bool:
-    """Returns whether autograd handles no gradient for `param`: None, frozen, or with a sink."""
+    """Returns whether autograd needs no gradient for `param`: it has a sink, is frozen, or None."""
     return param is None or not param.requires_grad or sink_of(param) is not None
 
 
 def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Returns the parameters to pass to an autograd function of x.
+    """Returns the parameters to pass to an autograd function of x and these parameters.
 
-    If x requires a gradient and the parameters' gradients go to sinks, each is None. Otherwise
-    autograd would visit them for no result, which costs the host as much as a small kernel.
+    If x requires a gradient, and autograd needs no gradient for any parameter (`goes_to_sink`),
+    each parameter is replaced by None. If they were passed, autograd would visit them without a
+    result, which costs the host as much as a small kernel. If x requires no gradient, they must be
+    passed: without them autograd would not run the backward.
     """
     no_params = x.requires_grad and all(map(goes_to_sink, params))
     return (None,) * len(params) if no_params else params
@@ -307,7 +311,9 @@ def bias_gradient(bias: Tensor, rows: Tensor) -> Tensor | None:
 
 
 class VectorGradient:
-    """fp32 memory to which a kernel writes a vector's gradient: the sink's own memory if possible.
+    """fp32 memory into which a kernel writes a vector's gradient.
+
+    It is the sink's own memory if possible, otherwise a temporary tensor.
 
     Attributes:
         out: fp32 [n].
@@ -335,13 +341,13 @@ class VectorGradient:
 
 
 class TileGatherer(Protocol):
-    """Gathers a tile's weight while it is used. At other times its memory may be freed.
+    """Gathers a tile's weight for use. While the tile is not in use, its memory may be freed.
 
     A layer uses `weight.tile_gatherer`. A weight without one is always in memory.
     """
 
     def open(self) -> None:
-        """Waits for the weight's gather, which it starts if `ahead` has not."""
+        """Waits until the weight is gathered. Starts the gather if `ahead` did not start it."""
 
     def ahead(self) -> None:
         """Starts to gather the weight, for the next `open`."""
@@ -358,9 +364,10 @@ def tile_gatherer_of(weight: Tensor) -> TileGatherer | None:
 def sum_of_products(
     weight: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE
 ) -> Tensor | None:
-    """Adds the sum of products a @ b to the weight's sink, or returns it.
+    """Adds the sum of products a @ b to the weight's sink, or returns the sum for autograd.
 
-    All pairs are consumed, also for a frozen weight.
+    All pairs are consumed even if the weight is frozen, because producing a pair may have side
+    effects, such as computing the input's gradient.
     """
     sink, total = sink_of(weight), None
     if sink is not None:
@@ -373,7 +380,7 @@ def sum_of_products(
 
 
 def add_to(total: Tensor | None, a: Tensor, b: Tensor, by: Matmul) -> Tensor:
-    """Returns total + a b, computed in total's memory; without a total, a b."""
+    """Returns total + a b, computed in total's memory; without a total, returns a b."""
     if total is None:
         return by.product(a, b)
     by.add_product_(total, a, b, fresh=False)

@@ -1,5 +1,6 @@
-"""Tiled linear layers: large weights are gathered one tile at a time (memory-centric tiling,
-ZeRO-Infinity, arXiv 2104.07857, section 5.1.3).
+"""Tiled linear layers: large weights are gathered one tile at a time.
+
+This is memory-centric tiling (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3).
 
     weight [out in] -> tiles [out_i in], split by rows
     y[..., out_i] = x tile_i^T
@@ -7,12 +8,13 @@ ZeRO-Infinity, arXiv 2104.07857, section 5.1.3).
 
 `zero.tile` sets the number of tiles for the linear layers of a model's blocks. A `ReplicatedLinear`
 can override it. Each tile is a separate parameter, which is gathered, reduced, updated and
-offloaded by itself. Its `ShardSpec` names the same global tensor, so initial values, checkpoints
-and exports do not depend on tiles. While one tile is used the next is gathered (`TileGatherer`). At
-most two tiles are in memory. Without gatherers all tiles stay in memory.
+offloaded on its own. The `ShardSpec`s of all tiles name the same global tensor, so initial values,
+checkpoints and exports do not depend on the number of tiles. While one tile is used, the next is
+gathered (`TileGatherer`), so at most two tiles are in memory. Tiles without a gatherer stay in
+memory.
 
-Outputs equal the untiled layer's, up to the order of summation in matrix products of another shape.
-The input's gradient is a sum over tiles.
+Outputs equal the outputs of the untiled layer except for rounding, because a matrix product of
+another shape may sum in another order. The input's gradient is a sum over tiles.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ from threed.distributed.sharding import Piece, ShardSpec, parameter
 from threed.layers.slicing import tile_gatherer_of
 from threed.ops.matmul import Matmul
 
-GRANULE = 64  # rows: larger tiles are split at multiples of it, which matrix kernels prefer
+# Rows. Tiles of at least this many rows start at multiples of it, which matrix kernels prefer.
+GRANULE = 64
 
 Span = tuple[int, int]
 
 
 def spans(rows: int, tiles: int) -> list[Span]:
-    """Returns the first and last row of each tile; fewer tiles if the matrix has fewer rows."""
+    """Returns the rows [first, last) of each tile; fewer tiles if there are fewer rows."""
     tiles = max(1, min(tiles, rows))
     unit = GRANULE if rows >= GRANULE * tiles else 1
     cuts = [min(rows, unit * split(-(-rows // unit), tiles, i)[0]) for i in range(tiles)]
@@ -87,7 +90,10 @@ def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
 
 @contextmanager
 def gathered(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
-    """Context in which a tile is gathered. Starts to gather `following` at its beginning."""
+    """Context in which the tile `weight` is gathered.
+
+    On entry it also starts to gather `following`, the tile that is used next.
+    """
     gatherer = tile_gatherer_of(weight)
     following_gatherer = None if following is None else tile_gatherer_of(following)
     if gatherer is not None:
@@ -127,10 +133,15 @@ def input_gradient(
     rows: Tensor, weights: Sequence[Tensor], params: Sequence[Tensor], by: Matmul,
     after: Callable[[int, Tensor], None] | None,
 ) -> Tensor:  # fmt: skip
-    """Returns the gradient of x [m in] for y = x W^T from rows dy [m out]: a sum over tiles.
+    """Returns the gradient of x [m in] for y = x W^T, a sum over tiles.
 
-    after: called with (i, dy's columns of tile i) after tile i was used, while the next is
-    gathered.
+    Args:
+        rows: gradient of y, [m out].
+        weights: values of the tiles.
+        params: the tiles' parameters, which have the gatherers.
+        by: implementation of the matrix products.
+        after: called as after(i, columns of `rows` for tile i) when tile i has been used, while the
+            next tile is being gathered.
     """
     last = len(weights) - 1
     total = rows.new_empty(len(rows), weights[0].shape[1], dtype=_sum_dtype(rows, len(weights)))
@@ -144,12 +155,12 @@ def input_gradient(
 
 
 def parts(rows: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Yields each tile's number and its columns of rows [m out], in the order of buckets.
+    """Yields (i, the columns of `rows` [m out] for tile i), from the last tile to the first.
 
-    This order is from the last tile to the first.
+    The buckets of gradients are filled in this order.
     """
     for i, span in reversed(list(enumerate(_columns_of(weights)))):
-        # Contiguous: oneDNN is up to a thousand times slower on a transposed slice.
+        # contiguous, because oneDNN is up to a thousand times slower on a transposed slice
         yield i, rows[:, slice(*span)].contiguous()
 
 
@@ -159,5 +170,8 @@ def _columns_of(weights: Sequence[Tensor]) -> list[Span]:
 
 
 def _sum_dtype(x: Tensor, tiles: int) -> torch.dtype:
-    """Returns fp32 for sums of more than two 16-bit terms, so that they are rounded once."""
+    """Returns the dtype of a sum over tiles.
+
+    It is fp32 for more than two 16-bit terms, so that the sum is rounded only once.
+    """
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) and tiles > 2 else x.dtype

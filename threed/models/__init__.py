@@ -21,7 +21,7 @@ from threed.models.wrapped import Wrapped as Wrapped
 class Model(Protocol):
     """The interface of a model to an engine.
 
-    The layers are `layers.PipelineLayer`s, or modules with such a forward. A model may also have
+    The layers are `layers.PipelineLayer`s, or modules with the same forward. A model may also have
     the attributes of `ModelOptions`.
 
     Attributes:
@@ -43,14 +43,14 @@ class ModelOptions:
 
     Attributes:
         boundaries_replicated: whether, without sequence parallelism, layers return the same tensors
-            on all tensor ranks. Then each rank sends only a slice to the next stage.
+            on all tensor ranks. If so, each rank sends only a slice of them to the next stage.
         boundaries_vary: whether the shapes of layer outputs may differ between micro-batches of the
             same shape.
-        costs: `costs(micro_batch)` returns the cost of each layer, in any unit, to balance the
-            stages. None uses the FLOPs of the forward, found by running the layers on the meta
-            device.
-        example: `example(micro_batch)` returns a batch with that many rows; required if the model
-            reads more entries of a batch than 'tokens' and 'labels'.
+        costs: `costs(micro_batch)` returns the cost of each layer, in any unit, for balancing the
+            stages; `micro_batch` is the number of rows of a micro-batch. None: the cost is the
+            FLOPs of the forward, counted by running the layers on the meta device.
+        example: `example(micro_batch)` returns a batch with that many rows. Required if the model
+            reads other entries of a batch than 'tokens' and 'labels'.
     """
 
     boundaries_replicated: bool = False
@@ -66,8 +66,7 @@ def options_of(model: Model) -> ModelOptions:
 
 
 def is_layered(model: object) -> bool:
-    """Returns whether a model consists of pipeline layers; any other model is a module to be
-    wrapped."""
+    """Returns whether a model consists of pipeline layers. If not, it is a module to be wrapped."""
     has_slicing = isinstance(getattr(model, "slicing", None), Slicing)
     return has_slicing and not isinstance(model, Wrapped)
 

@@ -1,19 +1,20 @@
 """The buffers of the modules on a rank: their names, and their synchronization over data ranks.
 
     buffers = build(layers, cut, topology)
-    buffers.begin()                                        # to the device, equal on all data ranks
+    buffers.begin()                                        # move to the device, broadcast
     buffers.begin_step() · buffers.end_step() · buffers.agree()
 
 A buffer's name is the layer's name and the path in the layer (`blocks.3.norm.running_mean`;
 `layers.3.…` for a layer without a name), or the path in a wrapped module. Data rank 0 has the
 authoritative values, as with DistributedDataParallel. Buffers that change in training are broadcast
-from it at the start of each step, before an evaluation and before a checkpoint. The first step
-detects which buffers change; evaluations and checkpoints check again. A module may replace a buffer
-by another tensor (`self.mean = new`), so the module's table is read on every access.
+from data rank 0 at the start of each step, before an evaluation and before a checkpoint. The first
+step detects which buffers change; evaluations and checkpoints check again. A module may replace a
+buffer by another tensor (`self.mean = new`), so the module's table of buffers is read on every
+access.
 
-Tensor ranks count as replicas of each other, without a broadcast. Layers with the
-same name share weights, and a checkpoint has one buffer per name, the one of the first layer. So a
-buffer that changes in several layers with the same name is an error.
+The buffers of tensor ranks are assumed to be equal and are not broadcast. Layers with the same name
+share weights. A checkpoint has one buffer per name, from the first layer with that name, so it is
+an error if a buffer changes and several layers have its name.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class BufferRef:
         return self.key not in self.owner._non_persistent_buffers_set
 
     def store(self, values: Tensor) -> None:
-        """Sets the values; in place if the current tensor can be written to."""
+        """Sets the buffer's values, in place if the current tensor can be written to."""
         old = self.value
         repeated = old is not None and any(
             n > 1 and step == 0 for n, step in zip(old.shape, old.stride(), strict=True)
@@ -68,7 +69,7 @@ class BufferRef:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """A buffer at one time: the tensor, its version counter, and optionally its values."""
+    """The state of a buffer at one time: its tensor, version counter, and optionally its values."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -76,7 +77,7 @@ class Observation:
 
 
 def find(roots: Roots) -> list[BufferRef]:
-    """Returns all buffers of some modules; each module once, under its first name.
+    """Returns all buffers of some modules. A module with several names counts under the first one.
 
     Args:
         roots: (name prefix, module) pairs.
@@ -116,13 +117,14 @@ class Buffers:
     """The buffers of this rank's modules.
 
     Args:
-        stages: named modules per pipeline stage, of all stages.
+        stages: for each pipeline rank, (name prefix, module) pairs of its modules.
         topology: the ranks.
         recomputed: names of buffers in layers that are recomputed in full.
         two_holders: whether every layer is on two pipeline ranks.
 
     Attributes:
-        exist: whether any rank that takes part has buffers; the same on all of them.
+        exist: whether any of the ranks that must call the collectives together has buffers. Equal
+            on all of these ranks.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class Buffers:
         self._seen: dict[tuple[nn.Module, str], Observation] | None = None
         self._changing: list[
             tuple[BufferRef, Tensor]
-        ] = []  # with a meta tensor of its shape and dtype
+        ] = []  # each with a meta tensor of the buffer's shape and dtype
 
     # ------------------------------------------------------------------------------------------------------ data ranks
 
@@ -188,14 +190,14 @@ class Buffers:
         """Detects in the first step which buffers change. Collective in that step.
 
         Raises:
-            ValueError: if a buffer changes that must not.
+            ValueError: if a buffer changed that must not change.
         """
         if not self._searched:
             self._find_changes()
             self._searched = True
 
     def agree(self) -> None:
-        """Detects further changing buffers, then broadcasts from data rank 0. Collective."""
+        """Detects further changing buffers, then broadcasts all changing ones. Collective."""
         if self._seen is not None:
             self._find_changes()
         self._broadcast(self._changing)
@@ -223,12 +225,12 @@ class Buffers:
         """Finds buffers that changed since `_observe` on any rank. Collective."""
         seen, values = self._seen or {}, self._values()
         pairs = [(place, value, seen.get((place.owner, place.key))) for place, value in values]
-        # The kernels of batch_norm do not advance version counters. So the first step compares
-        # values. Later, if one buffer of a module has changed (num_batches_tracked), its other
-        # buffers count as changed too.
+        # The kernels of batch_norm change buffers without advancing their version counters. So the
+        # first step compares values. Later steps compare versions only; if one buffer of a module
+        # has changed (num_batches_tracked), the module's other buffers count as changed, too.
         owners = {place.owner for place, value, before in pairs if _changed(value, before)}
-        # A non-persistent buffer that was replaced is a cache. Skip it: its shape may differ
-        # between ranks.
+        # A non-persistent buffer that was replaced by another tensor is taken for a cache and
+        # skipped, because its shape may differ between ranks.
         own = {
             place.name for place, value, before in pairs
             if place.owner in owners and (place.persistent or (before is not None and before.tensor() is value))
@@ -285,7 +287,7 @@ class Buffers:
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
     def persistent(self) -> dict[str, BufferRef]:
-        """Returns this stage's persistent buffers by name, the first of each name."""
+        """Returns this rank's persistent buffers by name; the first one if a name occurs twice."""
         places = reversed(find(self._roots))
         return {place.name: place for place in places if place.persistent}
 
@@ -293,7 +295,8 @@ class Buffers:
         """Returns the persistent buffers that this rank writes to a checkpoint.
 
         Args:
-            any_copy: include replicas on all data ranks, which are equal after `agree`.
+            any_copy: whether ranks other than data rank 0 return their replicas, too. The replicas
+                of all data ranks are equal after `agree`.
         """
         if (self._data.index > 0 and not any_copy) or self.topology.axis("tp").index > 0:
             return {}
@@ -305,7 +308,7 @@ class Buffers:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Returns the shapes of all persistent buffers, None without a value. Collective."""
+        """Returns the shapes of all persistent buffers by name (None: no value). Collective."""
         own = {n: None if p.value is None else p.value.shape for n, p in self.persistent().items()}
         return {
             name: None if shape is None else tuple(shape)
@@ -314,7 +317,7 @@ class Buffers:
         }
 
     def different(self) -> list[str]:
-        """Returns the persistent buffers that differ between tensor ranks. Collective."""
+        """Returns the names of persistent buffers that differ between tensor ranks. Collective."""
         axis, places = self.topology.axis("tp"), self.persistent()
         if axis.size == 1 or not places:
             return []
@@ -323,14 +326,14 @@ class Buffers:
         return sorted(name for name in places if len({rank.get(name) for rank in ranks}) > 1)
 
     def restore(self, names: Collection[str], source: Callable[[str], Tensor]) -> None:
-        """Sets the persistent buffers among `names` to `source(name)`."""
+        """Sets each persistent buffer with a name in `names` to the values `source(name)`."""
         for place in find(self._roots):
             if place.persistent and place.name in names:
                 place.store(source(place.name).to(self.topology.device))
         self._seen = None  # a restored value is not a change made by the model
 
     def collect(self) -> dict[str, Tensor]:
-        """Returns all persistent buffers by name, on rank 0's CPU (empty elsewhere). Collective."""
+        """Returns all persistent buffers by name on rank 0; an empty dict elsewhere. Collective."""
         axis, own = self.topology.axis("pp"), self.owned()
         if self._data.index > 0 or self.topology.axis("tp").index > 0:
             return {}

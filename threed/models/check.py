@@ -2,11 +2,15 @@
 
     check(model.layers(), model.slicing, topology)
 
-The checks: every parameter has a record; a name refers to one parameter of a layer; layers that
-share a parameter by name (tied weights) have equal records of it; the shards of the tensor ranks
-cover each global tensor exactly once; and all ranks describe the same model. Errors that only show
-in the arithmetic, such as a partial gradient that is not marked as partial, are found by `threed
-verify`.
+The checks are:
+- Every parameter has a record.
+- Within a layer, every name refers to one parameter.
+- Layers that share a parameter by name (tied weights) have equal records of the parameter.
+- The shards of the tensor ranks cover each global tensor exactly once.
+- All ranks describe the same model.
+
+Errors that only change computed values, such as a partial gradient that is not marked as partial,
+are found by `threed verify`.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """A parameter of a layer.
+    """A parameter with the layer that uses it.
 
     Attributes:
         layer: name of the layer.
@@ -130,7 +134,7 @@ def _duplicate_names(uses: Iterable[Use]) -> Iterator[str]:
 
 
 def _conflicting_records(uses: Iterable[Use]) -> Iterator[str]:
-    """Yields problems of parameters that two layers share by name, but describe differently."""
+    """Yields problems of parameters that layers share by name but describe differently."""
     seen: dict[str, Use] = {}
     for use in uses:
         first = seen.setdefault(use.spec.name, use)
@@ -148,7 +152,7 @@ def _conflicting_records(uses: Iterable[Use]) -> Iterator[str]:
 def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
     """Yields problems of global tensors with missing elements, or with replicas that are not
     marked. Collective."""
-    boxes: dict[str, dict[str, list[Part]]] = {}  # by `ShardSpec.over` and name
+    boxes: dict[str, dict[str, list[Part]]] = {}  # of this rank, by `ShardSpec.over` and name
     where: dict[str, Use] = {}
     for use in {(use.spec.name, use.spec.tile): use for use in uses}.values():
         if use.spec.numel + use.spec.padding != use.param.numel():
@@ -157,7 +161,7 @@ def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
             own = boxes.setdefault(use.spec.over or "", {})
             own.setdefault(piece.name, []).append((piece.start, piece.size))
             where.setdefault(piece.name, use)
-    # The boxes of the tensor ranks, for each rank of the axis `over`.
+    # Per value of `over`: for each rank of that axis, the boxes of each tensor rank.
     ranks: dict[str, list[Any]] = {}
     for over, own in sorted(boxes.items()):
         row = collectives.exchange(own, topology.axis("tp"))
@@ -172,12 +176,12 @@ def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
 def _partition_fault(
     shape: tuple[int, ...], replicated: str | None, rows: Sequence[Sequence[Sequence[Part]]]
 ) -> str | None:
-    """Returns the problem of one global tensor, if any.
+    """Returns the problem of one global tensor, or None.
 
     Args:
-        shape: its global shape.
-        replicated: axis over which it is replicated.
-        rows: the boxes of each tensor rank, for each rank of the axis `ShardSpec.over`.
+        shape: shape of the global tensor.
+        replicated: axis over which the tensor is replicated.
+        rows: for each rank of the axis `ShardSpec.over`, the boxes of each tensor rank.
     """
     parts_by_rank = list[tuple[int, Part]]()
     for ranks in rows:

@@ -1,10 +1,11 @@
-"""Counts the items in the mean loss of a wrapped module, which are the weights of its
-micro-batches.
+"""Counts the items over which a wrapped module's mean loss is computed.
 
-items = Items(module)
-items(inputs)                    before the forward: the number of items, for each way to count them
-with items.observing(inputs):    around the forward
-items.select_weight(weights)     after the forward: the weight for the way that applies
+The number of items is the weight of a micro-batch in the loss of a step.
+
+    items = Items(module)
+    items(inputs)                    # before the forward: the number of items, per way of counting
+    with items.observing(inputs):    # around the forward
+    items.select_weight(weights)     # after the forward: the weight for the right way of counting
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class Items:
 
     A causal model of Hugging Face predicts each label from the positions before it, so it does not
     count the first label of a row. If the module contains such a model as a submodule, only the
-    forward shows whether the submodule gets the labels, or the module computes the loss itself. In
-    this case both numbers are counted.
+    forward shows whether the submodule gets the labels (the first label does not count) or the
+    module computes the loss itself (the first label counts). In this case both numbers of items are
+    computed, and the right one is selected after the forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,10 +45,10 @@ class Items:
             )
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        """Returns the number of items of a micro-batch.
+        """Returns the number of items of a micro-batch, fp64.
 
-        The result is an fp64 scalar; or [2] if the first label of a row may or may not count: with
-        it, then without it.
+        The result is a scalar. If only the forward shows whether the first label of a row counts,
+        it is a tensor [2]: the number with the first labels, then the number without them.
         """
         if not self._inner:
             return count_items(inputs, self.shifted)
@@ -54,7 +56,7 @@ class Items:
 
     @contextmanager
     def observing(self, inputs: Inputs) -> Iterator[None]:
-        """Records the labels that inner causal models get, inside the block."""
+        """Context that records whether a causal model in the module gets the batch's labels."""
         self._inputs, self._inner_got_labels = inputs, False
         try:
             yield
@@ -96,9 +98,10 @@ def same_memory(a: object, b: object) -> bool:
 
 
 def shifts_labels(module: nn.Module) -> bool:
-    """Returns whether the module predicts each label from the positions before it.
+    """Returns whether the module is a causal model of Hugging Face.
 
-    Hugging Face's causal models do. The first label of a row is then not counted.
+    Such a model predicts each label from the positions before it, so the first label of a row is
+    not counted.
     """
     names = [kind.__name__ for kind in type(module).__mro__]
     return any(word in name for name in names for word in ("CausalLM", "LMHeadModel"))
@@ -111,8 +114,11 @@ def class_labels(inputs: Inputs) -> Tensor | None:
 
 
 def count_items(inputs: Inputs, shifted: bool) -> Tensor:
-    """Returns the number of items in a mean loss, an fp64 scalar: the labels that are not ignored
-    (below 0), or the rows if there are no labels."""
+    """Returns the number of items in a mean loss, an fp64 scalar.
+
+    Items are the labels that are 0 or more (labels below 0 are ignored), or the rows if there are
+    no integer labels. If `shifted`, the first label of each row is not counted.
+    """
     labels = class_labels(inputs)
     if labels is None:
         first = next(value for value in inputs.values() if isinstance(value, Tensor))

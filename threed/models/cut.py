@@ -18,10 +18,10 @@ from threed.schedules.plan import Plan
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several pipeline ranks hold (a tied weight); the same record on every rank.
+    """A parameter that several pipeline ranks hold (a tied weight). Equal on every rank.
 
     Attributes:
-        number: index among the ties of the model.
+        number: index of this tie among the ties of the model.
         stages: pipeline ranks that hold the parameter.
         layers: numbers of the layers that use it.
         chunks: per rank in `stages`, the chunks that use it.
@@ -40,8 +40,9 @@ class Cut:
     Attributes:
         ranges: layers of each stage, in order.
         placement: per pipeline rank, the stage of each chunk.
-        ways: 2 if every stage is on two ranks (bidirectional schedules). Then the first half of a
-            rank's chunks belongs to one way, the second half to the other, as in `Plan`.
+        ways: 2 if every stage is on two ranks, one per direction (bidirectional schedules); else 1.
+            If 2, the first half of a rank's chunks belongs to one direction (way), the second half
+            to the other, as in `Plan`.
     """
 
     ranges: tuple[range, ...]
@@ -50,7 +51,11 @@ class Cut:
 
     @classmethod
     def of(cls, ranges: Sequence[range], plan: Plan) -> Cut:
-        """Returns ranges with the placement of a plan; raises ValueError for a wrong number."""
+        """Returns a partition with the placement of a plan.
+
+        Raises:
+            ValueError: if the number of ranges is not the plan's number of stages.
+        """
         if len(ranges) != plan.total_stages:
             raise ValueError(
                 f"{len(ranges)} ranges of layers for the {plan.total_stages} stages of plan {plan.name}"
@@ -67,7 +72,7 @@ class Cut:
 
     @property
     def one_way(self) -> tuple[tuple[int, ...], ...]:
-        """The placement of the first way only, with every stage on one rank."""
+        """The placement for the first way only, in which every stage is on one rank."""
         return tuple(stages[: len(stages) // self.ways] for stages in self.placement)
 
     def holders(self, stage: int) -> list[int]:
@@ -87,7 +92,7 @@ class Cut:
 
     @property
     def links(self) -> list[tuple[int, int]]:
-        """The pairs of pipeline ranks with neighbouring stages, which send to each other."""
+        """The pairs of pipeline ranks that send to each other: they hold neighbouring stages."""
         pairs = pairwise(self.holders(stage) for stage in range(len(self.ranges)))
         passes = [
             (a, b) for stage, next_stage in pairs for a, b in zip(stage, next_stage, strict=True)
@@ -123,14 +128,14 @@ def partition(
 ) -> list[range]:
     """Returns the layers of every stage: balanced by cost, uniform by count, or given counts.
 
-    A partition by measured times is made by `planner.measured.divide`. With one rank, `measured` is
-    uniform.
+    A partition by measured times is made by `models.measured_partition.divide` instead. This
+    function gets 'measured' only for a single pipeline rank, and treats it as 'uniform'.
 
     Args:
         how: 'balanced', 'uniform', 'measured', or the number of layers per stage.
         layers: number of layers.
         stages: number of stages.
-        costs: returns the cost of every layer; called if stages are balanced.
+        costs: returns the cost of every layer; called only to balance several stages.
     """
     if isinstance(how, tuple):
         return explicit(how, layers, stages)

@@ -1,9 +1,11 @@
-"""A decoder of any architecture in `threed.config.architectures`; the architecture's record lists the
-parts of its blocks.
+"""A decoder of any architecture in `threed.config.architectures`.
 
-model = Decoder(config.model, slicing)
-model.layers()    # embedding, blocks.0 ... blocks.l-1, head: each on the meta device until its
-stage is built
+The architecture's record determines the parts of the decoder's blocks.
+
+    model = Decoder(config.model, slicing)
+    model.layers()       # embedding, blocks.0 ... blocks.l-1, head
+
+Each layer is on the meta device until its pipeline stage is built.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ STD = 0.02
 class Decoder:
     """A decoder as a list of pipeline layers.
 
-    Projections onto the residual stream have smaller initial values, by 1 / sqrt(2 l) for l layers
-    in the full model.
+    The initial values of projections onto the residual stream are smaller by the factor
+    1 / sqrt(2 l), where l is the number of blocks in the full model.
     """
 
     boundaries_replicated = True
@@ -115,7 +117,10 @@ class Decoder:
         return STD / math.sqrt(2 * self.config.layers)
 
     def _theta(self, window: bool) -> Theta:
-        """Returns the rotary base or frequencies of layers with or without a window."""
+        """Returns the base or the frequencies of rotary positions in a block.
+
+        window: whether the block's attention has a window, for which the base may differ.
+        """
         c = self.config
         d = c.head_dim or c.hidden // c.heads
         if window and c.rope_local_theta is not None:
@@ -139,7 +144,11 @@ class Decoder:
 
 
 def vocab_of(config: ModelConfig) -> int:
-    """Returns the vocabulary size; ValueError if it is not set yet."""
+    """Returns the vocabulary size.
+
+    Raises:
+        ValueError: if it is not set yet.
+    """
     if config.vocab is None:
         raise ValueError(
             "model.vocab is not set: resolve the configuration with the tokenizer's vocabulary first"

@@ -1,17 +1,17 @@
 """Partitions a model by measured times: the fastest simulated step within a memory limit.
 
-    division = divide(times, planner, {"uniform": (cut, plan)})         # times: LayerTimes of every layer
-    division.ranges                                                     # layers of each stage
-    division.text()                                                     # imbalance, and predicted gain
+    division = divide(times, planner, {"uniform": (cut, plan)})    # times: a LayerTimes per layer
+    division.ranges                                                # layers of each stage
+    division.text()                                                # imbalance, and predicted gain
 
-A schedule that plans by times needs a partition first: `divide` partitions, then calls the planner
-for a plan.
+Some schedules are planned from the times of the stages, so they need a partition first. `divide`
+partitions the model, then calls the planner for a plan.
 
 The slowest stage alone does not determine the time of a step. Under 1F1B, the ranks also wait for
 the first stage's forwards and the last stage's backwards. So partitions are compared by simulating
-the schedule in use. The search starts from the partitions with the fastest slowest stage, by time
-and by the given baselines. It moves one layer over one boundary, or one over each of two, as long
-as the step becomes faster.
+the schedule in use. The search starts from the partition that minimizes the time of the slowest
+stage, and from each of the given baselines. As long as the step becomes faster, it moves one layer
+over one stage boundary, or one layer over each of two boundaries.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from threed.schedules.simulation import Costs, Timeline, most_kept, peak_activat
 
 Ranges = tuple[range, ...]
 Planner = Callable[[Costs | None, float | None], Plan]
-"""(stage times, limit on micro-batches per rank) -> plan. None: equal times, no limit."""
-_ACTIONS = 400_000  # limit on simulated actions per search; takes one or two seconds
-_MIN_GAIN = 1e-9  # relative improvement that exceeds rounding
+"""Returns a plan for (stage times, limit on micro-batches in memory per rank). Either argument may
+be None: equal times, no limit."""
+_ACTIONS = 400_000  # limit on simulated actions per search, which take one or two seconds
+_MIN_GAIN = 1e-9  # smallest relative improvement that is not considered rounding
 _Result = TypeVar("_Result")
 
 
@@ -41,7 +42,7 @@ class LayerTimes(NamedTuple):
 
     Attributes:
         forward: time of the forward.
-        backward_input: time of B, the gradient of the input, with recomputation.
+        backward_input: time of I, the gradient of the input, with recomputation.
         backward_weight: time of W, the gradients of the weights.
     """
 
@@ -70,14 +71,15 @@ class Division:
 
     Attributes:
         ranges: layers of each stage.
-        plan: plan of a step; if the schedule plans by times, by these times.
+        plan: plan of a step, made from `times` if the schedule is planned from times.
         times: times of every layer.
         seconds: simulated time of a step's forwards and backwards.
-        bubble: idle share of that time.
-        imbalance: work of the slowest rank / mean work of the ranks.
-        gains: per baseline, its simulated time / `seconds`.
+        bubble: idle share of the ranks in that time.
+        imbalance: time of computation of the slowest rank / mean over all ranks.
+        gains: by name of baseline: simulated time of a step with the baseline / `seconds`.
         notices: remarks on the measurement, for the user.
-        limit: limit on micro-batches per rank that the plan was made for; None without a limit.
+        limit: limit on micro-batches in memory per rank for which the plan was made; None: no
+            limit.
     """
 
     ranges: Ranges
@@ -92,7 +94,7 @@ class Division:
 
     @property
     def costs(self) -> Costs:
-        """The times of the stages."""
+        """Simulation costs: the times of the stages."""
         return stage_costs(self.times, self.ranges)
 
     def text(self) -> str:
@@ -119,7 +121,7 @@ def times_by_flops(flops: Sequence[float], again: Sequence[int]) -> list[LayerTi
 
     Args:
         flops: FLOPs of forward and backward per layer; a backward counts as two forwards.
-        again: numbers of the layers with a backward that recomputes the forward.
+        again: numbers of the layers that are recomputed: their backward includes a forward.
     """
     return [
         LayerTimes(cost / 3, cost / 3 * (1 + (number in again)), cost / 3)
@@ -136,17 +138,18 @@ def divide(
 ) -> Division:
     """Returns the fastest partition that the search finds, with its plan.
 
-    The search uses the plan for equal times. If the planner plans by times, the partition then gets
-    the plan for its own times, unless that one is slower. In simulation, no baseline that fits the
-    limit is faster. The result is the same on every rank with the same times.
+    The search uses the plan for equal times. Afterwards the planner is called with the times of the
+    partition that was found; its plan is used unless it is slower. In simulation, no baseline that
+    fits the limit is faster than the result. All ranks with the same times get the same result.
 
     Args:
         times: times of every layer.
-        planner: returns a plan for stage times; if it does not fit the memory limit, it is called
-            again with a limit on micro-batches.
-        baselines: by name, partitions to start from and to compare with, each with its plan.
-        layer_bytes: bytes of every layer; required with `limit`.
-        limit: memory limit of a rank in bytes.
+        planner: returns a plan for stage times. If the plan does not fit the memory limit, the
+            planner is called again with a limit on micro-batches.
+        baselines: by name, (partition, plan) pairs. The search starts from these partitions, and
+            the result is compared with them.
+        layer_bytes: bytes of every layer; required if `limit` is given.
+        limit: memory limit of a rank in bytes. None: no limit.
 
     Raises:
         ValueError: if there are fewer layers than stages, or if no partition fits the limit.
@@ -164,7 +167,8 @@ def divide(
             raise ValueError(f"{excess:.0f} bytes above the limit")
         return plan
 
-    # with two chunks per rank, the plan for these times may need more memory than for equal times
+    # With two chunks per rank, the plan for these times may need more memory than the plan for
+    # equal times. If it does not fit, the latter is kept.
     with contextlib.suppress(ValueError):
         within, plan = _largest_limit(equal, plan_for_times)
         timeline = simulate(plan, found.costs)
@@ -212,11 +216,11 @@ def _largest_limit(
 
     Args:
         plan: a plan without a limit, to bound the search.
-        attempt: called with None (no limit) first, then with limits found by bisection; raises
+        attempt: called with None (no limit) first, then with limits found by bisection. It raises
             ValueError if it fails.
 
     Returns:
-        The limit, or None, and the result.
+        The limit (None: no limit), and the result of `attempt` for it.
 
     Raises:
         ValueError: if `attempt` fails for a limit of one micro-batch.
@@ -236,7 +240,7 @@ def _largest_limit(
 
 
 class _Search:
-    """Partitions of one model under one plan, each simulated once."""
+    """A search over partitions of one model under one plan. Each partition is simulated once."""
 
     def __init__(
         self, times: Sequence[LayerTimes], plan: Plan, layer_bytes: Sequence[LayerBytes] | None, limit: float | None
@@ -256,7 +260,7 @@ class _Search:
         self._prices: dict[Ranges, tuple[float, float]] = {}
 
     def balanced(self) -> Ranges:
-        """Returns the partition that minimizes the slowest stage.
+        """Returns the partition that minimizes the time of the slowest stage.
 
         With one chunk per rank, only partitions within the memory limit count.
         """
@@ -278,20 +282,23 @@ class _Search:
         ]
 
     def price(self, cut: Ranges) -> tuple[float, float]:
-        """Returns bytes above the limit, then simulated time; the smaller pair is better."""
+        """Returns (bytes above the memory limit, simulated time); a smaller pair is better."""
         if cut not in self._prices:
             self.remaining -= 1
             self._prices[cut] = self._excess(cut), self.simulate(cut).makespan
         return self._prices[cut]
 
     def descend(self, cut: Ranges) -> Ranges:
-        """Returns the best partition that small moves reach from this one."""
+        """Returns the partition at which repeated moves to a better neighbour end."""
         while (better := self._better(cut)) is not None:
             cut = better
         return cut
 
     def _better(self, cut: Ranges) -> Ranges | None:
-        """Returns a better neighbour, or None. Skips neighbours that cannot be faster."""
+        """Returns a better partition among the neighbours, or None if no neighbour is better.
+
+        Neighbours that cannot be faster are not simulated.
+        """
         excess, seconds = self.price(cut)
         least = {neighbour: max(self.work(neighbour)) for neighbour in _neighbours(cut)}
         for neighbour in sorted(least, key=lambda neighbour: least[neighbour]):
@@ -317,7 +324,7 @@ class _Search:
         return states + most_kept(self.plan, rank, kept) + max(layer.workspace for layer in layers)
 
     def _bytes_by_stage(self) -> StageBytes:
-        """Returns `_rank_bytes` as a function of stage and layers, for one stage per rank."""
+        """Returns `_rank_bytes` as a function of (stage, start, stop), for one stage per rank."""
         ranks = {stages[0]: rank for rank, stages in enumerate(self.placement)}
         live = {stage: most_kept(self.plan, rank, [1]) for stage, rank in ranks.items()}
         states, kept = (
@@ -334,7 +341,7 @@ class _Search:
 
 
 def _neighbours(cut: Ranges) -> Iterator[Ranges]:
-    """Yields the partitions with one layer moved over one boundary, or one over each of two."""
+    """Yields partitions with one layer moved over one boundary, or over each of two boundaries."""
     stops = [part.stop for part in cut]
     moves = [(at, step) for at in range(len(stops) - 1) for step in (-1, 1)]
     for chosen in [*combinations(moves, 1), *combinations(moves, 2)]:

@@ -2,8 +2,8 @@
 
     balanced([cost.flops for cost in costs], stages=4)       # four ranges of layer indices
 
-`balanced` minimizes the cost of the slowest stage, exactly. `uniform` counts layers only.
-`explicit` uses given counts.
+`balanced` minimizes the cost of the slowest stage, exactly. `uniform` makes stages with equal
+numbers of layers, as far as possible. `explicit` uses given numbers of layers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ def balanced(
 ) -> list[range]:
     """Returns the partition with the smallest maximum of stage costs.
 
-    Among several it returns the most even one (smallest sum of squares), then the one with fewest
-    layers on the last stage, then on the stage before, and so on. Dynamic programming over exact
-    integers, so that ties are exact; takes stages × layers² steps.
+    Of several such partitions it returns the most even one (with the smallest sum of squared stage
+    costs). Of several most even ones it returns the one with the fewest layers on the last stage,
+    then on the stage before, and so on. Dynamic programming with exact integers, so that equal
+    costs compare as equal, takes stages × layers² steps.
 
     Args:
         costs: cost of every layer.
         stages: number of stages.
-        stage_bytes: returns the bytes on a stage with the layers start .. stop - 1; required with
-            `limit`.
+        stage_bytes: returns the bytes on a stage with the layers start .. stop - 1; required if
+            `limit` is given.
         limit: memory limit of a stage in bytes.
 
     Returns:
@@ -70,12 +71,12 @@ def balanced(
 
 
 def uniform(n: int, stages: int) -> list[range]:
-    """Returns n layers in stages with sizes that differ by at most one, larger ones first."""
+    """Partitions n layers into stages with sizes that differ by at most one, larger ones first."""
     return explicit([n // stages + (stage < n % stages) for stage in range(stages)], n, stages)
 
 
 def explicit(counts: Sequence[int], n: int, stages: int) -> list[range]:
-    """Returns n layers in stages of the given sizes.
+    """Partitions n layers into stages of the given sizes.
 
     Raises:
         ValueError: if there is not one count per stage, or if they do not add up to n.
@@ -106,7 +107,7 @@ def _check_stages(n: int, stages: int) -> None:
 
 
 def _prefix_sums(costs: Sequence[float]) -> list[int]:
-    """Returns running sums as integers in a common unit, without rounding."""
+    """Returns the running sums of costs, as integers in a common unit, without rounding."""
     exact = [Fraction(value) for value in costs]
     if any(value < 0 for value in exact):
         raise ValueError("a layer's cost is negative")
@@ -115,7 +116,10 @@ def _prefix_sums(costs: Sequence[float]) -> list[int]:
 
 
 def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueError:
-    """Returns the error if no partition fits; it names the smallest limit that one fits."""
+    """Returns the error for the case that no partition fits the limit.
+
+    The message includes the smallest limit that some partition fits.
+    """
     least = _optimum(n, stages, stage_bytes, max)
     needed = least[0] if least else 0
     given, best = in_units(limit), in_units(needed)
@@ -130,11 +134,13 @@ def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueEr
 def _optimum(
     n: int, stages: int, score: Score, merge: Callable[[int, int], int]
 ) -> tuple[int, list[range]] | None:
-    """Returns the smallest merged score of a partition, and the partition; None if none is allowed.
+    """Returns the smallest score of a partition, and that partition; None if none is allowed.
 
-    Among equal ones it returns the one with the latest boundaries.
+    The score of a partition combines the scores of its stages by `merge`. Of several partitions
+    with the smallest score it returns the one with the latest boundaries.
     """
-    # best[stage][stop]: score of the first `stop` layers on `stage` stages; start of the last one
+    # best[stage][stop]: the smallest score of the first `stop` layers on `stage` stages, and the
+    # first layer of the last of these stages
 
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(stages):

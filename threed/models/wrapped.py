@@ -1,11 +1,11 @@
-"""Wraps any `nn.Module` as a model of one pipeline layer, and finds the units for gathering its
-parameters.
+"""Wraps any `nn.Module` as a model of one pipeline layer, and divides it into units.
 
     model = Wrapped(hf_model)       # done by threed.Engine(hf_model, ...)
 
-The members of the outermost containers (`nn.ModuleList`, `nn.ModuleDict`, `nn.Sequential`) are
-units, usually transformer blocks; so is every other module with direct parameters. The module
-itself is not changed, but its parameters get new storage.
+The parameters of a unit are gathered and released together. Each member of the outermost containers
+(`nn.ModuleList`, `nn.ModuleDict`, `nn.Sequential`) is a unit, usually a transformer block. Every
+other module that has direct parameters (not in a submodule) is a unit, too. The module itself is
+not changed, but its parameters get new storage.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from threed.models.counting import Inputs, Items
 
 
 def loss_of(output: Any) -> Tensor:
-    """Returns the loss in a module's output: its `.loss`, its entry 'loss', the first of a tuple,
-    or the output.
+    """Returns the loss in a module's output.
+
+    It is the attribute `loss`; else the entry 'loss' of a mapping; else the first element of a
+    tuple; else the output itself.
 
     Raises:
         ValueError: if the loss is not a scalar tensor.
@@ -88,7 +90,7 @@ class Unit:
 
     Attributes:
         name: path of the unit in the wrapped module.
-        module: the module that runs all others of the unit.
+        module: the outermost module of the unit, which calls the other modules.
         members: the modules of the unit.
     """
 
@@ -101,7 +103,7 @@ class Unit:
 
 
 class Wrapped(PipelineLayer):
-    """A module as a model with a single layer; see `threed.models.Model`.
+    """An `nn.Module` as a model with a single pipeline layer; see `threed.models.Model`.
 
     The tensors of a batch are passed as keyword arguments.
 
@@ -137,7 +139,8 @@ class Wrapped(PipelineLayer):
         for unit in self.units:
             for param in (p for member in unit.members for p in member.parameters(recurse=False)):
                 self._unit_of.setdefault(names[id(param)], unit)
-        # Meta copies take no memory. A layout replaces the original parameters later.
+        # Copies of the units on the meta device, which initialise them later. They are made now,
+        # because the original parameters will be replaced; they take no memory.
         self._meta_copies = {
             unit.name: meta_copy(unit) for unit in self.units if has_meta_parameters(unit.members)
         }
@@ -158,13 +161,12 @@ class Wrapped(PipelineLayer):
         if weight is None:
             return loss
         weight = weight if items is None else items.select_weight(weight)
-        # A mean over no items may be NaN; its weight is zero.
+        # The mean over no items may be NaN. Its weight is zero, but NaN * 0 would be NaN.
         return torch.where(weight > 0, loss, 0.0) * weight.to(loss.dtype)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Puts the module into evaluation mode inside the block; then restores the mode of every
-        submodule."""
+        """Context with the module in evaluation mode; restores the mode of every submodule."""
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
@@ -178,8 +180,8 @@ class Wrapped(PipelineLayer):
     def initial(self, piece: Piece, seed: int) -> Tensor:
         """Returns the initial values of a piece.
 
-        These are the values the module was passed with. For a module on the meta device, they come
-        from its own initialisation, which runs for one unit at a time to save memory.
+        These are the values that the module had when it was wrapped. If it is on the meta device,
+        its own initialisation computes them, for one unit at a time to save memory.
         """
         given = self._original[piece.name]
         values = (
@@ -190,7 +192,7 @@ class Wrapped(PipelineLayer):
         return values[slices(piece.start, piece.size)]
 
     def agree(self, axis: Axis, device: torch.device) -> None:
-        """Broadcasts the module's original values from the first rank of the axis. Collective."""
+        """Broadcasts the original parameter values from the first rank of the axis. Collective."""
         for value in self._original.values():
             if axis.size > 1 and value.device.type != "meta":
                 shared = collectives.broadcast(value.detach().to(device).contiguous(), axis, 0)
@@ -199,9 +201,9 @@ class Wrapped(PipelineLayer):
     def initialised(self, device: torch.device, dtype: torch.dtype) -> None:
         """Finishes the initialisation of the parameters, and initialises the buffers.
 
-        Drops the original values. Moves buffers to the device; casts them like `module.to(device,
-        dtype)` if some parameter changes its dtype. Buffers on the meta device get their values
-        from their module's own initialisation.
+        Drops the original parameter values. Moves buffers to the device. If some parameter has
+        another dtype than `dtype`, casts the floating-point buffers as `module.to(device, dtype)`
+        would. The values of buffers on the meta device come from their module's own initialisation.
         """
         cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
         self._original.clear()
@@ -231,8 +233,10 @@ class Wrapped(PipelineLayer):
         return {name: param.detach() for name, param in found}
 
     def _materialise(self, copied: nn.Module, seed: int, name: str) -> nn.Module:
-        """Allocates and initialises a module from the meta device; the values depend on name and
-        seed only."""
+        """Allocates and initialises a copy of a module on the meta device.
+
+        The values depend on name and seed only.
+        """
         for module in copied.modules():
             for key, param in module._parameters.items():
                 if param is not None:
@@ -268,7 +272,7 @@ class Wrapped(PipelineLayer):
 
 
 def check(module: nn.Module) -> None:
-    """Raises ValueError if a module cannot be wrapped; names the parameter or submodule."""
+    """Raises ValueError if a module cannot be wrapped; the message names the cause."""
     if "_threed" in module.__dict__:
         raise ValueError(
             f"this {type(module).__name__} belongs to an engine already: build a new one for another engine"
@@ -316,7 +320,7 @@ def _check_one_dtype(params: Mapping[str, nn.Parameter]) -> None:
 
 
 def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
-    """Returns the problems of a module for `data_ranks` data ranks, each with a fix."""
+    """Returns the problems that a module has with `data_ranks` data ranks, each with a fix."""
     kinds, problems = (nn.Embedding, nn.EmbeddingBag), []
     renorm = [
         name
@@ -332,14 +336,19 @@ def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
 
 
 def keeps_dtype(owner: nn.Module, key: str) -> bool:
-    """Returns whether a buffer is exempt from casts: `transformers` computes rotary angles in fp32,
-    and casts them itself."""
+    """Returns whether a buffer must not be cast.
+
+    True for the rotary frequencies of `transformers`, which computes angles in fp32 and casts the
+    results itself.
+    """
     return "inv_freq" in key and type(owner).__module__.startswith("transformers.")
 
 
 def refuse_loading(module: nn.Module, *_: Any) -> None:
-    """Raises RuntimeError if the module belongs to an engine: `load_state_dict` would not set
-    shards and master weights."""
+    """Raises RuntimeError if the module belongs to an engine.
+
+    It is a hook of `load_state_dict`, which would not set shards and master weights.
+    """
     if any(map(is_managed, module.parameters())):
         raise RuntimeError(
             "the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load"
@@ -361,9 +370,9 @@ def meta_copy(unit: Unit) -> nn.Module:
 
 
 def without_children(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module without its children."""
+    """Returns a shallow copy of a module without its children."""
     copied = copy.copy(module)
-    # The list of weights of an LSTM, for example.
+    # Lists are copied, too; an LSTM, for example, keeps a list of its weights.
     copied.__dict__.update({k: list(v) for k, v in module.__dict__.items() if isinstance(v, list)})
     copied.__dict__["_modules"] = {}
     copied.__dict__["_parameters"] = dict(module._parameters)
@@ -374,9 +383,10 @@ def without_children(module: nn.Module) -> nn.Module:
 def find_units(root: nn.Module) -> Iterator[Unit]:
     """Yields the units of a module, in the order of registration.
 
-    A unit is a block with all its submodules, or another module with its direct parameters only.
-    Blocks are the members of the outermost containers. Containers in containers are searched for
-    blocks, except an `nn.Sequential` in a list or dict, which is a block.
+    A unit is either a block with all its submodules, or a module outside of blocks with its direct
+    parameters only. Blocks are the members of the outermost containers. A container in a container
+    is not a block, but is searched for blocks, with one exception: an `nn.Sequential` in an
+    `nn.ModuleList` or `nn.ModuleDict` is a block.
     """
     inside: set[int] = set()
     for name, module in root.named_modules():

@@ -1,8 +1,9 @@
 """SwiGLU (arXiv 2002.05202) and GELU in its tanh form (arXiv 1606.08415).
 
-On GPUs: csrc/cuda/activation.cu, for rows in bf16. On CPUs: `ops.fused_cpu`. A forward saves only
-its input; the backward recomputes the rest in the same pass. Memory traffic per element of the
-output, forward and backward: 6 and 10 bytes for SwiGLU, 4 and 6 bytes for GELU.
+The kernels are csrc/cuda/activation.cu on GPUs, for rows in bf16, and `ops.fused_cpu` on CPUs. A
+forward saves only its input; the backward recomputes all other values in the same pass. Memory
+traffic in bf16 per element of the output: SwiGLU moves 6 bytes in the forward and 10 in the
+backward, GELU 4 and 6.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def gelu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fits(x: Tensor, f: int) -> bool:
-    """Returns whether the GPU kernels support x, rows whose output has f columns."""
+    """Returns whether the GPU kernels support the rows x; f is the number of output columns."""
     return f % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 
@@ -105,7 +106,7 @@ def gelu_backward(
 
 
 def _check(name: str, f: int, *tensors: Tensor | None) -> tuple[int, int]:
-    """Raises ValueError for unsupported tensors; returns rows, and columns of the output."""
+    """Raises ValueError for unsupported tensors; returns (rows, f), with f output columns."""
     given = [t for t in tensors if t is not None]
     x = given[0]
     fits = x.dim() == 2 and f > 0 and f % 8 == 0 and x.shape[1] in (f, 2 * f)
@@ -172,8 +173,8 @@ def apply(name: str, x: Tensor) -> Tensor:
     """Computes an activation by the fastest available kernel.
 
     Args:
-        name: "gelu" (tanh form, [... f] -> [... f]) or "swiglu" (silu(gate) * up, [... 2f] -> [...
-            f]).
+        name: "gelu" (tanh form, [... f] -> [... f]), or
+            "swiglu" (silu(gate) * up, [... 2f] -> [... f]).
         x: input.
     """
     kernels = _fused(name, x)

@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) on a flat slice.
+"""AdamW (arXiv 1711.05101) on a flat slice of the parameters.
 
     Adam.update(p, g, state, now, decay, out)      the fastest of these that supports the tensors:
         torch.ops.threed.adamw_cuda_               csrc/cuda: one pass, writes `out` too
@@ -7,7 +7,7 @@
         reference                                  the formulas
 
 All scalars that change (learning rate, step, clip factor, skip flag) are tensors, so that a step
-never synchronises the host with the device. Native code receives their addresses.
+never synchronises the host with the device. Native code receives the addresses of these tensors.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def adamw_(
     scale, lr = None, now.lr
     if p.dtype == torch.float32:
         # The kernel divides by the scale. It reads the scale (and on CUDA the learning rate) as
-        # fp32, regardless of p's dtype.
+        # fp32 regardless of p's dtype, so the gradient of an fp64 p is scaled separately.
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:
         g = g * now.scale.to(p.dtype)
@@ -191,7 +191,7 @@ def call_cuda(
         v: second moments, fp32 [n], updated in place.
         g: gradient, fp32 or bf16 [n].
         out: bf16 [n], receives the new p. May be None.
-        lr: learning rate, fp64 scalar on the same device, as are the next three.
+        lr: learning rate, like the next three arguments an fp64 scalar on p's device.
         step: number of the update, from 1.
         scale: factor of the gradient.
         skip: 1.0 to leave all tensors unchanged.
@@ -227,7 +227,10 @@ def call_cuda(
 
 
 def _check(tensors: Sequence[Tensor], scalars: Sequence[Tensor], out: Tensor | None) -> None:
-    """Raises ValueError for tensors that the kernel, which sees only addresses, would misread."""
+    """Raises ValueError for tensors that the kernel does not support.
+
+    The kernel cannot check them, because it receives only addresses.
+    """
     p, m, v, g = tensors[:4]
     fits = p.dtype in STATES and m.dtype == v.dtype == p.dtype and g.dtype in FORMATS
     fits = fits and (out is None or out.dtype in OUTPUTS)

@@ -9,9 +9,9 @@ A block is the attention of some queries to some keys (arXiv 2205.14135, 2310.01
     merge_(y, lse, *forward(..., q, more_k, more_v))            the same queries with more keys
     dq, dk, dv = backward(offset, causal, dy, q, k, v, y, lse)  y and lse include all keys
 
-On CPUs torch's flash attention computes a block in fp32 and fp64. The plain operations of this
-module are used for 16-bit dtypes, for soft caps, which flash attention lacks, and on other devices,
-where torch returns no log-sum-exp under a mask.
+On CPUs a block in fp32 or fp64 is computed by torch's flash attention. The plain operations of this
+module compute all other blocks: in 16 bits; with soft caps, which flash attention lacks; and on
+other devices, where torch returns no log-sum-exp under a mask.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ FUSED = (
     _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_cudnn_attention,
 )
-SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19  # per chunk: 128 MiB in fp32; 2 MiB, which fit a cache
+# scores per chunk: 128 MiB in fp32; on a CPU 2 MiB, which fit into a cache
+SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19
 
 
 # ----------------------------------------------------------------------------------- full sequences
@@ -55,9 +56,9 @@ def attend(
         q: queries [s b a d].
         k: keys [s b k d].
         v: values [s b k d].
-        mask: [s s] or [a s s], rows are queries, columns are keys. Bool (True: the query attends to
-            the key) or numbers in q's dtype that are added to the scores. A mask replaces the
-            causal mask.
+        mask: [s s] or [a s s], with queries as rows and keys as columns. Either bool (True: the
+            query attends to the key), or numbers in q's dtype that are added to the scores. It
+            replaces the causal mask.
         scale: factor of the scores. Default: 1 / sqrt(d).
     """
     q, k, v = _batch_first(q), _batch_first(k), _batch_first(v)
@@ -80,7 +81,7 @@ class Causal:
 
     Attributes:
         window: number of positions that a query attends to, including its own. 0: no limit.
-        softcap: c, with which scores become c tanh(score / c) (arXiv 2408.00118). 0: no cap.
+        softcap: c in c tanh(score / c), which replaces each score (arXiv 2408.00118). 0: no cap.
         scale: factor of the scores. Default: 1 / sqrt(d).
     """
 
@@ -101,14 +102,14 @@ class Causal:
         return attend(q, k, v, mask, self.scale)
 
     def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
-        """Returns the FLOPs of a forward, over the full square of positions."""
+        """Returns the FLOPs of a forward, counted for all pairs of positions."""
         return 4 * tokens * seq * heads * size
 
 
 class _Chunked(torch.autograd.Function):
     """Causal attention, computed for one chunk of queries at a time.
 
-    Saves its inputs, its output and the log-sum-exp per query and head.
+    The forward saves its inputs, its output and the log-sum-exp per query and head.
     """
 
     @staticmethod
@@ -144,14 +145,17 @@ class _Chunked(torch.autograd.Function):
 
 
 def _chunks(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
-    """Yields chunks of queries of bounded size, each with the keys that it attends to."""
+    """Yields (queries, keys): a chunk of queries, and the keys that the chunk attends to.
+
+    The number of scores per chunk is bounded.
+    """
     s, b, a, _ = q.shape
     window = window or s
     most = SCORES_ON_CPU if _on_cpu(q) else SCORES
     count = min(max(16, most // (b * a * min(s, 2 * window))), max(window, 64))
     for first in range(0, s, count):
         last = min(s, first + count)
-        # Cost traces count the full square of positions.
+        # Cost traces, which run on the meta device, count all pairs of positions.
         seen = slice(0, s) if q.is_meta else slice(max(0, first - window + 1), last)
         yield slice(first, last), seen
 
@@ -163,15 +167,15 @@ def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tup
     """Computes attention of some queries to some keys.
 
     Args:
-        offset: the first query's position minus the first key's.
-        causal: window, cap and scale.
-        q: [b a n d], consecutive positions.
-        k: [b k m d], consecutive positions.
-        v: [b k m d].
+        offset: position of the first query minus position of the first key.
+        causal: window, soft cap and scale.
+        q: queries at n consecutive positions, [b a n d].
+        k: keys at m consecutive positions, [b k m d].
+        v: values at the positions of the keys, [b k m d].
 
     Returns:
-        y [b a n d], and the log-sum-exp of each query's scores [b a n], in fp32 or wider. For a
-        query that attends to no key they are 0 and minus infinity.
+        y [b a n d], and the log-sum-exp of each query's scores [b a n], in fp32 or wider. If a
+        query attends to no key, its y is 0 and its log-sum-exp minus infinity.
     """
     if not _is_flash(q, v, causal):
         return _plain_forward(offset, causal, q, k, v)
@@ -188,12 +192,13 @@ def backward(
     """Returns the contributions of some queries and some keys to the gradients of q, k and v.
 
     Args:
-        offset: as in `forward`, like the other arguments not listed here.
+        offset: as in `forward`. The same holds for the arguments that are not listed here.
         dy: gradient of the output [b a n d].
         y: output of the queries for *all* keys.
         lse: log-sum-exp of the queries for *all* keys.
     """
-    # 0 for masked queries, because exp(-inf - 0) is 0 and exp(-inf + inf) is NaN
+    # For queries that attend to no key, lse becomes 0, because exp(-inf - 0) is 0, whereas
+    # exp(-inf + inf) is NaN.
     lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
     if not _is_flash(q, v, causal):
         return _plain_backward(offset, causal, dy, q, k, v, y, lse)
@@ -207,7 +212,7 @@ def backward(
 def merge_(y: Tensor, lse: Tensor, more_y: Tensor, more_lse: Tensor) -> None:
     """Merges attention of the same queries to more keys into y [b a n d] and lse [b a n].
 
-    In place, in fp32 or wider.
+    Changes y and lse in place. Computes in fp32 or wider.
     """
     more_lse = more_lse.to(lse.dtype)
     share = torch.sigmoid(more_lse - lse).masked_fill_(more_lse.isneginf(), 0.0)
@@ -218,7 +223,7 @@ def merge_(y: Tensor, lse: Tensor, more_y: Tensor, more_lse: Tensor) -> None:
 def _is_flash(q: Tensor, v: Tensor, causal: Causal) -> bool:
     """Returns whether torch's flash attention computes a block.
 
-    In 16 bits plain products are faster on CPUs.
+    It does not for 16-bit dtypes, because plain products are faster in them on CPUs.
     """
     return (
         _on_cpu(q) and q.dtype.itemsize >= 4 and not causal.softcap and q.shape[-1] == v.shape[-1]
@@ -240,7 +245,7 @@ def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tens
 
 
 def _has_masked_query(q: Tensor, k: Tensor, offset: int, window: int) -> bool:
-    """Returns whether some query, the first or the last one, attends to no key."""
+    """Returns whether some query attends to no key; then the first or the last query does so."""
     return offset < 0 or 0 < window <= offset + q.shape[2] - k.shape[2]
 
 
@@ -284,9 +289,10 @@ def _plain_backward(
 
 
 def _scores(q: Tensor, k: Tensor, offset: int, causal: Causal) -> tuple[Tensor, Tensor | None]:
-    """Returns scores [b k (g n) m] in fp32 or wider, and with a soft cap their tanh.
+    """Returns scores [b k (g n) m] in fp32 or wider, and tanh(score / softcap) or None.
 
-    Scores of masked keys are minus infinity.
+    g = a / k is the number of query heads per key head. Scores of masked keys are minus infinity.
+    Without a soft cap, None replaces the second result.
     """
     scores, capped, scale = (_grouped(q, k) @ k.mT).to(_wide(q)), None, _scale(q, causal)
     if causal.softcap:
@@ -302,12 +308,12 @@ def _scores(q: Tensor, k: Tensor, offset: int, causal: Causal) -> tuple[Tensor, 
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """Returns heads [b a n d] that share one of k [b k m d] as one matrix, [b k (g n) d]."""
+    """Returns x [b a n d] as [b k (g n) d]: the g = a / k heads of each key head as one matrix."""
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 
 def _batch_first(x: Tensor) -> Tensor:
-    """Returns heads [s b a d] as a view [b a s d]; einops would cost 5 us."""
+    """Returns heads [s b a d] as a view [b a s d]; einops would take 5 microseconds."""
     return x.permute(1, 2, 0, 3)
 
 
@@ -320,7 +326,7 @@ def _wide(q: Tensor) -> torch.dtype:
 
 
 def _on_cpu(q: Tensor) -> bool:
-    """Returns whether q, or for a meta tensor the default device, is on a CPU."""
+    """Returns whether q is on a CPU; for a meta tensor, whether the default device is a CPU."""
     return (default_device() if q.is_meta else q.device).type == "cpu"
 
 
@@ -338,7 +344,8 @@ def on_meta(
 ) -> Tensor:  # fmt: skip
     """Computes torch's `scaled_dot_product_attention` of meta tensors by a fused operator.
 
-    torch itself would use its unfused implementation for them.
+    For meta tensors torch itself would use its unfused implementation, so a trace would count the
+    score matrix.
     """
     learned = attn_mask is not None and attn_mask.requires_grad
     if query.shape[-1] == value.shape[-1] and not learned:
@@ -356,7 +363,9 @@ _checked: set[tuple[object, ...]] = set()
 def check_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, grouped: bool
 ) -> None:
-    """Checks once per kind of tensors that torch uses a fused kernel, which keeps no score matrix.
+    """Checks that torch uses a fused kernel, which keeps no score matrix.
+
+    The check runs once per combination of shapes, dtype and mask.
 
     Warns if no fused kernel supports them.
 

@@ -1,9 +1,9 @@
 """Cross entropy over a vocabulary that is sharded over ranks; the logits are never gathered.
 
-Each rank computes the maximum and the sum of exponentials of its shard, and the target's logit if
-the target is in its shard. One all-gather of these three numbers per token replaces a gather of the
-logits (Megatron-LM, arXiv 1909.08053, section 3, sends two, and the maximum first). The logits'
-memory is overwritten by the exponentials and then by the gradient.
+For each token, a rank computes the maximum of its shard, the sum of exponentials, and the target's
+logit if the target is in its shard. One all-gather of these three numbers per token replaces a
+gather of the logits. (Megatron-LM, arXiv 1909.08053, section 3, first reduces the maximum, then the
+other two numbers.) The logits' memory is overwritten by the exponentials and then by the gradient.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def reference(logits: Tensor, targets: Tensor) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     """The loss of every token.
 
-    If csrc/cpu/fused.cpp supports the logits, they stay unchanged until the backward. Otherwise the
-    exponentials overwrite them, or a copy in fp32 if they are narrower.
+    If csrc/cpu/fused.cpp supports the logits, they stay unchanged until the backward overwrites
+    them by their gradient. Otherwise the forward overwrites them by exponentials; logits narrower
+    than fp32 are first copied to fp32.
     """
 
     @staticmethod
@@ -83,7 +84,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _shard_numbers(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns maximum and sum of exponentials of a shard; `scores` become the exponentials."""
+    """Returns each row's maximum and sum of exponentials e^(x - maximum) in a shard.
+
+    The exponentials overwrite `scores`.
+    """
     if scores.shape[-1] == 0:
         zero = scores.new_zeros(scores.shape[:-1])
         return zero - torch.inf, zero
@@ -101,7 +105,7 @@ def _combine_shards(
     """
     if axis.size == 1:
         return top + total.log(), total.reciprocal(), hit
-    # [t 3 ...]
+    # rows: [t 3 ...]
     rows = collectives.all_gather(torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis)
     peak = rows[:, 0].amax(0)
     denominator = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
@@ -114,7 +118,7 @@ def vocab_parallel_cross_entropy(
     """Returns the loss of every token [...], equal on every rank of the axis. Collective.
 
     Args:
-        logits: [... v/t]. fp32 and fp64 logits are overwritten; narrower ones are copied.
+        logits: [... v/t]. They may be overwritten by the forward or the backward.
         targets: int64 [...], global ids. Targets below 0 have loss 0.
         axis: axis over which the vocabulary is sharded.
         first: global id of the shard's first column.
@@ -131,7 +135,8 @@ def vocab_parallel_cross_entropy(
 
 # ------------------------------------------------------------------------------------------ csrc/cuda/cross_entropy.cu
 #
-# The forward computes the gradient, times a scalar `weight`, and writes it over the logits.
+# In the functions below the forward computes the gradient times a scalar `weight`, and writes it
+# over the logits. Their arguments:
 # logits: bf16 [n width]; the first `columns` columns are the shard, the others are padding.
 # targets: int64 [n], global ids. first: global id of the shard's first column.
 # Targets outside the vocabulary have loss 0.
@@ -167,9 +172,9 @@ def _empty_numbers(logits: Tensor, *rest: object) -> Tensor:
     _empty_losses, launches=1,
 )  # fmt: skip
 def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
-    """Returns the loss of each row, fp32 [n]; overwrites logits by their gradient. One kernel.
+    """Returns the loss of each row, fp32 [n], of an unsharded vocabulary. Launches one kernel.
 
-    For an unsharded vocabulary. The gradient is d(sum(loss) * weight)/d(logits). Moves 4 bytes per
+    Overwrites the logits by their gradient, d(sum(loss) * weight)/d(logits). Moves 4 bytes per
     logit.
     """
     _check(logits, targets, weight, columns)
@@ -184,10 +189,10 @@ def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tens
     _empty_numbers, launches=1,
 )  # fmt: skip
 def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> Tensor:
-    """Returns three numbers per row of a shard, fp32 [n 3]. One kernel; reads 2 bytes per logit.
+    """Returns three numbers per row of a shard, fp32 [n 3]. Launches one kernel.
 
-    They are base = max(x log2 e), the sum of 2^(x log2 e - base), and the target's logit, or 0 if
-    the target is in another shard.
+    The numbers are base = max(x log2 e), the sum of 2^(x log2 e - base), and the target's logit (0
+    if the target is in another shard). Reads 2 bytes per logit.
     """
     _check(logits, targets, None, columns)
     out, (rows, width) = _empty_numbers(logits), logits.shape
@@ -204,7 +209,10 @@ def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> 
 def from_numbers(
     logits: Tensor, targets: Tensor, weight: Tensor, numbers: Tensor, columns: int, first: int, vocabulary: int
 ) -> Tensor:  # fmt: skip
-    """As `whole`, for a shard, from the numbers of all shards [t n 3] in the order of ranks."""
+    """Returns the losses, and overwrites a shard's logits by their gradient, as `whole` does.
+
+    numbers: results of `shard_numbers` on all ranks, fp32 [t n 3], in the order of ranks.
+    """
     _check(logits, targets, weight, columns)
     loss, (rows, width) = _empty_losses(logits), logits.shape
     fits = numbers.dtype == torch.float32 and numbers.shape == (len(numbers), rows, 3)
@@ -221,7 +229,7 @@ def from_numbers(
 
 @launch.operator("scale_(Tensor(a!) x, Tensor factor) -> ()", lambda x, factor: None, launches=1)
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiplies x, bf16, by an fp32 scalar in place. If that is 1, x is not read."""
+    """Multiplies x, bf16, by an fp32 scalar in place. If the scalar is 1, x is not read."""
     fits = factor.dtype == torch.float32 and factor.numel() == 1 and x.numel() % 8 == 0
     wanted = "x bf16, 16-byte aligned, a multiple of 8 numbers; factor an fp32 scalar"
     launch.check(fits and launch.packed(x), "scale_", wanted, x, factor)
@@ -231,7 +239,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
 
 def _check(logits: Tensor, targets: Tensor, weight: Tensor | None, columns: int) -> None:
-    """Raises ValueError for tensors that the kernels would misread."""
+    """Raises ValueError for tensors that the kernels do not support."""
     fits = logits.dim() == 2 and launch.packed(logits) and logits.shape[1] % 8 == 0
     fits = fits and 0 <= columns <= logits.shape[1] and targets.shape == logits.shape[:1]
     fits = fits and targets.dtype == torch.int64 and targets.is_contiguous()
@@ -242,9 +250,9 @@ def _check(logits: Tensor, targets: Tensor, weight: Tensor | None, columns: int)
 
 
 class _Weighted(torch.autograd.Function):
-    """The sum of the losses times `weight`, by the GPU kernels.
+    """Computes the sum of the losses times `weight` by the GPU kernels.
 
-    The forward computes the gradient in the logits' memory.
+    The forward also computes the logits' gradient, in the memory of the logits.
     """
 
     @staticmethod
@@ -266,7 +274,7 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        scale_(gradient, dloss.float())  # dloss is 1 at the root of a backward
+        scale_(gradient, dloss.float())  # dloss is 1 if the loss is the root of the backward
         return gradient.view(ctx.shape), *(None,) * 6
 
 
@@ -286,13 +294,13 @@ def weighted_loss(
     exists.
 
     Args:
-        logits: as in `vocab_parallel_cross_entropy`.
+        logits: [... v/t], as in `vocab_parallel_cross_entropy`.
         targets: as in `vocab_parallel_cross_entropy`.
         weight: scalar tensor.
         axis: axis over which the vocabulary is sharded.
         first: global id of the shard's first column.
-        columns: number of columns in the shard without padding.
-        vocabulary: number of columns of all ranks.
+        columns: number of columns in the shard, without padding.
+        vocabulary: number of columns of all ranks, without padding.
 
     Returns:
         fp32 scalar; fp64 for fp64 logits.

@@ -2,7 +2,8 @@
 
 out = residual + (x + bias) keep / (1 - p)
 
-Moves 6 bytes per element in bf16; the backward, which computes the mask again, 4.
+In bf16 the forward moves 6 bytes per element (4 without a residual), the backward 4. The mask is
+not saved; the backward computes it again.
 """
 
 from __future__ import annotations
@@ -66,9 +67,10 @@ def fits(x: Tensor) -> bool:
 def dropout(
     x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """As `reference`, for bf16. Launches one kernel per range of positions.
+    """Returns the same as `reference`, for bf16. Launches one kernel per range of positions.
 
-    The backward is the same call without bias and residual. No layer passes them yet.
+    The backward is the same call without bias and residual. No layer passes a bias or a residual
+    yet.
     """
     ranges = [edge for part in draw.positions.ranges for edge in part]
     stream = (*rng.key(draw.seed, draw.name), draw.step & 0xFFFFFFFF)
@@ -137,6 +139,6 @@ class _Fused(torch.autograd.Function):
 
 
 def fused(x: Tensor, draw: Draw) -> Tensor:
-    """Differentiable `dropout` without bias and residual."""
+    """Applies `dropout` to x [s b h] without bias and residual; the result is differentiable."""
     y: Tensor = _Fused.apply(x, draw)
     return y

@@ -1,10 +1,13 @@
-"""Frequencies of rotary positions: scaled for longer sequences, or for only a part of each head.
+"""Frequencies of rotary positions.
+
+They can be scaled for longer sequences, and can be limited to the first part of each head.
 
     theta = frequencies(10000.0, size, scaling=scaling, positions=131072)
     inverse(theta, size, length, device)               # radians per position, fp32 [d/2]
 
-Scalings: `threed.config.architectures.rope_scaling`. The order of operations is as in `transformers`: in
-fp32 the last bit of a frequency is a hundredth of a radian at position 100,000.
+The types of scaling are described in `threed.config.architectures.rope_scaling`. The order of
+operations is the same as in `transformers`, so that frequencies agree to the last bit: one bit of
+an fp32 frequency changes the angle at position 100,000 by up to a hundredth of a radian.
 """
 
 from __future__ import annotations
@@ -20,19 +23,21 @@ from threed.core.device import start_copy_in
 
 
 class Frequencies(NamedTuple):
-    """Parameters of scaled frequencies: only numbers, so that graphs and caches can compare them.
+    """Parameters of scaled frequencies.
+
+    All fields are plain values, so that graphs and caches can compare them.
 
     Attributes:
         theta: base.
-        turned: number of elements of a head that are rotated, the first ones.
-        kind: kind of scaling, "default" for none.
+        turned: number of elements of a head that are rotated, from its first element.
+        kind: type of scaling ("linear", "llama3", "yarn" or "longrope"), or "default" for none.
         factor: scaling factor.
-        low: low_freq_factor of llama3; first pair of yarn's ramp.
-        high: high_freq_factor of llama3; last pair of yarn's ramp.
+        low: low_freq_factor of llama3; for yarn, the first pair with an interpolated frequency.
+        high: high_freq_factor of llama3; for yarn, the last pair with an interpolated frequency.
         original: number of positions before scaling.
         short: factors of longrope for sequences up to `original`.
         long: factors of longrope for longer sequences.
-        scale: factor of cosines and sines.
+        scale: factor by which cosines and sines are multiplied.
     """
 
     theta: float
@@ -58,14 +63,17 @@ def frequencies(
     scaling: RopeScaling | None = None,
     positions: int = 0,
 ) -> Theta:
-    """Returns the argument `theta` of rotary positions: the base, or `Frequencies`.
+    """Returns the argument `theta` of rotary positions.
+
+    It is the base if heads are fully rotated without scaling, otherwise a `Frequencies`.
 
     Args:
         theta: base.
         size: head's size d.
         part: fraction of each head that is rotated.
         scaling: scaling for longer sequences.
-        positions: number of positions of the model, from which a missing factor is computed.
+        positions: number of positions of the model. If `scaling` has no factor, it is computed as
+            positions / number of positions before scaling.
 
     Raises:
         ValueError: if the rotated part has an odd number of elements.
@@ -94,9 +102,10 @@ def frequencies(
 
 
 def _yarn(common: Frequencies, scaling: RopeScaling) -> Frequencies:
-    """Sets the scale and [low, high], the pairs over which frequencies are interpolated.
+    """Sets `scale`, `low` and `high` of yarn.
 
-    Pairs below `low` keep their frequency; above `high` it is divided by the factor.
+    Pairs below `low` keep their frequency. The frequency of pairs above `high` is divided by the
+    factor. Between `low` and `high` both frequencies are interpolated.
     """
 
     def pair(turns: float) -> float:
@@ -152,7 +161,11 @@ def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tenso
 
 
 def _by_wavelength(plain: Tensor, theta: Frequencies) -> Tensor:
-    """Divides frequencies of long waves by the factor, keeps short waves, blends the others."""
+    """Applies llama3's scaling.
+
+    Frequencies of long waves are divided by the factor, and short waves are unchanged; between the
+    two, the divided and the kept frequency are interpolated.
+    """
     wave = 2 * math.pi / plain
     longest, shortest = theta.original / theta.low, theta.original / theta.high
     divided = torch.where(wave > longest, plain / theta.factor, plain)
@@ -162,7 +175,7 @@ def _by_wavelength(plain: Tensor, theta: Frequencies) -> Tensor:
 
 
 def scale_of(theta: Theta) -> float:
-    """Returns the factor of cosines and sines."""
+    """Returns the factor by which cosines and sines are multiplied."""
     return theta.scale if isinstance(theta, Frequencies) else 1.0
 
 

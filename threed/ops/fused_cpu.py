@@ -27,10 +27,10 @@ _FORMATS = {torch.float32: 1, torch.bfloat16: 2}
 
 
 def fits(x: Tensor) -> bool:
-    """Returns whether these functions support x and are faster than torch.
+    """Returns whether GELU, SwiGLU and cross entropy support x and are faster than torch.
 
-    x must be large, on the CPU (or on the meta device in a CPU process), and a compiled library
-    must exist.
+    x must be contiguous, fp32 or bf16, and large; on the CPU (or on the meta device in a CPU
+    process); and a compiled library must exist.
     """
     suits = x.numel() >= MIN_NUMEL and x.dtype in _FORMATS and _on_cpu(x) and x.is_contiguous()
     return suits and not torch.compiler.is_compiling() and native.library("cpu") is not None
@@ -41,7 +41,7 @@ def _on_cpu(x: Tensor) -> bool:
 
 
 def gelu(x: Tensor, dy: Tensor | None = None) -> Tensor:
-    """Returns GELU of x in its tanh form; if dy is given, the gradient of x."""
+    """Returns GELU of x in its tanh form; if dy, the output's gradient, is given, x's gradient."""
     _check("gelu", x, dy)
     out = torch.empty_like(x)
     _call(
@@ -73,7 +73,10 @@ def swiglu(gate_up: Tensor, dy: Tensor | None = None) -> Tensor:
 
 
 def row_numbers(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns maximum and sum of e^(x - maximum) of the first `columns` of each row, fp32."""
+    """Returns the maximum of the first `columns` of each row, and their sum of e^(x - maximum).
+
+    Both are fp32 [...] for x [... width].
+    """
     _check("row_numbers", x)
     launch.check(0 < columns <= x.shape[-1], "row_numbers", f"{columns} columns or more", x)
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
@@ -87,10 +90,12 @@ def row_numbers(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def softmax_gradient_(
     x: Tensor, columns: int, logarithm: Tensor, loss: Tensor, target: Tensor
 ) -> None:
-    """Computes x = e^(x - logarithm) * loss, minus `loss` in each row's column `target`. In place.
+    """Overwrites logits x by their gradient: x = softmax(x) * loss, minus `loss` at the targets.
+
+    softmax(x) is computed as e^(x - logarithm).
 
     Args:
-        x: [... width]. Columns after the first `columns` become zero.
+        x: logits [... width]. Columns after the first `columns` become zero.
         columns: number of columns without padding.
         logarithm: log-sum-exp of each row, fp32 [...].
         loss: gradient of each row's loss, fp32 [...].
@@ -120,7 +125,7 @@ def softmax_gradient_(
 
 @functools.cache
 def has_tiles() -> bool:
-    """Returns whether this processor has AMX tiles for bf16, and a compiled library exists."""
+    """Returns whether this processor has AMX tiles for bf16 and a compiled library exists."""
     found = native.function("threed_tiles", "i")
     return found is not None and bool(found())
 
@@ -134,7 +139,7 @@ def adds_products(a: Tensor, b: Tensor) -> bool:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
-    """Computes out += a b, or out = a b if `fresh`, without rounding to bf16.
+    """Computes out += a b, or out = a b if `fresh`; products are not rounded to bf16.
 
     Args:
         out: fp32 [m n], contiguous. m and n are multiples of 32.
@@ -162,7 +167,9 @@ def attends_backward(qkv: Tensor, d: int) -> bool:
 
 
 def attention_backward(qkv: Tensor, dy: Tensor, logarithms: Tensor, d: int) -> Tensor:
-    """Returns the gradient of qkv [s b 3ad] for causal attention y [s b ad]; scores / sqrt(d).
+    """Returns the gradient of qkv [s b 3ad] for causal attention y [s b ad].
+
+    The scale of the scores is 1 / sqrt(d).
 
     Args:
         qkv: packed projection, bf16 [s b 3ad], s up to 256.
@@ -196,7 +203,10 @@ def _settings(x: Tensor) -> tuple[int, int, bytes | None]:
 
 
 def instructions() -> bytes | None:
-    """Returns the instruction set of GELU, SwiGLU and cross entropy; None: the best. For tests."""
+    """Returns the instruction set of GELU, SwiGLU and cross entropy; None: the best available.
+
+    Tests replace this function to select an instruction set.
+    """
     return None
 
 

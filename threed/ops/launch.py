@@ -1,10 +1,10 @@
 """Launches kernels of csrc/cuda, and checks that they are available.
 
-    if launch.ready(x):                                     x is on a GPU, the library compiled
+    if launch.ready(x):                                     x is bf16 on a GPU, with the library
         launch.start("swiglu", gate_up, out, rows, width)   threed_cuda_swiglu on the current stream
 
-A launcher in C receives addresses and sizes only. The caller of `start` has to check device, dtype,
-shape and strides.
+A launcher, a C function that launches a kernel, receives addresses and sizes only. Therefore the
+caller of `start` has to check device, dtype, shape and strides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from threed.distributed.topology import default_device
 Argument = Tensor | int | float | None
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The parameters of each launcher in csrc/cuda before the stream: Pointer, int64 (q), double.
+# Parameter types of each launcher in csrc/cuda, except the last parameter, the stream:
+# P pointer, q int64, d double.
 LAUNCHERS = {
     "swiglu": "PPqq", "swiglu_backward": "PPPqq", "gelu": "PPPqq", "gelu_backward": "PPPPPqqq",
     "adamw": "PPPPPqqPPPPddddqqqq", "scale": "PPqq", "cross_entropy": "PPPPqqq", "cross_entropy_stats": "PPPqqqq",
@@ -37,9 +38,9 @@ LAUNCHERS = {
 
 
 def available(x: Tensor) -> bool:
-    """Returns whether kernels run on this tensor's device: a GPU on which one was tested.
+    """Returns whether kernels run on this tensor's device, a GPU that passed a test (`problem`).
 
-    False while torch.compile traces, because inductor generates its own fused kernels.
+    Returns False while torch.compile traces, because inductor generates its own fused kernels.
     """
     if torch.compiler.is_compiling() or not on_gpu(x) or native.library("cuda") is None:
         return False
@@ -53,10 +54,11 @@ def gpu_of(x: Tensor) -> torch.device:
 
 @functools.cache
 def problem(where: torch.device) -> str:
-    """Returns why kernels of the native library do not run on a GPU; "" if they do.
+    """Returns why kernels of the native library do not run on a GPU; "" if they run.
 
-    The first call for a device runs a kernel, waits for its result, and warns if it fails: the
-    library may have been compiled for a newer driver, or have no code for this GPU.
+    The first call for a device runs a test kernel, waits for its result, and warns if it fails. The
+    test is needed because the library may have been compiled for a newer driver, or have no code
+    for this GPU.
     """
     try:
         _probe(where)
@@ -97,7 +99,7 @@ def start(name: str, *arguments: Argument) -> None:
 
     Raises:
         TypeError: if arguments are not of the launcher's types.
-        RuntimeError: if CUDA rejects the launch. Later launches do not report its error.
+        RuntimeError: if CUDA rejects the launch. Later launches do not report this error again.
     """
     plain = check_types(name, arguments)
     where = next(a.device for a in arguments if isinstance(a, Tensor))
@@ -133,8 +135,8 @@ def operator(
     Args:
         schema: schema of the operator in torch's syntax, with the function's arguments.
         fake: returns outputs of the right shapes for meta tensors.
-        launches: number of kernels that are launched, or a function of the arguments that returns
-            it.
+        launches: number of kernels that a call launches, or a function that returns this number for
+            the arguments of a call.
     """
     name = schema.split("(")[0]
 
@@ -191,7 +193,7 @@ def _describe(arguments: tuple[Argument, ...]) -> str:
 
 
 def check(fits: bool, name: str, wanted: str, *tensors: Tensor | None) -> None:
-    """Raises ValueError unless `fits`; the message names `wanted` and the given tensors."""
+    """Raises ValueError unless `fits`; the message contains `wanted` and describes the tensors."""
     if not fits:
         given = [t for t in tensors if t is not None]
         got = [f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in given]
@@ -204,5 +206,8 @@ def packed(x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> bool:
-    """Returns whether x starts at a multiple of 16 bytes, as every storage does."""
+    """Returns whether x starts at a multiple of 16 bytes.
+
+    Only the offset in the storage is checked, because every storage starts at such an address.
+    """
     return x.storage_offset() * x.element_size() % 16 == 0

@@ -1,10 +1,12 @@
-"""Lion (arXiv 2302.06675, algorithm 2) on a flat slice: the sign of an interpolated momentum, with
-decoupled weight decay.
+"""Lion (arXiv 2302.06675, algorithm 2) on a flat slice of the parameters.
 
-A reference, and a fast update from torch's fused SGD kernel: both halves of Lion are plain SGD
-steps. The weights take a step along the sign, with SGD's weight decay. The momentum takes a step of
-size 1 - beta2 towards the gradient. The kernel handles the skip flag; the scale of the gradient and
-the direction are separate operations.
+A step is the sign of an interpolated momentum, with decoupled weight decay.
+
+There are two implementations: a reference, and a fast update by torch's fused SGD kernel. The fast
+update is possible because both halves of Lion are plain SGD steps: the weights take a step along
+the sign, with SGD's weight decay; the momentum takes a step of size 1 - beta2 towards the gradient.
+The kernel handles the skip flag. Scaling the gradient and computing the sign are separate
+operations.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 from threed.core.device import is_accelerator
 from threed.ops.update import StepScalars, needs_reference
 
-# elements per chunk on a CPU, so that the direction stays in the cache and needs little memory
+# elements per chunk on a CPU: the sign of a chunk fits into the cache and needs little memory
 CHUNK = 2**18
 
 
@@ -68,7 +70,7 @@ def _update(p: Tensor, g: Tensor, m: Tensor, now: StepScalars, lion: Lion, decay
 def _sgd_(
     x: Tensor, g: Tensor, lr: float | Tensor, now: StepScalars, *, decay: float, maximize: bool
 ) -> None:
-    """Computes x -= lr (g + decay x), with -g if `maximize`. No change if the step is skipped."""
+    """Computes x -= lr (g + decay x), with -g for g if `maximize`, unless the step is skipped."""
     step = (
         torch.ops.aten._fused_sgd_.tensor_lr
         if isinstance(lr, Tensor)

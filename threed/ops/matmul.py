@@ -1,18 +1,18 @@
 """Matrix products of linear layers, by torch or oneDNN.
 
-    by = matmul.NATIVE                          the products of y = x W^T, see `Product.matmul`
+    by = matmul.NATIVE                          the default of `layers.linear.Product.matmul`
     y = by.linear(x, weight, bias)
     dx = by.input_gradient(dy, weight)
     by.add_product_(dw, dy.t(), x, fresh=...)   into the gradient's buffer, unrounded if possible
     dw = by.product(dy.t(), x)                  into a new tensor
 
-Other implementations (fp8, for example) are other `Matmul`s.
+Other implementations (fp8, for example) are other instances of `Matmul`.
 
-oneDNN is used for fp32 on AMD processors with AVX-512. There torch calls MKL, which runs only a
-256-bit kernel on processors of other vendors than Intel. oneDNN, which torch ships and uses for
-narrower types, compiles a kernel for the processor: 225 against 97 GFLOP/s per core on a Zen 5. The
-choice depends only on processor, dtype and device, not on a measurement. So all ranks make the same
-choice, also after a resume.
+oneDNN is used for fp32 on AMD processors with AVX-512. Otherwise torch would call MKL, which runs
+only a 256-bit kernel on processors of other vendors than Intel. oneDNN, which torch ships and uses
+for narrower types, compiles a kernel for the processor. On a Zen 5 core, oneDNN reaches 225 GFLOP/s
+and MKL 97. The choice depends only on processor, dtype and device, not on a measurement. So all
+ranks make the same choice, also after a resume.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
-    """Returns whether one kernel adds a b to a sum in dtype `to` without rounding the products."""
+    """Returns whether one kernel can add a b to a sum of dtype `to` without rounding a b first."""
     if to != torch.float32 or a.dtype not in (torch.bfloat16, torch.float16):
         return False
     if launch.on_gpu(a):
@@ -89,8 +89,9 @@ def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
     """Computes out += a b, or out = a b if `fresh`.
 
-    If out is wider than a and b, the products are rounded to their dtype first, unless `widens`. On
-    the meta device it allocates the same tensors as on the default device.
+    If out is wider than a and b, the product is first rounded to the dtype of a and b, unless
+    `widens` is true. On the meta device the function allocates the same tensors as on the default
+    device.
 
     Args:
         out: [m n].
@@ -117,7 +118,10 @@ def _add_widened_(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 @dataclass(frozen=True)
 class Matmul:
-    """The matrix products of a linear layer. Each attribute is the function of that name."""
+    """The matrix products of a linear layer.
+
+    The default of each attribute is this module's function with the attribute's name.
+    """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
     input_gradient: Callable[[Tensor, Tensor], Tensor] = input_gradient

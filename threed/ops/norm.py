@@ -1,8 +1,10 @@
-"""RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of bf16 rows on GPUs, fused with the
-residual addition before them: csrc/cuda/norm.cu.
+"""RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of bf16 rows on GPUs.
 
-s = x + residual + before, rounded to bf16;  y = norm(s)          moves 8 bytes per element
-ds = the gradient of norm(s) + dresidual;  dw += ..., db += ...   8 bytes; sums in a fixed order
+They are fused with the residual addition before them (csrc/cuda/norm.cu).
+
+Forward:  s = x + residual + before, rounded to bf16, and y = norm(s). Moves 8 bytes per element.
+Backward: ds = dresidual + the gradient of s through norm(s), and the gradients of weight and bias.
+Moves 8 bytes per element; sums over rows are computed in a fixed order.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Normalised:
     """Results of `forward`.
 
     Attributes:
-        sum: normalised input, bf16 [n h]; x itself without an addition.
+        sum: the input of the norm, x + residual + before, bf16 [n h]. Without residual and before
+            it is x itself.
         y: output, bf16 [n h].
         means: LayerNorm's mean per row, fp32 [n], for the backward.
         scales: 1 / sqrt(variance + eps) per row, fp32 [n], for the backward.
@@ -88,7 +91,7 @@ def backward(
         dweight: fp32 [h], receives the weight's gradient, a sum over rows.
         dbias: fp32 [h], receives the bias's gradient.
         add: whether to add to dweight instead of overwriting it.
-        add_bias: whether to add to dbias.
+        add_bias: whether to add to dbias instead of overwriting it.
         residual: gradient of the residual branch, bf16 [n h].
     """
     return _start_backward(
@@ -150,9 +153,10 @@ def _start_backward(
 
 
 def blocks_of_backward(h: int) -> int:
-    """Returns the blocks per multiprocessor in the backward.
+    """Returns the number of thread blocks per multiprocessor in the backward.
 
-    Each writes partial gradients of the weights, so there are only enough to keep memory busy.
+    Each block writes partial gradients of the weights, so the number is the smallest that still
+    uses the full memory bandwidth.
     """
     return 4 if h <= 2048 else 2
 

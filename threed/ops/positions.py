@@ -15,7 +15,9 @@ Range = tuple[int, int]  # [first, last)
 
 
 class Positions(NamedTuple):
-    """Positions of the rows of activations [s b h]. Hashable, as a key of cached tables.
+    """Positions of the rows of activations [s b h] in their sequences.
+
+    Hashable, so that it can be a key of cached tables.
 
     Attributes:
         ranges: ranges of positions, in the order of the rows.

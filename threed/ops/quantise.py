@@ -1,7 +1,8 @@
 """Quantisation of blocks of 256 numbers to int8 or int4 with an fp32 scale.
 
-ZeRO++ (arXiv 2306.10209): csrc/cuda/quantise.cu. A block's scale is its largest magnitude over 127
-(or 7). If a number of a block is not finite, the scale is NaN, and so are the dequantised numbers.
+It is used for ZeRO++ (arXiv 2306.10209); the kernels are in csrc/cuda/quantise.cu. The scale of a
+block is its largest magnitude divided by 127 (7 for int4). If a number of a block is not finite,
+the scale and all dequantised numbers of the block are NaN.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from threed.core import device
 from threed.ops import launch
 
 BLOCK = 256
-TOPS = {8: 127, 4: 7}
+TOPS = {8: 127, 4: 7}  # largest integer by number of bits
 
 
 def quantise_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns integers int8 [k 256], not packed, and scales [k] of x [n], n a multiple of 256."""
+    """Quantises x [n] in k = n / 256 blocks. Returns integers int8 [k 256] and scales [k].
+
+    n must be a multiple of 256. The integers are not packed.
+    """
     blocks = x.view(-1, BLOCK)
     scales = blocks.abs().amax(1) / TOPS[bits]
     scales = torch.where(blocks.isfinite().all(1), scales, torch.nan)
@@ -42,9 +46,9 @@ def packed(integers: Tensor, bits: int) -> Tensor:
 def unpacked(q: Tensor, bits: int) -> Tensor:
     """Unpacks uint8 [... k 256*bits/8] to integers int8 [... k 256].
 
-    16 bytes hold packs of eight numbers that are as far apart in the block as possible: the block's
-    first pack is in the first 16 bytes, its second pack in the next 16. In 4 bits a byte holds two
-    numbers. The first one, plus 8, is in the low half.
+    A block consists of 32 packs of eight numbers. Group i of 16 bytes holds the packs i and i + 16
+    (in 4 bits: i, i + 8, i + 16 and i + 24). In 4 bits a byte holds two numbers: the low half is
+    the first number plus 8, the high half the second number in two's complement.
     """
     packs = 16 // bits
     rows = q.unflatten(-1, (32 // packs, packs, bits)).transpose(-3, -2)
@@ -55,14 +59,15 @@ def unpacked(q: Tensor, bits: int) -> Tensor:
 
 
 def dequantise_reference(q: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Computes `dequantise` with torch operations; the result has the dtype of the scales."""
+    """Returns the same sum as `dequantise`, by torch operations, in the dtype of the scales."""
     return (unpacked(q, bits).to(scales.dtype) * scales.unsqueeze(-1)).sum(0).flatten()
 
 
 def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns packed integers, uint8 [k 256*bits/8], and scales, fp32 [k], of x, bf16 [n].
+    """Quantises x, bf16 [n], in k = n / 256 blocks; moves 3 bytes per element (2.5 in 4 bits).
 
-    Moves 3 bytes per element (2.5 in 4 bits).
+    Returns:
+        Packed integers, uint8 [k 256*bits/8], and scales, fp32 [k].
     """
     fits = bits in TOPS and x.numel() % BLOCK == 0 and launch.packed(x)
     launch.check(
@@ -82,8 +87,9 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Dequantises the blocks of r ranks, and returns their sum over the ranks, bf16 [n].
 
-    Moves r + 2 bytes per element (r/2 + 2 in 4 bits). Ranks are summed eight at a time; the error
-    is at most 2^-21 of the largest number that their scales allow.
+    Moves r + 2 bytes per element of the result (r/2 + 2 in 4 bits). Eight ranks are summed at a
+    time; the error of a sum is at most 2^-21 of the largest number that the scales of these ranks
+    allow.
 
     Args:
         q: packed integers, uint8 [r k 256*bits/8].
@@ -119,9 +125,9 @@ class Int8Blocks:
     """A codec for collectives (ZeRO++, arXiv 2306.10209): int8 blocks of 256 numbers with scales.
 
     The fp32 scale is the largest magnitude of the block divided by 127. A block with a number that
-    is not finite decodes to NaN. The last block of a row is padded: a message has 260 · ceil(n /
-    256) bytes, in the order of `packed`. The kernel and the plain operations produce the same
-    message.
+    is not finite decodes to NaN. A row of n numbers is padded to full blocks, so its message has
+    260 · ceil(n / 256) bytes: the integers of all blocks, in the order of `packed`, then their
+    scales. The GPU kernel and the plain operations produce the same message.
     """
 
     def encode(self, rows: Tensor) -> Tensor:

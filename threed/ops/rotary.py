@@ -1,7 +1,9 @@
-"""Rotary positions (arXiv 2104.09864) with half-split pairs as in Hugging Face.
+"""Rotary positions (arXiv 2104.09864).
 
-Implemented in plain operations and, on GPUs, in place (csrc/cuda/rotary.cu). In all functions
-`theta` is the base of the frequencies, or a result of `ops.frequencies.frequencies`.
+As in Hugging Face, element i of a head's first half forms a pair with element i of its second half,
+and each pair is rotated. There are two implementations: plain operations, and an in-place kernel on
+GPUs (csrc/cuda/rotary.cu). In all functions `theta` is the base of the frequencies, or a result of
+`ops.frequencies.frequencies`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from threed.ops.positions import Positions
 
 
 def angles(positions: Positions, size: int, theta: Theta, device: torch.device) -> Tensor:
-    """Returns the angle of every position and pair, fp32 [s d/2]."""
+    """Returns the angle of every position and pair of elements, fp32 [s d/2]."""
     each = inverse(theta, size, positions.length, device)
     return torch.outer(positions.indices(device, torch.float32), each)
 
@@ -59,7 +61,8 @@ def rotate(x: Tensor, theta: Theta, positions: Positions | None = None) -> Tenso
 def table(positions: Positions, size: int, theta: Theta, device: torch.device) -> Tensor:
     """Returns cosines and sines for the kernel, fp32 [s 2 2 d/16 4].
 
-    Per position the first four numbers of all packs are stored before the second four.
+    The dimensions are: position; cosine or sine; first or second half of a pack; pack of eight
+    pairs; four numbers. So the first halves of all packs are contiguous.
     """
     angle = angles(positions, size, theta, device)
     cos_sin = torch.stack((angle.cos(), angle.sin()), 1)
@@ -82,7 +85,7 @@ def rotate_(
 
     Args:
         x: bf16 [(s b) width].
-        positions: positions of s.
+        positions: the s positions.
         heads: number of heads to rotate.
         size: d.
         theta: base of the frequencies, or a result of `ops.frequencies.frequencies`.
@@ -110,9 +113,10 @@ def _start(
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Splits x [s b width] into `heads` heads per tensor, of which the first `turned` are rotated.
+    """Splits x [s b width] into tensors of heads, and rotates the first heads of x in place.
 
-    The results are views of x's memory.
+    `heads` is the number of heads per tensor, `turned` the total number of rotated heads. The
+    tensors are views of x's memory.
     """
 
     @staticmethod
@@ -122,7 +126,7 @@ class _SplitAndRotate(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.arguments = (positions, turned, size, theta)
         rotate_(x.view(-1, x.shape[-1]), *ctx.arguments)
-        torch.autograd.graph.increment_version((x,))  # lets autograd detect a stale saved x
+        torch.autograd.graph.increment_version((x,))  # so that autograd rejects an earlier saved x
         parts = x.split([size * n for n in heads], -1)
         return tuple(part.unflatten(-1, (-1, size)) for part in parts)
 
@@ -136,9 +140,11 @@ class _SplitAndRotate(torch.autograd.Function):
 def split_and_rotate(
     x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: Theta, positions: Positions
 ) -> tuple[Tensor, ...]:
-    """Returns tensors [s b n d] for n in `heads`, of x [s b width]; the first `turned` are rotated.
+    """Splits x [s b width] into tensors of heads, and rotates the first `turned` heads of x.
 
-    They share x's memory, so x must not be read afterwards.
+    Returns:
+        One tensor [s b n d] for each n in `heads`. They share x's memory, in which the rotation was
+        done, so x must not be read afterwards.
     """
     parts: tuple[Tensor, ...] = _SplitAndRotate.apply(x, heads, turned, size, theta, positions)
     return parts

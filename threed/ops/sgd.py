@@ -1,4 +1,4 @@
-"""SGD with momentum on a flat slice: a reference, and torch's fused kernel.
+"""SGD with momentum on a flat slice of the parameters, by a reference or torch's fused kernel.
 
 As in torch.optim.SGD, weight decay is part of the gradient, and the momentum buffer starts as the
 first gradient.
@@ -53,11 +53,12 @@ def _fused(
 ) -> None:
     g = g.to(p.dtype)
     scale, lr = None, now.lr
-    if p.dtype == torch.float32:  # the kernel divides by the scale, and reads both as fp32
+    # The kernel divides by the scale, and reads scale and learning rate as fp32.
+    if p.dtype == torch.float32:
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:
         g.mul_(now.scale.to(p.dtype))
-    # A zero buffer becomes the gradient, so the first step is not a special case.
+    # In the first step the buffer is zero, so it becomes the gradient without a special case.
     torch.ops.aten._fused_sgd_.tensor_lr(
         [p], [g], list(state), weight_decay=decay, momentum=sgd.momentum, lr=lr, dampening=0.0,
         nesterov=sgd.nesterov, maximize=False, is_first_step=False, grad_scale=scale, found_inf=now.skip.float(),

@@ -1,7 +1,7 @@
 """Causal attention over short sequences in bf16, with a backward on AMX tiles.
 
-The forward is torch's flash attention for CPUs. The backward (csrc/cpu/attention.cpp) reads the
-packed projection and writes its gradient in one call.
+The forward is torch's flash attention for CPUs. The backward (csrc/cpu/attention.cpp) is one call
+that reads the packed projection qkv and writes the projection's gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def fits(qkv: Tensor, d: int) -> bool:
 
 
 def short_attention(qkv: Tensor, d: int) -> Tensor:
-    """As `reference`, for tensors that `fits` accepts. Only the first derivative exists."""
+    """Returns the same as `reference`, for tensors that `fits` accepts.
+
+    It can be differentiated only once.
+    """
     y: Tensor = _ShortAttention.apply(qkv, d)
     return y
 
@@ -64,9 +67,10 @@ def _heads(qkv: Tensor, d: int) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def _is_flash(s: int, b: int, d: int, dtype: torch.dtype, enabled: bool) -> bool:
-    """Returns whether torch uses flash attention for such heads on a CPU.
+    """Returns whether torch uses flash attention for causal attention of this shape on a CPU.
 
-    enabled: the user's setting, part of the cache key.
+    enabled: whether flash attention is enabled in `torch.backends`. It is an argument only so that
+    the cache has one entry per setting.
     """
     q = torch.empty(b, 1, s, d, dtype=dtype)
     chosen = torch._fused_sdp_choice(q, q, q, None, 0.0, True)

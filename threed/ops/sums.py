@@ -1,6 +1,6 @@
-"""Sums on a GPU in two stages: partial sums of blocks, then their sum, in a fixed order.
+"""Sums on a GPU in two stages: partial sums of thread blocks, then the sum of these.
 
-Kernels: csrc/cuda/sums.cu.
+Both stages add in a fixed order. The kernels are in csrc/cuda/sums.cu.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from torch import Tensor
 from threed.core import device
 from threed.ops import launch
 
-ROWS_OF_A_BLOCK = 64  # minimum; with fewer rows the partial sums would be as large as the input
-PER_PROCESSOR = 2
+# minimum rows per thread block; with far fewer the partial sums would be as large as the input
+ROWS_OF_A_BLOCK = 64
+PER_PROCESSOR = 2  # thread blocks per multiprocessor
 
 
 def row_blocks(x: Tensor) -> int:
@@ -40,10 +41,10 @@ def column_fits(x: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Partial sums.
+    """Partial sums, and the tensor that receives their sum.
 
     Attributes:
-        parts: fp32 [k h].
+        parts: k partial sums, fp32 [k h].
         out: fp32 [h], receives the sum over k.
         add: whether to add to `out` instead of overwriting it.
     """
@@ -58,7 +59,8 @@ def add_parts(first: Parts, second: Parts | None = None) -> None:
 
     Args:
         first: partial sums and output of the first result.
-        second: those of the second result, in the same shape; None if there is only one.
+        second: partial sums and output of the second result, of the same shapes; None if there is
+            only one result.
     """
     wanted = "fp32 parts [k h] and out [h], 16-byte aligned, h a multiple of 4"
     for one in (first,) if second is None else (first, second):

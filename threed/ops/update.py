@@ -1,4 +1,7 @@
-"""The interface of optimizer rules: from a gradient to new weights, on a flat slice."""
+"""The interface of optimizer rules, which compute new weights from a gradient.
+
+A rule updates a flat slice: a one-dimensional range of a buffer that contains parameters.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ class StepScalars(NamedTuple):
 class Rule(Protocol):
     """An update rule with its constants.
 
-    state_names: names of the states, each with one element per weight.
+    Attributes:
+        state_names: names of the states. Each state has one element per weight.
     """
 
     @property
@@ -54,14 +58,14 @@ class Rule(Protocol):
             now: scalars of this step.
             decay: weight decay.
             out: [n], usually narrower than p. Receives the new p, in the same pass if the kernel
-                supports that. After a skipped step it holds p or its previous content.
+                supports that. After a skipped step `out` holds p or its previous content.
         """
 
 
 def needs_reference(p: Tensor) -> bool:
     """Returns whether torch's fused kernels cannot update this slice.
 
-    On CUDA they read a learning rate given as a tensor in fp32 only, which is too coarse for fp64
-    weights.
+    On CUDA these kernels read the learning rate, if it is a tensor, as fp32. This is too coarse
+    for fp64 weights.
     """
     return p.is_cuda and p.dtype == torch.float64

@@ -5,9 +5,9 @@
     status()                               # {"cpu": "native (avx512): /dir/cpu-0123456789abcdef.so",
                                            #  "cuda": "none: ..."}
 
-A library is compiled at first use (`threed.core.native.build`) and loaded by ctypes. It depends neither
-on the ABI of torch nor of Python. Without a compiler, `library` returns None and callers use plain
-torch operations.
+A library is compiled at first use (`threed.core.native.build`) and loaded by ctypes. It does not
+depend on the ABI of torch or Python. Without a compiler, `library` returns None and callers use
+plain torch operations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES: dict[str, Any] = {
 
 
 def library(name: str) -> ctypes.CDLL | None:
-    """Returns the library of csrc/<name>, or None. If the compiler fails, it warns once."""
+    """Returns the library of csrc/<name>, or None. Warns once if the compiler fails."""
     return _find(name)[0]
 
 
@@ -33,8 +33,8 @@ def function(name: str, types: str) -> Any:
 
     Args:
         name: name in C.
-        types: one letter for the result and one per argument: Pointer, int, uint32, int64 (q),
-            double, string, void.
+        types: one letter for the result, then one per argument: P pointer, i int, u uint32,
+            q int64, d double, s string, v void.
     """
     if (loaded := library("cpu")) is None:
         return None
@@ -42,7 +42,7 @@ def function(name: str, types: str) -> Any:
 
 
 def declare(loaded: ctypes.CDLL, name: str, types: str) -> Any:
-    """Sets the types of a library's function and returns it; types as in `function`."""
+    """Returns a library's function after setting its types, which are given as in `function`."""
     declared = getattr(loaded, name)
     declared.restype, *declared.argtypes = (_TYPES[letter] for letter in types)
     return declared
@@ -57,7 +57,8 @@ def status() -> dict[str, str]:
 
 @functools.cache
 def _find(name: str) -> tuple[ctypes.CDLL | None, str]:
-    # imported here because `python -m threed.core.native.build` must import it first
+    # imported here, because `python -m threed.core.native.build` imports this package first and
+    # must not find the module imported already
     from threed.core.native import build
 
     return build.load(build.LIBRARIES[name])

@@ -1,19 +1,21 @@
 """Compiles `csrc` into shared libraries: at `pip install`, at first use, or by command.
 
     python -m threed.core.native.build            # compile all libraries into the cache
-    python -m threed.core.native.build --check    # report which are in use; exit 1 unless all are native
+    python -m threed.core.native.build --check    # report the libraries; exit 1 if one is missing
 
 This module uses only the standard library. The wheel's build hook (`hatch_build.py`) compiles into
-the wheel. The command, and `threed.core.native.library` if the wheel has no library, compile into
-$XDG_CACHE_HOME/threed (~/.cache/threed). The name of a cached library contains a hash of its
-sources, flags, compiler and machine, so a stale one is never loaded. It is created by one rename,
-under a lock that the kernel releases if the process dies. Because its code is executed, the folder
-must be owned by the user or root and must not be writable for others; it is created with mode 0700.
+the wheel. The command compiles into the cache, $XDG_CACHE_HOME/threed (~/.cache/threed);
+`threed.core.native.library` does the same if the wheel has no library.
+
+The name of a cached library contains a hash of its sources, flags, compiler and machine, so a stale
+library is never loaded. A library gets its name by one rename, under a lock that the kernel
+releases if the process dies. Because the code in the cache is executed, the cache folder must be
+owned by the user or root, and others must not be able to write to it; it is created with mode 0700.
 
 CXX and NVCC select other compilers. THREED_NATIVE=0 disables native code; plain torch operations
 run instead. Code is compiled for the baseline architecture, and faster instructions are selected at
-run time, so a library can be moved to another machine. GPU code is compiled for all of
-`CUDA.architectures` that the compiler supports, and as PTX for later ones.
+run time, so a library can be moved to another machine. GPU code is compiled for all
+`CUDA.architectures` that the compiler supports, and as PTX for later architectures.
 """
 
 from __future__ import annotations
@@ -40,11 +42,14 @@ WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas")
 
 
 class BuildError(RuntimeError):
-    """A library could not be compiled."""
+    """Raised if a library cannot be compiled."""
 
 
 class Unavailable(BuildError):
-    """Compiler or sources are missing. Not a failure: plain torch operations run instead."""
+    """Raised if compiler or sources are missing.
+
+    This is not a failure: plain torch operations run instead.
+    """
 
 
 @dataclass(frozen=True)
@@ -97,16 +102,16 @@ def source_root() -> Path:
 
 
 def installed(library: Library) -> Path | None:
-    """Returns the library in the wheel, if any."""
+    """Returns the path of the library in the wheel, or None if the wheel has none."""
     path = HERE / "lib" / f"{library.name}.so"
     return path if path.is_file() else None
 
 
 def cache() -> Path:
-    """Returns the folder of libraries that are compiled at first use.
+    """Returns the folder for libraries that are compiled at first use.
 
     Raises:
-        BuildError: without a home folder.
+        BuildError: if XDG_CACHE_HOME is not an absolute path and the home folder is unknown.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
@@ -134,7 +139,7 @@ def find_compiler(library: Library) -> list[str]:
 
 
 def is_cached(library: Library) -> bool:
-    """Returns whether the cache contains this library, so that `ensure` compiles nothing."""
+    """Returns whether the cache contains this library, so that `ensure` does not compile."""
     if not library.sources:
         return False
     return (cache() / f"{library.name}-{_key(library, find_compiler(library))}.so").exists()
@@ -144,7 +149,7 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
     """Returns the library's path in `folder` (default: the cache); compiles it if it is missing.
 
     Raises:
-        Unavailable: without sources or a compiler.
+        Unavailable: if the sources or a compiler are missing.
         BuildError: if the compiler fails or the folder is not writable.
     """
     if not library.sources:
@@ -169,7 +174,8 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
 def _make_private(folder: Path) -> None:
     """Creates a folder for this user only.
 
-    Raises BuildError if other users own it or may write to it, because code in it is executed.
+    Raises BuildError if another user owns the folder or can write to it, because the code in it is
+    executed.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = folder.stat()
@@ -199,14 +205,20 @@ def _key(library: Library, command: list[str]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock on a file, which the kernel releases when the process ends. The file remains."""
+    """Context that holds a lock on a file. The file is not removed afterwards.
+
+    If the process dies, the kernel releases the lock.
+    """
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _compile(library: Library, command: list[str], path: Path) -> None:
-    """Compiles to a temporary file, then renames it to `path`; removes files of killed builds."""
+    """Compiles to a temporary file, then renames it to `path`.
+
+    First removes temporary files of builds that were killed.
+    """
     for stale in path.parent.glob(f"{path.name}.*.tmp"):
         stale.unlink(missing_ok=True)
     handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
@@ -226,10 +238,10 @@ def _compile(library: Library, command: list[str], path: Path) -> None:
 
 
 def targets(library: Library, command: list[str]) -> list[str]:
-    """Returns the flags for the GPUs that this compiler supports, and for PTX of the newest.
+    """Returns the flags for the GPUs that this compiler supports, and for PTX of the newest one.
 
-    PTX is compiled by later GPUs' drivers. One command compiles and links, so the linker gets the
-    flags too; otherwise it would add a default GPU.
+    The drivers of later GPUs compile the PTX. The command that gets these flags compiles and links,
+    because a linker without them would add code for a default GPU.
     """
     if not library.architectures:
         return []
@@ -264,10 +276,10 @@ def load(library: Library) -> tuple[ctypes.CDLL | None, str]:
 
 
 def _load(library: Library) -> tuple[Path, ctypes.CDLL]:
-    """Loads the wheel's library; if it is missing or does not load here, the cached one."""
+    """Loads the wheel's library; if that is missing or does not load here, the cached library."""
     wheel = installed(library)
     if wheel is not None:
-        with contextlib.suppress(OSError):  # built for another system
+        with contextlib.suppress(OSError):  # the wheel was built for another system
             return wheel, ctypes.CDLL(str(wheel))
     path = ensure(library)
     with contextlib.suppress(OSError):
