@@ -11,8 +11,8 @@ from threed.layers.contract import contract
 
 
 def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run: RunConfig) -> None:
-    """Marks this rank's layers with `compilable = True` for compilation: each layer as one graph,
-    at its first run.
+    """Makes torch compile those of this rank's layers that have `compilable = True`. Each is
+    compiled as one graph when it first runs.
 
     Without `run.compile` this has no effect.
 

@@ -58,8 +58,8 @@ def _costs(
 ) -> Sequence[float]:
     """Returns the cost of each layer, by which stages are balanced. Collective.
 
-    Unless the model states its costs, they are 3 × the FLOPs of the forward, summed over the tensor
-    ranks so that all tensor ranks compute the same partition.
+    If the model defines `costs`, these are returned. Otherwise the cost of a layer is 3 × the FLOPs
+    of its forward, summed over the tensor ranks so that all of them compute the same partition.
     """
     own = options_of(model).costs
     if own is not None:
