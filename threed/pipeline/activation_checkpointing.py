@@ -96,8 +96,8 @@ class OnDrives:
     def _large_enough(self, nbytes: int) -> Drive:
         """Returns the drive, or a new drive if the buffers of the old one are too small.
 
-        New buffers are at least 1.5 times as large as the old ones. Old regions of the file that
-        still contain inputs are not reused. They take no more space than two new regions per input.
+        New buffers are at least 1.5 times as large as the old ones. So all regions of the file that
+        are too small for the new drive together take no more space than two new regions per input.
         """
         old = 0 if self._drive is None else self._drive.nbytes
         if self._drive is None or nbytes > old:
@@ -398,8 +398,8 @@ def sliced_over(config: Config, slicing: Slicing) -> Axis | None:
 
 
 def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | None:
-    """Returns the pool for copies of inputs, or None if the inputs themselves are saved. They are
-    also with `--recompute.offload cpu` if the device is a CPU."""
+    """Returns the pool for copies of inputs, or None if the inputs themselves are saved. If the
+    device is a CPU, `--recompute.offload cpu` has no effect."""
     r, on_gpu = config.recompute, is_accelerator(topology.device)
     if r.offload == "nvme":
         return OnDrives(Disk(str(config.zero.nvme_path), f"activations-rank{topology.rank}"))
@@ -414,7 +414,7 @@ def enable(module: nn.Module, config: Config) -> None:
     """Enables recomputation in a module that is not built from `threed.layers`, by calling the
     module's own method for it.
 
-    Does nothing if `recompute.mode` is none.
+    With `--recompute.mode none` the call has no effect.
 
     Raises:
         ConfigError: if the module does not support the configured recomputation.

@@ -166,8 +166,8 @@ class Form:
         structure.
 
         Args:
-            gradient: the gradient in the structure of the value. Where it is None because a tensor
-                did not contribute to the loss, zeros are sent.
+            gradient: the gradient in the structure of the value. A tensor that did not contribute
+                to the loss has None, for which zeros are sent.
             device: device of the zeros.
         """
         given = gradients_of(gradient, len(self.shapes))

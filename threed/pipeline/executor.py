@@ -498,8 +498,8 @@ class Executor:
     def _validate(self, action: Action) -> None:
         if self.on_validate is None or self.on_validate():
             return
-        # No message crosses VALIDATE: both its send and its receive come before the VALIDATE of
-        # their ranks, or both come after. So all messages in flight arrive, and these waits end.
+        # No message crosses VALIDATE: if it is sent before the sender's VALIDATE, it is received
+        # before the receiver's VALIDATE. So all messages in flight arrive, and these waits end.
         for arrived in self._incoming.values():
             for part in arrived:
                 if isinstance(part, Pending):

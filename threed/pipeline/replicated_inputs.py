@@ -5,7 +5,7 @@ may save only a slice of such an input.
     inputs.is_replicated(place, x)   # whether the input `place`, (layer, tensor), is the same on all
                                      # ranks; decided by its first x, which is collective
     sample = inputs.sample(x)        # some elements of x, saved together with the slice
-    inputs.check(sample, x)          # x, gathered from the slices: sets the flag if it differs
+    inputs.check(sample, x)          # sets the flag if x, gathered from the slices, differs
 
 A layer may return a tensor that differs between tensor ranks, such as the outputs of the rank's
 attention heads. As an input of the next layer, such a tensor must be saved in full. So the inputs

@@ -59,19 +59,19 @@ class ParameterGatherer(Protocol):
 
 
 class AlwaysGathered:
-    """A gatherer that does nothing: the parameters are always unsharded, or hooks gather them."""
+    """A gatherer without effect, for parameters that are always unsharded or that hooks gather."""
 
     def is_freed(self, unit: int) -> bool:
         return False
 
     def start(self, unit: int) -> None:
-        """Does nothing."""
+        """Has no effect."""
 
     def ready(self, unit: int) -> None:
-        """Does nothing."""
+        """Has no effect."""
 
     def release(self, unit: int) -> None:
-        """Does nothing."""
+        """Has no effect."""
 
 
 @dataclass(eq=False)
@@ -182,9 +182,9 @@ class Stage:
         """Begins a step.
 
         Args:
-            ended: number of micro-batches of the previous step, if those of them that have had no
-                backward yet have it in this step. They are renumbered so that the last micro-batch
-                of the previous step is -1. None drops all micro-batches that have had no backward,
+            ended: number of micro-batches of the previous step, if this step runs the backwards
+                that the previous step has left open. The open micro-batches are renumbered so that
+                the last micro-batch of the previous step is -1. None drops all open micro-batches,
                 for example after an aborted step.
         """
         if ended is not None:
@@ -295,8 +295,8 @@ class Stage:
     def _run_to_recompute(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
         """Runs one layer without a graph, and saves its input.
 
-        The output tensors are marked as requiring a gradient if those of the recomputed output may
-        require one.
+        The output tensors are marked as requiring a gradient if the recomputed ones may require
+        one.
         """
         store = self.recomputed.store
         assert store is not None

@@ -4,7 +4,7 @@ and bytes sent.
     costs = Tracer(micro_batch, dtype, grad_dtype, traffic).trace(layers, recomputed)      one LayerCost per layer
 
 On the meta device tensors have shapes and dtypes, but no values. So the layer's code runs forward
-and backward as in a pipeline stage, but nothing is computed or sent. A layer with the same
+and backward as in a pipeline stage, without computing or sending values. A layer with the same
 structure and input shapes as an earlier layer is not run again, but gets the earlier layer's cost.
 """
 
@@ -122,7 +122,7 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
 
 @functools.cache
 def _formula(operation: Any) -> Callable[..., int] | None:
-    """Returns the formula for an operation's FLOPs, or None if there is none.
+    """Returns the formula for an operation's FLOPs, or None if it has no formula.
 
     For attention it is this package's formula. For other operations it is torch's; an in-place
     variant uses the formula of the plain operation.
@@ -254,7 +254,7 @@ class BufferSink:
         return self.target, True
 
     def mark_added(self) -> None:
-        """Does nothing, because contributions are not counted."""
+        """Has no effect, because contributions are not counted."""
 
     def in_forward(self) -> bool:
         return False
@@ -394,8 +394,8 @@ def materialise(
 
 
 def for_layer_alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
-    """Returns the recomputation settings of a stage that consists of this layer only; None if
-    `recomputed` is None."""
+    """Returns the recomputation settings of a stage that consists of this layer only, or None for a
+    layer without recomputation."""
     if recomputed is None or recomputed.selective is None:
         return recomputed and replace(recomputed, units=frozenset({0}))
     selective = Selective(recomputed.selective.ops)

@@ -53,7 +53,7 @@ class Pipeline:
     Attributes:
         schedule: name of the schedule.
         plan: compute actions of a step, for every pipeline rank.
-        cut: the layers of each stage, and the ranks of the stages.
+        cut: the partition of layers into stages, and the ranks of the stages.
         costs: times of the stages, if the schedule plans by times.
         limit: limit on micro-batches in memory per rank, if the schedule plans by times.
         division: the partition by measured times, if configured.

@@ -1,7 +1,7 @@
 """Forecast of a run before any tensor is allocated: ranks, bytes per rank, bubble and traffic.
 
-    forecast = Forecast.of(config, world_size)      # config: resolved
-    print(forecast.text())                          # also printed at the start of a run, and by --dry-run
+forecast = Forecast.of(config, world_size)      # config: resolved
+print(forecast.text())                          # as at the start of a run and with --dry-run
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class Forecast:
         """Returns seconds per step: FLOPs / (peak × efficiency) + bytes / bandwidth.
 
         The schedule is simulated with times of stages in proportion to their FLOPs. The bytes are
-        those of the rank that sends most, and messages are assumed not to overlap with compute. The
-        weight update is not included.
+        taken from the rank that sends most, and messages are assumed not to overlap with compute.
+        The weight update is not included.
 
         Args:
             tflops: peak of a device in TFLOP/s.

@@ -4,7 +4,7 @@
     footprint(blueprint, costs)             # bytes by kind, and bytes sent over each axis
 
 The blueprint is on the meta device (`Topology.on_meta`). The bytes of parameters, gradients and
-optimizer states are those of the storages that an engine would create. The memory of gradient
+optimizer states are the sizes of the storages that an engine would create. The memory of gradient
 reductions is measured by running ZeRO's own reducer on the meta device.
 """
 

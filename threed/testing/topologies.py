@@ -61,7 +61,8 @@ def ranks_of(parsed: dict[str, int]) -> int:
 
 
 def plain(config: Config) -> Config:
-    """Returns the configuration for one process: keys of pipelines have their defaults.
+    """Returns the configuration for one process, in which the keys for pipelines have their default
+    values.
 
     An asynchronous schedule is kept, because it changes the results of training.
 

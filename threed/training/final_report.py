@@ -134,7 +134,8 @@ def draw(
 
 
 def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) -> str:
-    """Returns an SVG of a step as measured, and of its plan with the measured mean times."""
+    """Returns an SVG of two timelines: the last logged step as measured, and its plan simulated
+    with the measured mean time of each kind of action."""
     planned, ranks = replay(plan, spans), f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
     ends = [end for row in spans for _, _, end in row]
     extent = max(ends) - min(start for row in spans for _, start, _ in row)
