@@ -308,7 +308,8 @@ class Engine:
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))
 
     def bad_steps(self) -> int:
-        """Returns the number of consecutive skipped steps; completes the last step. Collective."""
+        """Completes the last step, and returns the number of consecutive skipped steps up to it.
+        Collective."""
         self.finish()
         return int(self.optimizer.bad.in_a_row)
 
@@ -482,7 +483,7 @@ class ModuleEngine(Engine):
 
     @property
     def module(self) -> nn.Module:
-        """The module. Between `begin` and `update`, its forward gathers its parameters."""
+        """The module. Between `begin` and `update`, running it gathers its sharded parameters."""
         return self.model.module
 
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Wrapped, Config]:
@@ -514,7 +515,7 @@ class ModuleEngine(Engine):
         Args:
             loss: mean loss of the micro-batch, a scalar.
             weight: factor of the loss; by default 1 / (micro-batches × data ranks), so that the
-                loss of the step is the mean over both.
+                loss of the step is the mean over all micro-batches of all data ranks.
 
         Raises:
             RuntimeError: if `begin` was not called.
@@ -559,7 +560,7 @@ class ModuleEngine(Engine):
         return super()._end_step(loss, tokens)
 
     def _begin(self, microbatches: int) -> None:
-        self.gatherer.release_all()  # also if the check raises
+        self.gatherer.release_all()  # before the check, which may raise
         self._check_scales()
         super()._begin(microbatches)
 

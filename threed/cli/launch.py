@@ -178,7 +178,7 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
         interrupted.set()
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise SIGINT is ignored
         signal.signal(signal.SIGINT, interrupt)
     p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
     if config.run.recheck_bad_steps:
@@ -362,7 +362,8 @@ def _space_problems(folder: Path, forecast: Forecast) -> list[str]:
 
 
 def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
-    """Returns the problems of the checkpoint to resume: it is missing, or a fixed key differs.
+    """Returns the problems of the checkpoint to resume: it is missing, or a key that must not
+    change on resume differs.
 
     Damaged files are found later, when the checkpoint is read.
     """

@@ -2,9 +2,9 @@
 
 - Plain: all_reduce, all_gather, reduce_scatter, send, receive. Functions named `start_…` are
   asynchronous and return a `Pending`.
-- Conjugate: copy_to, reduce_from, gather_from, scatter_to. The backward of each is the forward of
-  another one (Megatron-LM, arXiv 1909.08053 section 3; for sequence parallelism, 2205.05198 section
-  4.2.2).
+- Conjugate, for autograd: copy_to and reduce_from, gather_from and scatter_to. In each pair, the
+  backward of one function is the forward of the other (Megatron-LM, arXiv 1909.08053 section 3; for
+  sequence parallelism, 2205.05198 section 4.2.2).
 - Control: barrier, exchange, problems_of_all, raise_together, attempt_together, leave.
 
 All training communication calls torch.distributed through this module. On an axis of size 1 every
@@ -60,7 +60,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """Sends numbers as another dtype, or unchanged if `dtype` is None. A backend can sum such
+    """Sends numbers as another dtype, or unchanged without a `dtype`. A backend can sum such
     messages itself."""
 
     dtype: torch.dtype | None = None
@@ -101,7 +101,7 @@ class Pending:
 
 
 def done(tensor: Tensor, *works: dist.Work | None) -> Pending:
-    """Returns a `Pending` with the result `tensor` that waits for `works` only."""
+    """Returns a `Pending` that waits for `works`, and whose result is `tensor`."""
     return Pending(lambda: tensor, *works)
 
 
@@ -128,7 +128,7 @@ def _gloo(axis: Axis) -> bool:
 def _start(
     collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
 ) -> dist.Work | None:
-    """Launches a collective asynchronously; returns None without a launch on the meta device."""
+    """Launches a collective asynchronously. On the meta device, returns None and launches none."""
     return None if out.is_meta else collective(out, *args, group=axis.channel, async_op=True)
 
 
@@ -475,7 +475,7 @@ def barrier(axis: Axis) -> None:
 
 
 def exchange(value: Any, axis: Axis) -> list[Any]:
-    """Returns the `value` of every rank, in rank order; for control data, not for bulk. Collective.
+    """Returns the `value` of every rank, in rank order. For small control data. Collective.
 
     Sends JSON rather than using torch's object collectives, which unpickle data from the network.
 

@@ -1,6 +1,6 @@
 """Sets torchrun's variables under srun or mpirun, and ends a process when its launcher dies.
 
-    ranks = join()           # call first in every rank: adopt(), and ends with the launcher
+    ranks = join()           # first call in every rank: adopt(), and dies with its launcher
     adopt()                  # sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
     world = world_size()     # adopt(), and returns the number of ranks
 
@@ -234,8 +234,9 @@ def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
     """Returns the launcher of this process, and the values that it sets, by torchrun's names.
 
     MPI's variables have priority over Slurm's, because in a Slurm job mpirun starts daemons with
-    srun, and Slurm's variables then describe the daemons. MPI's variables are used only if they are
-    complete: a Slurm step with PMI has PMI_RANK and PMI_SIZE, but not MPI's local variables.
+    srun, and Slurm's variables then describe the daemons. But if MPI's variables are incomplete,
+    Slurm's have priority: a Slurm step with PMI has PMI_RANK and PMI_SIZE, but not MPI's local
+    variables.
     """
     mpi = [(launcher, dict(_numbers(environment, launcher.variables))) for launcher in MPI]
     mpi = [(launcher, numbers) for launcher, numbers in mpi if "WORLD_SIZE" in numbers]
@@ -246,8 +247,8 @@ def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
 
 
 def _numbers(environment: Variables, variables: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Yields (torchrun's name, value) for each variable that is set, by a launcher's name or else
-    by torchrun's name."""
+    """Yields (torchrun's name, value) for each variable that is set under the launcher's name, or
+    else under torchrun's name."""
     for name, variable in zip(NAMES, variables, strict=True):
         if found := next((one for one in (variable, name) if one in environment), ""):
             yield name, _whole(environment, found)

@@ -139,7 +139,8 @@ def is_managed(param: Tensor) -> bool:
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ValueError if a tensor is sparse, quantized or nested: it cannot be sent or saved."""
+    """Raises ValueError if a tensor is sparse, quantized or nested, because such a tensor cannot be
+    sent or saved."""
     found = [
         f"{name} ({'quantized' if value.is_quantized else value.layout})" for name, value in named
         if value.layout is not torch.strided or value.is_quantized or value.is_nested

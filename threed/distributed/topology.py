@@ -201,7 +201,8 @@ def start_from_file(file: str, rank: int, world: int) -> None:
 
 
 def default_device() -> torch.device:
-    """Returns this process's device: its local GPU, or the CPU without a GPU or with gloo."""
+    """Returns this process's device: its local GPU; or the CPU, on a machine without GPUs and if
+    the process group uses gloo."""
     gloo = dist.is_initialized() and dist.get_backend() == "gloo"
     count = gpu.count()
     if count and dist.is_nccl_available() and not gloo:

@@ -12,7 +12,7 @@ preallocated buffer, `threed.memory.arena`), in host memory or on a drive. If al
 the same input (`replicated_inputs`), each rank may save only its slice, and the slices are gathered
 before the backward (ZeRO, arXiv 1910.02054, section 6.1: P_a, P_a+cpu). `fetch` starts to read from
 the drive. `prefetch` starts to copy to the device and to gather the slices. All tensor ranks run
-the same layers in the same order, so their gathers match.
+the same layers in the same order, so they also start these gathers in the same order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from threed.pipeline.replicated_inputs import ReplicatedInputs
 META = torch.device("meta")
 FETCH_AHEAD = 2  # inputs being read from the drive
 GATHER_AHEAD = 1  # inputs being copied to the device, or gathered
-BUFFERS = 2 * FETCH_AHEAD + 2  # host buffers of a drive, for inputs being read, used or written
+# Host buffers of a drive, for inputs being read, used or written.
+BUFFERS = 2 * FETCH_AHEAD + 2
 # The largest number of tensors in the input of one layer, which are all in use at once.
 MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD
 
@@ -54,7 +55,7 @@ class StoragePool(Protocol):
         """Returns a storage for `numel` values."""
 
     def give(self, storage: Storage) -> None:
-        """Returns a storage to the pool."""
+        """Gives a storage back to the pool, for reuse."""
 
 
 class InArena:
@@ -126,8 +127,8 @@ class SavedInput:
         storage: storage of the copy; None if the tensor itself is saved.
         value: the full input or this rank's slice, if it is on the device.
         arrived: event after the copy from host memory to the device.
-        staged: buffer that the storage is read into.
-        gathering: the all-gather in flight.
+        staged: buffer into which the storage is read, once `fetch` was called.
+        gathering: the all-gather of the slices in flight.
     """
 
     shape: torch.Size
@@ -294,8 +295,9 @@ class Recomputed:
 
     Attributes:
         units: numbers of the units.
-        store: stores the inputs from which the units are recomputed in full, or None.
-        selective: the operations that are recomputed if only a part of each unit is, or None.
+        store: stores the units' inputs if the units are recomputed in full; otherwise None.
+        selective: the operations to recompute if only a part of each unit is recomputed; otherwise
+            None.
     """
 
     units: frozenset[int] = frozenset()
@@ -426,7 +428,7 @@ def enable(module: nn.Module, config: Config) -> None:
     named = (
         getattr(module, f"{what}_checkpointing_enable", None) for what in ("activation", "gradient")
     )
-    # `gradient_checkpointing_enable` is the older name.
+    # `gradient_checkpointing_enable` is the older name of the method.
     found = next((method for method in named if method is not None), None)
     if r.mode == "selective":
         raise ConfigError(

@@ -56,8 +56,8 @@ class Batches:
         """Returns the number of rows (sequences) of a batch.
 
         Raises:
-            ValueError: if tensors differ in their number of rows, or if it is not a multiple of the
-                micro-batch size.
+            ValueError: if tensors differ in their number of rows, or if this number is not a
+                multiple of the micro-batch size.
         """
         for name, value in batch.items():
             if not isinstance(value, Tensor) or value.dim() == 0:

@@ -11,8 +11,8 @@ from threed.layers.contract import contract
 
 
 def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run: RunConfig) -> None:
-    """Makes torch compile each of this rank's layers that has `compilable = True`, as one graph and
-    when the layer first runs.
+    """Makes torch compile each of this rank's layers that has `compilable = True`. A layer is
+    compiled as one graph, when it first runs.
 
     Without `run.compile` this has no effect.
 

@@ -56,8 +56,9 @@ class Outdated(Exception):
 def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
     """Returns every action with the parts of the compute action that follows it.
 
-    The parts of a pair FB are its forward and its backward; another action is its own only part.
-    The parts are empty if no compute action follows, or if a W follows, which reads no weights.
+    The parts of a pair FB are its forward and its backward; any other action has itself as its only
+    part. The parts are empty if no compute action follows, or if a W follows, which reads no
+    weights.
     """
     following: list[tuple[Action, ...]] = []
     next_parts: tuple[Action, ...] = ()
@@ -361,8 +362,8 @@ class Executor:
             self.updates.use(action.microbatch < 0)
 
     def _take_incoming(self, kind: Kind, action: Action) -> list[Tensor] | None:
-        """Waits for the tensors that another stage computed for this action, and returns them;
-        returns None if the action needs none, as the model's first forward."""
+        """Waits for the tensors that another stage computed for this action, and returns them.
+        Returns None if no stage does, as for a forward of the model's first stage."""
         if self._plan.producer(self.rank, action) is None:
             return None
         self._wait_for(kind, action)

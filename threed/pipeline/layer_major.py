@@ -113,7 +113,7 @@ class LayerMajorStage(Stage):
                     values[number], frame = self._run(unit, values[number], micro, values[number])
                 assert frame is not None
                 self._frames.append(frame)
-        # The backward pops frames from the end, and begins with micro-batch 0 as the forward does.
+        # The backward also begins with micro-batch 0, but pops frames from the end of the list.
         self._frames[first:] = self._frames[first:][::-1]
 
     def _turn(

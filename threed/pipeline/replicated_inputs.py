@@ -23,9 +23,10 @@ from threed.distributed import collectives
 from threed.distributed.topology import Axis
 from threed.layers.slicing import Flag
 
-SAMPLED = 256  # number of compared elements
-# Samples are taken at multiples of the golden ratio modulo 1, as fractions of the tensor's length:
-# these are spread evenly, and do not align with the tensor's dimensions.
+# The number of elements of an input that are compared.
+SAMPLED = 256
+# Elements are sampled at the multiples of the golden ratio modulo 1, times the number of elements.
+# These positions are spread evenly, and do not align with the tensor's dimensions.
 GOLDEN = 0.6180339887498949
 ROUNDINGS = 8  # tolerance between replicas, in units of eps times the largest element
 

@@ -67,7 +67,7 @@ class _Timed:
     """A timed layer with its input and output.
 
     Attributes:
-        rows: seconds of forward, input gradient and weight gradients, per pass.
+        rows: per measured pass, the seconds of (forward, input gradient, weight gradients).
     """
 
     layer: nn.Module

@@ -199,7 +199,7 @@ class Watch(TorchDispatchMode):
                 self.look_at(value)
 
     def bytes(self) -> int:
-        """Returns the number of bytes alive."""
+        """Returns the number of bytes of all counted storages that still exist."""
         found = {
             key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             for key, ref in self._seen.items()

@@ -25,7 +25,8 @@ class Transport(Protocol):
     posts_ahead: bool
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        """Starts to send a message; the tensors must not change until it has been waited for.
+        """Starts to send a message. The tensors must not change until the returned handles have
+        been waited for.
 
         Args:
             tensors: the tensors of the message.

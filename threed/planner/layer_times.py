@@ -211,7 +211,7 @@ def trace_layer_bytes(
         ways: number of ranks with a replica of each layer.
 
     Raises:
-        TraceError: if a layer cannot be traced; names it.
+        TraceError: if a layer cannot be traced. The message names the layer.
     """
     recomputed = activation_checkpointing.recomputed_layers(config, layers)
     costs = trace(model, layers, config, topology, recomputed)

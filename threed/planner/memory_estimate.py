@@ -48,7 +48,8 @@ from threed.zero.optimistic import copied_bytes
 from threed.zero.reducer import Reducer
 from threed.zero.state import State, holdings, new_state, storages
 
-MESSAGES = 2  # messages to other stages that are in flight at once
+# Number of messages to other stages that are in flight at once.
+MESSAGES = 2
 # After the reductions of this many backwards, a further backward allocates no new buffers.
 STEADY = 3
 
@@ -60,8 +61,8 @@ class Footprint:
     Attributes:
         bytes: bytes on the device, by kind: `parameters`, `gradients`, `optimizer`, `activations`
             and `buffers`; if the device is a CPU also `saving` (asynchronous checkpoints) and
-            `copies` (in-memory checkpoints). `peak` is the sum of these. `offloaded` are the bytes
-            in the host memory of a GPU or on a drive, if any; they are not part of `peak`.
+            `copies` (in-memory checkpoints). `peak` is the sum of these. `offloaded`, if any, are
+            bytes on a drive and, if the device is a GPU, in host memory; not included in `peak`.
         sends: bytes sent per step, by axis: tp, pp, dp and cp.
     """
 
@@ -89,7 +90,7 @@ def trace(
         recomputed: numbers of the layers with activation recomputation.
 
     Raises:
-        TraceError: if a layer cannot run on the meta device; names it.
+        TraceError: if a layer cannot run on the meta device. The message names the layer.
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
     tracer = Tracer(example(model, config), wide, grads, topology.traffic)
@@ -114,7 +115,8 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
 
 
 def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCost:
-    """Returns a recomputed layer's cost, with its input in an arena, host memory or on a drive."""
+    """Returns a recomputed layer's cost if its input is saved as configured: in an arena, in host
+    memory or on a drive."""
     r = config.recompute
     # If inputs are sliced, the layer does not keep its input: `kept` is the slice.
     copied = cost.input if cost.keeps_input else cost.kept

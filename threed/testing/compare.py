@@ -24,8 +24,10 @@ from threed.engine import Engine, StepMetrics
 from threed.zero.records import PREVIOUS, WEIGHT, Record, read, records
 from threed.zero.setup import state_names
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and size
-KEPT = 2**16  # maximum number of elements of `Finding.values`
+# A box of a tensor: start and size, per dimension.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+# The largest number of elements of `Finding.values`.
+KEPT = 2**16
 
 
 @dataclass

@@ -25,8 +25,10 @@ from threed.testing.ranks import RanksFailed
 from threed.testing.watch import INPUT_GRADIENT, OUTPUT, Key
 from threed.zero.records import WEIGHT
 
-MOST = 8  # maximum number of listed parameters
-Layers = Sequence[tuple[str, list[str]]]  # per layer: its name, and the names of its parameters
+# The largest number of parameters that are listed.
+MOST = 8
+# For each layer: its name, and the names of its parameters.
+Layers = Sequence[tuple[str, list[str]]]
 # One difference: layer or None, parameter or None, description, largest difference or NaN.
 About = tuple[str | None, str | None, str, float]
 # Differences of values that layers pass to each other, by boundary and rank. A boundary is an

@@ -1,4 +1,4 @@
-"""The interface of callbacks of the training loop, and the run that they belong to."""
+"""The base class of callbacks of the training loop, and the objects of a run that they use."""
 
 from __future__ import annotations
 

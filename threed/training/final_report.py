@@ -97,7 +97,7 @@ def export(
         note: function that prints a message if a package is missing.
 
     Returns:
-        The entry of the folder in the report; empty if a package is missing.
+        A list with the folder's entry in the report, (name, path); empty if a package is missing.
     """
     try:
         return [("export", export_hf(checkpoint, folder, tokenizer))]
