@@ -84,7 +84,8 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
         with exits_on_broken_pipe():
             return _run(argv, arch, prog)
     except KeyboardInterrupt as interrupt:
-        # The launcher forwards SIGINT, which the terminal has also sent to this process directly.
+        # Ignores a second SIGINT: the launcher forwards the one that the terminal has also sent to
+        # this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if _local_rank() == 0:
             print(f"threed: interrupted; {interrupt or 'the run had not started'}", flush=True)

@@ -129,7 +129,7 @@ def storage_of(tensor: Tensor | None) -> int:
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors, wrappers of torch.func
+    except (NotImplementedError, RuntimeError):  # for sparse tensors and wrappers of torch.func
         return 0
 
 

@@ -156,13 +156,14 @@ class Watch(TorchDispatchMode):
         self._real = real
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, StorageWeakRef] = {}
-        self._size: dict[int, int] = {}  # bytes when last seen
+        self._size: dict[int, int] = {}  # bytes of each storage when it was last seen
         self._bound = 0  # upper bound of the bytes alive
         self.flops = self.most = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch's compiler would process every operation first
+        # With True, every operation would first pass through a wrapper of torch's compiler.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -333,7 +333,7 @@ class Blueprint:
             [*found, self._input_flag] if sliced and self.config.recompute.mode == "full" else found
         )
 
-    @functools.cached_property  # `is_optimistic` hashes the plan, which is slow
+    @functools.cached_property  # cached, because `is_optimistic` hashes the plan, which is slow
     def optimistic(self) -> bool:
         """Whether a weight update is made before the gradient norm is known, and validated in the
         next step."""

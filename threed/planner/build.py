@@ -29,7 +29,7 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
         The configuration with `zero.order` decided, and the blueprint.
 
     Raises:
-        ModelError: if the model is incorrect in this topology.
+        ModelError: if the model would give wrong results in this topology.
         ValueError: if the model has no trainable parameters.
         ConfigError: if a wrapped module is to run in several chunks.
     """

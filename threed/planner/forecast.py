@@ -353,7 +353,7 @@ class _Column:
         )  # fmt: skip
 
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
-        """Returns the times of the stages, in FLOPs (or in the unit of the model's custom costs)."""
+        """Returns the times of the stages, in FLOPs or in the unit of the model's custom costs."""
         again = fully_recomputed(self.config, self.layers)
         return stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
 

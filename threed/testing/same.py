@@ -42,7 +42,7 @@ from threed.zero.step_metrics import DataError
 Build = Callable[..., Any]
 BatchOf = Callable[[Config, int], Mapping[str, Tensor]]
 ALONE = "one process"
-VOCAB = 53  # no number of tensor ranks divides it
+VOCAB = 53  # prime, so vocabulary shards differ in size for every number of tensor ranks
 DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {"layers": 4, "hidden": 32, "heads": 4, "seq": 16, "vocab": VOCAB},
     "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "grad_clip": 0.0},

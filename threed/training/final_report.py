@@ -48,7 +48,8 @@ def finish(
     peaks = collectives.exchange(peak.nbytes, engine.topology.axis("world"))
     count = config.train.sample_tokens
     text = sample_text(engine, run.data, count) if count and not run.stop.now() else ""
-    run.supervision.watchdog.stop()  # the other ranks now wait for rank 0
+    # From here on the other ranks wait for rank 0, which is no hang.
+    run.supervision.watchdog.stop()
     if run.forecast is None:
         return
     rows = [
