@@ -48,7 +48,7 @@ def finish(
     peaks = collectives.exchange(peak.nbytes, engine.topology.axis("world"))
     count = config.train.sample_tokens
     text = sample_text(engine, run.data, count) if count and not run.stop.now() else ""
-    # From here on the other ranks wait for rank 0, which is no hang.
+    # From here on the other ranks wait for rank 0, which must not count as a hang.
     run.supervision.watchdog.stop()
     if run.forecast is None:
         return
