@@ -5,10 +5,10 @@
     metrics = engine.step(batch)         # batch: this data rank's share of the global batch
     engine.save(path)                    # engine.start_save(path).wait() writes in the background
 
-A step counts the valid tokens of the global batch; runs the pipeline plan, reducing gradients
-bucket by bucket; computes the gradient norm; updates the slices of this rank; and gathers the
-parameters, overlapping with the next forward. The host never waits for a tensor's value in a step:
-it waits when a `StepMetrics` property is read.
+A step counts the valid tokens of the global batch; runs the pipeline plan, while gradients are
+reduced bucket by bucket; computes the gradient norm; updates this rank's slices of the parameters;
+and gathers the parameters, overlapped with the next forward. During a step the host never waits for
+a tensor's value; it waits when a `StepMetrics` property is read.
 """
 
 from __future__ import annotations
@@ -78,16 +78,17 @@ class Engine:
             returns a loss.
         topology: the axes (pipeline, data, context, tensor) of the ranks.
         config: the configuration; for a `threed.models.Model` it must be resolved.
-        learning_rate: replaces the configured schedule; maps the number of updates done to a
-            learning rate (both scalar tensors, fp64).
-        loss_scale: replaces the configured rule of the loss scale.
+        learning_rate: function from the number of updates done to the learning rate (both scalar
+            tensors, fp64); replaces the configured schedule.
+        loss_scale: rule for changing the loss scale; replaces the configured rule.
         transport: sends activations between pipeline stages; by default over the topology's links.
 
     Attributes:
         config: the resolved configuration.
         steps: number of completed steps.
         consumed: number of samples of the global batches of all completed steps.
-        wraps_module: True for `ModuleEngine`: the program may edit parameters between steps.
+        wraps_module: True for a `ModuleEngine`, whose parameters the program may edit between
+            steps.
 
     Raises:
         ConfigError: if the configuration needs a feature that is not available.
@@ -100,7 +101,8 @@ class Engine:
 
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
         kind = LayeredEngine if is_layered(model) else ModuleEngine
-        return super().__new__(kind if cls is Engine else cls)  # copying calls it with the subclass
+        # Code that copies an engine calls `__new__` with the subclass.
+        return super().__new__(kind if cls is Engine else cls)
 
     def __init__(
         self, model: Model | nn.Module, topology: Topology, config: Config, *,
@@ -153,8 +155,8 @@ class Engine:
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wraps_module)
-        # No overlap with sharded parameters or with buffers: the allocator could reuse their memory
-        # while the second stream of a forward-backward pair still reads it.
+        # A forward and a backward do not overlap if parameters are sharded or layers have buffers:
+        # the allocator could reuse their memory while the second stream still reads it.
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
         streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
@@ -215,7 +217,7 @@ class Engine:
                 with own_backward(self.reducer):
                     losses = self.runner.run(self.executor.run, micros)
                 break
-            except Outdated:  # the last update was undone and repeated: run again
+            except Outdated:  # the previous update was undone and repeated, so run the step again
                 rewind()
         self._seconds = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
@@ -232,17 +234,23 @@ class Engine:
         self._seconds = 0.0
 
     def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
-        """Reduces the gradients and updates. loss: fp64 [1], this rank's term."""
+        """Reduces the gradients and updates the weights. Collective.
+
+        Args:
+            loss: this rank's term of the loss, fp64 [1].
+            tokens: number of tokens of the global batch.
+        """
         began = time.perf_counter()
         self.gatherer.release_all()
         if self.buffers.exist:
-            self.buffers.end_step()  # before the update: raises if a buffer changed that must not
+            # Before the update, because it raises if a buffer changed that must not change.
+            self.buffers.end_step()
         update = self.runner.update(self.faults.appended_to(loss))
         reducing, updating = self.runner.seconds
         passes = self._seconds + time.perf_counter() - began - reducing - updating
         self.steps += 1
         if self._numbers is not None:
-            self._numbers()  # counts the faults of the last step first
+            self._numbers()  # counts the faults of the previous step first
         self._numbers = Later(update, self.faults)
         if not self.runner.pending:
             self._numbers()
@@ -251,14 +259,19 @@ class Engine:
         return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults, limit)
 
     def zero_grad(self) -> None:
-        """Drops the gradients of steps that have not ended, and gradients of other engines' losses.
+        """Drops the gradients of a step that has not ended, and gradients that the losses of other
+        engines have added to this engine's parameters.
 
         A step ends when `step` returns, even if its update is applied later (2BW).
         """
         self.runner.drop()
 
     def finish(self) -> None:
-        """Completes the last step (optimistic update, 2BW); results do not change. Collective."""
+        """Completes the last step if its update is still pending (optimistic update, 2BW).
+        Collective.
+
+        The results of training are the same with or without this call.
+        """
         self.reducer.recover()
         self.runner.finish(self.executor.run)
 
@@ -280,7 +293,8 @@ class Engine:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context manager for forwards without training; a step in progress is kept. Collective."""
+        """Context manager for forwards without training. The state of a step in progress is kept.
+        Collective."""
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
             self.buffers.agree()
@@ -295,17 +309,20 @@ class Engine:
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))
 
     def bad_steps(self) -> int:
-        """Returns the number of consecutive skipped steps; completes the last step. Collective."""
+        """Completes the last step, and returns the number of consecutive skipped steps up to it.
+        Collective."""
         self.finish()
         return int(self.optimizer.bad.in_a_row)
 
     def compare_replicas(self) -> None:
-        """Raises ReplicaError, which names them, if replicas differ between ranks. Collective."""
+        """Raises ReplicaError if replicas of a parameter or state differ between ranks. The error
+        names them. Collective."""
         self._sync_states()
         replicas.check(self.optimizer, self.topology, self.steps)
 
     def _local_loss(self, losses: list[Tensor], scale: Tensor | float) -> Tensor:
-        """Returns this rank's term of the loss, fp64 [1]; zero except on last stages, tp rank 0."""
+        """Returns this rank's term of the loss, fp64 [1]. It is zero unless this rank is on the
+        last pipeline stage and has tensor-parallel index 0."""
         device = self.topology.device
         if not losses or self.topology.axis("tp").index > 0:
             return torch.zeros(1, dtype=torch.float64, device=device)
@@ -342,8 +359,9 @@ class Engine:
     ) -> Save:  # fmt: skip
         """Starts a checkpoint in the background; returns the save in progress. Collective.
 
-        Waits for the previous save first. Call `Save.wait` before the program exits. If memory for
-        a copy of the states is missing, it warns and returns when the checkpoint is complete.
+        Waits for the previous save first. Call `Save.wait` before the program exits. If there is
+        not enough memory for a copy of the states, it warns, and does not return before the
+        checkpoint is complete.
 
         Args:
             path, extra, hurries: see `save`.
@@ -358,7 +376,12 @@ class Engine:
         )  # fmt: skip
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the counters for a manifest; raises DataError as `save` does. Collective."""
+        """Returns the entries of a checkpoint's manifest that describe the state of training:
+        completed steps, consumed samples, `extra` and others. Collective.
+
+        Raises:
+            DataError: see `save`.
+        """
         self._sync_states()
         if self._numbers is not None:
             self.faults.raise_before_save(
@@ -445,7 +468,7 @@ class LayeredEngine(Engine):
 class ModuleEngine(Engine):
     """Trains any `nn.Module` on data ranks; `Engine(...)` creates it for a plain module.
 
-    `step` runs a full batch. A custom loop runs the micro-batches itself:
+    `step` runs a full batch. A custom loop can run the micro-batches itself instead:
 
         engine.begin(microbatches=4)
         for inputs in micro_batches:
@@ -466,7 +489,7 @@ class ModuleEngine(Engine):
 
     @property
     def module(self) -> nn.Module:
-        """The module. Between `begin` and `update`, its forward gathers its parameters."""
+        """The module. Between `begin` and `update`, running it gathers its sharded parameters."""
         return self.model.module
 
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Wrapped, Config]:
@@ -498,7 +521,7 @@ class ModuleEngine(Engine):
         Args:
             loss: mean loss of the micro-batch, a scalar.
             weight: factor of the loss; by default 1 / (micro-batches × data ranks), so that the
-                loss of the step is the mean over both.
+                loss of the step is the mean over all micro-batches of all data ranks.
 
         Raises:
             RuntimeError: if `begin` was not called.
@@ -527,7 +550,8 @@ class ModuleEngine(Engine):
             RuntimeError: if `begin` was not called.
         """
         self._check_begun()
-        # Ranks have launched different buckets. Launch the others before the next collective.
+        # Ranks may have launched the reductions of different buckets so far. Launches the remaining
+        # reductions before another collective is called.
         self.reducer.all_passes_ended()
         return self._end_step(self._loss, tokens)
 
@@ -542,7 +566,7 @@ class ModuleEngine(Engine):
         return super()._end_step(loss, tokens)
 
     def _begin(self, microbatches: int) -> None:
-        self.gatherer.release_all()  # also if the check raises
+        self.gatherer.release_all()  # before the check, which may raise
         self._check_scales()
         super()._begin(microbatches)
 
@@ -563,7 +587,7 @@ class ModuleEngine(Engine):
     def inference(self) -> Iterator[nn.Module]:
         """Context manager: yields the module for forwards without gradients."""
         try:
-            # Not inference mode: tensors that a module caches must work in training too.
+            # Not inference mode, because tensors that a module caches must work in training too.
             with torch.inference_mode(False), torch.no_grad():
                 yield self.module
         finally:
@@ -593,6 +617,7 @@ class ModuleEngine(Engine):
             self._sync_states()
 
     def _sync_states(self) -> None:
-        """Also copies parameter values that the program has changed to the states."""
+        """Completes the last step as in `Engine`. Also copies parameter values that the program has
+        changed to the optimizer's states."""
         super()._sync_states()
         self.gatherer.changes.absorb_edits(self.optimizer)

@@ -41,7 +41,8 @@ from threed.training.provenance import provenance, tags
 from threed.training.step_log import StepLog
 from threed.zero.setup import describe_rate
 
-BEFORE_EXIT_S = 5.0  # time limit to complete in-memory checkpoints after another rank has failed
+# Seconds that a rank has to complete in-memory checkpoints after another rank has failed.
+BEFORE_EXIT_S = 5.0
 
 
 class Trainer:
@@ -54,7 +55,8 @@ class Trainer:
             default the arguments of this process.
         forecast: memory and time forecast of the run, used on rank 0; computed if None.
         interrupted: event that is set when the user interrupts the run.
-        callbacks: additional callbacks, called in each step before its metrics are logged.
+        callbacks: additional callbacks. In each step they are called before the step's metrics are
+            written, so that they can add metrics.
     """
 
     def __init__(
@@ -143,7 +145,8 @@ class Trainer:
 
         Args:
             validation: a note on the validation data, or an empty string.
-            aside: the checkpoints that were set aside, or an empty string.
+            aside: a message about the checkpoints that were moved aside because the run does not
+                continue from them, or an empty string.
         """
         lines = [self.data.notice, f"data       {self.data.description}"]
         lines += [f"validation {validation}" if validation else ""]
@@ -245,11 +248,12 @@ class Loop:
     def _share_of_batch(self, step: int) -> dict[str, Tensor]:
         """Returns this data rank's share of the batch of a step.
 
-        A pure function of the number of samples consumed before the step, so that prefetching and
+        The share depends only on the number of samples consumed before the step. So prefetching and
         resuming give the same batches.
         """
         start, axis = self.run.start, self.engine.topology.axis("dp")
-        size = self.engine.config.train.global_batch  # may differ from the value before a resume
+        # The batch size may have been changed on resume, so it applies from the start step on.
+        size = self.engine.config.train.global_batch
         share = size // axis.size
         first = start.samples + (step - start.step) * size
         return self.run.data.train.batch(first + axis.index * share, share)

@@ -56,10 +56,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _joined(words: list[str]) -> list[str]:
-    """Returns the words, with each training flag and its value joined to `--flag=value`.
+    """Returns the words of a command line, with each training flag and its value joined to
+    `--flag=value`.
 
-    The parser of `verify` does not define training flags: it would take a separate value for its
-    positional argument.
+    The parser of `verify` does not define training flags, so it would take the separate value of
+    such a flag for its own positional argument.
     """
     own, joined = ("--topologies", "--timeout", "--json", "--help", "--dry-run"), list[str]()
     for word in words:
@@ -276,14 +277,19 @@ def _machine_facts(drive: str) -> str:
 
 
 def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
-    """Times writes to a folder and a read. Returns the rates of offload to it, as text."""
+    """Measures how fast offloading to a folder writes and reads. Returns the rates as text.
+
+    Args:
+        folder: the folder.
+        nbytes: number of bytes to write and read.
+    """
     from threed.memory.io import Disk, SwapError
     from threed.memory.pool import host_buffer
 
     try:
         disk, buffer, rates = Disk(folder, "inspect"), host_buffer(nbytes), []
         place = disk.reserve(nbytes)
-        # the first write allocates the blocks, so its rate is not reported
+        # The first write allocates the blocks of the file, so its rate is not reported.
         for transfer in (disk.write, disk.write, disk.read):
             began = time.perf_counter()
             transfer(place, buffer).wait()

@@ -1,4 +1,5 @@
-"""Launches a run from a command line: parse, check, then topology -> model -> engine -> trainer.
+"""Launches a run from a command line: parses and checks it, then builds topology, model, engine and
+trainer, and trains.
 
     sys.exit(launch.main(sys.argv[1:], arch="gpt", prog="pretrain/gpt.py"))
 
@@ -57,8 +58,8 @@ from threed.zero.step_metrics import BadStepsError
 GRACE_S = 60  # seconds: process groups time out this much later than the watchdog
 
 
-# Errors that all ranks raise together, and that end a run with a message instead of a traceback:
-# exit code, and whether the message includes how to resume.
+# Errors that all ranks raise together, and that end a run with a message instead of a traceback.
+# For each type: the exit code, and whether the message includes the command that resumes the run.
 ENDINGS: dict[type[Exception], tuple[int, bool]] = {
     CheckpointError: (2, False),
     RunFolderError: (2, False),
@@ -76,13 +77,15 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
     Args:
         argv: command line without the program's name.
         prog: the part of the command line after `torchrun`, for hints how to resume.
-        arch: architecture if neither a file nor a flag names one, or a custom model, FILE.py:MODEL.
+        arch: an architecture, which is used if neither a file nor a flag names another one; or a
+            custom model, as FILE.py:MODEL.
     """
     try:
         with exits_on_broken_pipe():
             return _run(argv, arch, prog)
     except KeyboardInterrupt as interrupt:
-        # the launcher forwards the signal that the terminal has already sent to this process
+        # Ignores a second SIGINT: the launcher forwards the one that the terminal has also sent to
+        # this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if _local_rank() == 0:
             print(f"threed: interrupted; {interrupt or 'the run had not started'}", flush=True)
@@ -93,7 +96,7 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
 def _run(argv: list[str], arch: str | None, prog: str) -> int:
     flags = argv
     if arch is not None and names_model(arch):
-        # presets export a Hugging Face folder, whose layout a custom model does not have
+        # Presets turn on the export of a Hugging Face folder, which a custom model does not have.
         flags, arch = ["--model.arch", arch, "--checkpoint.export-hf", "false", *argv], None
     try:
         ranks = join()
@@ -101,7 +104,7 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
             flags, defaults={"model": {"arch": arch}} if arch else {}, world_size=ranks.world,
             local_world=ranks.local_world, machines=ranks.machines, choose_topology=True,
             more=_data_problems,
-            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # for all ranks of the machine
+            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # one rank per machine checks
         )  # fmt: skip
         if options.help:
             return _print_once(help_text(config, prog))
@@ -116,7 +119,7 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
         return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast, data, options.dry_run)
     problems += _device_problems(ranks.local_world or 1)
-    # a dry run may plan for another machine, so problems of this machine are only reported
+    # A dry run may be for another machine, so problems of this machine are only reported.
     if options.dry_run:
         text = [] if forecast is None else [forecast.text()]
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
@@ -128,7 +131,7 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
         _print_once(f"threed: {note}")
     words = _resume_words(config, options) if options.pretrained else None
     command = [*prog.split(), *(words or argv)]
-    # the partition follows from times measured on all ranks: the trainer makes the forecast
+    # The partition follows from times that all ranks will measure; then the trainer forecasts.
     if config.parallel.partition == "measured":
         forecast = None
     code = _exit_code(config, words, lambda: _train(config, data, command, forecast))
@@ -177,26 +180,27 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
         interrupted.set()
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise SIGINT is ignored
         signal.signal(signal.SIGINT, interrupt)
     p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
     if config.run.recheck_bad_steps:
         recheck.configure_cublas()
     try:
-        # At least TIMEOUT: the watchdog does not watch loading and the end of a run.
+        # At least TIMEOUT, because the watchdog does not watch loading and the end of a run.
         topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
         Trainer(build_engine(config, topology), data, command, forecast, interrupted).run()
     except RuntimeError:
-        # An interrupted peer makes collectives fail here, and this rank's own interrupt may follow
-        # within a moment. Autograd loses an exception that the handler raises in a callback, so
-        # check the event.
+        # If a peer was interrupted, collectives fail here, and this rank's own interrupt may follow
+        # within a moment. The event is checked, because autograd loses a KeyboardInterrupt that is
+        # raised in a callback.
         if interrupted.wait(1.0):
             raise KeyboardInterrupt from None
         raise
 
 
 def _resume_words(config: Config, options: Options) -> list[str]:
-    """Returns the flags that resume a run that started from a Hugging Face folder."""
+    """Returns the words of the command line that resumes a run which started from a Hugging Face
+    folder."""
     arch = ["--model.arch", config.model.arch] if "model.arch" in options.flags else []
     return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
 
@@ -206,7 +210,7 @@ def _resume_hint(config: Config, words: list[str] | None) -> str:
     if newest is None:
         return "no checkpoint was saved yet"
     more = resuming_flags(config)
-    if words is not None:  # the command's flags lack the model, which came from the folder
+    if words is not None:  # the command line has no flags for the model, which the folder defined
         return f"{shlex.join([*words, *more])} resumes from {newest}"
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
@@ -303,15 +307,15 @@ def _problems_here(
         config: the resolved configuration.
         forecast: forecast of the run, on local rank 0.
         data: the training data.
-        dry_run: whether to skip free space and the drive, because the run may be planned for
-            another machine.
+        dry_run: whether to skip the checks of free space and of the drive, because the run may be
+            planned for another machine.
     """
     folder, drive = Path(config.run.dir or "runs"), config.zero.nvme_path
     if not (problems := _folder_problems(folder)):
         problems = _resume_problems(folder, config, data)
         if forecast is not None and not dry_run:
             problems += _space_problems(folder, forecast)
-    # offload checks the drive's free space when it reserves its files
+    # The drive's free space is checked later, when offload reserves its files.
     if drive is not None and not dry_run and (reason := _obstacle(Path(drive))):
         problems += [f"--zero.nvme-path {drive}: {reason}; name a folder on the drive"]
     return problems
@@ -360,9 +364,10 @@ def _space_problems(folder: Path, forecast: Forecast) -> list[str]:
 
 
 def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
-    """Returns the problems of the checkpoint to resume: it is missing, or a fixed key differs.
+    """Returns the problems of the checkpoint to resume: it is missing, or a key that must not
+    change on resume differs.
 
-    Damage is found when the checkpoint is read.
+    Damaged files are found later, when the checkpoint is read.
     """
     resume = after_restart(folder, config.checkpoint.resume)
     if is_hf_folder(Path(resume)):

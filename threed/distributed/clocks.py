@@ -2,9 +2,9 @@
 
     rows = on_one_clock(spans, axis)       # spans: (name, begin, end) by time.perf_counter
 
-Ranks on one machine share the clock of `time.perf_counter`. Clocks of other machines are aligned at
-the end of a collective, which all ranks leave at about the same time. So times of two machines
-agree to within the time of a message. The wall clock is not used.
+Ranks on one machine share the clock of `time.perf_counter`. To convert times of other machines, all
+ranks read their clocks at the end of a collective, which all ranks leave at about the same time. So
+times of two machines agree to within the time of a message. The wall clock is not used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def on_one_clock(spans: Sequence[Span], axis: Axis) -> list[list[Span]]:
         axis: the ranks.
     """
     rows = collectives.exchange(spans, axis)
-    # read right after a collective, which all ranks leave together
+    # The clocks are read right after a collective, which all ranks leave together.
     moments = collectives.exchange([_clock(), time.perf_counter()], axis)
     own_clock, now = moments[axis.index]
     shifts = [0.0 if clock == own_clock else now - moment for clock, moment in moments]
@@ -41,7 +41,8 @@ def on_one_clock(spans: Sequence[Span], axis: Axis) -> list[list[Span]]:
 
 
 def _clock() -> str:
-    """Returns an id of the clock: this machine's boot, and the container's time namespace."""
+    """Returns an id of the clock of this process: the id of the machine's boot, and the time
+    namespace of the container. Processes with the same id share the clock."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/time')}"
     return platform.node()

@@ -2,19 +2,19 @@
 
 - Plain: all_reduce, all_gather, reduce_scatter, send, receive. Functions named `start_…` are
   asynchronous and return a `Pending`.
-- Conjugate: copy_to, reduce_from, gather_from, scatter_to. The backward of each is the forward of
-  another one (Megatron-LM, arXiv 1909.08053 section 3; for sequence parallelism, 2205.05198 section
-  4.2.2).
+- Conjugate, for autograd: copy_to and reduce_from, gather_from and scatter_to. In each pair, the
+  backward of one function is the forward of the other (Megatron-LM, arXiv 1909.08053 section 3; for
+  sequence parallelism, 2205.05198 section 4.2.2).
 - Control: barrier, exchange, problems_of_all, raise_together, attempt_together, leave.
 
 All training communication calls torch.distributed through this module. On an axis of size 1 every
 function returns at once. Shards are along dimension 0, so that a gather is a concatenation without
 a copy.
 
-With gloo, sums do not use gloo's reductions. Every rank sends each peer its part in one all-to-all
-and adds the parts that it receives in rank order. gloo's reduce-scatter is an all-reduce internally
-(twice the bytes), and its all-reduce is slower than the all-to-all. The result is deterministic and
-the same on every rank.
+With gloo, reduce-scatter and all-reduce of tensors do not use gloo's reductions. In one all-to-all
+every rank sends to each peer the terms of that peer's part of the sum, and adds the terms that it
+receives in rank order. gloo's reduce-scatter is an all-reduce internally (twice the bytes), and its
+all-reduce is slower than the all-to-all. The result is deterministic and the same on every rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ AxisFunction = Callable[[Tensor, Axis], Tensor]
 class Codec(Protocol):
     """Encodes rows of numbers [r n] as messages [r m] for a reduce-scatter or an all-gather.
 
-    Every rank uses decoded numbers, including the rank that has the originals. So results do not
+    Every rank uses decoded numbers, also of the rows that it has encoded itself. So results do not
     depend on which rank owns which part.
     """
 
@@ -60,7 +60,8 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """Sends numbers as another dtype, or unchanged without one. A backend can sum such messages."""
+    """Sends numbers as another dtype, or unchanged without a `dtype`. A backend can sum such
+    messages itself."""
 
     dtype: torch.dtype | None = None
 
@@ -100,15 +101,13 @@ class Pending:
 
 
 def done(tensor: Tensor, *works: dist.Work | None) -> Pending:
-    """Returns a `Pending` with the result `tensor` that waits for `works` only."""
+    """Returns a `Pending` that waits for `works`, and whose result is `tensor`."""
     return Pending(lambda: tensor, *works)
 
 
 def split(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Returns the range [start, stop) of part `index` if `size` is divided into `parts` even parts.
-
-    Sizes differ by at most one.
-    """
+    """Returns the range [start, stop) of part `index` if `size` elements are divided into `parts`
+    parts, whose sizes differ by at most one."""
     return size * index // parts, size * (index + 1) // parts
 
 
@@ -129,7 +128,7 @@ def _gloo(axis: Axis) -> bool:
 def _start(
     collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
 ) -> dist.Work | None:
-    """Launches a collective asynchronously; returns None without a launch on the meta device."""
+    """Launches a collective asynchronously. On the meta device, returns None and launches none."""
     return None if out.is_meta else collective(out, *args, group=axis.channel, async_op=True)
 
 
@@ -178,9 +177,9 @@ def _start_encoded_gather(shard: Tensor, axis: Axis, out: Tensor | None, codec: 
 
 
 def _swap(shard: Tensor, out: Tensor, axis: Axis) -> Pending:
-    """All-gathers between two ranks by an exchange.
+    """All-gathers between two ranks by exchanging the shards.
 
-    From 32 MiB on, gloo's all-gather takes 3 to 5 times as long.
+    For 32 MiB and more, gloo's all-gather takes 3 to 5 times as long as this exchange.
     """
     halves = out.view(2, -1)
     if not same_start(halves[axis.index], shard):
@@ -206,10 +205,10 @@ def start_reduce_scatter(
     Args:
         full: this rank's terms.
         axis: the ranks.
-        codec: encodes the terms, including this rank's own. They are summed in the dtype of `full`,
-            or by NCCL in the dtype of a `Cast`.
-        into: output [n ...]; may be this rank's part of `full`, which is undefined afterwards.
-        add: accumulate the result into `into`.
+        codec: encodes the terms, including this rank's own. The decoded terms are summed in the
+            dtype of `full`; but NCCL sums the messages of a `Cast`, in the dtype of the `Cast`.
+        into: output [n ...]; may be this rank's part of `full`. `full` is undefined afterwards.
+        add: whether to add the result to `into` instead of overwriting it.
 
     Raises:
         ValueError: if dimension 0 is not a multiple of the number of ranks.
@@ -239,10 +238,12 @@ def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
 def _exchange_sum(
     full: Tensor, axis: Axis, codec: Codec, into: Tensor | None, add: bool
 ) -> Pending:
-    """Sends each peer its encoded part; adds the received terms in rank order.
+    """Sends to each peer the encoded terms of that peer's part, and adds the received terms in rank
+    order.
 
-    With more than two ranks, a rank sends to itself too, which copies one part. Without it, ranks
-    in the middle would have to copy all other parts to make them contiguous.
+    With more than two ranks, a rank also sends its own part to itself, which copies one part. If it
+    left this part out, a rank in the middle would have to copy all other parts to make the message
+    contiguous.
     """
     dtype, shape = full.dtype, (full.shape[0] // axis.size, *full.shape[1:])
     messages = codec.encode(full.view(axis.size, -1))
@@ -264,9 +265,8 @@ def _exchange_sum(
             versions.insert(axis.index, messages[axis.index : axis.index + 1])
         terms = (codec.decode(version, count, wide).view(-1) for version in versions)
         total = torch.add(next(terms), next(terms), out=direct)
-        for term in itertools.islice(
-            terms, 1 if got.is_meta else None
-        ):  # on meta, one addition shows the memory
+        # On the meta device one addition is enough to measure memory.
+        for term in itertools.islice(terms, 1 if got.is_meta else None):
             total += term
         if into is None:
             return total.to(dtype).view(shape)
@@ -298,7 +298,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pen
     if not _gloo(axis):
         axis.count(2 * _nbytes(moved) * (axis.size - 1) // axis.size)
         return Pending(lambda: moved.to(dtype), _start(dist.all_reduce, moved, axis=axis))
-    if axis.size == 2:  # one exchange sends as many bytes as reduce-scatter and all-gather
+    if axis.size == 2:  # an exchange sends as many bytes as reduce-scatter plus all-gather
         return _swap_sum(moved, axis, dtype)
     return _start_scattered_all_reduce(moved, axis, dtype)
 
@@ -307,7 +307,7 @@ def _swap_sum(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
     other = torch.empty_like(tensor)
     axis.count(_nbytes(tensor))
     work = _start_swap(other.view(-1), tensor.view(-1), axis)
-    # a + b == b + a bit for bit: both ranks get the same result
+    # a + b == b + a bit for bit, so both ranks get the same result.
     return Pending(lambda: other.to(dtype).add_(tensor), work)
 
 
@@ -320,10 +320,8 @@ def _start_swap(other: Tensor, own: Tensor, axis: Axis) -> dist.Work | None:
 def _start_scattered_all_reduce(
     tensor: Tensor, axis: Axis, dtype: torch.dtype, codec: Codec = EXACT
 ) -> Pending:
-    """All-reduces by reduce-scatter and all-gather, padded to a multiple of the number of ranks.
-
-    The sums are encoded again for the all-gather.
-    """
+    """All-reduces by reduce-scatter and all-gather. The tensor is padded to a multiple of the
+    number of ranks; the sums are encoded again for the all-gather."""
     flat = tensor.view(-1)
     padding = -flat.numel() % axis.size
     padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
@@ -344,8 +342,8 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
 def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
     """Returns the sum of a few numbers [k] over the axis, bit-identical on all ranks. Collective.
 
-    Uses the all-reduce of the backend, in its order of summation. Its memory does not grow with the
-    number of ranks, and with NCCL's trees its time grows with their depth only.
+    Uses the all-reduce of the backend, which chooses the order of summation. The memory does not
+    grow with the number of ranks. With NCCL's trees the time grows only with the depth of the tree.
     """
     return start_sum_of_scalars(values, axis).wait()
 
@@ -383,7 +381,8 @@ def receive(outs: Sequence[Tensor], link: Link) -> list[Pending]:
 def _begin(
     message: Callable[..., dist.Work | None], tensors: Sequence[Tensor], link: Link
 ) -> list[Pending]:
-    """Launches messages, several in one batch; the backend may return one work for the batch."""
+    """Launches messages; several messages are one batch, for which the backend may return a single
+    work object."""
     peer, group = link.peer, link.axis.group
     if len(tensors) < 2:
         return [done(tensor, message(tensor, peer, group=group)) for tensor in tensors]
@@ -393,7 +392,8 @@ def _begin(
 
 
 def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
-    """Gathers flat tensors [n], with n per rank, on the first rank's CPU. Collective.
+    """Gathers flat tensors [n], whose n may differ between ranks, on the first rank's CPU.
+    Collective.
 
     Returns:
         The tensors in rank order; an empty list on other ranks.
@@ -475,13 +475,14 @@ def barrier(axis: Axis) -> None:
 
 
 def exchange(value: Any, axis: Axis) -> list[Any]:
-    """Returns the `value` of every rank, in rank order; for control data, not for bulk. Collective.
+    """Returns the `value` of every rank, in rank order. For small control data. Collective.
 
     Sends JSON rather than using torch's object collectives, which unpickle data from the network.
 
     Args:
         value: a value that JSON can represent.
-        axis: the ranks. Without a process group every rank is taken to have this rank's value.
+        axis: the ranks. If it has no process group, the result assumes that every rank has this
+            rank's value.
     """
     if axis.group is None:  # one rank, or the meta device
         return [value] * axis.size
@@ -534,8 +535,9 @@ def attempt_together(
         act: function without arguments; must not be collective.
         axis: the ranks.
         error: type of the exception that is raised, with the problems of all ranks.
-        describe: returns the text for an exception of type `catch`; for an `error`, `str` is used.
-        catch: type of further exceptions that count as a failure.
+        describe: returns the problem as text for an exception of type `catch`. For an exception of
+            type `error` the problem is its `str`.
+        catch: type of other exceptions that count as a failure.
     """
     found, problem = [], ""
     try:
@@ -551,7 +553,7 @@ def attempt_together(
 def flight_record() -> bytes:
     """Returns torch's record of this process's recent collectives, as JSON.
 
-    torch keeps it if TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE is not 0.
+    torch keeps this record if TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE is not 0.
     """
     c10d: Any = torch._C._distributed_c10d
     nccl = dist.is_initialized() and dist.get_backend() == "nccl"
@@ -560,15 +562,17 @@ def flight_record() -> bytes:
 
 
 def leave(code: int = 0) -> None:
-    """Exits the process with `code` if it has a process group; otherwise does nothing.
+    """Exits the process with `code`. Without a process group it returns instead.
 
-    Collective if `code` is 0: waits for the other ranks first. With another code it exits at once.
+    Collective if `code` is 0, because it waits for the other ranks first. With another code it
+    exits at once.
     """
     if not dist.is_initialized():
         return
     if code == 0:
         dist.barrier()
-        dist.destroy_process_group()  # may otherwise wait for ranks that have exited
+        # After the barrier, as it may wait for other ranks, which must not have exited.
+        dist.destroy_process_group()
 
     sys.stdout.flush()
     sys.stderr.flush()

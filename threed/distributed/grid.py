@@ -1,4 +1,5 @@
-"""The grid of ranks: coordinates of ranks, and the ranks of axes, blocks of axes and products.
+"""The grid of ranks: coordinates of ranks, and the ranks of axes, blocks of axes and products of
+axes.
 
     grid = Grid.of(16, pp=2, tp=4)              # dp: the remaining factor of the world size
     grid.coordinates(5)                         # {"pp": 0, "dp": 1, "cp": 0, "tp": 1}
@@ -25,7 +26,8 @@ def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
     """Parses the name of an axis, such as "tp", "dp*cp" or "tp/2".
 
     Returns:
-        The axes; the kind of subset ("/", "%" or None); its width, or None.
+        The axes that are multiplied; the kind of subset ("/": block, "%": stride, or None); the
+        number after it, or None.
 
     Raises:
         ValueError: if the name is not valid.
@@ -39,12 +41,13 @@ def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
 
 
 def same_place(name: str | None, index: int, size: int) -> int:
-    """Returns an id of a rank's replica group along an axis.
+    """Returns the number of the group of replicas to which a rank belongs, along an axis.
 
-    Indices with the same id are the ranks of one group of the derived axis.
+    Ranks with the same number are the ranks of one derived axis, such as one block "tp/2".
 
     Args:
-        name: the derived axis, such as "tp", "tp/2" or "tp%2"; None if every rank is its own group.
+        name: name of the derived axis, such as "tp", "tp/2" or "tp%2"; None if every rank is a
+            group by itself.
         index: index of the rank on the axis.
         size: number of ranks of the axis.
     """
@@ -110,21 +113,23 @@ class Grid:
         return rank
 
     def label(self, rank: int) -> str:
-        """Returns a rank's coordinates as text, such as 'pp0 dp1 tp0', without axes of size 1."""
+        """Returns a rank's coordinates as text, such as 'pp0 dp1 tp0', without axes of size 1;
+        'alone' if all axes have size 1."""
         place = self.coordinates(rank)
         return (
             " ".join(f"{name}{place[name]}" for name in AXES if getattr(self, name) > 1) or "alone"
         )
 
     def ranks(self, rank: int, name: str) -> tuple[int, ...]:
-        """Returns the ranks on the axis `name` of a rank, including it.
+        """Returns the ranks of the axis `name` that contains a rank, including that rank.
 
         Args:
             rank: the rank.
-            name: an axis; or a product such as "dp*cp" (ranks that differ only in these
-                coordinates, the last axis fastest). With "/n": the block of n neighbours that
-                contains the rank. With "%n": every n-th rank, starting at the rank's position in
-                its block. A suffix "@word" is ignored.
+            name: name of an axis: the ranks that differ from `rank` only in this coordinate. A
+                product such as "dp*cp": the ranks that differ only in these coordinates, with the
+                last axis fastest. With "/n": of these ranks, the block of n neighbours that
+                contains `rank`. With "%n": of these ranks, the ones at a distance of a multiple of
+                n from `rank`. A suffix "@word" is ignored.
 
         Raises:
             ValueError: if the name is not valid or n does not divide the number of ranks.
@@ -145,6 +150,11 @@ class Grid:
         )
 
     def stage_ranks(self, rank: int, stages: Sequence[int]) -> tuple[int, ...]:
-        """Returns the ranks of some pipeline stages with this rank's other coordinates."""
+        """Returns the ranks that have the coordinates of `rank` except the pipeline stage.
+
+        Args:
+            rank: the rank.
+            stages: the stages; one rank is returned for each.
+        """
         place = self.coordinates(rank)
         return tuple(self.rank_of({**place, "pp": stage}) for stage in stages)

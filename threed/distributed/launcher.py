@@ -1,13 +1,13 @@
-"""Sets torchrun's variables under srun or mpirun, and ends a process with its launcher.
+"""Sets torchrun's variables under srun or mpirun, and ends a process when its launcher dies.
 
-    ranks = join()           # call first in every rank; ends this process with its launcher
+    ranks = join()           # first call in every rank: adopt(), and dies with its launcher
     adopt()                  # sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
-    world = world_size()     # the same, and returns the number of ranks
+    world = world_size()     # adopt(), and returns the number of ranks
 
 If torchrun or the user has set RANK or WORLD_SIZE, no variable is changed. So torchrun can run in
-each task of a Slurm step, and `WORLD_SIZE=1` starts independent processes in such a step. A shell
-of sbatch or salloc is not a step of several tasks: a process that is started there without srun is
-a world of one rank, and torchrun works.
+each task of a Slurm step, and `WORLD_SIZE=1` starts independent processes in such a step. The shell
+of sbatch or salloc is not a step of several tasks. So a process that is started there without srun
+is a world of one rank, and torchrun can be started there.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Launcher:
     Attributes:
         command: name of the launcher in messages.
         variables: the launcher's names for WORLD_SIZE, RANK, LOCAL_WORLD_SIZE and LOCAL_RANK.
-        exports: option that exports a variable, with {} for the variable.
-        job: names of variables that differ between runs.
+        exports: option of the launcher that sets a variable for all ranks, with {} for NAME=VALUE.
+        job: names of the variables that identify a run.
     """
 
     command: str
@@ -81,7 +81,8 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """Returns the ranks of the job (see `adopt`). Ends this process when its launcher dies."""
+    """Sets torchrun's variables (see `adopt`) and returns the ranks of the job. From then on this
+    process is killed when its launcher dies."""
     die_with_parent()
     world, local = world_size(), os.environ.get("LOCAL_WORLD_SIZE")
     return Ranks(world, None if local is None else int(local), machines_asked())
@@ -90,12 +91,13 @@ def join() -> Ranks:
 def die_with_parent() -> bool:
     """Asks the kernel to kill this process when its parent dies. Returns False if not on Linux.
 
-    The signal is SIGKILL: a rank without a launcher usually waits in a collective, in C++, where no
-    Python handler runs. A checkpoint is published by one rename, so the last complete one remains.
+    The signal is SIGKILL, because a rank without a launcher usually waits in a collective, in C++,
+    where no Python handler runs. The last complete checkpoint stays valid, because a checkpoint is
+    published by one rename.
 
-    If the parent died before the request, its pid has changed, and this process ends at once. The
-    parent is the *thread* that forked, so launchers must fork from a thread that outlives the rank
-    (prctl(2), PR_SET_PDEATHSIG).
+    If the parent died before the request, this process already has another parent, and it ends at
+    once. The kernel regards the *thread* that forked as the parent, so launchers must fork from a
+    thread that outlives the rank (prctl(2), PR_SET_PDEATHSIG).
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -120,15 +122,16 @@ def end_by_signal(number: int) -> None:
 
 @contextlib.contextmanager
 def exits_on_broken_pipe() -> Iterator[None]:
-    """Returns a context: if the reader of the output exits (`| head`), SIGPIPE ends this process."""
+    """Context manager: if the reader of the output has exited (as in `| head`), this process ends
+    by SIGPIPE instead of an error."""
     try:
         try:
             yield
-        except SystemExit:  # of argparse, which has printed
+        except SystemExit:  # raised by argparse after it has printed
             _flush()
             raise
         _flush()
-    except BrokenPipeError:  # may be about another pipe
+    except BrokenPipeError:  # of the output or of another pipe
         if sys.stdout is not None:
             poll = select.poll()
             poll.register(sys.stdout, 0)
@@ -138,7 +141,7 @@ def exits_on_broken_pipe() -> Iterator[None]:
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # closed by the shell: `>&-`
+    if sys.stdout is not None:  # None if the shell has closed it (`>&-`)
         sys.stdout.flush()
 
 
@@ -230,9 +233,10 @@ def machines_asked() -> tuple[int, int] | None:
 def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
     """Returns the launcher of this process, and the values that it sets, by torchrun's names.
 
-    MPI's variables have priority over Slurm's: in a Slurm job mpirun starts daemons with srun, and
-    Slurm's variables then describe the daemons. A Slurm step with PMI has PMI_RANK and PMI_SIZE,
-    but not MPI's local variables.
+    MPI's variables have priority over Slurm's, because in a Slurm job mpirun starts daemons with
+    srun, and Slurm's variables then describe the daemons. But if MPI's variables are incomplete,
+    Slurm's have priority: a Slurm step with PMI has PMI_RANK and PMI_SIZE, but not MPI's local
+    variables.
     """
     mpi = [(launcher, dict(_numbers(environment, launcher.variables))) for launcher in MPI]
     mpi = [(launcher, numbers) for launcher, numbers in mpi if "WORLD_SIZE" in numbers]
@@ -243,7 +247,8 @@ def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
 
 
 def _numbers(environment: Variables, variables: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Yields the values of a launcher's or torchrun's variables, by torchrun's names."""
+    """Yields (torchrun's name, value) for each variable that is set under the launcher's name, or
+    else under torchrun's name."""
     for name, variable in zip(NAMES, variables, strict=True):
         if found := next((one for one in (variable, name) if one in environment), ""):
             yield name, _whole(environment, found)
@@ -256,7 +261,8 @@ def _whole(environment: Variables, variable: str, what: str = "a number of proce
 
 
 def without_srun(environment: Variables = os.environ) -> str:
-    """Returns a note if this process is alone in a Slurm job of several tasks, else ""."""
+    """Returns a note if this process runs alone in a Slurm job of several tasks, because it was not
+    started by srun or torchrun; otherwise ""."""
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks == "1" or "SLURM_STEP_NUM_TASKS" in environment or "WORLD_SIZE" in environment:
         return ""
@@ -264,9 +270,10 @@ def without_srun(environment: Variables = os.environ) -> str:
 
 
 def _slurm_numbers(environment: Variables) -> dict[str, int]:
-    """Returns the values of a Slurm step, by torchrun's names. Empty in a shell of sbatch.
+    """Returns the values of a Slurm step, by torchrun's names.
 
-    There SLURM_NTASKS is the request of the job, and SLURM_PROCID is 0.
+    The result is empty in the shell of sbatch, which is not in a step: there SLURM_NTASKS is the
+    number of tasks that the job requested, and SLURM_PROCID is 0.
     """
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "", "SLURM_LOCALID")
     found = dict(_numbers(environment, names))
@@ -313,7 +320,10 @@ def _nodes(environment: Variables) -> int | None:
 
 
 def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> str | None:
-    """Returns the machine of rank 0, or None. Slurm lists it first, as in node[01-03,07],other."""
+    """Returns the address of the machine of rank 0, or None if it is unknown.
+
+    Slurm's list of machines begins with it: node01 in node[01-03,07],other.
+    """
     if one_machine:
         return "127.0.0.1"
     nodes = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -324,6 +334,7 @@ def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> s
 
 
 def _port(launcher: Launcher, environment: Variables) -> int:
-    """Returns a port in [10000, 29999], below the ephemeral ports, equal on all ranks of a run."""
+    """Returns a port from 10000 to 29999, which is below the ephemeral ports. It is the same on all
+    ranks of a run."""
     job = ".".join(environment.get(name, "") for name in launcher.job)
     return 10000 + zlib.crc32(job.encode()) % 20000

@@ -23,7 +23,8 @@ from threed.core import rng
 
 
 class ModelError(ValueError):
-    """Raised for a model that would be wrong in some topology; names the layer and the fix."""
+    """Raised for a model that would give wrong results in some topology. The message names the
+    layer and a fix."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,18 @@ class ShardSpec:
 
     Attributes:
         pieces: pieces in storage order; they fill the parameter except for the padding at its end.
-        replicated: axis of ranks with identical values ("tp", or "tp/2" for blocks of two ranks),
-            or None.
+        replicated: axis whose ranks all have the same values of this parameter ("tp", or "tp/2" for
+            blocks of two tensor ranks), or None.
         partial: axis over which the gradient is a partial sum and must be all-reduced, or None.
         decay: whether weight decay applies (true for matrices, false for norms and biases).
         tile: (index, count) if this is a tile of a larger matrix that is assembled only while it is
             used; otherwise (0, 1).
         padding: number of elements that belong to no global tensor. They must stay zero: code that
             computes with them must give them zero gradients. Checkpoints omit them.
-        over: axis of data ranks with different pieces (`Topology.data_name`, or blocks of it such
-            as "dp/2"), or None if all data ranks have the same pieces. The layer exchanges its
-            inputs and outputs over that axis, so the gradient of its pieces includes the samples of
-            all of these ranks.
+        over: axis of data ranks that have different pieces (`Topology.data_name`, or blocks of it
+            such as "dp/2"), or None if all data ranks have the same pieces. The layer exchanges its
+            inputs and outputs over that axis, so the gradient on each rank already includes the
+            samples of all ranks of the axis.
     """
 
     pieces: tuple[Piece, ...]
@@ -100,7 +101,8 @@ class ShardSpec:
 
 
 def parameter(spec: ShardSpec, shape: Sequence[int]) -> nn.Parameter:
-    """Returns a parameter on the meta device with its record; storage is allocated with its stage.
+    """Returns a parameter with its record, on the meta device. The engine allocates its storage on
+    the ranks that have its pipeline stage.
 
     Args:
         spec: the record.
@@ -127,7 +129,7 @@ def storage_of(tensor: Tensor | None) -> int:
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors, wrappers of torch.func
+    except (NotImplementedError, RuntimeError):  # for sparse tensors and wrappers of torch.func
         return 0
 
 
@@ -137,7 +139,8 @@ def is_managed(param: Tensor) -> bool:
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ValueError if a tensor is sparse, quantized or nested: it cannot be sent or saved."""
+    """Raises ValueError if a tensor is sparse, quantized or nested, because such a tensor cannot be
+    sent or saved."""
     found = [
         f"{name} ({'quantized' if value.is_quantized else value.layout})" for name, value in named
         if value.layout is not torch.strided or value.is_quantized or value.is_nested
@@ -150,7 +153,7 @@ def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def few(names: Sequence[str]) -> str:
-    """Returns the first five names as text, followed by the number of the remaining ones."""
+    """Returns the first five names as text, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -178,7 +181,8 @@ def initial(piece: Piece, seed: int) -> Tensor:
 def matrix(
     name: str, shape: tuple[int, int], dim: int, span: tuple[int, int], std: float, offset: int = 0
 ) -> Piece:
-    """Returns the rows (dim 0) or columns (dim 1) [span[0], span[1]) of a matrix as a piece."""
+    """Returns rows (dim 0) or columns (dim 1) of a matrix as a piece: numbers span[0] to
+    span[1] - 1."""
     start, size = [0, 0], list(shape)
     start[dim], size[dim] = span[0], span[1] - span[0]
     return Piece(name, shape, (start[0], start[1]), (size[0], size[1]), offset, Init(std=std))
@@ -187,7 +191,7 @@ def matrix(
 def vector(
     name: str, length: int, span: tuple[int, int] | None = None, value: float = 0.0, offset: int = 0
 ) -> Piece:
-    """Returns the piece [span[0], span[1]) of a vector, by default the full vector."""
+    """Returns the elements span[0] to span[1] - 1 of a vector as a piece; by default all."""
     first, last = span or (0, length)
     return Piece(name, (length,), (first,), (last - first,), offset, Init(value=value))
 
@@ -205,14 +209,15 @@ def split(piece: Piece, first: int, last: int, offset: int = 0) -> Iterator[Piec
     """
     origin = offset - first
     while first < last:
-        block, dim = 1, len(piece.size)  # the largest box of full dimensions that starts here
+        # The largest box that starts here and spans dimensions `dim` and later in full.
+        block, dim = 1, len(piece.size)
         while (
             dim and first % (larger := block * piece.size[dim - 1]) == 0 and first + larger <= last
         ):
             block, dim = larger, dim - 1
         inside = _coordinates(first, piece.size)
         size = list(piece.size)
-        if dim:  # several such boxes, as far as they are contiguous
+        if dim:  # several such boxes, next to each other in dimension `dim - 1`
             size[dim - 1] = min((last - first) // block, size[dim - 1] - inside[dim - 1])
             size[: dim - 1] = [1] * (dim - 1)
         start = tuple(p + i for p, i in zip(piece.start, inside, strict=True))
@@ -232,7 +237,13 @@ def _coordinates(element: int, shape: Sequence[int]) -> list[int]:
 def slices(
     start: Sequence[int], size: Sequence[int], origin: Sequence[int] = ()
 ) -> tuple[slice, ...]:
-    """Returns the index of a box in a tensor that begins at `origin` (zero by default)."""
+    """Returns the slices that select a box from a tensor.
+
+    Args:
+        start: first index of the box in the global tensor, per dimension.
+        size: size of the box, per dimension.
+        origin: index of the tensor's first element in the global tensor; by default 0.
+    """
     return tuple(
         slice(a - o, a - o + n)
         for a, n, o in zip(start, size, origin or [0] * len(start), strict=True)

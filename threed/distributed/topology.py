@@ -3,13 +3,13 @@
     topo = Topology(pp=2, tp=2)        # dp: by default the remaining factor of the world size
     topo.axis("tp")                    # an Axis: ranks, index of this rank, process group
     topo.link(0, 1)                    # the channel from pipeline stage 0 to stage 1
-    Topology.on_meta(grid, rank)         # any rank of any grid, on meta and without groups
+    Topology.on_meta(grid, rank)       # any rank of any grid: meta device, no process groups
 
 Only this module creates process groups. An axis of one rank has no group (`Axis.group is None`),
-and collectives on it do nothing. All ranks create groups in the same order. Neighbouring pipeline
-stages have one communicator per direction, so that a send never waits for a receive in the other
-direction. With a single communicator pp = 2 would deadlock, because the previous stage is also the
-next one.
+and collectives on it return at once. All ranks create groups in the same order. Neighbouring
+pipeline stages have one communicator per direction, so that a send never waits for a receive in the
+other direction. With a single communicator, pp = 2 would deadlock, because a stage's previous stage
+is also its next stage.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from threed.distributed.launcher import adopt
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """The ranks that differ from this rank only in one grid coordinate.
+    """A set of ranks that communicate, such as the ranks that differ from this rank only in one
+    grid coordinate.
 
     Attributes:
-        label: key of `traffic` that this axis counts under.
+        label: key of `traffic` to which the bytes sent over this axis are added.
         ranks: global ranks, in order.
         index: position of this rank in `ranks`; -1 if it is not a member.
-        group: process group; None for one rank, and on the meta device.
+        group: process group; None if the axis has one rank, and on the meta device.
         traffic: bytes sent by this rank, by label; shared by all axes of a topology.
     """
 
@@ -60,7 +61,8 @@ class Axis:
 
     @property
     def channel(self) -> dist.ProcessGroup | None:
-        """The communicator for the current stream: `group`, or the one set by `give_channel`."""
+        """The communicator for the current stream: the one that `give_channel` has set for it,
+        otherwise `group`."""
         if not self._of_streams:
             return self.group
         return self._of_streams.get(gpu.current_stream(), self.group)
@@ -68,8 +70,8 @@ class Axis:
     def give_channel(self, stream: torch.Stream, twin: Axis) -> None:
         """Uses a second communicator for collectives on `stream`.
 
-        NCCL runs the operations of one communicator in the order in which they are enqueued, also
-        across streams. Collectives that should overlap need two communicators.
+        NCCL runs the operations of one communicator in the order in which they are enqueued, even
+        if they are on different streams. So collectives that should overlap need two communicators.
 
         Args:
             stream: the stream.
@@ -114,13 +116,13 @@ def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> N
     Does nothing if the group exists already or if the world has one rank.
 
     Args:
-        device: NCCL for a CUDA device, otherwise gloo.
+        device: device of this process. The backend is NCCL for a CUDA device, otherwise gloo.
         timeout: time limit of each operation.
     """
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        # one machine: use the loopback interface, whatever the host name resolves to
+        # On one machine, use the loopback interface, whatever the host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(_agree_on_prefix(store, rank, size), store)
@@ -134,11 +136,12 @@ def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> N
 def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
     """Returns a key prefix for the store, the same on all ranks and unique to this start.
 
-    torchrun's store survives a restart, with the keys of the earlier attempt, and connecting with
-    them fails. torchrun's restart count cannot be the prefix: each agent counts for itself, and a
-    change of the nodes does not increase it. So each rank r > 0 publishes a random word and waits
-    for an answer to it. Rank 0 answers every word it finds with its own random word, the prefix.
-    Words of an earlier start are answered too, but no rank reads those answers.
+    When torchrun restarts the ranks, its store keeps the keys of the earlier start, and ranks that
+    read these old keys fail to connect. torchrun's restart count cannot be the prefix, because each
+    agent counts separately, and a change of the nodes does not increase the count. So each rank
+    r > 0 publishes a random word and waits for an answer to it. Rank 0 answers every word that it
+    finds with its own random word, which is the prefix. It also answers words of an earlier start,
+    but no rank reads these answers.
     """
     nonce = secrets.token_hex(8)
     if rank > 0:
@@ -163,9 +166,9 @@ def _wait_for_gloo_threads(timeout: float = 1.0) -> None:
 
     A gloo thread needs the GIL to release a tensor, possibly after `wait` of the collective has
     returned. If the interpreter is finalized at that moment, CPython before 3.14 ends the thread,
-    and C++ aborts the process (exit code -6, "terminate called without an active exception"). A
-    thread that is not running either has released its tensors or waits for the GIL, which it gets
-    while this function sleeps.
+    and C++ aborts the process (exit code -6, "terminate called without an active exception"). So
+    this function waits until no gloo thread is running. A thread that is not running has released
+    its tensors, or it waits for the GIL, which it gets while this function sleeps.
 
     Args:
         timeout: time limit in seconds.
@@ -198,7 +201,8 @@ def start_from_file(file: str, rank: int, world: int) -> None:
 
 
 def default_device() -> torch.device:
-    """Returns this process's device: its local GPU, or the CPU without a GPU or with gloo."""
+    """Returns this process's device: its local GPU; or the CPU, on a machine without GPUs and if
+    the process group uses gloo."""
     gloo = dist.is_initialized() and dist.get_backend() == "gloo"
     count = gpu.count()
     if count and dist.is_nccl_available() and not gloo:
@@ -305,11 +309,12 @@ class Topology:
 
         Args:
             blocks: names of derived axes. "tp/2" is the block of two neighbouring tp ranks that
-                contains this rank. "dp%2" is every second dp rank, starting at this rank's position
-                in its block. Either of them, or an axis, followed by "@name" has the same ranks
-                with another communicator.
-            ties: tuples of pipeline stages that hold replicas of one weight. The ranks of these
-                stages with this rank's other coordinates become an axis.
+                contains this rank. "dp%2" consists of the dp ranks at an even distance from this
+                rank. A name followed by "@word" denotes the same ranks with a separate
+                communicator.
+            ties: tuples of pipeline stages that hold replicas of one weight. For each tuple, an
+                axis is created of the ranks on these stages that have this rank's other
+                coordinates.
             links: pairs of pipeline stages that send to each other; neighbours are linked already.
         """
         self._align_group_counts()
@@ -320,7 +325,7 @@ class Topology:
         self._link(links)
 
     def axis(self, name: str) -> Axis:
-        """Returns the axis pp, dp, cp, tp or world, or a derived axis of `prepare`."""
+        """Returns the axis pp, dp, cp, tp or world, or a derived axis that `prepare` created."""
         return self._axes[name]
 
     def second(self, name: str) -> Axis | None:
@@ -328,23 +333,25 @@ class Topology:
         return self._axes.get(name + SECOND)
 
     def stages(self, stages: tuple[int, ...]) -> Axis:
-        """Returns the axis of ranks with replicas of a tied weight; see `ties` in `prepare`."""
+        """Returns the axis of the ranks that have replicas of a tied weight, on the pipeline stages
+        `stages`; see `ties` in `prepare`."""
         return self._ties[stages]
 
     def link(self, source: int, target: int) -> Link:
-        """Returns the channel from stage `source` to stage `target`; this rank is one of them."""
+        """Returns the channel from stage `source` to stage `target`. This rank must be on one of
+        the two stages."""
         return self._links[source, target]
 
     def host_links(self, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Link]:
         """Creates gloo channels for tensors in host memory. Collective over the world.
 
-        Bytes sent over them are counted for no axis.
+        Bytes that are sent over them are not counted in `traffic`.
 
         Args:
             pairs: (source, target) global ranks; the same on all ranks.
 
         Returns:
-            The channels that this rank is an end of.
+            The channels that begin or end at this rank, by pair.
         """
         self._align_group_counts()
         links = dict[tuple[int, int], Link]()
@@ -359,7 +366,7 @@ class Topology:
         return links
 
     def shared_axes(self) -> list[Axis]:
-        """Returns the axes that gradients may be reduced over, in the same order on all ranks."""
+        """Returns the axes over which gradients may be reduced, in the same order on all ranks."""
         excluded = {"pp", "world", *(name for name in self._axes if "@" in name)}
         axes = [self._axes[name] for name in sorted(self._axes.keys() - excluded)]
         ties = [self._ties[stages] for stages in sorted(self._ties)]
@@ -377,10 +384,11 @@ class Topology:
     def _align_group_counts(self) -> None:
         """Creates unused groups until all ranks have created the same number of groups.
 
-        The program may have created groups before, and torch derives a group's name from their
-        number: see `_make_axis`. The unused groups use gloo: if NCCL's world is bound to a device,
-        creating an NCCL group splits the world's communicator, which is a collective of all ranks,
-        but here only some ranks create a group.
+        torch derives the name of a group from the number of groups that the process has created
+        (see `_make_axis`), and the program may already have created groups on some ranks. The
+        unused groups use gloo rather than NCCL. If NCCL's world is bound to a device, creating an
+        NCCL group splits the world's communicator, which is a collective of all ranks; but here
+        only some ranks create a group.
         """
         if self.is_meta or self.world == 1:
             return
@@ -391,11 +399,13 @@ class Topology:
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
 
     def _make_axis(self, label: str, ranks: tuple[int, ...]) -> Axis:
-        """Returns the axis of `ranks`; a rank outside of it creates an unused group of one rank.
+        """Returns the axis of `ranks`. A rank outside of the axis creates an unused group of one
+        rank.
 
-        Only members synchronize, because at a thousand ranks the collective way costs thousands of
-        store rounds. torch then names a group by its ranks and by the number of groups that the
-        process has created. So every rank must create one group in each call.
+        Only the members synchronize, because creating a group collectively at a thousand ranks
+        takes thousands of round trips to the store. torch then derives the name of a group from its
+        ranks and the number of groups that the process has created. So every rank must create one
+        group in each call.
         """
         member = self.rank in ranks
         index = ranks.index(self.rank) if member else -1
@@ -406,7 +416,8 @@ class Topology:
         return Axis(label, ranks, index, group if member else None, self.traffic)
 
     def _link(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Creates a channel per direction for pairs of stages. All ranks pass the same pairs."""
+        """Creates two channels, one per direction, for each pair of stages. All ranks must pass the
+        same pairs."""
         line, missing = self._axes["pp"], sorted(set(pairs) - self._linked)
         self._linked.update(missing)
         for pair in _disjoint_rounds(missing, line.index) if not self.is_meta else ():
@@ -421,9 +432,10 @@ class Topology:
 def _disjoint_rounds(
     pairs: Sequence[tuple[int, int]], member: int
 ) -> Iterator[tuple[int, int] | None]:
-    """Divides pairs into rounds of disjoint pairs; yields `member`'s pair per round, or None.
+    """Divides pairs into rounds such that the pairs of one round have no member in common. So in
+    each round a rank has at most one group to create.
 
-    In each round a rank has at most one group to create.
+    Yields, for each round, the pair that contains `member`, or None.
     """
     while pairs:
         seen, later, own = set[int](), list[tuple[int, int]](), None

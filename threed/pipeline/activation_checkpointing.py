@@ -2,15 +2,17 @@
 saved until then.
 
     recomputed = build(config, units, live, slicing, topology, unlike)    # an argument of Stage
-    saved = recomputed.store.save(x)                                # after a layer's forward
-    store.fetch(saved) · store.prefetch(saved)                      # a few layers before its backward
-    x = store.get(saved)       ...     store.release(saved)
+    store = recomputed.store
+    saved = store.save(x)                          # x: input of a layer, after the layer's forward
+    store.fetch(saved); store.prefetch(saved)      # a few layers before the layer's backward
+    x = store.get(saved); store.release(saved)     # in the backward: before and after its use
 
-A saved input is the tensor itself, or a copy: in a slot of an arena, in host memory, or on a drive.
-If all tensor ranks have the same input (`replicated_inputs`), each may save its slice, and the
-slices are gathered before the backward (ZeRO, arXiv 1910.02054, section 6.1: P_a, P_a+cpu). `fetch`
-starts to read from the drive. `prefetch` starts to copy to the device and to gather. All tensor
-ranks run the same layers in the same order, so their gathers match.
+A saved input is either the tensor itself, or a copy. A copy is in a slot of an arena (a
+preallocated buffer, `threed.memory.arena`), in host memory or on a drive. If all tensor ranks have
+the same input (`replicated_inputs`), each rank may save only its slice, and the slices are gathered
+before the backward (ZeRO, arXiv 1910.02054, section 6.1: P_a, P_a+cpu). `fetch` starts to read from
+the drive. `prefetch` starts to copy to the device and to gather the slices. All tensor ranks run
+the same layers in the same order, so they also start these gathers in the same order.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ from threed.pipeline.replicated_inputs import ReplicatedInputs
 META = torch.device("meta")
 FETCH_AHEAD = 2  # inputs being read from the drive
 GATHER_AHEAD = 1  # inputs being copied to the device, or gathered
-BUFFERS = 2 * FETCH_AHEAD + 2  # of a drive: being read, in use, being written
-MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD  # tensors of one input, which are all in use at once
+# Host buffers of a drive, for inputs being read, used or written.
+BUFFERS = 2 * FETCH_AHEAD + 2
+# The largest number of tensors in the input of one layer, which are all in use at once.
+MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD
 
 
 class StoragePool(Protocol):
@@ -51,7 +55,7 @@ class StoragePool(Protocol):
         """Returns a storage for `numel` values."""
 
     def give(self, storage: Storage) -> None:
-        """Returns a storage to the pool."""
+        """Gives a storage back to the pool, for reuse."""
 
 
 class InArena:
@@ -69,8 +73,8 @@ class InArena:
 
 
 class OnDrives:
-    """A pool of storages in a swap file. Each is as large as a buffer of the drive, so any input
-    fits into any storage."""
+    """A pool of storages in a swap file. Each storage is as large as a buffer of the drive, so any
+    input fits into any storage."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -91,10 +95,10 @@ class OnDrives:
             self._release(storage)
 
     def _large_enough(self, nbytes: int) -> Drive:
-        """Returns the drive, or a new drive if its buffers are too small.
+        """Returns the drive, or a new drive if the buffers of the old one are too small.
 
-        New buffers are at least 1.5 times as large. Old regions cannot be reused, but together they
-        take no more space than two new regions per input.
+        New buffers are at least 1.5 times as large as the old ones. So all regions of the file that
+        are too small for the new drive together take no more space than two new regions per input.
         """
         old = 0 if self._drive is None else self._drive.nbytes
         if self._drive is None or nbytes > old:
@@ -119,12 +123,12 @@ class SavedInput:
     Attributes:
         shape: shape of the input.
         axis: the ranks over which the input is sliced; None if it is saved in full.
-        sample: some elements of a sliced input, to check the gathered one.
-        storage: storage of the copy, if it is a copy.
-        value: the input or this rank's slice, on the device.
+        sample: some elements of a sliced input, to check the gathered input.
+        storage: storage of the copy; None if the tensor itself is saved.
+        value: the full input or this rank's slice, if it is on the device.
         arrived: event after the copy from host memory to the device.
-        staged: buffer that the storage is read into.
-        gathering: the all-gather in flight.
+        staged: buffer into which the storage is read, once `fetch` was called.
+        gathering: the all-gather of the slices in flight.
     """
 
     shape: torch.Size
@@ -216,8 +220,8 @@ class ActivationStore:
     def _store_left(self, at_most: int) -> None:
         """Stores the finished copies, and lets the device reuse the memory of their sources.
 
-        Waits for all but the last `at_most` copies: on the device's stream, and on the host only
-        before a write to a drive.
+        All but the last `at_most` copies are waited for: by the device's current stream, and by the
+        host only before a write to a drive.
         """
         while self._outgoing and (len(self._outgoing) > at_most or self._outgoing[0][0].query()):
             event, staged, _ = self._outgoing.popleft()
@@ -233,8 +237,8 @@ class ActivationStore:
             saved.staged = saved.storage.fetch()
 
     def prefetch(self, saved: SavedInput) -> None:
-        """Starts to copy a saved input to the device, and to gather its slices. Collective if it is
-        sliced."""
+        """Starts to copy a saved input to the device, and to gather its slices. Collective if the
+        input is sliced."""
         self.fetch(saved)
         with nullcontext() if self._stream is None else on_stream(self._stream):
             if saved.value is None:
@@ -245,7 +249,7 @@ class ActivationStore:
                 saved.gathering = collectives.start_all_gather(saved.value, saved.axis)
 
     def get(self, saved: SavedInput, own: bool = False) -> Tensor:
-        """Returns a saved input in full. Collective if it is sliced.
+        """Returns a saved input in full. Collective if the input is sliced.
 
         Args:
             own: whether the result must stay valid after `release`; otherwise it may be a view of
@@ -287,8 +291,14 @@ class ActivationStore:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The recomputed units of a stage: in full from inputs in `store`, or the operations of
-    `selective` only."""
+    """The units (layers) that are recomputed in the backward.
+
+    Attributes:
+        units: numbers of the units.
+        store: stores the units' inputs if the units are recomputed in full; otherwise None.
+        selective: the operations to recompute if only a part of each unit is recomputed; otherwise
+            None.
+    """
 
     units: frozenset[int] = frozenset()
     store: ActivationStore | None = None
@@ -296,10 +306,10 @@ class Recomputed:
 
 
 def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
-    """Returns the numbers of the layers to recompute: every n-th layer whose `recomputable` is not
-    False.
+    """Returns the numbers of the layers to recompute.
 
-    Layers are counted over the full model, so that the choice does not depend on the pipeline
+    Of the layers whose `recomputable` is not False, these are the first and every `every`-th after
+    it. They are counted over the full model, so that the choice does not depend on the pipeline
     stages.
     """
     return [n for n, layer in enumerate(layers) if contract(layer).recomputable][::every]
@@ -320,7 +330,7 @@ def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[flo
 
     Args:
         costs: FLOPs per layer without recomputation, of which the forward is a third.
-        again: numbers of the layers that are recomputed in full.
+        again: numbers of the layers that are recomputed in full; their forward runs twice.
     """
     return [cost + cost / 3 if number in again else cost for number, cost in enumerate(costs)]
 
@@ -341,7 +351,7 @@ def build(
         live: largest number of micro-batches with saved inputs at the same time.
         slicing: the model's slicing.
         topology: the topology.
-        unlike: flag for inputs that were sliced although they differ between tensor ranks.
+        unlike: flag to set if an input was sliced although it differs between tensor ranks.
     """
     r = config.recompute
     if r.mode == "none" or not units:
@@ -360,8 +370,8 @@ def build(
 def for_tracing(
     config: Config, numbers: Sequence[int], slicing: Slicing, device: torch.device = META
 ) -> Recomputed:
-    """Returns the recomputation of layers that are traced or timed one by one. Inputs are not
-    copied.
+    """Returns the recomputation of layers that are traced or timed one by one. It saves the inputs
+    themselves, not copies.
 
     Args:
         config: the configuration.
@@ -390,8 +400,8 @@ def sliced_over(config: Config, slicing: Slicing) -> Axis | None:
 
 
 def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | None:
-    """Returns the pool for copies of inputs; None to save the inputs themselves, as for
-    `--recompute.offload cpu` on a CPU."""
+    """Returns the pool for copies of inputs, or None if the inputs themselves are saved. If the
+    device is a CPU, `--recompute.offload cpu` has no effect."""
     r, on_gpu = config.recompute, is_accelerator(topology.device)
     if r.offload == "nvme":
         return OnDrives(Disk(str(config.zero.nvme_path), f"activations-rank{topology.rank}"))
@@ -403,7 +413,10 @@ def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | 
 
 
 def enable(module: nn.Module, config: Config) -> None:
-    """Enables recomputation in a module that is not built from `threed.layers`, if it supports it.
+    """Enables recomputation in a module that is not built from `threed.layers`, by calling the
+    module's own method for it.
+
+    With `--recompute.mode none` the call has no effect.
 
     Raises:
         ConfigError: if the module does not support the configured recomputation.
@@ -415,7 +428,7 @@ def enable(module: nn.Module, config: Config) -> None:
     named = (
         getattr(module, f"{what}_checkpointing_enable", None) for what in ("activation", "gradient")
     )
-    # `gradient_checkpointing_enable` is the older name.
+    # `gradient_checkpointing_enable` is the older name of the method.
     found = next((method for method in named if method is not None), None)
     if r.mode == "selective":
         raise ConfigError(

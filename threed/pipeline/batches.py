@@ -3,7 +3,8 @@
     micros = Batches(model, topology, config).micro_batches(batch, step, consumed, scale, training=True)
 
 The loss of a step is the mean over all valid items (tokens) of the global batch, however the batch
-is split. So each micro-batch's loss is multiplied by the loss scale / the global number of items.
+is split. So the summed loss of each micro-batch is multiplied by its weight: the loss scale divided
+by the number of valid items in the global batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Batches:
     """Splits this data rank's share of global batches into micro-batches.
 
     Args:
-        model: the model; a wrapped module counts its items itself.
+        model: the model; a wrapped module counts the items of a micro-batch itself.
         topology: the ranks.
         config: the resolved configuration.
         layers: all layers of the model. An `Embedding` needs 'tokens' in the batch, a
@@ -55,8 +56,8 @@ class Batches:
         """Returns the number of rows (sequences) of a batch.
 
         Raises:
-            ValueError: if tensors differ in their number of rows, or if it is not a multiple of the
-                micro-batch size.
+            ValueError: if tensors differ in their number of rows, or if this number is not a
+                multiple of the micro-batch size.
         """
         for name, value in batch.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
@@ -112,11 +113,11 @@ class Batches:
         """Returns the micro-batches of a batch. Collective.
 
         Args:
-            batch: tensors [b ...]; all pipeline stages of a data rank pass the same batch. Keys:
-                'tokens' [b s]; 'labels' [b ...], integers, where values below 0 are ignored
-                (without labels, rows are counted); 'samples' [b], global sample indices; and other
-                tensors that the model reads from `MicroBatch.inputs`. For a wrapped module: its
-                keyword arguments.
+            batch: this data rank's share of the global batch, tensors [b ...]; the same on all
+                pipeline stages of the data rank. Keys: 'tokens' [b s]; 'labels' [b ...], integers,
+                where values below 0 are ignored (without labels, every row counts as one item);
+                'samples' [b], global sample indices; and other tensors that the model reads from
+                `MicroBatch.inputs`. For a wrapped module: its keyword arguments.
             step: number of steps done.
             consumed: number of samples in the global batches before this one.
             scale: the loss scale.
@@ -162,7 +163,8 @@ class Batches:
         self, wrapped: Wrapped, parts: Sequence[dict[str, Tensor]], step: int,
         scale: Tensor | float, training: bool,
     ) -> list[MicroBatch]:  # fmt: skip
-        """Weighs each micro-batch's mean loss by the number of items that it is a mean over."""
+        """Returns the micro-batches of a wrapped module. The module returns a mean loss, so the
+        weight of a micro-batch contains the number of items that this loss is the mean of."""
         items = [wrapped.count(part) for part in parts]
         weight = self._weight(torch.stack(items).sum(0), scale)
         return [
@@ -173,14 +175,19 @@ class Batches:
         ]
 
     def _to_device(self, value: Tensor) -> Tensor:
-        """Moves a tensor to the device; casts floating-point ones if precision.cast_inputs is on."""
+        """Copies a tensor to the device. With `precision.cast_inputs`, casts it to the dtype of
+        parameters if it is floating-point."""
         casts = self.casts and value.is_floating_point()
         return start_copy_in(value, self.topology.device, self.dtype if casts else value.dtype)
 
     def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns the loss scale / the global number of valid items. Collective over dp.
+        """Returns the loss scale divided by the global number of valid items. Collective over dp.
 
-        Every stage needs it, as any layer may compute a loss.
+        It is computed on every pipeline stage, as any layer may compute a loss.
+
+        Args:
+            valid: number of valid items in this data rank's share of the batch.
+            scale: the loss scale.
         """
         total = collectives.sum_of_scalars(valid.view(-1), self.topology.axis("dp"))
         self.empty.note(total.amax() == 0)

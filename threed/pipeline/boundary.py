@@ -1,10 +1,9 @@
 """Values that layers pass to each other, within a stage or between stages: a tensor, or a tuple or
 dict of tensors.
 
-parts = tensors(value)          the tensors of a value, in order
-like(value, parts)              other tensors in the same structure
-form = Form.of(value)           the structure, shapes and dtypes, which a stage needs to receive
-such a value
+    parts = tensors(value)      the tensors of a value, in order
+    like(value, parts)          other tensors in the same structure
+    form = Form.of(value)       structure, shapes and dtypes, which the next stage needs to receive
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from threed.layers.slicing import MicroBatch
 
-# Length of a tuple, names of a dict, None for a tensor.
+# The structure of a value: the length of a tuple, the names of a dict, None for a single tensor.
 Keys = int | tuple[str, ...] | None
 
 
@@ -78,7 +77,14 @@ def _describe(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """Structure, shapes and dtypes of a value, and which of its tensors require a gradient."""
+    """Structure, shapes and dtypes of a value, and which of its tensors require a gradient.
+
+    Attributes:
+        keys: the structure, see `Keys`.
+        shapes: shape of each tensor.
+        dtypes: dtype of each tensor.
+        grads: for each tensor, whether it requires a gradient.
+    """
 
     keys: Keys
     shapes: tuple[tuple[int, ...], ...]
@@ -102,14 +108,14 @@ class Form:
         )  # fmt: skip
 
     def to_bytes(self) -> Tensor:
-        """Returns the form as a message, uint8 [n]."""
+        """Returns the form as a message: its JSON text, uint8 [bytes]."""
         names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         text = json.dumps([self.keys, self.shapes, names, self.grads])
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     @classmethod
     def from_bytes(cls, data: Tensor) -> Form:
-        """Returns the form from a message of `to_bytes`."""
+        """Returns the form from a message that `to_bytes` made."""
         keys, shapes, names, grads = json.loads(data.cpu().numpy().tobytes())
         dtypes = tuple(getattr(torch, name) for name in names)
         return cls(
@@ -117,12 +123,19 @@ class Form:
         )  # fmt: skip
 
     def empty(self, device: torch.device, gradients: bool = False) -> list[Tensor]:
-        """Returns uninitialized tensors to receive a value into, or its gradients."""
+        """Returns uninitialized tensors to receive into.
+
+        Args:
+            device: device of the tensors.
+            gradients: False: one tensor for each tensor of a value. True: one for the gradient of
+                each tensor that requires a gradient.
+        """
         wanted = [n for n, grad in enumerate(self.grads) if grad or not gradients]
         return [torch.empty(self.shapes[n], dtype=self.dtypes[n], device=device) for n in wanted]
 
     def value(self, parts: Sequence[Tensor]) -> Any:
-        """Returns a value of received tensors, as leaves of a new graph."""
+        """Returns received tensors in the structure of the value. They are leaves of a new autograd
+        graph."""
         leaves = [part.requires_grad_(grad) for part, grad in zip(parts, self.grads, strict=True)]
         if self.keys is None:
             return leaves[0]
@@ -135,8 +148,8 @@ class Form:
     def gradients(self, parts: Sequence[Tensor]) -> Any:
         """Returns received gradients in the structure of the value.
 
-        A tensor without a gradient gets None. For a value that is a single tensor without a
-        gradient this is (None,), because None stands for the gradient of a loss.
+        A tensor that requires no gradient gets None. If the value is a single such tensor, the
+        result is (None,), because a plain None would mean that the value is a loss.
         """
         received = iter(parts)
         grads = [next(received) if grad else None for grad in self.grads]
@@ -149,9 +162,13 @@ class Form:
         )
 
     def gradients_to_send(self, gradient: Any, device: torch.device) -> list[Tensor]:
-        """Returns the gradients to send to the other stage, which passes them to `gradients`.
+        """Returns the gradients to send to the previous stage, where `gradients` restores their
+        structure.
 
-        Tensors that did not contribute to the loss get zeros.
+        Args:
+            gradient: the gradient in the structure of the value. A tensor that did not contribute
+                to the loss has None, for which zeros are sent.
+            device: device of the zeros.
         """
         given = gradients_of(gradient, len(self.shapes))
         return [
@@ -171,8 +188,8 @@ class Form:
 
 
 def signature(micro: MicroBatch) -> tuple[Any, ...]:
-    """Returns a key for everything that determines the shapes of activations: the shapes and dtypes
-    of all tensors of a micro-batch, and whether it is for training."""
+    """Returns a hashable key of the facts that determine the shapes of activations: the shapes and
+    dtypes of all tensors of a micro-batch, and whether the micro-batch is for training."""
     given = {"tokens": micro.tokens, "labels": micro.labels, **(micro.inputs or {})}
     shapes = ((name, tuple(t.shape), t.dtype) for name, t in given.items() if isinstance(t, Tensor))
     return (micro.training, *sorted(shapes, key=lambda one: one[0]))

@@ -11,8 +11,8 @@ from threed.layers.contract import contract
 
 
 def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run: RunConfig) -> None:
-    """Marks this rank's layers with `compilable = True` for compilation: each layer as one graph,
-    at its first run.
+    """Makes torch compile each of this rank's layers that has `compilable = True`. A layer is
+    compiled as one graph, when it first runs.
 
     Without `run.compile` this has no effect.
 

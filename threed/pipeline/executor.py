@@ -6,20 +6,22 @@ action.
 
 The executor contains no schedule: training, evaluation and sampling are all plans.
 
-A backward is either full (B) or split. In a split backward, I computes the input gradient and sets
-aside the operands of the weight gradients; W computes the weight gradients from them later. If
-VALIDATE finds that the previous weight update was wrong, `run` raises Outdated, and the caller runs
-the plan again.
+A backward is either full (action B) or split (actions I and W). In a split backward, I computes the
+input gradient and sets aside the operands of the weight gradients; W computes the weight gradients
+from these operands later. If the action VALIDATE finds that the previous weight update was wrong,
+`run` raises Outdated, and the caller runs the plan again.
 
-An asynchronous plan may end before the backwards of its last micro-batches, and with messages in
-flight. The next plan continues with them.
+An asynchronous plan may end before the backwards of its last micro-batches have run, and while
+messages are in flight. The next plan then runs these backwards and uses these messages.
 
-Receives are posted at their position in the plan, and waited for when their tensors are first used.
-A send is waited for after two further messages, or at the end of the plan.
+Receives are posted at their position in the plan, or earlier if the transport has `posts_ahead`.
+They are waited for when their tensors are first used. A send is waited for after two further
+messages, or at the end of a plan that leaves no micro-batch open.
 
 Stages exchange tensors of any shape, dtype and number. The first message for micro-batches of a
-given shape is preceded by the form of the value (`threed.pipeline.boundary.Form`). Both sides store
-the form, so later messages contain tensors only.
+given shape is preceded by the form of the value: its structure, shapes and dtypes
+(`threed.pipeline.boundary.Form`). Both sides store the form, so later messages contain tensors
+only.
 """
 
 from __future__ import annotations
@@ -52,9 +54,10 @@ class Outdated(Exception):
 
 
 def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
-    """Returns every action with the parts of the next compute action after it.
+    """Returns every action with the parts of the compute action that follows it.
 
-    The parts are empty if no compute action follows, or if the next one is a W, which reads no
+    The parts of a pair FB are its forward and its backward; any other action has itself as its only
+    part. The parts are empty if no compute action follows, or if a W follows, which reads no
     weights.
     """
     following: list[tuple[Action, ...]] = []
@@ -91,7 +94,7 @@ class Updates(Protocol):
         """Makes the layers use the weights for the next forward or backward.
 
         Args:
-            before: whether it belongs to the previous step.
+            before: whether that forward or backward belongs to the previous step.
         """
 
     def start_update(self) -> None:
@@ -123,16 +126,16 @@ class Executor:
         transport: sends and receives the messages of the plan.
         rank: pipeline rank.
         on_reduce: `on_reduce(chunk)` is called at a REDUCE action, to reduce the chunk's gradients.
-        on_backward: `on_backward(chunk)` is called after each backward; of a split backward, after
-            its W.
+        on_backward: `on_backward(chunk)` is called after each full backward, and after the W of
+            each split backward.
         weight_gradients: defers weight gradients; required for plans with split backwards.
-        overlap: streams for the forward and the backward of a pair (FB). By default they run one
-            after the other.
+        overlap: streams for the forward and the backward of a pair (FB). By default the backward
+            runs after the forward.
         device: device of the received tensors.
         varying: whether the shapes of activations depend on more than the shapes of a micro-batch.
-            If so, every message is preceded by its form.
+            If so, every message with activations is preceded by its form.
         on_validate: called at VALIDATE; returns whether the previous weight update was correct. If
-            it returns False, it has corrected the weights.
+            the update was wrong, it corrects the weights before it returns False.
         updates: updates the weights; required for asynchronous plans.
 
     Attributes:
@@ -248,10 +251,10 @@ class Executor:
         return losses
 
     def _continue_plan(self, plan: Plan, micros: Sequence[MicroBatch]) -> None:
-        """Takes over the open micro-batches of the previous plan, renumbered so that its last one
-        is -1.
+        """Takes over the micro-batches that the previous plan left open. They are renumbered so
+        that the last micro-batch of the previous plan is -1.
 
-        If the plan continues no earlier plan, drops all remaining state instead.
+        If the plan does not continue the previous one, drops all remaining state instead.
         """
         if plan.begun and plan.begun != self._plan.left:
             raise ValueError(
@@ -284,7 +287,7 @@ class Executor:
             self._store_result(Kind.SEND_F, Kind.RECV_F, action, y)
 
     def _pair(self, action: Action) -> None:
-        """Runs a forward and the backward of another micro-batch; overlapped, if the device has
+        """Runs a forward and the backward of another micro-batch, concurrently if the device has
         streams."""
         forward, backward = action.parts
         self._wait_for(Kind.RECV_F, forward)
@@ -301,8 +304,8 @@ class Executor:
         self._end_backward(backward, deferred)
 
     def _backward(self, action: Action) -> None:
-        """Runs a B or an I. An I computes the input gradient and defers the weight gradients to its
-        W."""
+        """Runs a B or an I. An I computes the input gradient only; its weight gradients are
+        deferred to the W that follows."""
         self._end_backward(action, self._run_backward(action))
 
     def _run_backward(self, action: Action) -> list[Any]:
@@ -335,7 +338,8 @@ class Executor:
     def _next_is(self, action: Action, *kinds: Kind) -> bool:
         """Returns whether the next compute action has one of these kinds and uses the same chunk.
 
-        The next pass then starts with the unit that this pass ends with.
+        If so, the unit (layer) that this pass ends with may stay gathered, because the next pass
+        starts with it.
         """
         return (
             bool(self._next_parts)
@@ -358,8 +362,8 @@ class Executor:
             self.updates.use(action.microbatch < 0)
 
     def _take_incoming(self, kind: Kind, action: Action) -> list[Tensor] | None:
-        """Waits for the tensors that another stage made for this action; returns None at the ends
-        of the model."""
+        """Waits for the tensors that another stage computed for this action, and returns them.
+        Returns None if no stage does, as for a forward of the model's first stage."""
         if self._plan.producer(self.rank, action) is None:
             return None
         self._wait_for(kind, action)
@@ -377,7 +381,8 @@ class Executor:
             self._started = self._clock.now()
 
     def _store_result(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
-        """Stores a result for the send that follows, or for the next stage if this rank has it."""
+        """Stores a result for the send action that follows; or, if the stage that uses the result
+        is on this rank, as an input of that stage."""
         consumer = self._plan.consumer(self.rank, action)
         here = consumer is not None and consumer[0] == self.rank
         if send is Kind.SEND_F:
@@ -420,8 +425,8 @@ class Executor:
             part.wait()
 
     def _post_ahead(self, actions: Sequence[Action], start: int) -> None:
-        """Posts the receives before the next compute action, in order, until the form of one is
-        unknown."""
+        """Posts the receives that come before the next compute action, in order. Stops at a receive
+        whose form is unknown."""
         for at in range(start, len(actions)):
             action = actions[at]
             if action.kind in COMPUTE or action.kind is Kind.VALIDATE:
@@ -468,8 +473,8 @@ class Executor:
         ]
 
     def _store_form(self, side: str, action: Action, form: Form) -> Form:
-        """Stores and returns the form of a chunk's input or output; RuntimeError if it differs from
-        the stored one."""
+        """Stores and returns the form of a chunk's input or output. Raises RuntimeError if a
+        different form is stored already."""
         known = self._forms.setdefault(self._key(side, action), form)
         if known != form:
             layers = self.stages[action.chunk].layers
@@ -481,8 +486,8 @@ class Executor:
         return known
 
     def _gather(self, action: Action) -> None:
-        """Starts to gather the first units of the next compute action, while this rank waits for
-        messages."""
+        """Starts to gather the first units of the next compute action, so that they are gathered
+        while this rank waits for messages."""
         for part in self._next_parts:
             if part.chunk == action.chunk:
                 self.stages[action.chunk].start(backward=part.kind is not Kind.F)
@@ -494,8 +499,8 @@ class Executor:
     def _validate(self, action: Action) -> None:
         if self.on_validate is None or self.on_validate():
             return
-        # Messages sent before the sender's VALIDATE are received before the receiver's, so the waits
-        # for them end.
+        # No message crosses VALIDATE: if it is sent before the sender's VALIDATE, it is received
+        # before the receiver's VALIDATE. So all messages in flight arrive, and these waits end.
         for arrived in self._incoming.values():
             for part in arrived:
                 if isinstance(part, Pending):

@@ -7,11 +7,11 @@ layer starts.
 
 A layer's parameters are gathered, or read from a drive, once per pass instead of once per
 micro-batch, and its gradient is reduced once per step. The plan is GPipe's on one stage: all
-forwards, then all backwards; each half runs layer by layer. As in GPipe, the saved state of all
-micro-batches is alive at once: with full recompute these are the inputs of layers, stored according
-to `--recompute.offload`. Only the last layer, whose logits are the largest tensor, runs the
-backward of a micro-batch right after its forward. Gradients are summed in the order of
-micro-batches, as in 1F1B.
+forwards, then all backwards. The forwards run layer by layer, and so do the backwards. As in GPipe,
+the saved state of all micro-batches is alive at once. With full recompute this state consists of
+the inputs of layers, stored according to `--recompute.offload`. Only the last layer, whose logits
+are the largest tensor, runs the backward of a micro-batch right after its forward. Gradients are
+summed in the order of micro-batches, as in 1F1B.
 
 Source: arXiv 2512.17570 (GreedySnake), which calls this order vertical scheduling.
 """
@@ -34,7 +34,7 @@ from threed.schedules.all_forward_all_backward import gpipe
 from threed.schedules.plan import Plan
 from threed.schedules.window import Step
 
-# Context manager around a layer's F or B of a micro-batch.
+# `during(kind, microbatch)`: a context manager around a layer's forward (F) or backward (B).
 During = Callable[[Kind, int], AbstractContextManager[None]]
 
 
@@ -44,8 +44,10 @@ class LayerMajorStage(Stage):
 
     Args:
         layers: see `Stage`, also for `gatherer`, `prefetch`, `first`, `recomputed` and `scope`.
-        unit_ended: `unit_ended(unit)` is called after the last micro-batch's backward of a layer.
-        between: called after each backward of a layer other than the last.
+        unit_ended: `unit_ended(unit)` is called when a layer has run the backwards of all
+            micro-batches; `unit` is the number of the layer among the layers of this rank.
+        between: called after each backward of a layer on one micro-batch, except in the last layer
+            of the model.
     """
 
     def __init__(
@@ -55,13 +57,13 @@ class LayerMajorStage(Stage):
     ) -> None:  # fmt: skip
         super().__init__(layers, gatherer, prefetch, first, recomputed, scope)
         self.unit_ended, self.between = unit_ended, between
-        # No layer shares a graph with the next one: the backward of a shared graph would run both
-        # layers of a micro-batch, before the other micro-batches of the later layer.
+        # No layer shares a graph with the next layer. The backward of a shared graph would run both
+        # layers on one micro-batch before the later layer has run the other micro-batches.
         self._joined = set()
         self._frames: list[Frame] = []  # the backward pops them from the end
 
     def reset(self, ended: int | None = None) -> None:
-        """Begins a step, and drops the frames of an aborted one."""
+        """Begins a step, and drops the frames of an aborted step."""
         super().reset(ended)
         self._drop(self._frames)
         self._frames.clear()
@@ -111,7 +113,7 @@ class LayerMajorStage(Stage):
                     values[number], frame = self._run(unit, values[number], micro, values[number])
                 assert frame is not None
                 self._frames.append(frame)
-        # The backward pops frames from the end, and also begins with micro-batch 0.
+        # The backward also begins with micro-batch 0, but pops frames from the end of the list.
         self._frames[first:] = self._frames[first:][::-1]
 
     def _turn(
@@ -119,7 +121,7 @@ class LayerMajorStage(Stage):
     ) -> tuple[list[Tensor], list[Any]]:
         """Runs forward and backward of the last layer, one micro-batch after the other.
 
-        Returns the losses and the gradients of `values`. Drops `values`.
+        Returns the losses and the gradients of `values`. Sets the entries of `values` to None.
         """
         losses, grads = list[Tensor](), list[Any]()
         self._gather_for_backward(unit)
@@ -155,10 +157,10 @@ class LayerMajorStage(Stage):
 
 
 class LayerMajorExecutor(Executor):
-    """Runs training plans layer by layer, over one stage with the full model; runs other plans
-    unchanged.
+    """Runs training plans layer by layer, on one stage with the full model. Forward-only plans run
+    as in `Executor`.
 
-    The spans are per layer and micro-batch.
+    A recorded span covers one layer on one micro-batch.
     """
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:

@@ -1,15 +1,17 @@
-"""Finds the inputs of recomputed layers that are the same on all tensor ranks, so that a rank may
-save a slice of them.
+"""Finds the inputs of recomputed layers that are the same on all tensor ranks, so that each rank
+may save only a slice of such an input.
 
     inputs = ReplicatedInputs(axis, flag)
-    inputs.is_replicated(place, x)   whether the input at a place is replicated, found from its first x (collective)
-    sample = inputs.sample(x)        some elements, saved with the slice
-    inputs.check(sample, x)          after the slices are gathered: sets the flag if x does not have these elements
+    inputs.is_replicated(place, x)   # whether the input `place`, (layer, tensor), is the same on all
+                                     # ranks; decided by its first x, which is collective
+    sample = inputs.sample(x)        # some elements of x, saved together with the slice
+    inputs.check(sample, x)          # sets the flag if x, gathered from the slices, differs
 
-A layer may pass on a tensor that differs between ranks, such as the values of the rank's heads; it
-must be saved in full. So the inputs of the first micro-batch are compared between the ranks.
-Constant inputs are saved in full too: an input that differs between ranks may be constant at first
-(zeros). Later inputs are checked on the device, without a host read.
+A layer may return a tensor that differs between tensor ranks, such as the outputs of the rank's
+attention heads. As an input of the next layer, such a tensor must be saved in full. So the inputs
+of the first micro-batch are compared between the ranks. Constant inputs are saved in full too,
+because an input that will differ between ranks later may be all zeros in the first micro-batch.
+Inputs of later micro-batches are checked on the device, without a host read.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from threed.distributed import collectives
 from threed.distributed.topology import Axis
 from threed.layers.slicing import Flag
 
-SAMPLED = 256  # number of compared elements
-# Multiples of the golden ratio modulo 1 are spread evenly, and unrelated to the tensor's dimensions.
+# The number of elements of an input that are compared.
+SAMPLED = 256
+# Elements are sampled at the multiples of the golden ratio modulo 1, times the number of elements.
+# These positions are spread evenly, and do not align with the tensor's dimensions.
 GOLDEN = 0.6180339887498949
 ROUNDINGS = 8  # tolerance between replicas, in units of eps times the largest element
 
 
 def unlike_inputs() -> Flag:
-    """Returns the flag for inputs that were sliced although they differ between tensor ranks."""
+    """Returns the flag to set if an input was sliced although it differs between tensor ranks."""
     return Flag(
         "inputs of recomputed layers that differ between tensor ranks, but were equal in the first micro-batch:"
         " --recompute.partition true cannot slice them; leave it out, or set `recomputable = False` on the layers"
@@ -36,12 +40,12 @@ def unlike_inputs() -> Flag:
 
 
 class ReplicatedInputs:
-    """Finds replicated inputs.
+    """Finds the inputs that are the same on all tensor ranks ("replicated").
 
     Args:
         axis: the tensor ranks.
-        flag: set on the device if an input was replicated in the first micro-batch and no longer
-            is.
+        flag: set on the device if an input that was replicated in the first micro-batch is not
+            replicated in a later one.
     """
 
     def __init__(self, axis: Axis, flag: Flag) -> None:
@@ -50,8 +54,8 @@ class ReplicatedInputs:
         self._indices: dict[int, Tensor] = {}
 
     def is_replicated(self, place: tuple[int, int], x: Tensor) -> bool:
-        """Returns whether the input at a place is replicated. Collective on its first call per
-        place.
+        """Returns whether an input is replicated. The first call for a `place` compares x between
+        the ranks, which is collective; later calls return the same result.
 
         Args:
             place: (layer, number of the tensor in the layer's input).
@@ -78,19 +82,27 @@ class ReplicatedInputs:
         return not bool(sizes_differ | constant | _differ(samples, samples[0], x.dtype).any())
 
     def sample(self, x: Tensor) -> Tensor:
-        """Returns some elements of x [SAMPLED], at positions that depend only on the size of x."""
+        """Returns `SAMPLED` elements of x, at positions that depend only on the size of x."""
         if x.numel() not in self._indices:
             parts = (torch.arange(SAMPLED, dtype=torch.float64, device=x.device) * GOLDEN).frac()
             self._indices[x.numel()] = (parts * x.numel()).long()
         return x.detach().reshape(-1)[self._indices[x.numel()]]
 
     def check(self, sample: Tensor, x: Tensor) -> None:
-        """Sets the flag if the elements of x differ from a sample of the saved input."""
+        """Sets the flag if x differs from the input that was saved.
+
+        Args:
+            sample: the `sample` of the input, taken before it was sliced.
+            x: the input, gathered from the slices.
+        """
         self.flag.note(_differ(self.sample(x).double(), sample.double(), x.dtype))
 
 
 def _differ(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a mask of the elements that differ by more than rounding, bool [SAMPLED]."""
+    """Returns a mask of the elements of a that differ from b by more than rounding in `dtype`.
+
+    The mask is bool and has the shape of a.
+    """
     if not dtype.is_floating_point:
         return a != b
     largest = torch.where(b.isfinite(), b, 0.0).abs().max()

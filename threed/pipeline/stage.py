@@ -1,14 +1,16 @@
 """One pipeline stage: a contiguous range of a model's layers, run forward and backward for one
 micro-batch at a time.
 
-Each layer is a unit of ZeRO: its parameters are gathered before it runs and released after. A layer
-has an autograd graph to itself if its parameters are gathered and released, or if it is recomputed.
-Neighbouring layers without either share one graph, which saves host time. For each micro-batch the
-stage keeps an edge into every graph (`torch.autograd.graph.GradientEdge`) instead of the output, so
-an activation is freed as soon as it has been sent to the next stage.
+Each layer is a unit of ZeRO-3: its parameters are gathered before it runs and released afterwards.
+A layer has a separate autograd graph if its parameters are gathered and released, or if it is
+recomputed. Neighbouring layers for which neither is the case share one graph, which saves host
+time. For each micro-batch the stage keeps an edge into every graph
+(`torch.autograd.graph.GradientEdge`) instead of the output, so an activation is freed as soon as it
+has been sent to the next stage.
 
-A recomputed layer has no graph until its backward: its forward only saves the input. The backward
-runs the forward again, while the layer's parameters are gathered for the backward anyway.
+A recomputed layer has no graph until its backward, because its forward only saves the input. The
+backward first runs the forward again; it needs no additional gather, because the layer's parameters
+are gathered for the backward anyway.
 
 Layers return a tensor, or a tuple or dict of tensors, of any shape and dtype
 (`threed.pipeline.boundary`).
@@ -57,19 +59,19 @@ class ParameterGatherer(Protocol):
 
 
 class AlwaysGathered:
-    """The gatherer of parameters that are always unsharded, or that hooks gather."""
+    """A gatherer without effect, for parameters that are always unsharded or that hooks gather."""
 
     def is_freed(self, unit: int) -> bool:
         return False
 
     def start(self, unit: int) -> None:
-        """No operation."""
+        """Has no effect."""
 
     def ready(self, unit: int) -> None:
-        """No operation."""
+        """Has no effect."""
 
     def release(self, unit: int) -> None:
-        """No operation."""
+        """Has no effect."""
 
 
 @dataclass(eq=False)
@@ -90,13 +92,13 @@ class Frame:
 
 @dataclass(eq=False)
 class Recomputation:
-    """The state to run a layer's forward again.
+    """The state that is needed to run a layer's forward again.
 
     Attributes:
         saved: the saved input tensors, empty on the model's first layer.
         structure: the input without its tensors, for `boundary.like`.
         grads: for each input tensor, whether it requires a gradient.
-        rng: state of the random generators before the forward.
+        rng: state of the random generators before the first forward.
         micro: the micro-batch.
     """
 
@@ -123,10 +125,10 @@ class Stage:
     Args:
         layers: the layers of the stage.
         gatherer: gathers and releases the parameters of a layer.
-        prefetch: number of units that are gathered ahead of the running one.
+        prefetch: number of units that are gathered ahead of the running unit.
         first: number of the first layer among the layers of this rank.
         recomputed: the layers that are recomputed in the backward.
-        scope: marks forwards, shared with the gradient sinks of the rank.
+        scope: active while a forward runs; the rank's gradient sinks read it too.
     """
 
     def __init__(
@@ -162,7 +164,8 @@ class Stage:
         self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
 
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
-        """Returns the steps of a pass, with gathers and releases only of units that need them."""
+        """Returns the steps of a pass. They gather and release only the units whose parameters are
+        freed between uses."""
         if (backward, keep) not in self._walks:
             units = self._backward_units if backward else self._units
             moves = self.gatherer.is_freed
@@ -179,9 +182,10 @@ class Stage:
         """Begins a step.
 
         Args:
-            ended: number of micro-batches of the previous step, if their open backwards run in this
-                step; they are renumbered so that the last one is -1. None drops all micro-batches
-                without a backward, for example after an aborted step.
+            ended: number of micro-batches of the previous step, if this step runs the backwards
+                that the previous step has left open. The open micro-batches are renumbered so that
+                the last micro-batch of the previous step is -1. None drops all open micro-batches,
+                for example after an aborted step.
         """
         if ended is not None:
             self._open = {microbatch - ended: frames for microbatch, frames in self._open.items()}
@@ -233,8 +237,9 @@ class Stage:
     def _run(self, unit: int, x: Any, micro: MicroBatch, begin: Any) -> tuple[Any, Frame | None]:
         """Runs one layer of a forward.
 
-        Returns the output without its graph, and the frame of the graph that began at `begin`. If
-        the next layer continues the graph, returns the output with its graph, and None.
+        Returns the output without its graph, and the frame of the graph, whose input is `begin`. If
+        the next layer continues the graph, returns the output with its graph, and None instead of
+        a frame.
         """
         if micro.training and unit in self._recomputed:
             return self._run_to_recompute(unit, x, micro)
@@ -245,7 +250,7 @@ class Stage:
         layer = self._layer(unit)
         with self._watch(unit) if micro.training else nullcontext():
             y = self._call(layer, unit, x, micro)
-        # If the input is a leaf, torch itself raises for an in-place change.
+        # An in-place change of an input that is a leaf needs no check: torch itself raises.
         if [part._version for part in given] != versions:
             raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
@@ -258,7 +263,8 @@ class Stage:
         return outputs, Frame(begin, edges)
 
     def _call(self, layer: nn.Module, unit: int, x: Any, micro: MicroBatch) -> Any:
-        """Runs a layer; adds its name and the type of x to an error if x is not a tensor."""
+        """Runs a layer. If it fails and x is not a tensor, adds the layer's name and the type of x
+        to the error."""
         try:
             return layer(x, micro)
         except (AttributeError, TypeError) as error:
@@ -287,8 +293,11 @@ class Stage:
             raise TypeError(f"{self._name(unit)} returned {error}") from None
 
     def _run_to_recompute(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
-        """Runs one layer without a graph. The tensors of y require a gradient if the recomputed
-        ones may."""
+        """Runs one layer without a graph, and saves its input.
+
+        The output tensors are marked as requiring a gradient if the recomputed ones may require
+        one.
+        """
         store = self.recomputed.store
         assert store is not None
         rng, given = RngState(store.device), tensors(x)
@@ -356,9 +365,9 @@ class Stage:
         """Runs the backward of the graph that ends with layer `unit`; returns the input gradient.
 
         Args:
-            before: remaining frames; the last one is next.
-            first: whether this is the stage's first graph in backward order. Then dy None means
-                that y is a loss, which must have a graph.
+            before: remaining frames, of which the last one runs next.
+            first: whether this is the stage's first graph in backward order. If it is and dy is
+                None, then y is a loss, which must have a graph.
         """
         with self._graph(unit, frame, before, split) as (x, edges):
             grads = gradients_of(dy, len(edges))

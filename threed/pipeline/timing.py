@@ -3,14 +3,18 @@
     times = Timer(micro_batch, dtype, grad_dtype, device).measure(layers, recomputed)       one LayerTimes per layer
 
 One layer at a time gets weights, gradient buffers and an input, and runs as in a pipeline stage.
-There are `ROUNDS` rounds over all layers, with `WARM` + `REPEATS` passes per layer. The results are
-lower quartiles, because disturbances only add time. A layer that is built like an earlier one, for
-inputs of the same shape, is not run again: for a model of equal blocks only three layers run. If
-layers communicate with other tensor ranks, all of these ranks must measure.
+All layers are timed one after the other, and this is repeated `ROUNDS` times. Each time a layer
+runs `WARM` passes that are not measured and `REPEATS` passes that are. The result is the lower
+quartile of a layer's measured passes, because disturbances only add time.
 
-The two parts of a backward are separated as in a split backward: the matrix products of weight
-gradients wait in their sinks and run afterwards. If the linear layers have no sinks (modules of
-torch), the second part is zero and its time counts with the first.
+A layer with the same structure and input shapes as an earlier layer is not run, but gets the
+earlier layer's times. So for a model of equal blocks only three layers run: the embedding, one
+block and the head. If layers communicate with other tensor ranks, all of these ranks must measure.
+
+The times of the input gradient and of the weight gradients are separated as in a split backward:
+the gradient sinks (`param.sink`) of linear layers collect the matrix products of weight gradients,
+and run them after the input gradient. Linear layers of torch have no such sinks; their time for
+weight gradients is counted as time for the input gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ ROUNDS, WARM, REPEATS = 3, 2, 5
 
 
 class _DeferringSink(BufferSink):
-    """Collects matrix products until `run`."""
+    """A gradient sink that collects the matrix products of weight gradients until `run`."""
 
     def __init__(self, target: Tensor, scope: ForwardScope) -> None:
         super().__init__(target)
@@ -63,7 +67,7 @@ class _Timed:
     """A timed layer with its input and output.
 
     Attributes:
-        rows: seconds of forward, input gradient and weight gradients, per pass.
+        rows: per measured pass, the seconds of (forward, input gradient, weight gradients).
     """
 
     layer: nn.Module
@@ -84,7 +88,7 @@ class Timer:
     """Times the layers of a model.
 
     Args:
-        micro: a micro-batch on the device, as the layers will get it.
+        micro: a micro-batch on the device, with the shapes and dtypes of the run.
         dtype: dtype of parameters and activations.
         grad_dtype: dtype of gradients.
         device: the device.
@@ -110,7 +114,7 @@ class Timer:
 
         Args:
             layers: the layers of the model.
-            recomputed: the recomputed layers, by number in `layers`.
+            recomputed: the recomputed layers; its `units` are indices in `layers`.
 
         Raises:
             RuntimeError: if a layer cannot be run; names the layer.
@@ -159,8 +163,8 @@ class Timer:
     def _run(self, stage: Stage, x: Any, sinks: list[_DeferringSink]) -> tuple[list[Moment], Any]:
         """Runs one forward and one backward.
 
-        Returns the output, preceded by five moments: start and end of the forward, start and end of
-        the backward, end of the products.
+        Returns five moments and the output. The moments are: start and end of the forward, start
+        and end of the backward, end of the collected products.
         """
         now = self._clock.now
         given = like(x, [p.detach().requires_grad_(p.requires_grad) for p in tensors(x)])

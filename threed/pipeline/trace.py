@@ -3,9 +3,9 @@ and bytes sent.
 
     costs = Tracer(micro_batch, dtype, grad_dtype, traffic).trace(layers, recomputed)      one LayerCost per layer
 
-No values are computed or sent: shapes pass through the layer's code, forward and backward, as in a
-pipeline stage. A layer that is built like an earlier one, for inputs of the same shape, is not run
-again.
+On the meta device tensors have shapes and dtypes, but no values. So the layer's code runs forward
+and backward as in a pipeline stage, without computing or sending values. A layer with the same
+structure and input shapes as an earlier layer is not run again, but gets the earlier layer's cost.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class LayerCost:
             of positions (arXiv 2204.02311, appendix B).
         kept: bytes alive from forward to backward, without input and output.
         keeps_input: whether the input is alive from forward to backward.
-        keeps_output: whether the output is.
-        forward: peak bytes in the forward, with the input, the kept and all other tensors of the
-            layer.
-        backward: peak bytes in the backward, likewise.
+        keeps_output: whether the output is alive from forward to backward.
+        forward: peak bytes in the forward, of all tensors of the layer: the input, the kept tensors
+            and the others.
+        backward: peak bytes in the backward, of all tensors of the layer.
         input: bytes of the input.
         output: bytes of the output.
         cached: bytes that outlive the micro-batch, such as a table of rotary angles; not included
             in the other fields.
-        elsewhere: bytes kept on a drive or in host memory.
-        sent: bytes sent per axis.
+        elsewhere: bytes kept on a drive or in host memory from forward to backward.
+        sent: bytes sent by this rank, by name of the axis.
     """
 
     flops: int
@@ -71,7 +71,10 @@ class LayerCost:
 
 
 class Pass:
-    """Activation memory of one chunk and micro-batch.
+    """Activation memory of one micro-batch in one chunk (a stage of the rank).
+
+    Args:
+        layers: costs of the chunk's layers.
 
     Attributes:
         kept: bytes kept for the backward.
@@ -95,7 +98,13 @@ class Pass:
 def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int] | None:
     """Returns the forward FLOPs of each layer from the `flops` methods of `threed.layers`.
 
-    Returns None if a layer contains other modules, or a module without a known number.
+    Returns None if a layer contains a module that is not from `threed.layers`, or a module whose
+    `flops` returns None.
+
+    Args:
+        layers: the layers.
+        tokens: number of tokens of a micro-batch.
+        seq: sequence length.
     """
     found: list[int] = []
     for layer in layers:
@@ -113,8 +122,11 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
 
 @functools.cache
 def _formula(operation: Any) -> Callable[..., int] | None:
-    """Returns a formula for an operation's FLOPs: torch's, also for in-place variants; for
-    attention this package's."""
+    """Returns the formula for an operation's FLOPs, or None if it has no formula.
+
+    For attention it is this package's formula. For other operations it is torch's; an in-place
+    variant uses the formula of the plain operation.
+    """
     if operation in attention.FUSED:
         return attention.kernel_flops
     plain = getattr(torch.ops.aten, operation.__name__.removesuffix("_"), operation)
@@ -127,11 +139,12 @@ class TraceError(ValueError):
 
 
 class Watch(TorchDispatchMode):
-    """Counts the FLOPs of operations and the bytes of their storages, while entered.
+    """A context manager that counts the FLOPs of the operations inside it, and the bytes of the
+    storages that they use.
 
     Args:
         ignored: tensors whose storages are not counted.
-        real: whether to ignore storages on the meta device, which take no memory.
+        real: whether to ignore storages on the meta device, which take no real memory.
 
     Attributes:
         flops: FLOPs so far.
@@ -143,13 +156,14 @@ class Watch(TorchDispatchMode):
         self._real = real
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, StorageWeakRef] = {}
-        self._size: dict[int, int] = {}  # bytes when last seen
+        self._size: dict[int, int] = {}  # bytes of each storage when it was last seen
         self._bound = 0  # upper bound of the bytes alive
         self.flops = self.most = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch's compiler would process every operation first
+        # With True, every operation would first pass through a wrapper of torch's compiler.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -177,7 +191,8 @@ class Watch(TorchDispatchMode):
             if nbytes != self._size[key]:  # new, or resized
                 self._bound += max(0, nbytes - self._size[key])
                 self._size[key] = nbytes
-                # Counting the live bytes is slow: only if the bound exceeds the peak.
+                # Counting the live bytes is slow, so it is done only if their upper bound exceeds
+                # the peak.
                 if self._bound > self.most:
                     self.most = max(self.most, self.bytes())
         elif isinstance(values, list | tuple):
@@ -185,7 +200,7 @@ class Watch(TorchDispatchMode):
                 self.look_at(value)
 
     def bytes(self) -> int:
-        """Returns the number of bytes alive."""
+        """Returns the number of bytes of all counted storages that still exist."""
         found = {
             key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             for key, ref in self._seen.items()
@@ -204,8 +219,8 @@ class Watch(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Replaces scaled dot-product attention by a fused operator; on the meta device torch would use
-    the unfused one."""
+    """Replaces scaled dot-product attention by a fused operator, because on the meta device torch
+    would use its unfused implementation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
@@ -214,8 +229,11 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class BufferSink:
-    """Adds a parameter's gradient to a buffer, as the sinks of ZeRO do, without counting or
-    reducing it."""
+    """A gradient sink: the object in `param.sink`, to which layers add the parameter's gradient.
+
+    It adds the gradient to a buffer as ZeRO's gradient sinks do, but neither counts contributions
+    nor reduces the gradient.
+    """
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
@@ -237,7 +255,7 @@ class BufferSink:
         return self.target, True
 
     def mark_added(self) -> None:
-        """No operation: contributions are not counted."""
+        """Has no effect, because contributions are not counted."""
 
     def in_forward(self) -> bool:
         return False
@@ -256,10 +274,11 @@ class Tracer:
     """Measures the costs of layers on the meta device.
 
     Args:
-        micro: a micro-batch on the meta device, as the layers will get it.
+        micro: a micro-batch on the meta device, with the shapes and dtypes of the run.
         dtype: dtype of parameters and activations.
         grad_dtype: dtype of gradients.
-        traffic: the counter of sent bytes of the model's axes.
+        traffic: the counter to which the model's axes add the bytes that they send. A trace leaves
+            it unchanged.
     """
 
     def __init__(
@@ -275,7 +294,7 @@ class Tracer:
 
         Args:
             layers: the layers of the model.
-            recomputed: the recomputed layers, by number in `layers`.
+            recomputed: the recomputed layers; its `units` are indices in `layers`.
 
         Raises:
             TraceError: if a layer cannot be run on the meta device.
@@ -300,7 +319,10 @@ class Tracer:
     def _run(
         self, layer: nn.Module, form: Form | None, recomputed: Recomputed | None
     ) -> tuple[LayerCost, Form | None]:
-        """Runs a copy of the layer, so that the layer's own state does not change."""
+        """Runs a copy of the layer, so that the layer's own state does not change.
+
+        Returns the cost, and the form of the output (None for a loss).
+        """
         traced = copy.deepcopy(layer)
         params = materialise(layer, traced, self._parameter, META)
         given = [
@@ -337,7 +359,7 @@ class Tracer:
 
 
 def attach_sink(param: nn.Parameter, sink: BufferSink) -> nn.Parameter:
-    """Returns the parameter, after its gradients were directed to the sink."""
+    """Directs the gradients of a parameter to a sink, and returns the parameter."""
     param.sink = sink  # type: ignore[attr-defined]
     if param.requires_grad:
         param.register_post_accumulate_grad_hook(sink.take)
@@ -350,14 +372,16 @@ def materialise(
     make: Callable[[nn.Parameter], nn.Parameter],
     device: torch.device,
 ) -> list[nn.Parameter]:
-    """Gives a copy of a layer new parameters, and moves its buffers to a device; returns the
-    parameters.
+    """Gives a copy of a layer new parameters, and moves the copy's buffers to a device.
 
     Args:
-        layer: the layer, whose parameters have sharding records.
-        copied: its copy, whose parameters have none.
-        make: returns the copy's parameter for a parameter of the layer.
+        layer: the layer. Its parameters have sharding records.
+        copied: the copy of the layer. Its parameters have no sharding records.
+        make: `make(param)` returns the copy's new parameter for a parameter of the layer.
         device: device for the buffers.
+
+    Returns:
+        The new parameters.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for own, module in zip(layer.modules(), copied.modules(), strict=True):
@@ -371,7 +395,8 @@ def materialise(
 
 
 def for_layer_alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
-    """Returns the recomputation of a stage that consists of this layer only."""
+    """Returns the recomputation settings of a stage that consists of this layer only, or None for a
+    layer without recomputation."""
     if recomputed is None or recomputed.selective is None:
         return recomputed and replace(recomputed, units=frozenset({0}))
     selective = Selective(recomputed.selective.ops)
@@ -432,14 +457,14 @@ def cost_key(
 
 
 def fingerprint(value: Any, name: str, ancestors: set[int]) -> Any:
-    """Returns a hashable key that is equal for two layers of the same structure and different
-    names.
+    """Returns a hashable key of a value's structure. It is equal for layers that differ only in
+    their name.
 
     Args:
         value: a layer, or an attribute of one.
         name: the layer's name, which is removed from strings.
-        ancestors: ids of the values that contain this one, because a module may refer to its
-            parent.
+        ancestors: ids of the values that contain this value. They are not visited again, because a
+            module may refer to its parent.
     """
     if isinstance(value, nn.Module | dict | list | tuple | set | frozenset):
         if id(value) in ancestors:

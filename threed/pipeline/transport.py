@@ -1,5 +1,5 @@
-"""Sends activations and gradients between stages: asynchronous, with one ordered channel per pair
-of ranks and direction."""
+"""Sends activations and gradients between pipeline stages, asynchronously. Each pair of ranks has
+one ordered channel per direction."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from threed.models import Model, options_of
 
 
 class Transport(Protocol):
-    """Sends to and receives from other pipeline ranks. The tensors of one message are passed
-    together.
+    """Sends messages to and receives messages from other pipeline ranks. A message is a list of
+    tensors.
 
     Attributes:
         posts_ahead: whether receives should be posted long before their messages are sent.
@@ -25,12 +25,16 @@ class Transport(Protocol):
     posts_ahead: bool
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        """Starts to send a message; the tensors must not change until it has been waited for.
+        """Starts to send a message. The tensors must not change until the returned handles have
+        been waited for.
 
         Args:
             tensors: the tensors of the message.
             source: pipeline rank of this process.
             target: pipeline rank of the receiver.
+
+        Returns:
+            One handle per tensor.
         """
 
     def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
@@ -40,6 +44,9 @@ class Transport(Protocol):
             outs: tensors to receive into.
             source: pipeline rank of the sender.
             target: pipeline rank of this process.
+
+        Returns:
+            One handle per tensor; its `wait()` returns the received tensor.
         """
 
 
@@ -48,7 +55,7 @@ class Links:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        # On gloo, a receive that is not posted in time costs the message a round trip.
+        # On gloo, a message whose receive was posted too late takes an additional round trip.
         self.posts_ahead = topology.device.type == "cpu"
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
@@ -61,15 +68,16 @@ class Links:
 
 
 def is_sliced(tensor: Tensor, axis: Axis) -> bool:
-    """Returns whether the ranks of an axis, which hold the same tensor, send a slice of it each."""
+    """Returns whether each rank of an axis sends only its slice of a tensor that all ranks have."""
     return axis.size > 1 and tensor.is_floating_point() and tensor.numel() % axis.size == 0
 
 
 class SlicedLinks(Links):
-    """Links between stages whose boundaries are the same on all tensor ranks.
+    """Links between stages whose outputs and inputs are the same on all tensor ranks.
 
-    Each rank sends only its slice, to the same tensor rank of the other stage. There the slices are
-    gathered after they were received (arXiv 2104.04473, section 4.1).
+    Each rank sends only its slice of a tensor, to the rank with the same tensor-parallel index in
+    the other stage. The tensor ranks of the receiving stage then gather the slices (arXiv
+    2104.04473, section 4.1).
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -103,8 +111,8 @@ class SlicedLinks(Links):
 def links(model: Model, topology: Topology) -> Links:
     """Returns the transport for a model's stages.
 
-    Boundaries are sent in slices if the model has `boundaries_replicated` and no sequence
-    parallelism.
+    Each tensor rank sends only a slice of the values between stages if these values are the same on
+    all tensor ranks: the model sets `boundaries_replicated` and has no sequence parallelism.
     """
     replicated = options_of(model).boundaries_replicated and not model.slicing.sequence_parallel
     return SlicedLinks(topology) if replicated and topology.tp > 1 else Links(topology)

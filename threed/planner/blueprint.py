@@ -3,9 +3,9 @@
     pipeline  = Pipeline.of(layers, topology, config, costs, divide)     # the same on every rank
     blueprint = Blueprint.build(model, layers, topology, config, pipeline)
 
-An engine trains the blueprint of a topology with process groups. A forecast uses the same classes
-with `Topology.on_meta`, on the meta device: the blueprint of any rank of any grid, without allocating
-memory.
+An engine builds its blueprint with a topology that has process groups, and trains it. A forecast
+builds blueprints with `Topology.on_meta`: of any rank of any grid, on the meta device, without
+allocating memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pipeline:
     Attributes:
         schedule: name of the schedule.
         plan: compute actions of a step, for every pipeline rank.
-        cut: layers of each stage.
+        cut: the partition of layers into stages, and the ranks of the stages.
         costs: times of the stages, if the schedule plans by times.
         limit: limit on micro-batches in memory per rank, if the schedule plans by times.
         division: the partition by measured times, if configured.
@@ -77,12 +77,12 @@ class Pipeline:
             layers: all layers of the model.
             topology: the ranks.
             config: the resolved configuration.
-            costs: returns the FLOPs of the layers; called if stages are balanced by them.
+            costs: returns the FLOPs of the layers; called if stages are balanced by FLOPs.
             divide: partitions the layers by measured times.
 
         Raises:
-            ConfigError: if the model cannot be partitioned or planned as configured.
-            ValueError: the same, for problems found later, or if plans differ between ranks.
+            ConfigError: if the configuration does not fit the number of layers or their parameters.
+            ValueError: if the partition or the plan fails, or if plans differ between ranks.
         """
         p, name, plan = config.parallel, schedule_of(config), step_plan(config, topology.dp)
         if problems := list(_find_problems(layers, config, plan)):
@@ -115,7 +115,7 @@ class Pipeline:
 
 
 def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Iterator[str]:
-    """Yields the problems of a configuration with these layers."""
+    """Yields the problems of running these layers with a configuration."""
     p, count, stages = config.parallel, len(layers), plan.total_stages
     if count < stages:
         given = f"{count} layers, embedding and head included, cannot fill the {stages} stages"
@@ -141,7 +141,11 @@ def _divide_by_cost(
     config: Config,
     costs: Callable[[], Sequence[float]],
 ) -> Pipeline:
-    """Partitions by layer costs, which are then the times for planning, or by layer counts."""
+    """Returns the pipeline of a partition that needs no measured times: by costs of layers, by
+    their number, or as listed in the configuration.
+
+    If layers are partitioned by costs and the schedule plans by times, the costs are used as times.
+    """
     p, flops, again = config.parallel, functools.cache(costs), fully_recomputed(config, layers)
     ranges = partition(
         p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again)
@@ -238,8 +242,8 @@ class Blueprint:
 
         Args:
             microbatches: number of micro-batches.
-            training: False for forwards only, as in evaluation and sampling.
-            part: selects a part of an asynchronous plan, by default the full plan.
+            training: False for a plan with forwards only, as in evaluation and sampling.
+            part: `part(plan)` selects a part of an asynchronous plan; by default the full plan.
         """
         gathers, placement = self.config.zero.stage == 3, self.pipeline.cut.one_way
         if not training:
@@ -251,8 +255,8 @@ class Blueprint:
     def stages(self, gatherer: ParameterGatherer, reducer: Reducer) -> list[Stage]:
         """Returns the executable stages (chunks) of this rank.
 
-        A wrapped module gathers its parameters and recomputes activations itself. With layer-major
-        order the reducer is called after all backwards of a layer.
+        A wrapped module gathers its parameters and recomputes activations itself, so its stage does
+        neither. In layer-major order the stage calls the reducer after all backwards of a layer.
 
         Args:
             gatherer: gathers ZeRO-3 parameters.
@@ -289,12 +293,13 @@ class Blueprint:
 
     @property
     def chunks(self) -> tuple[range, ...]:
-        """The layer numbers of this rank, per chunk."""
+        """For each chunk of this rank, the numbers of its layers."""
         return self.pipeline.cut.chunks(self.topology.axis("pp").index)
 
     @property
     def held(self) -> list[int]:
-        """The layer numbers of this rank. The index in this list is the number of the ZeRO unit."""
+        """The numbers of this rank's layers in the model. The index of a layer in this list is the
+        number of its ZeRO unit."""
         return [number for chunk in self.chunks for number in chunk]
 
     @property
@@ -304,7 +309,7 @@ class Blueprint:
 
     @property
     def recomputed_units(self) -> list[int]:
-        """This rank's units with activation recomputation, full or selective."""
+        """The numbers of this rank's ZeRO units that are recomputed in full or selectively."""
         return [unit for unit, number in enumerate(self.held) if number in self.recomputed]
 
     @functools.cached_property
@@ -313,7 +318,8 @@ class Blueprint:
 
     @property
     def flags(self) -> list[Flag]:
-        """The data flags of all layers and stages; the same list on every rank."""
+        """The flags that layers and stages set on the device if their data is invalid. The list has
+        the same order on every rank."""
         found = [
             f
             for layer in self.layers
@@ -327,9 +333,10 @@ class Blueprint:
             [*found, self._input_flag] if sliced and self.config.recompute.mode == "full" else found
         )
 
-    @functools.cached_property  # `is_optimistic` hashes the plan, which is slow
+    @functools.cached_property  # cached, because `is_optimistic` hashes the plan, which is slow
     def optimistic(self) -> bool:
-        """Whether updates do not wait for the gradient norm, and are validated in the next step."""
+        """Whether a weight update is made before the gradient norm is known, and validated in the
+        next step."""
         return setup.is_optimistic(self.config, self.pipeline.plan)
 
     @property
@@ -346,7 +353,8 @@ class Blueprint:
 
 
 def step_plan(config: Config, data_ranks: int) -> Plan:
-    """Returns the compute actions of a step; if the schedule plans by times, with equal times."""
+    """Returns the compute actions of a step. A schedule that plans by times plans with equal times
+    for all stages."""
     p = config.parallel
     return schedules.build(
         schedule_of(config), p.pp, count_microbatches(config, data_ranks), p.chunks
@@ -364,12 +372,14 @@ def names(layer: nn.Module) -> list[str]:
 
 
 def dealt_over(layers: Sequence[nn.Module]) -> set[str]:
-    """Returns all axes in `ShardSpec.over` of the model's parameters."""
+    """Returns the axes of data ranks over which parameters of the model have different pieces
+    (`ShardSpec.over`)."""
     specs = (spec_of(param) for layer in layers for param in layer.parameters())
     return {spec.over for spec in specs if spec.over is not None}
 
 
 def blocks(layers: Sequence[nn.Module]) -> set[str]:
-    """Returns the axes that the model's parameters are replicated or partial over."""
+    """Returns the axes over which parameters of the model are replicated or their gradients are
+    partial sums (`ShardSpec.replicated` and `partial`)."""
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     return {axis for spec in specs for axis in (spec.replicated, spec.partial) if axis is not None}

@@ -29,7 +29,7 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
         The configuration with `zero.order` decided, and the blueprint.
 
     Raises:
-        ModelError: if the model is incorrect in this topology.
+        ModelError: if the model would give wrong results in this topology.
         ValueError: if the model has no trainable parameters.
         ConfigError: if a wrapped module is to run in several chunks.
     """
@@ -58,8 +58,8 @@ def _costs(
 ) -> Sequence[float]:
     """Returns the cost of each layer, by which stages are balanced. Collective.
 
-    Unless the model states its costs, they are 3 × the FLOPs of the forward, summed over the tensor
-    ranks so that all tensor ranks compute the same partition.
+    If the model defines `costs`, these are returned. Otherwise the cost of a layer is 3 × the FLOPs
+    of its forward, summed over the tensor ranks so that all of them compute the same partition.
     """
     own = options_of(model).costs
     if own is not None:

@@ -1,7 +1,7 @@
 """Forecast of a run before any tensor is allocated: ranks, bytes per rank, bubble and traffic.
 
 forecast = Forecast.of(config, world_size)      # config: resolved
-print(forecast.text())                          # printed at the start of a run and by --dry-run
+print(forecast.text())                          # as at the start of a run and with --dry-run
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from threed.planner.memory_estimate import footprint, order_facts, trace, with_o
 from threed.zero.setup import state_names
 
 GIB = 2**30
-# Share of a device's peak that compute is assumed to reach. Megatron-LM reached 44 to 52 % of an
-# A100's peak, with messages and bubbles (arXiv 2104.04473, table 1).
+# Assumed FLOP/s of compute, as a share of the device's peak. Megatron-LM reached 44 to 52 % of an
+# A100's peak, including the time of messages and bubbles (arXiv 2104.04473, table 1).
 EFFICIENCY = 0.5
 _VERSIONS = "two of the parameters, and a copy of the gradient slices; updates are one step late"
 
@@ -45,11 +45,10 @@ class RankForecast:
 
     Attributes:
         rank: global rank.
-        label: its coordinates, such as 'pp0 dp1'.
-        layers: layer numbers, per chunk.
-        bytes: bytes by kind: parameters, gradients, optimizer, activations, buffers, their sum
-            `peak`, and others; see `Footprint`.
-        sends: bytes sent per step over tp, pp, dp and cp.
+        label: coordinates of the rank, such as 'pp0 dp1'.
+        layers: for each chunk of the rank, the numbers of its layers.
+        bytes: bytes by kind, and `peak`; see `Footprint`.
+        sends: bytes sent per step, by axis: tp, pp, dp and cp.
     """
 
     rank: int
@@ -69,17 +68,18 @@ class Forecast:
         sizes: number of ranks per axis.
         parameters: number of parameters of the model.
         microbatches: number of micro-batches per step and data rank.
-        bubble: idle share of the pipeline rank with the longest time from its first to its last
-            action (arXiv 2401.10241).
-        idle: idle share of the step, mean over pipeline ranks.
-        flops_per_token: FLOPs of forward and backward.
+        bubble: of the pipeline rank with the longest time from its first to its last action, the
+            idle share of that time (arXiv 2401.10241).
+        idle: share of the step's time in which a pipeline rank is idle, mean over pipeline ranks.
+        flops_per_token: FLOPs of forward and backward per token.
         ranks: forecast of each rank.
         division: the partition by measured times, if configured.
         ways: number of pipeline ranks with a replica of each stage.
         step_flops: FLOPs that one device could execute in the simulated time of a step's forwards
             and backwards, idle time included; None if FLOPs are not known.
-        measured_s: simulated time in seconds, from measured times of layers; None without them.
-        device: name of this machine's GPU.
+        measured_s: simulated time of a step's forwards and backwards in seconds, if it follows from
+            measured times of layers; otherwise None.
+        device: name of this machine's GPU, or None.
     """
 
     config: Config
@@ -119,7 +119,8 @@ class Forecast:
         build = build or (lambda slicing: models.build(config.model, slicing))
         p = config.parallel
         grid = Grid.of(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
-        # columns with the same parameter shapes share a forecast
+        # A column is the ranks with one tensor-parallel index. Columns with the same parameter
+        # shapes share a forecast.
         unique: dict[object, _Column] = {}
         columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
         columns = [unique.setdefault(column.shapes, column) for column in columns]
@@ -150,10 +151,10 @@ class Forecast:
             ranks.append(RankForecast(rank, grid.label(rank), layers, sizes.bytes, sizes.sends))
         costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
         timeline = schedules.simulate(pipeline.plan, costs)
-        # traced FLOPs, not a model's custom costs, which may have another unit
+        # From traced FLOPs rather than a model's custom costs, which may have another unit.
         counted = sum(3.0 * cost.flops for cost in unsharded.costs)
         per_token = counted / (config.train.micro_batch * config.model.seq)
-        arch = config.model.arch.rpartition(":")[2]  # of FILE.py:NAME the name
+        arch = config.model.arch.rpartition(":")[2]  # the NAME of FILE.py:NAME
         name = type(unsharded.model).__name__ if custom else arch
         custom_costs = options_of(unsharded.model).costs is not None
         return cls(
@@ -169,8 +170,9 @@ class Forecast:
         """Predicted seconds of a step's forwards and backwards; None if they are not known.
 
         With `--parallel.partition measured` they follow from measured times of layers. Otherwise
-        they are `step_seconds` of this machine's GPU, if its peak is known (`monitor.meter`).
-        Messages are not included, because the bandwidth of links is not known.
+        they are `step_seconds` at the peak of this machine's GPU, if that peak is known
+        (`monitor.meter`). The time of messages is not included, because the bandwidth of links is
+        not known.
         """
         if self.division is not None:
             return self.measured_s
@@ -182,8 +184,9 @@ class Forecast:
     ) -> float:
         """Returns seconds per step: FLOPs / (peak × efficiency) + bytes / bandwidth.
 
-        Stages take time in proportion to their FLOPs, in the simulated schedule. Messages are those
-        of the rank that sends most, without overlap with compute. Updates are not included.
+        The schedule is simulated with times of stages in proportion to their FLOPs. The bytes are
+        taken from the rank that sends most, and messages are assumed not to overlap with compute.
+        The weight update is not included.
 
         Args:
             tflops: peak of a device in TFLOP/s.
@@ -191,8 +194,8 @@ class Forecast:
             efficiency: share of the peak that compute reaches.
 
         Raises:
-            ValueError: if FLOPs are not known, because the model has custom costs or measured
-                times.
+            ValueError: if FLOPs are not known, because stages are balanced by custom costs or by
+                measured times.
         """
         if self.step_flops is None:
             raise ValueError(
@@ -203,7 +206,8 @@ class Forecast:
         return self.step_flops / (tflops * 1e12 * efficiency) + messages
 
     def text(self) -> str:
-        """Returns the forecast as text: one line per fact, one line per group of equal ranks."""
+        """Returns the forecast as text: one line per property of the run, then one line per group
+        of ranks with equal layers and bytes."""
         c, train = self.config, self.config.train
         grid = (
             " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1)
@@ -250,7 +254,8 @@ class Forecast:
 
 
 def _lines(ranks: Sequence[RankForecast]) -> list[str]:
-    """Returns one line per group of ranks with equal layers and sizes, in order of first ranks."""
+    """Returns one line per group of ranks with equal layers and bytes, sorted by the first rank of
+    each group."""
     groups: dict[str, list[RankForecast]] = {}
     for rank in ranks:
         groups.setdefault(_sizes_text(rank), []).append(rank)
@@ -260,7 +265,8 @@ def _lines(ranks: Sequence[RankForecast]) -> list[str]:
 
 
 def _ranks_text(same: Sequence[RankForecast]) -> str:
-    """Returns a group's first and last rank, and its size if other ranks are in between."""
+    """Returns the first and the last rank of a group as text. If ranks between them are not in the
+    group, the text includes the number of ranks in it."""
     first, last, count = same[0], same[-1], len(same)
     if count == 1:
         return f"rank {first.rank}  {first.label}"
@@ -269,7 +275,7 @@ def _ranks_text(same: Sequence[RankForecast]) -> str:
 
 
 def _sizes_text(rank: RankForecast) -> str:
-    """Returns the layers and sizes of a rank as text."""
+    """Returns the layers and bytes of a rank as text."""
     device = [
         f"{name} {_gib(size)}"
         for name, size in rank.bytes.items()
@@ -281,7 +287,7 @@ def _sizes_text(rank: RankForecast) -> str:
 
 
 def _gib(size: float) -> str:
-    """Returns bytes as a number of GiB; small numbers have more digits."""
+    """Returns a number of bytes in GiB as text; small numbers have more decimals."""
     gib = size / GIB
     return f"{gib:.1f}" if gib >= 10 else f"{gib:.2f}" if gib >= 1 else f"{gib:.4f}"
 
@@ -293,7 +299,8 @@ def _widths(config: Config) -> tuple[int, int]:
 
 
 class _Column:
-    """The ranks with one tensor-parallel index: their model and the costs of its layers."""
+    """The ranks with one tensor-parallel index: the model that they share on the meta device, and
+    the costs of its layers."""
 
     def __init__(
         self, config: Config, grid: Grid, build: Callable[[Slicing], Model], number: int
@@ -317,7 +324,8 @@ class _Column:
 
     @property
     def flops(self) -> list[float]:
-        """FLOPs of all layers, forward and backward; a backward counts as two forwards."""
+        """Forward and backward FLOPs of each layer, where a backward counts as two forwards; or the
+        model's custom costs."""
         custom_costs = options_of(self.model).costs
         return (
             [3.0 * cost.flops for cost in self.costs]
@@ -327,7 +335,7 @@ class _Column:
 
     @property
     def parameters(self) -> int:
-        """Number of elements of all parameters of this column."""
+        """Total number of elements of this column's parameters, without padding."""
         found = {
             spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()
         }
@@ -345,7 +353,7 @@ class _Column:
         )  # fmt: skip
 
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
-        """Returns the times of stages, in proportion to their FLOPs."""
+        """Returns the times of the stages, in FLOPs or in the unit of the model's custom costs."""
         again = fully_recomputed(self.config, self.layers)
         return stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
 
@@ -359,9 +367,9 @@ class _Column:
 def _divide(
     columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]
 ) -> Division:
-    """Returns the partition by measured times. Times are measured here, on unsharded layers.
+    """Returns the partition by times that are measured in this process, on unsharded layers.
 
-    Other tensor ranks do not exist here, so sharded layers cannot run.
+    Sharded layers cannot run in this process, because the other tensor ranks do not exist.
     """
     first, device = columns[0], default_device()
     config, plan = first.config, step_plan(first.config, first.topology.dp)
@@ -392,7 +400,8 @@ def _order_text(microbatches: int) -> str:
 
 
 def _ways_text(config: Config, ways: int) -> str:
-    """Returns a description of stages that several ranks hold; empty if each has one rank."""
+    """Returns a description of stages with replicas on several pipeline ranks; an empty text if
+    each stage is on one pipeline rank."""
     zero = config.zero
     shared = "share" if zero.offload_optimizer == zero.offload_params == "none" else "each keep"
     return (
@@ -401,7 +410,8 @@ def _ways_text(config: Config, ways: int) -> str:
 
 
 def _recompute_text(config: Config) -> str:
-    """Returns which activations are kept, and where."""
+    """Returns a description of the layers or operations that are recomputed, and of where their
+    inputs are saved."""
     r, sliced = config.recompute, config.parallel.sequence and config.parallel.tp > 1
     layers = "each block" if r.every == 1 else f"one block in {r.every}"
     if r.mode == "selective":

@@ -2,10 +2,11 @@
 
     gathering(units, reads, plan.ranks[rank], prefetch=1).times
 
-A unit is gathered before its forward, and again before its backward if that reads weights. It stays
-gathered if the pass turns round at it: a chunk's last unit between a forward and the next backward
-(of any micro-batch, as the weights are the same), and its first unit between a backward and the
-next forward.
+A unit (layer) is gathered before its forward, and again before its backward if that backward reads
+weights. If the next pass of the chunk begins with the unit that the current pass ends with, this
+unit stays gathered: the chunk's last unit from a forward to a backward, and its first unit from a
+backward to a forward. The two passes may be of different micro-batches, as the weights are the
+same.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def gathering(
         units: per unit, the groups of parameters that it gathers, with their numbers of elements. A
             group shared by units is gathered once while it is in use.
         reads: per unit, whether its backward reads weights.
-        actions: all actions of the rank in a step. Actions without computation are ignored; actions
-            of other chunks only interrupt the order.
-        prefetch: number of units that are gathered ahead.
+        actions: all actions of the rank in a step. Actions without computation are ignored. Passes
+            of other chunks matter only because no unit stays gathered across them.
+        prefetch: number of units that are gathered ahead of the running unit.
         chunk: number of the chunk.
     """
     holders: dict[Key, set[int]] = {}
@@ -72,7 +73,7 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        # units that need no weights in the backward run while others are gathered
+        # Units that need no weights in the backward run while other units are gathered.
 
         for unit in () if is_forward else set(range(len(units))).difference(order):
             backward[unit] = max(backward[unit], now)
@@ -82,7 +83,8 @@ def gathering(
 def _passes(
     reads: Sequence[bool], actions: Sequence[Action], chunk: int
 ) -> Iterator[tuple[bool, list[int], bool]]:
-    """Yields passes: whether a forward, the gathered units, whether the last stays gathered."""
+    """Yields for each pass of the chunk: whether it is a forward; the units that it gathers, in
+    order; whether the last of these stays gathered."""
     forward = list(range(len(reads)))
     backward = [number for number in reversed(forward) if reads[number]]
     compute = [part for action in actions if action.kind in COMPUTE for part in action.parts]

@@ -3,8 +3,8 @@
     times = layer_times(model, layers, config, topology)        # collective; the same on every rank
     division(plan, layers, times, ...).ranges                   # layers of each stage
 
-All ranks measure all layers at the same time, under the load of a training step. The result is the
-median over ranks.
+All ranks measure all layers at the same time, so that the machine is as busy as in a training step.
+The result is the median over ranks.
 """
 
 from __future__ import annotations
@@ -103,14 +103,15 @@ def cut_by_times(
     costs: Callable[[], Sequence[float]],
     plan: Plan,
 ) -> Division:
-    """Partitions a model by times measured here. Collective.
+    """Measures the times of a model's layers and partitions the model by them. Collective.
 
     Args:
         model: the model.
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the ranks.
-        costs: returns the FLOPs of the layers, for comparison; omitted if layers cannot be traced.
+        costs: returns the FLOPs of the layers, to compare with a partition by FLOPs. If it raises
+            TraceError, the comparison is omitted.
         plan: the plan of a step.
 
     Raises:
@@ -132,13 +133,15 @@ def division(
     plan: Plan, layers: Sequence[nn.Module], times: Sequence[LayerTimes], flops: Sequence[float] | None,
     layer_sizes: Callable[[], Sequence[LayerBytes]], config: Config, device: torch.device,
 ) -> Division:  # fmt: skip
-    """Partitions a model by its layers' times, and plans the step by them if the schedule allows.
+    """Partitions a model by its layers' times. If the schedule plans by times, also plans the step
+    by them.
 
-    The memory limit is the configured one. Without it the limit is the memory of the GPU; if no
-    partition fits that one, the result has a notice instead.
+    The memory limit of a rank is the configured limit; if none is configured, it is the memory of
+    the GPU. If no partition fits the GPU's memory, the result is the partition without a limit,
+    with a notice.
 
     Args:
-        plan: the plan of a step with equal times.
+        plan: the plan of a step with equal times for all stages.
         layers: all layers of the model.
         times: times of every layer.
         flops: FLOPs of the layers, for comparison with a balanced partition; None if not known.
@@ -171,7 +174,8 @@ def _divider(
     flops: Sequence[float] | None,
     config: Config,
 ) -> Callable[[Sequence[LayerBytes] | None, float | None], Division]:
-    """Returns a function from the layers' bytes and a rank's limit to the partition."""
+    """Returns a function that partitions the model, given the bytes of each layer and the memory
+    limit of a rank in bytes (or None, None)."""
     name, stages = config.parallel.schedule, plan.total_stages
 
     def planner(costs: Costs | None, limit: float | None) -> Plan:
@@ -207,7 +211,7 @@ def trace_layer_bytes(
         ways: number of ranks with a replica of each layer.
 
     Raises:
-        TraceError: if a layer cannot be traced; names it.
+        TraceError: if a layer cannot be traced. The message names the layer.
     """
     recomputed = activation_checkpointing.recomputed_layers(config, layers)
     costs = trace(model, layers, config, topology, recomputed)
@@ -215,7 +219,11 @@ def trace_layer_bytes(
 
 
 def max_over_ranks(ranks: Sequence[Sequence[LayerBytes]]) -> list[LayerBytes]:
-    """Returns the largest bytes over several tensor ranks, per layer."""
+    """Returns the bytes of each layer: the maximum over tensor ranks, of each kind of bytes.
+
+    Args:
+        ranks: per tensor rank, the bytes of each layer.
+    """
     return [
         LayerBytes(*(max(parts) for parts in zip(*layer, strict=True)))
         for layer in zip(*ranks, strict=True)
@@ -226,7 +234,7 @@ def layer_bytes(
     costs: Sequence[LayerCost], layers: Sequence[nn.Module], config: Config, dp: int, device: torch.device,
     ways: int = 1,
 ) -> list[LayerBytes]:  # fmt: skip
-    """Returns bytes of every layer on one rank: states, activations and temporary memory.
+    """Returns the bytes of every layer on one rank: states, activations and temporary memory.
 
     Offloaded data and module buffers are not included.
 

@@ -3,9 +3,9 @@
     costs = trace(blueprint.model, blueprint.layers, config, topology, blueprint.recomputed)
     footprint(blueprint, costs)             # bytes by kind, and bytes sent over each axis
 
-Blueprints are on the meta device (`Topology.on_meta`). Parameters, gradients and optimizer states are
-the storages that an engine creates. Reductions are simulated by ZeRO's own reducer, with gradients
-on the meta device.
+The blueprint is on the meta device (`Topology.on_meta`). The bytes of parameters, gradients and
+optimizer states are the sizes of the storages that an engine would create. The memory of gradient
+reductions is measured by running ZeRO's own reducer on the meta device.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ from threed.zero.optimistic import copied_bytes
 from threed.zero.reducer import Reducer
 from threed.zero.state import State, holdings, new_state, storages
 
-MESSAGES = 2  # messages to other stages that are in flight at once
-STEADY = 3  # after this many rounds, another round allocates no further buffers
+# Number of messages to other stages that are in flight at once.
+MESSAGES = 2
+# After the reductions of this many backwards, a further backward allocates no new buffers.
+STEADY = 3
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,11 @@ class Footprint:
     """Memory and traffic of one rank.
 
     Attributes:
-        bytes: device bytes by kind: parameters, gradients, optimizer, activations, buffers; on a
-            CPU also `saving` (asynchronous checkpoints) and `copies` (in-memory checkpoints);
-            `peak`, their sum. `offloaded`: bytes in host memory of a GPU or on a drive, if any.
-        sends: bytes sent per step over tp, pp, dp and cp.
+        bytes: bytes on the device, by kind: `parameters`, `gradients`, `optimizer`, `activations`
+            and `buffers`; if the device is a CPU also `saving` (asynchronous checkpoints) and
+            `copies` (in-memory checkpoints). `peak` is the sum of these. `offloaded`, if any, are
+            bytes on a drive and, if the device is a GPU, in host memory; not included in `peak`.
+        sends: bytes sent per step, by axis: tp, pp, dp and cp.
     """
 
     bytes: dict[str, int]
@@ -76,8 +79,8 @@ def trace(
 ) -> list[LayerCost]:
     """Returns the cost of every layer on this rank, traced on the meta device.
 
-    A model with other inputs than 'tokens' and 'labels' defines `example(micro_batch)`, which
-    returns a batch with that many rows.
+    A model with other inputs than 'tokens' and 'labels' must define `example(micro_batch)`, which
+    returns a batch with `micro_batch` rows.
 
     Args:
         model: the model.
@@ -87,7 +90,7 @@ def trace(
         recomputed: numbers of the layers with activation recomputation.
 
     Raises:
-        TraceError: if a layer cannot run on the meta device; names it.
+        TraceError: if a layer cannot run on the meta device. The message names the layer.
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
     tracer = Tracer(example(model, config), wide, grads, topology.traffic)
@@ -101,7 +104,8 @@ def trace(
 
 
 def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topology) -> list[int]:
-    """Returns every layer's forward FLOPs on this rank, as stated by layers or else traced."""
+    """Returns every layer's forward FLOPs on this rank: from the layers' `flops` methods if all
+    layers have them, otherwise traced on the meta device."""
     stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
     return (
         [cost.flops for cost in trace(model, layers, config, topology)]
@@ -111,9 +115,10 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
 
 
 def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCost:
-    """Returns a recomputed layer's cost, with its input in an arena, host memory or on a drive."""
+    """Returns a recomputed layer's cost if its input is saved as configured: in an arena, in host
+    memory or on a drive."""
     r = config.recompute
-    # if inputs are sliced, the layer keeps the slice only
+    # If inputs are sliced, the layer does not keep its input: `kept` is the slice.
     copied = cost.input if cost.keeps_input else cost.kept
     if r.offload == "nvme" or (r.offload == "cpu" and device != "cpu"):
         passing = cost.backward + activation_checkpointing.BUFFERS * copied
@@ -237,10 +242,11 @@ def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -
 def order_facts(
     config: Config, layers: Sequence[nn.Module], costs: Sequence[LayerCost]
 ) -> tuple[int, int]:
-    """Returns bytes on this tensor rank: activations of a micro-batch, and freed parameters.
+    """Returns two numbers of bytes on this tensor rank: the activations that one micro-batch keeps,
+    and the parameters that ZeRO-3 frees between uses.
 
-    Freed parameters are those that ZeRO-3 does not keep gathered: the slices of other ranks, or all
-    of them if they are offloaded.
+    Of every parameter that is not kept gathered (`zero.resident`), the slices of other ranks are
+    freed; if parameters are offloaded, this rank's slice is freed too.
     """
     zero, data = config.zero, config.parallel.dp or 1
     ranks = data if zero.shard_size == "all" else int(zero.shard_size)
@@ -260,10 +266,11 @@ def order_facts(
 def measuring(
     layout: Layout, states: Sequence[State], device: torch.device
 ) -> Iterator[Callable[[], int]]:
-    """Context manager: yields a function that returns the block's peak of tensor memory in bytes.
+    """Measures the peak of tensor memory inside a `with` block; yields a function that returns it
+    in bytes.
 
-    Uses the allocator's peak on a GPU. On a CPU it watches every operation; storages of the layout
-    and the states are included.
+    On a GPU it is the allocator's peak. On a CPU the tensors of every operation are counted, and
+    the storages of `layout` and `states` from the start.
     """
     if device.type == "cuda":
         reset_peak(device)
@@ -275,10 +282,10 @@ def measuring(
 
 
 def _constant_bytes(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
-    """Returns bytes that exist throughout a step.
+    """Returns the bytes that are allocated throughout a step: the batch, cached tables, buffers of
+    drives, messages between stages and module buffers.
 
-    They are the batch, cached tables, buffers of drives, messages between stages and module
-    buffers. On a CPU every rank has the module buffers of all layers.
+    On a CPU every rank has the module buffers of all layers of the model.
     """
     train, seq, edges = blueprint.config.train, blueprint.config.model.seq, [0]
     for chunk, numbers in zip(chunks, blueprint.chunks, strict=True):
@@ -324,7 +331,7 @@ def _activations(
             current = current + chunk_pass.kept
             kept = max(kept, current)
             continue
-        # A W accumulates into the gradients; the activations that the I used are kept until then.
+        # The activations that an I used are kept until its W, which adds to the gradients.
         if action.kind is Kind.W:
             peak, current = max(peak, current + reductions.standing), current - chunk_pass.kept
             reductions.standing = max(
@@ -344,7 +351,7 @@ def _activations(
         )
     pending = (
         plan.asynchronous and plan.begun[rank] < plan.before
-    )  # this rank ends the previous step before other stages do, and waits for sums with them
+    )  # this rank ends the previous step before other stages do; it keeps buffers while it waits
     return kept, max(peak + reductions.waiting * pending, reductions.end)
 
 
@@ -356,13 +363,14 @@ def _activations_by_layer(
 ) -> tuple[int, int]:
     """Returns the results of `_activations` for layer-major order.
 
-    While a layer runs one micro-batch, the others are before or after that layer. The peak is at
-    the first or at the last micro-batch. The last layer runs forward and backward of one
-    micro-batch at a time, and keeps the gradient of its input.
+    While a layer runs one micro-batch, each other micro-batch either waits for the layer or has run
+    it. The peak is at the layer's first or last micro-batch. The last layer of the model runs
+    forward and backward of one micro-batch at a time, and keeps the gradient of its input.
     """
     rest = blueprint.pipeline.plan.microbatches - 1
     width = blueprint.layout.policy.param_dtype.itemsize
-    kept = peak = all_kept = 0  # bytes of all micro-batches in the previous layers
+    # `kept`: bytes that all micro-batches keep in the previous layers.
+    kept = peak = all_kept = 0
     previous_keeps = False  # whether the previous layer keeps its output
     for unit, cost in enumerate(layers):
         stays = cost.input * (cost.keeps_input or previous_keeps)
@@ -418,7 +426,7 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
             blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (
                 count - 1
             )
-    # after an update, pipeline ranks that share a slice gather it
+    # Pipeline ranks with replicas of one slice update a part each; then they gather the slice.
     for bucket in layout.buckets:
         part = torch.empty(bucket.updates, dtype=layout.policy.param_dtype, device=META)
         collectives.start_all_gather(part, bucket.group.holders)
@@ -455,7 +463,8 @@ def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:
 def _count_pass_traffic(
     blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]
 ) -> None:
-    """Adds the bytes that layers send, and the messages to other stages, for all micro-batches."""
+    """Adds the bytes that this rank sends for all micro-batches of a step: in its layers, and as
+    messages to other stages."""
     plan, topology = blueprint.pipeline.plan, blueprint.topology
     microbatches = plan.microbatches // plan.ways
     rank = topology.axis("pp").index
@@ -480,15 +489,16 @@ def _count_pass_traffic(
 
 
 class _Reductions:
-    """Temporary memory of gradient reductions, found by running ZeRO's reducer on meta.
+    """Temporary memory of gradient reductions, measured by running ZeRO's reducer on the meta
+    device.
 
     Attributes:
-        always: whether every backward reduces gradients, not only the last one (ZeRO-2 and 3).
-        during: peak bytes per unit, in its backward and in its reductions.
-        kept_between: bytes kept between backwards, if `always`.
-        waiting: bytes kept while waiting for other stages at the end of a step.
-        end: peak bytes at the end of a step.
-        standing: bytes kept from step to step.
+        always: whether every backward reduces gradients (ZeRO-2 and 3), or only the last one.
+        during: per unit (layer), peak bytes of the reducer while the unit's backward runs.
+        kept_between: bytes that the reducer keeps between two backwards, if `always`.
+        waiting: bytes that it keeps while it waits for other stages at the end of a step.
+        end: its peak bytes at the end of a step.
+        standing: bytes that it keeps from step to step.
     """
 
     def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
@@ -501,15 +511,16 @@ class _Reductions:
         traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
         staged = [drive.take() for drive in layout.policy.drives]  # counted by `_constant_bytes`
         with Watch([*storages(layout, states), *staged]) as watch:
-            # a second step reuses the buffers of the first
+            # A second step may have another peak, because it reuses the buffers of the first step.
             for _ in range(2 if layout.policy.slices_gradients and rounds < STEADY else 1):
                 traffic.clear()
                 traffic.update(before)
                 self._step(blueprint, reducer, rounds, watch)
-            self.standing = watch.bytes()  # from step to step
+            self.standing = watch.bytes()
 
     def _step(self, blueprint: Blueprint, reducer: Reducer, rounds: int, watch: Watch) -> None:
-        """Runs a step with `rounds` backwards; further ones count like the last one."""
+        """Runs a step with `rounds` backwards. The bytes that a longer step sends are extrapolated
+        from the last of them."""
         traffic = blueprint.topology.traffic
         reducer.begin(rounds)
         self.during: dict[int, int] = {}

@@ -2,9 +2,9 @@
 
     choose(microbatches=8, kept=2**20, freed=2**30)
 
-In layer-major order a rank sends every sharded parameter twice and every gradient once per step,
-instead of once per micro-batch (arXiv 2512.17570). The price is memory: the activations of all
-micro-batches exist at once.
+In micro-batch-major order a rank sends every sharded parameter twice and every gradient once per
+micro-batch. In layer-major order it sends them that often per step (arXiv 2512.17570). The price is
+memory: the activations of all micro-batches exist at once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Literal
 
 
 def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"]:
-    """Returns `layer` if it sends less and needs at most the memory that sharding has freed.
+    """Returns `layer` if layer-major order sends less and its additional activations take at most
+    the memory that sharding the parameters has freed; otherwise `micro`.
 
-    So with `auto`, ZeRO-3 needs at most the memory of ZeRO-2, and sends at most as much as either
-    of them in micro-batch-major order.
+    So with `--zero.order auto`, ZeRO-3 needs at most as much memory as ZeRO-2. It sends at most as
+    much as ZeRO-2 or ZeRO-3 in micro-batch-major order.
 
     Args:
         microbatches: number of micro-batches of a step.

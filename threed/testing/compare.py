@@ -1,10 +1,11 @@
-"""Compares the results of training steps with those steps on one process, element by element.
+"""Compares the results of training steps with the results of the same steps on one process, element
+by element.
 
     truth = results_of(engine, metrics)                       # on one process
     found = differences(engine, metrics, truth, tolerance)    # on every rank of another topology
 
-Every rank compares its own shards without gathering, so a replica that diverges is found on its
-rank.
+Every rank compares its own shards without gathering them. So if one replica differs, the difference
+is found on the rank that has this replica.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from threed.engine import Engine, StepMetrics
 from threed.zero.records import PREVIOUS, WEIGHT, Record, read, records
 from threed.zero.setup import state_names
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and size
-KEPT = 2**16  # maximum number of elements of `Finding.values`
+# A box of a tensor: start and size, per dimension.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+# The largest number of elements of `Finding.values`.
+KEPT = 2**16
 
 
 @dataclass
@@ -35,8 +38,8 @@ class Results:
         losses: loss per step.
         norms: gradient norm per step.
         weights: weights by global name.
-        moments: optimizer states by part and global name. With 2BW and delayed updates, one part
-            has the parameters before the last update.
+        moments: optimizer states by part and global name. With 2BW and delayed updates, one part is
+            the parameters before the last update.
         buffers: persistent buffers by global name.
     """
 
@@ -57,13 +60,13 @@ class Finding:
     """A difference from the results of one process.
 
     Attributes:
-        kind: loss, norm, shards (ownership of elements), buffer, or the part of the state, such as
-            weight.
+        kind: "loss", "norm", "shards" (elements that no rank or several ranks own), "buffer", or
+            the part of the state, such as the weight.
         what: description of the difference.
         largest: largest absolute difference of an element, or NaN.
         parameter: global name of the parameter or buffer, or "".
         box: start and size of this rank's shard in the full parameter.
-        values: values on this rank, if there are at most `KEPT`.
+        values: values on this rank; None if there are more than `KEPT`.
     """
 
     kind: str
@@ -161,7 +164,7 @@ def unequal_buffers(
                 yield Finding("buffer", what, parameter=name)
             continue
         values = got.detach().cpu().clone()
-        same = agree(values, want)  # excludes equal infinities, as in masks
+        same = agree(values, want)  # the difference of equal infinities, as in masks, would be NaN
         gap = max_difference(values.masked_fill(same, 0), want.masked_fill(same, 0))
         if not gap <= tolerance:
             yield Finding("buffer", "differs", gap, name, values=values)

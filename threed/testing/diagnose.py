@@ -25,11 +25,15 @@ from threed.testing.ranks import RanksFailed
 from threed.testing.watch import INPUT_GRADIENT, OUTPUT, Key
 from threed.zero.records import WEIGHT
 
-MOST = 8  # maximum number of listed parameters
-Layers = Sequence[tuple[str, list[str]]]  # per layer: its name, and the names of its parameters
-# layer, parameter, text, largest difference or NaN
+# The largest number of parameters that are listed.
+MOST = 8
+# For each layer: its name, and the names of its parameters.
+Layers = Sequence[tuple[str, list[str]]]
+# One difference: layer or None, parameter or None, description, largest difference or NaN.
 About = tuple[str | None, str | None, str, float]
-Between = Mapping[Key, Mapping[int, Finding]]  # differences between layers, by boundary and rank
+# Differences of values that layers pass to each other, by boundary and rank. A boundary is an
+# output or an input gradient of a layer, see `watch.Key`.
+Between = Mapping[Key, Mapping[int, Finding]]
 
 _MISSING = "is a partial sum on every tensor rank, because an all-reduce is missing: "
 _SEQUENCES = "with sequence parallelism"
@@ -67,7 +71,7 @@ class Seen:
 
     Attributes:
         first: differences after the first step.
-        between: differences between layers in the first step, by boundary.
+        between: differences of values between layers in the first step, with their boundaries.
         last: differences after the last step.
     """
 
@@ -79,7 +83,8 @@ class Seen:
 def boundaries(
     seen: Mapping[Key, Tensor], truth: Mapping[Key, Tensor], tensor: Axis, tolerance: float
 ) -> Iterator[tuple[Key, Finding]]:
-    """Yields this rank's differences between layers in the first step.
+    """Yields this rank's differences of the values that layers passed to each other in the first
+    step.
 
     Args:
         seen: values on this rank, by boundary.
@@ -119,7 +124,7 @@ class Explainer:
     def __init__(self, truth: Mapping[str, Any], tensor: int, words: Iterable[str]) -> None:
         self.truth, self.tensor, self.recompute = truth, tensor, "recompute" in set(words)
         self.layers: Layers = truth["layers"]
-        self._layer_of: dict[str, int] = {}  # first layer that has the name
+        self._layer_of: dict[str, int] = {}  # parameter -> number of the first layer that has it
         for number, (_, names) in enumerate(self.layers):
             for name in names:
                 self._layer_of.setdefault(name, number)
@@ -169,7 +174,8 @@ class Explainer:
     def _backward(
         self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], early: bool
     ) -> Iterator[About]:
-        """Yields parameters after the layer where the backward first differs, then that layer."""
+        """Yields the differing parameters of the layers after the one at which the backward begins
+        to differ, and then that layer."""
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)
         gradient = next((part for part in self.truth["first"]["moments"] if part != WEIGHT), "")
@@ -199,7 +205,7 @@ class Explainer:
             parameters: names of parameters that differ.
             what: name of the value at the boundary.
             partial: explanation if the tensor ranks have partial sums.
-            residual: boundary that a residual branch adds to this one on every rank.
+            residual: boundary whose value a residual connection adds to this value on every rank.
         """
         key, of_ranks = next((key, ranks) for key, ranks in between.items() if key[1] == number)
         name = self.layers[number][0] if number < len(self.layers) else None
@@ -273,7 +279,7 @@ def _near(got: Tensor, want: Tensor) -> bool:
 
 
 def named(text: str, layers: Layers) -> tuple[str | None, str | None]:
-    """Returns the first layer and the first parameter that a text mentions, or None."""
+    """Returns the first layer and the first parameter that a text mentions, each or None."""
     layer_of = {name: layer for layer, own in layers for name in own}
     layer = _first_named(text, [layer for layer, _ in layers])
     parameter = _first_named(text, layer_of)
@@ -291,9 +297,11 @@ def _first_named(text: str, names: Iterable[str]) -> str | None:
 
 
 def report_of(error: RanksFailed) -> dict[str, Any] | None:
-    """Returns the report of the rank that failed first, or an equal report about an earlier layer.
+    """Returns the report of the rank that failed first. If other ranks report the same error,
+    returns the report about the earliest layer.
 
-    Returns None if all reports are consequences: lost peers, or unexpected messages from them.
+    Returns None if all reports are consequences of another failure: the loss of a peer, or an
+    unexpected message from it.
 
     Args:
         error: error of `run_ranks`.
@@ -336,7 +344,7 @@ def repeated(found: Seen, layers: Layers) -> Iterator[About]:
     """Yields the difference of two trainings of one process with different random numbers.
 
     Args:
-        found: differences between the two.
+        found: differences between the two trainings.
         layers: names of the layers and their parameters.
     """
     if not (found.first or found.last):

@@ -30,9 +30,9 @@ from threed.distributed import collectives
 from threed.distributed.topology import Axis, start_from_file
 
 _context = multiprocessing.get_context("forkserver")
-# Imported once in the parent, because every rank would spend about a second on them. torch imports
-# sympy in a backward with a given gradient, and further modules at the first operation on the meta
-# device.
+# Modules that are imported once in the parent, because the import would take every rank about a
+# second. Some are imported late by torch: sympy in a backward with a given gradient, and other
+# modules at the first operation on the meta device.
 _preloaded = [
     "threed.engine",
     "torch.fx.experimental.symbolic_shapes",
@@ -52,9 +52,10 @@ class RanksFailed(AssertionError):
     Attributes:
         failures: traceback by rank, in the order of arrival.
         silent: ranks that were still running.
-        notes: last `note` by rank.
-        reports: attribute `report` of the exception by rank, or None.
-        died: exit code by rank (negative: signal) of ranks that exited without a result.
+        notes: last text that was passed to `note`, by rank.
+        reports: by rank, the attribute `report` of the rank's exception, or None.
+        died: exit code by rank, for ranks that exited without a result; minus the signal's number
+            if a signal ended the rank.
         stacks: stacks of all threads by rank, for silent ranks.
     """
 
@@ -90,8 +91,8 @@ class _World:
         end = time.monotonic() + timeout
         while len(self.results) < len(self.pipes):
             waiting = [self.pipes[rank] for rank in self.silent]
-            # After the first failure, wait for failures of other ranks: the first is often not the
-            # cause.
+            # After the first failure, wait for failures of other ranks, because the first failure
+            # is often not the cause.
             left = max(0.0, end - time.monotonic())
             ready = wait(waiting, timeout=1.0 if self.failures else left)
             if not ready:
@@ -104,7 +105,7 @@ class _World:
         return [self.results[rank] for rank in range(len(self.pipes))]
 
     def _collect_stacks(self, folder: Path) -> None:
-        """Requests the stacks of silent ranks by a signal, and waits for them for up to 5 s."""
+        """Requests the stacks of silent ranks by a signal, and waits up to 5 s for the stacks."""
         for rank in self.silent:
             os.kill(self.processes[rank].pid, _DUMP_STACKS)
         end = time.monotonic() + 5
@@ -196,7 +197,9 @@ def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> 
     faulthandler.register(_DUMP_STACKS, stacks, all_threads=True)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
-    gc.freeze()  # a collection would touch, and so copy, all pages shared with the parent: 0.2 s
+    # Otherwise a garbage collection would write to all memory pages that are shared with the
+    # parent, and so copy them, which takes 0.2 s.
+    gc.freeze()
     try:
         start_from_file(f"{folder}/store", rank, world)
         work, args = pickle.loads(task)
@@ -209,5 +212,6 @@ def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> 
 
 
 def _send(pipe: Connection, kind: str, value: Any) -> None:
-    """Sends a message by value: shared tensors would be lost when this process exits."""
+    """Sends a message as bytes, because tensors in shared memory would be lost when this process
+    exits."""
     pipe.send_bytes(pickle.dumps((kind, value)))

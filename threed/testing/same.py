@@ -1,8 +1,8 @@
-"""Trains a model in every topology, and compares each with one process.
+"""Trains a model in every topology, and compares the results with training on one process.
 
-One process trains some steps as the reference, which must not depend on torch's global random
-numbers. Then every topology trains on forked gloo ranks, from the same weights on the same batches.
-Every rank compares its shards with the reference.
+First one process trains some steps as the reference. It trains twice, because the results must not
+depend on torch's global random numbers. Then every topology trains on forked gloo ranks, from the
+same weights on the same batches. Every rank compares its shards with the reference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from threed.zero.step_metrics import DataError
 Build = Callable[..., Any]
 BatchOf = Callable[[Config, int], Mapping[str, Tensor]]
 ALONE = "one process"
-VOCAB = 53  # no number of tensor ranks divides it
+VOCAB = 53  # prime, so vocabulary shards differ in size for every number of tensor ranks
 DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {"layers": 4, "hidden": 32, "heads": 4, "seq": 16, "vocab": VOCAB},
     "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "grad_clip": 0.0},
@@ -50,7 +50,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "zero": {"resident": 0},  # shard all parameters, although they are small
     "precision": {"dtype": "fp64"},
 }
-# Only the order of sums differs. In fp32 some Adam steps amplify rounding errors of 1e-7.
+# Correct topologies differ only in the order of sums. In fp32 some Adam steps amplify rounding
+# errors of 1e-7.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
 
 
@@ -60,7 +61,7 @@ class Refused:
 
     Attributes:
         topology: name of the topology.
-        why: error of the model or the configuration.
+        why: message of the error that the model or the configuration raised.
     """
 
     topology: str
@@ -69,7 +70,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference in a topology.
+    """A difference between a topology and one process.
 
     Attributes:
         topology: name of the topology.
@@ -247,7 +248,8 @@ def _compare(
 
 
 def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: float) -> None:
-    """Adds a failed training to the report, as a refused topology or as a difference."""
+    """Adds a failed training to the report: as a refused topology if the model or the configuration
+    does not support the topology, otherwise as a difference."""
     broken = diagnose.report_of(error)
     if broken is None:
         layer, what = diagnose.explain_lost_ranks(error, timeout)
@@ -317,12 +319,13 @@ def _train(
         task: arguments of the training.
         parsed: words of the topology.
         seed: seed of torch's global random numbers.
-        look: function whose result is kept after the "first" and the "last" step.
+        look: called as look("first", engine, metrics) after the first step, and with "last" after
+            the last step.
         truth: data of the reference process; empty in that process.
 
     Returns:
-        The two results of `look`, the layers and the batches; and the watch with the values between
-        layers.
+        A dict with the results of `look` ("first", "last"), the layers and the batches; and the
+        watch, with the values that layers passed to each other.
     """
     os.dup2(2, 1)  # keeps a model's prints out of the report on stdout
     phase, at, layers = "build", lambda: "", list[tuple[str, list[str]]]()
@@ -363,8 +366,13 @@ def _batch(
 ) -> dict[str, Tensor]:
     """Returns the global batch of a step.
 
-    Raises ValueError if it is invalid, or differs from a previous call (`before`: the reference's
-    batches).
+    Raises ValueError if the batch is invalid, or if it differs from another call for the same step.
+
+    Args:
+        task: arguments of the training.
+        config: the resolved configuration.
+        step: number of the step.
+        before: batches of the reference to compare with; None calls the user's function twice.
     """
     batch, rows, call = (
         task.batch(config, step),
@@ -394,9 +402,9 @@ def _shape(value: Any) -> list[int] | None:
 def _seed(seed: int) -> None:
     """Seeds the global random generators that a user's code may use.
 
-    Before the model is built, the seed is the same on all ranks, so that initial values are equal.
-    Before training it is a seed per rank, so that random numbers in a forward differ and are
-    detected.
+    Before the model is built, all ranks use the same seed, so that initial values are equal. Before
+    training each rank uses another seed, so that a forward that uses random numbers gives different
+    results and is detected.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -431,9 +439,10 @@ def _load(file: str) -> dict[str, Any]:
 
 
 def _train_reference(task: _Task) -> Seen:
-    """Trains on one process, and writes the results.
+    """Trains on one process, and writes the results to the task's file.
 
-    Trains again with other random numbers, and returns the differences.
+    Then trains again with other random numbers, and returns the differences between the two
+    trainings.
     """
     task = replace(task, config=plain(task.config))
     truth, watch = _train(task, {}, 0, lambda when, *held: vars(results_of(*held)), {})
@@ -444,7 +453,7 @@ def _train_reference(task: _Task) -> Seen:
 def _train_and_compare(task: _Task, parsed: dict[str, int]) -> Seen:
     """Trains on all ranks of a topology. Returns this rank's differences from the reference."""
     truth, usual = _load(task.file), task.config.train.micro_batch
-    # statistics in buffers, such as running means, depend on the division of the batch
+    # Buffers with statistics, such as running means, depend on how the batch is divided.
     divided = parsed.get("dp", 1) > 1 or parsed.get("micro", usual) != usual
 
     def look(when: str, engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:

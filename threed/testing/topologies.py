@@ -20,7 +20,7 @@ DEFAULT = (
     "micro1", "recompute", "tp2", "tp2-seq", "pp2", "dp2-zero1", "dp2-zero3", "tp2-pp2", "pp2-dp2-zero2",
     "dp2-zero3-offload", "tp2-seq-pp2-dp2-zero3-recompute",
 )  # fmt: skip
-RANKS = 8  # maximum per topology
+RANKS = 8  # maximum number of ranks of a topology
 _WORD = re.compile(r"(tp|pp|dp|micro)([1-9]\d*)|(zero)([0-3])|(seq|recompute|offload)")
 
 
@@ -61,7 +61,8 @@ def ranks_of(parsed: dict[str, int]) -> int:
 
 
 def plain(config: Config) -> Config:
-    """Returns the configuration for one process: keys of pipelines have their defaults.
+    """Returns the configuration for one process, in which the keys for pipelines have their default
+    values.
 
     An asynchronous schedule is kept, because it changes the results of training.
 

@@ -1,10 +1,10 @@
 """Records the output and the input gradient of each layer of a model in one step.
 
-    watch = Watch(engine)
+    watch = Watch(engine, truth)
     engine.step(batch)
     watch.seen        # (kind, number of the layer, samples, index of the tensor) -> values
 
-These values locate a difference. Whether results differ is decided by losses and parameters.
+These values only locate a difference. Losses and parameters decide whether results differ.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Watch:
         layer.register_forward_hook(after)
 
     def _note(self, what: str, number: int) -> None:
-        # synchronizes tensor ranks, so that mismatched collectives hang in the faulty layer
+        # Synchronizes the tensor ranks, so that mismatched collectives hang in the faulty layer.
         if self._recording:
             collectives.all_gather(torch.zeros(1), self.tensor)
         self.at = self.names[number]
@@ -101,7 +101,7 @@ class Watch:
 
     def _recorder(self, key: Key) -> Any:
         def keep(values: Tensor) -> None:
-            # keeps the first values: recompute runs a layer again
+            # Keeps the first values, because with recomputation a layer runs again.
             self.seen.setdefault(key, values.detach().to("cpu", copy=True))
 
         return keep

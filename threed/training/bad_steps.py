@@ -1,9 +1,9 @@
 """Reports and recomputes skipped steps, delays checkpoints after them, compares replicas.
 
-A skipped step leaves weights and moments unchanged. A checkpoint after it would only cause the
-removal of an older one, perhaps the last from which training can continue. So the checkpoint is
-delayed until a step is not skipped. At the end of a run it is written, but no older checkpoint is
-removed.
+A skipped step leaves weights and moments unchanged. So a checkpoint after a skipped step would only
+cause the removal of an older checkpoint (`checkpoint.keep`), perhaps the last one from which
+training can continue. Therefore the checkpoint is delayed until a step is not skipped. If the run
+ends before that, the checkpoint is written at the end, but no older checkpoint is removed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class BadSteps(Callback):
             )
 
     def step(self, batch: Batch) -> StepMetrics:
-        """Runs an optimizer step. With `run.recheck-bad-steps`, recomputes it if it is skipped."""
+        """Runs an optimizer step. If the step is skipped and `run.recheck-bad-steps` is set,
+        recomputes it to find out whether the data or a machine is faulty."""
         return self.engine.step(batch) if self._recheck is None else self._recheck.step(batch)
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
@@ -87,6 +88,7 @@ class BadSteps(Callback):
         return self.delays
 
     def take_delayed(self) -> dict[str, list[int]]:
-        """Returns the steps with delayed checkpoints for the next checkpoint, and clears them."""
+        """Returns an entry for the next checkpoint that lists the steps whose checkpoints were
+        delayed, and clears the list."""
         steps, self._delayed = self._delayed, []
         return {"put_off": steps} if steps else {}

@@ -1,4 +1,4 @@
-"""The interface of callbacks of the training loop, and the run that they belong to."""
+"""The base class of callbacks of the training loop, and the objects of a run that they use."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Start:
     Attributes:
         step: number of completed optimizer steps.
         samples: number of sequences consumed by these steps.
-        tokens: number of tokens consumed by these steps; the sequence length may have been
-            different.
+        tokens: number of tokens consumed by these steps. It is not always `samples` times
+            `model.seq`, because an earlier run may have had another sequence length.
         saved: whether a checkpoint of this step exists on disk.
         extra: entries of the checkpoint other than the engine's state; see `elastic.resume`.
     """
@@ -86,7 +86,8 @@ class Run:
         self.supervision.heart.beat(self.engine.steps if step is None else step, phase)
 
     def hurries(self) -> bool:
-        """Returns whether the run must end soon, so that saves must hurry. Thread-safe."""
+        """Returns whether the run must end soon, so that saves must ignore the limit
+        `checkpoint.write-limit-mib`. Thread-safe."""
         return bool(self.stop or self.supervision.asked())
 
     def is_logged(self, step: int) -> bool:

@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run, asynchronously if there is memory for a copy of the state.
 
-If an asynchronous save fails, the failure is reported once, and training continues. The end of the
-run saves the final state if it has not been saved.
+If an asynchronous save fails, the failure is reported once, and training continues. At the end of
+the run the final state is saved, unless it has been saved already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from threed.training.callback import Callback, Run
 
 
 class Checkpoints(Callback):
-    """Saves to the run folder and to memory, as `checkpoint.every` and `.memory-every` require.
+    """Saves checkpoints to the run folder every `checkpoint.every` steps, and to memory every
+    `checkpoint.memory-every` steps.
 
     Attributes:
         last_saved: newest saved step, or -1.
@@ -49,7 +50,8 @@ class Checkpoints(Callback):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Returns a context in which saves in progress may finish if the block raises."""
+        """Context manager for training: if the block raises, a save in progress is completed if
+        possible."""
         with self.engine.saver.ending(self._is_gone), self.memory.ending():
             yield
 
@@ -93,7 +95,7 @@ class Checkpoints(Callback):
         self.bad_steps.compare(saving=True)
         run.beat("save")
         self.wait()
-        run.beat("save")  # the watchdog times one save
+        run.beat("save")  # restarts the watchdog's time limit, which is for one save
         self.owner.check()
         path = self.path(step)
         extra = {**self._extra(), **self.bad_steps.take_delayed()}
@@ -128,7 +130,7 @@ class Checkpoints(Callback):
         return self.run.folder / "checkpoints" / f"step-{step}"
 
     def _extra(self) -> Mapping[str, Any]:
-        """Returns the entries of a checkpoint for the next run and for exports."""
+        """Returns the additional entries of a checkpoint that the next run and exports read."""
         run, text = self.run, self.run.data.tokenizer
         tokenizer = {"tokenizer": text.files, "fingerprint": text.fingerprint, "eot": text.eot}
         origin = {"data_sha256": run.data.sha256, "hf": run.start.extra.get("hf")}
@@ -137,7 +139,8 @@ class Checkpoints(Callback):
 
     @cached_property
     def _has_room(self) -> bool:
-        """Whether saves are asynchronous: they are allowed, and memory for a copy is free."""
+        """Whether saves are asynchronous: the configuration allows it, and there is enough free
+        memory for a copy of the state."""
         asked = self.run.config.checkpoint.async_ is not False
         room = asked and self.engine.saver.has_room()
         if asked and not room:
@@ -152,7 +155,8 @@ class Checkpoints(Callback):
             self.engine.saver.make_room()
 
     def _report_failure(self) -> None:
-        """Reports a failure of the save in progress, perhaps before it ends on other ranks."""
+        """Reports a failure of this rank's part of the save in progress. The save may still be
+        running on other ranks."""
         save = self._save
         if save is not None and save.done and save.problem is not None:
             self._report(save.path, f"{save.problem} (earlier checkpoints are intact)")

@@ -1,8 +1,9 @@
-"""Computes the mean token loss over the first validation windows, without repetition.
+"""Computes the mean token loss over the first windows (sequences) of the validation data, each used
+once.
 
     evaluation = Evaluation(engine, data)
-    evaluation.notice                          a note for the user; empty if there are enough windows
-    loss = evaluation.loss(stops)              collective; None if `stops` returned true
+    evaluation.notice                     a note for the user; empty if there are enough windows
+    loss = evaluation.loss(stops)         collective; None if `stops` returned true
     evaluation.bits_per_byte(loss)
 
 An evaluation runs full global batches, so it works with any topology, micro-batch and schedule. In
@@ -61,9 +62,8 @@ class Evaluation(Callback):
         """
         sums: list[Tensor] = []
         for first in range(0, self.windows, self.batch):
-            here = min(
-                self.batch, self.windows - first
-            )  # all windows have the same number of labels
+            # A batch is weighted by its number of windows, as all windows have equally many labels.
+            here = min(self.batch, self.windows - first)
             sums.append(self.engine.evaluate(self._rows(first + self.index * self.share)) * here)
             if stops():
                 return None

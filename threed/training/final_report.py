@@ -48,7 +48,8 @@ def finish(
     peaks = collectives.exchange(peak.nbytes, engine.topology.axis("world"))
     count = config.train.sample_tokens
     text = sample_text(engine, run.data, count) if count and not run.stop.now() else ""
-    run.supervision.watchdog.stop()  # the other ranks now wait for rank 0
+    # From here on the other ranks wait for rank 0, which must not count as a hang.
+    run.supervision.watchdog.stop()
     if run.forecast is None:
         return
     rows = [
@@ -97,7 +98,7 @@ def export(
         note: function that prints a message if a package is missing.
 
     Returns:
-        The entry of the folder in the report; empty if a package is missing.
+        A list with the folder's entry in the report, (name, path); empty if a package is missing.
     """
     try:
         return [("export", export_hf(checkpoint, folder, tokenizer))]
@@ -134,7 +135,8 @@ def draw(
 
 
 def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) -> str:
-    """Returns an SVG of a step as measured, and of its plan with the measured mean times."""
+    """Returns an SVG of two timelines: the last logged step as measured, and its plan simulated
+    with the measured mean time of each kind of action."""
     planned, ranks = replay(plan, spans), f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
     ends = [end for row in spans for _, _, end in row]
     extent = max(ends) - min(start for row in spans for _, start, _ in row)

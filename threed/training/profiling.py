@@ -39,12 +39,13 @@ class Profile(Callback):
 class PeakMemory(Callback):
     """Measures the peak bytes of tensors in the second step of this process, or in its only step.
 
-    A CPU has no allocator statistics, so every operation is inspected. Operations in compiled
-    kernels cannot be inspected, so compiled blocks on a CPU are not measured.
+    On a GPU the peak is read from the allocator's statistics. On a CPU every operation is inspected
+    instead. Operations inside compiled kernels cannot be inspected, so on a CPU with `run.compile`
+    the peak is not measured.
 
     Attributes:
-        step: measured step, or 0.
-        nbytes: peak of the step, in bytes.
+        step: number of the measured step; 0 if no step was measured.
+        nbytes: peak of that step, in bytes; 0 if no step was measured.
     """
 
     def __init__(self, run: Run) -> None:

@@ -37,7 +37,8 @@ def provenance(topology: Topology, parameters: int) -> dict[str, Any]:
 
 
 def version(package: str = "threed") -> str:
-    """Returns a package's version, or "not installed" (also for a source checkout on the path)."""
+    """Returns the version of a package, or "not installed". The latter is also returned for a
+    source checkout that is only on the import path."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -18,8 +18,9 @@ def generate(
 ) -> list[int]:
     """Continues a prompt. Collective; returns the same tokens on every rank.
 
-    The context has the model's sequence length, padded on the right: causal attention does not see
-    the padding, and all forwards have the same shape. For longer texts the window slides.
+    Every forward gets the model's sequence length, so all forwards have the same shape. A shorter
+    text is padded on the right, which causal attention does not see. Of a longer text only the last
+    tokens are used.
 
     Args:
         engine: engine with the model.
@@ -50,7 +51,8 @@ def generate(
 def _next(
     engine: LayeredEngine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator
 ) -> int:
-    """Samples the next token on the last stage and broadcasts it; -1 if logits are not finite."""
+    """Samples the next token on the last stage and broadcasts it to the other stages. Returns the
+    token, or -1 if the logits are not finite."""
     logits = engine.logits(tokens)
     chosen = torch.zeros(1, dtype=torch.int64, device=tokens.device)
     if logits is not None:

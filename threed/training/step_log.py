@@ -29,8 +29,8 @@ class StepLog(Callback):
         save_seconds: function that returns the seconds spent on checkpoints since its last call.
 
     Attributes:
-        spans: actions of the last logged step with start and end in seconds, per stage of this
-            rank's pipeline.
+        spans: for each pipeline rank of this rank's pipeline, the actions of the last logged step:
+            (action, start, end), in seconds.
     """
 
     def __init__(self, run: Run, save_seconds: Callable[[], float]) -> None:
@@ -54,7 +54,8 @@ class StepLog(Callback):
         self._data_s = time.perf_counter() - self._began
         if run.is_logged(step):
             run.engine.record()
-        run.engine.topology.traffic.clear()  # exclude evaluations and saves
+        # Bytes sent in evaluations and saves since the last step are not counted.
+        run.engine.topology.traffic.clear()
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         logged = run.is_logged(metrics.step)
