@@ -416,7 +416,7 @@ def test_an_earlier_export_is_replaced_and_anything_else_is_kept(
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("42")
-    with pytest.raises(CheckpointError, match="no Hugging Face folder"):
+    with pytest.raises(CheckpointError, match="not a Hugging Face folder"):
         export_hf(saved["folder"] / "llama", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "42"
 

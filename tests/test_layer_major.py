@@ -243,7 +243,7 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where: str) -> None:
 REFUSED: list[tuple[dict[str, dict[str, object]], str, str]] = [
     (
         {"zero": {"stage": 1}},
-        "--zero.order layer with --zero.stage 1: parameters stay whole",
+        "--zero.order layer with --zero.stage 1: lower stages keep full parameters",
         "--zero.stage 2 or 3",
     ),
     (

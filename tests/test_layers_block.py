@@ -276,8 +276,8 @@ def test_gradients_of_a_linear_layer_can_be_differentiated(trained: bool) -> Non
 def test_gradients_over_tensor_ranks_cannot_be_differentiated() -> None:
     weight, axis = torch.ones(2, 4), Axis("tp", (0, 1), 0, None)
     for terms, what in (
-        (Terms((weight,), None, axis), "tensor ranks"),
-        (Terms((weight[:1], weight[1:])), "tiles"),
+        (Terms((weight,), None, axis), "sharded over tensor ranks"),
+        (Terms((weight[:1], weight[1:])), "split into tiles"),
     ):
-        with pytest.raises(RuntimeError, match=rf"grad in a layer's forward, .* cut over {what}"):
+        with pytest.raises(RuntimeError, match=rf"grad in a layer's forward, .* {what}"):
             gradients(torch.ones(1, 2), torch.ones(1, 4), terms.weights, terms, True)

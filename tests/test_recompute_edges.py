@@ -96,11 +96,11 @@ def changes_what_is_saved(r: Recompute, x: Tensor, weight: Tensor) -> Tensor:
     [
         (
             changes_the_input,
-            "an input of activation, which is .* was changed in place .* change a copy instead",
+            "an input of the recomputed operation activation, .* was changed in place .* change a copy instead",
         ),
         (
             operates_in_place,
-            "an input of activation, which is .* was changed in place .* change a copy instead",
+            "an input of the recomputed operation activation, .* was changed in place .* change a copy instead",
         ),
         (
             changes_what_the_operation_saved,

@@ -101,12 +101,12 @@ def build(config: ModelConfig, slicing: Slicing) -> Model:
     """Returns the model of `config.arch`: a decoder, or the model of FILE.py:NAME.
 
     Raises:
-        TypeError: if the object of the file does not return a model of pipeline layers.
+        ConfigError: if the object of the file does not return a model of pipeline layers.
     """
     if not names_model(config.arch):
         return Decoder(config, slicing)
     model: Model = find_model(config.arch)(config, slicing)
     if not is_layered(model):
         fix = "return an object with `layers()`, `hidden` and `slicing` (docs/own_models.md)"
-        raise TypeError(f"{config.arch} returned a {type(model).__name__}: {fix}")
+        raise ConfigError([f"{config.arch} returned a {type(model).__name__}: {fix}"])
     return model
