@@ -25,6 +25,7 @@ from threed import schedules
 from threed.cli import commands
 from threed.config.arguments import GROUPS, format_problems, load
 from threed.config.groups import ConfigError, key_name
+from threed.core import source
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -236,7 +237,8 @@ def check_training(script: str, flags: list[str], world: int) -> None:
 
 def check_tool(words: list[str], world: int = 1) -> None:
     if words[0] in ("train", "plan"):
-        arch = words.pop(1) if words[1] in ("gpt", "llama") else "gpt"
+        custom = source.names_model(words[1])
+        arch = words.pop(1) if custom or words[1] in ("gpt", "llama") else "gpt"
         load(words[1:], defaults={"model": {"arch": arch}}, world_size=world)
     elif words[0] == "verify":
         load(commands._parser().parse_known_args(words)[1], world_size=1)

@@ -436,7 +436,7 @@ class Engine:
         fit.take_full(self.optimizer, self.buffers, self.topology, weights)
 
 
-# help(Engine) shows the parameters of __init__ instead of those of __new__
+# help(Engine) shows the parameters of __init__ rather than the parameters of __new__
 _parameters = list(inspect.signature(Engine.__init__).parameters.values())[1:]
 Engine.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
 
