@@ -44,7 +44,8 @@ MOST_BYTES = 2**30  # maximum size of a manifest
 # Limit on the sum, over tensors, of (number of boxes)^2 * (number of dimensions). At this limit,
 # the search for overlapping boxes takes seconds.
 MOST_PAIRS = 2**31
-MOST_WINDOWS = 2**20  # maximum number of windows per section
+# maximum number of windows in a section (see the module `sections`), summed over its lines
+MOST_WINDOWS = 2**20
 Corner = tuple[int, ...]
 FileEntry = Mapping[str, Any]
 IsIntact = Callable[[Path, FileEntry], bool]
@@ -184,7 +185,7 @@ class _Manifest(_Strict):
         topology: size of each axis, by name.
         state: counters of the run.
         shapes: shapes of the global tensors, by name.
-        sections: see `sections`.
+        sections: the sections, see the module `sections`.
         files: names, hashes and contents of the files.
     """
 

@@ -44,7 +44,8 @@ GROUPS: Mapping[str, type[BaseModel]] = {
 }
 DEFAULTS = Config()
 PRESETS = Path(__file__).with_name("presets")
-PROGRAM, FLAG = "the program's defaults", ""  # names of sources; a file is named by its path
+# sources of the values of keys (`_Draft.sources`); for a configuration file, the source is its path
+PROGRAM, FLAG = "the program's defaults", ""
 _OWN = ("seq", "dropout", "tokenizer")  # keys that a folder of pretrained weights does not override
 Groups = Mapping[str, Mapping[str, Any]]
 

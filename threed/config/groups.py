@@ -257,14 +257,14 @@ class ModelConfig(_Group):
 
     @property
     def record(self) -> architectures.Architecture:
-        """The record of the architecture."""
+        """The properties of the architecture `arch`."""
         return architectures.record_of(self.arch)
 
     @property
     def layout(self) -> architectures.Architecture:
-        """The record that defines the Hugging Face layout.
+        """The architecture whose Hugging Face layout the model has.
 
-        It is Qwen3's for a Llama with `qk_norm`, else the architecture's.
+        It is Qwen3 for a Llama with `qk_norm`, else `record`.
         """
         name = "qwen3" if self.arch == "llama" and self.qk_norm else self.arch
         return architectures.record_of(name)

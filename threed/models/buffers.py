@@ -13,8 +13,8 @@ buffer by another tensor (`self.mean = new`), so the module's table of buffers i
 access.
 
 The buffers of tensor ranks are assumed to be equal and are not broadcast. Layers with the same name
-share weights. A checkpoint has one buffer per name, from the first layer with that name, so it is
-an error if a buffer changes and several layers have its name.
+share weights. A checkpoint has one buffer per name, from the first layer with that name. So a
+buffer that changes in training must be in one layer only, else an error is raised.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ class Tracer:
     ) -> tuple[LayerCost, Form | None]:
         """Runs a copy of the layer, so that the layer's own state does not change.
 
-        Returns the cost, and the form of the output (None for a loss).
+        Returns the cost, and the `Form` (shapes and dtypes) of the output, None for a loss.
         """
         traced = copy.deepcopy(layer)
         params = materialise(layer, traced, self._parameter, META)
@@ -407,8 +407,17 @@ def for_layer_alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomput
 def _measure(
     stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch
 ) -> tuple[LayerCost, Form | None]:
-    """Runs one forward and one backward; returns the cost and the form of the output (None for a
-    loss)."""
+    """Runs one forward and one backward of a stage with a single layer.
+
+    Args:
+        stage: the stage.
+        form: structure, shapes and dtypes of the layer's input; None for the first layer.
+        micro: the micro-batch.
+        watch: counts the memory and the operations.
+
+    Returns:
+        The cost, and the form of the output (None for a loss).
+    """
     x = None if form is None else form.value(form.empty(META, gradients=False))
     watch.look_at(tensors(x))
     size, input_storages = (

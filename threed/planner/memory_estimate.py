@@ -349,9 +349,10 @@ def _activations(
         reductions.standing = max(
             reductions.standing, reductions.kept_between if reductions.always else 0
         )
-    pending = (
-        plan.asynchronous and plan.begun[rank] < plan.before
-    )  # this rank ends the previous step before other stages do; it keeps buffers while it waits
+    # In a plan without a flush (2BW), a rank with fewer open backwards of the previous step than
+    # another rank completes that step earlier. While it waits for the other rank, its reducer keeps
+    # buffers.
+    pending = plan.asynchronous and plan.begun[rank] < plan.before
     return kept, max(peak + reductions.waiting * pending, reductions.end)
 
 
@@ -496,9 +497,10 @@ class _Reductions:
         always: whether every backward reduces gradients (ZeRO-2 and 3), or only the last one.
         during: per unit (layer), peak bytes of the reducer while the unit's backward runs.
         kept_between: bytes that the reducer keeps between two backwards, if `always`.
-        waiting: bytes that it keeps while it waits for other stages at the end of a step.
-        end: its peak bytes at the end of a step.
-        standing: bytes that it keeps from step to step.
+        waiting: bytes that the reducer keeps while the rank waits for other stages at the end of a
+            step.
+        end: peak bytes of the reducer at the end of a step.
+        standing: bytes that the reducer keeps from step to step.
     """
 
     def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:

@@ -1,7 +1,7 @@
 """Finds the rank that caused a failure, so that it is reported exactly once.
 
     lost(error)                             # whether an error means that another rank has died
-    named(folder, rank, world)              # a line per dead rank that this rank has to report
+    named(folder, rank, world)              # a line per killed rank that this rank reports
     write_error_file(text)                  # the text for this rank in torchrun's report
 
 If one rank dies, all other ranks lose their connection to it, and the launcher reports the first
@@ -44,7 +44,7 @@ def lost(error: BaseException) -> bool:
 
 
 def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """Returns a line per dead rank that this rank has to report.
+    """Returns a line per killed rank that this rank reports.
 
     Args:
         folder: the folder of the heartbeats.

@@ -143,7 +143,11 @@ class Supervision:
             os._exit(TERMINATED)
 
     def _report(self, error: Exception) -> None:
-        """Marks the heartbeat with the outcome, and reports the error if this rank has to.
+        """Marks the heartbeat with the outcome, and prints the error unless the caller prints it.
+
+        The caller prints errors of `REPORTED` and errors from disks that cannot be written. If
+        another rank has died, the killed ranks that this rank reports (`failure.named`) are printed
+        instead of the error.
 
         Raises:
             LostContact: if the error means that another rank has died.
@@ -163,9 +167,9 @@ class Supervision:
             _print(text)
 
     def _report_others(self, error: Exception) -> None:
-        """Reports the killed ranks that this rank has to report, and raises LostContact.
+        """Prints a line per killed rank that this rank reports, and raises LostContact.
 
-        It returns without a report if the user has interrupted the run.
+        Returns without a report if the user has interrupted the run.
         """
         if self.interrupted.wait(1.0):
             return

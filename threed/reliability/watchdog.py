@@ -94,7 +94,8 @@ class Watchdog:
         if self.stopped:
             return
         elapsed = time.monotonic() - self.heart.began
-        # Only a rank without recent progress looks for the file of other ranks.
+        # Another rank reports a hang by the file `hung-TOKEN`. This rank looks for the file only if
+        # it has made no progress for some seconds.
         slow = elapsed > min(10.0, self.limit / 2)
         if (elapsed > self.limit and self.heart.last["phase"] != "start") or (
             slow and self._mark.exists()

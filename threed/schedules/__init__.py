@@ -219,9 +219,9 @@ def build(
         microbatches: number of micro-batches per step.
         chunks: model stages per rank; None: the schedule's default.
         costs: times of the stages. Allowed only if `plans_by_times(name)` is true.
-        limit: upper limit of the live activations per rank, in micro-batches over all chunks of
-            the rank. It has an effect only if it is below the schedule's default limit. Allowed
-            only if `plans_by_times(name)` is true.
+        limit: upper limit of the live activations per rank, in micro-batches (see
+            `peak_activations`). It has an effect only if it is below the schedule's default limit.
+            Allowed only if `plans_by_times(name)` is true.
 
     Raises:
         SizesError: the schedule has no plan for these sizes.

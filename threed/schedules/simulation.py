@@ -97,8 +97,9 @@ class Timeline:
         span: the longest time of any rank from its first start to its last end.
         bubble: idle fraction of the rank with the longest span, within its span (as in arXiv
             2401.10241, section 5).
-        peak_activations: per rank, the maximum of live activations, in micro-batches over all
-            chunks of the rank. Activations are live from the start of F to the end of B or W.
+        peak_activations: per rank, the maximum of live activations, in micro-batches (see the
+            function `peak_activations`). Activations are live from the start of F to the end of B
+            or W.
         messages: per rank, the number of sends per step.
         spans: per rank, (action, start, end) of every compute action.
     """
@@ -205,9 +206,10 @@ def _means(spans: Sequence[Span]) -> dict[tuple[tuple[Kind, int], ...], float]:
 
 
 def peak_activations(plan: Plan, rank: int) -> float:
-    """Returns the maximum of live activations on a rank, in micro-batches over all its chunks.
+    """Returns the maximum of live activations on a rank, in micro-batches.
 
-    In a bidirectional plan a micro-batch uses half of the chunks.
+    The activations of a micro-batch in one chunk count as 1/V of a micro-batch. V is the number of
+    the rank's chunks that a micro-batch passes: all, or half of them in a bidirectional plan.
     """
     return float(Fraction(most_kept(plan, rank, [1] * plan.chunks) * plan.ways, plan.chunks))
 

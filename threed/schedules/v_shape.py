@@ -30,7 +30,8 @@ from threed.schedules.plan import Plan
 from threed.schedules.simulation import Costs
 
 PERIOD = 6  # units of time per micro-batch on a rank: two F, two I and two W
-UNIT = Costs(2, 2, 2)  # every action on one of the two chunks takes 1 unit
+# times of F, I and W on both chunks of a rank together, so each action on one chunk takes 1 unit
+UNIT = Costs(2, 2, 2)
 _EFFORT = 100_000  # the argument `effort` of `shorten`
 
 

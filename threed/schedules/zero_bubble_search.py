@@ -42,9 +42,9 @@ def zb_auto(
         stages: number of pipeline ranks.
         microbatches: number of micro-batches per step.
         costs: measured times; None: equal times of F, I and W, and no message latency.
-        limit: maximum of live activations on a rank, in micro-batches over all its chunks, from F
-            to the end of W. None: the memory of ZB-H2 (2 * stages - 1) with one chunk, or of ZB-V
-            (`stages`) with two chunks.
+        limit: maximum of live activations on a rank, in micro-batches (see `peak_activations`).
+            Activations are live from F to the end of W. None: the memory of ZB-H2
+            (2 * stages - 1) with one chunk, or of ZB-V (`stages`) with two chunks.
         chunks: chunks per rank: 1, or 2 in the shape of a V.
 
     Returns:

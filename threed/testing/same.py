@@ -355,7 +355,8 @@ def _train(
         metrics += [engine.step(share(batch, topology)) for batch in batches[1:]]
         last = look("last", engine, metrics)
         return {"first": first, "last": last, "layers": layers, "batches": batches}, watch
-    except DataError as error:  # raised after the step, so find the layer in which it began
+    except DataError as error:
+        # The error is raised after the step. So report the first layer with a non-finite output.
         raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error

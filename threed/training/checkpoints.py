@@ -149,7 +149,11 @@ class Checkpoints(Callback):
         return room
 
     def _make_room(self, step: int) -> None:
-        """Allocates the buffers of future asynchronous saves, once activations are allocated."""
+        """Allocates the buffers of asynchronous saves, if such saves will follow.
+
+        Called after the second step of the run, so that the memory of activations is allocated
+        first.
+        """
         every = self.run.config.checkpoint.every
         if every and (step // every + 1) * every < self.run.last and self._has_room:
             self.engine.saver.make_room()

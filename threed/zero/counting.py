@@ -57,7 +57,12 @@ class Contributions:
         return None if self.per_pass == self._uses else self.per_pass
 
     def restore(self, counted: int | None) -> None:
-        """Restores `per_pass` from `counted` of an earlier run, and resets `used`."""
+        """Restores `per_pass`, unless it is unknown (None), and sets `used` to False.
+
+        Args:
+            counted: value of the property `counted` when the state was saved. None sets `per_pass`
+                to the number of uses.
+        """
         if self.per_pass is not None:
             self.per_pass = self._uses if counted is None else counted
         self.used = False

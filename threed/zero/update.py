@@ -217,9 +217,10 @@ def sum_of_squares(
 ) -> Tensor:
     """Returns this rank's contribution to the squared norm, and whether a gradient is not finite.
 
-    Of the ranks with replicas of a bucket, only the owner adds it to the squared norm
-    (`Group.owned`): the first of these ranks, and for a tied weight the first stage. On the other
-    ranks it is only checked to be finite. Padding is zero, and so does not change the norm.
+    If several ranks hold the same portion of a bucket, only the owner (`Group.owned`) adds it to
+    the squared norm. The owner is the first of these ranks; for a tied weight, it is on the first
+    stage with this weight. The other ranks only check that the portion is finite. Padding is
+    zero, so it does not change the norm.
 
     Args:
         parts: sum of squares of this rank's portion of each bucket.

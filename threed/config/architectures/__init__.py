@@ -26,7 +26,7 @@ from threed.config.architectures.record import Architecture as Architecture
 from threed.core.source import names_model
 
 NAMES = tuple(REGISTERED)
-# The record of custom models (`--model.arch FILE.py:NAME`). They accept every key.
+# The architecture of custom models (`--model.arch FILE.py:NAME`). They accept every key.
 CUSTOM = Architecture(
     "custom", "a custom model", "", "", (), learned_positions=True,
     takes=frozenset[str]().union(*(record.takes for record in REGISTERED.values())),
@@ -35,7 +35,7 @@ CUSTOM = Architecture(
 
 
 def record_of(arch: str) -> Architecture:
-    """Returns the record of a value of `--model.arch`."""
+    """Returns the architecture that a value of `--model.arch` names."""
     return CUSTOM if names_model(arch) else REGISTERED[arch]
 
 

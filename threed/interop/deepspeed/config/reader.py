@@ -1,8 +1,8 @@
 """Parses a ds_config into `keys.DeepSpeedConfig`, with a problem or a note per unsupported key.
 
-reader = Reader(autos, inactive)
-config = reader.read(read("ds_config.json"))        # keys with problems have their defaults
-reader.problems, reader.notes
+reader = Reader(autos, inactive)                # values for "auto"; keys without effect
+config = reader.read(read("ds_config.json"))    # a key with a problem gets its default value
+reader.problems, reader.notes                   # {key: problem}, ["key: note", ...]
 """
 
 from __future__ import annotations
