@@ -315,7 +315,7 @@ class _Draft:
         return config.model_copy(update=groups)
 
     def is_consequence(self, problem: str) -> bool:
-        """Returns whether a problem names a flag of `suspects`.
+        """Returns whether a problem names a flag of `suspects`, and so may only be a consequence.
 
         Problems may also name the flags of `parallel` by their keys alone, as in `tp 2 × pp 2`.
         """

@@ -44,7 +44,8 @@ FETCH_AHEAD = 2  # inputs being read from the drive
 GATHER_AHEAD = 1  # inputs being copied to the device, or gathered
 # Host buffers of a drive, for inputs being read, used or written.
 BUFFERS = 2 * FETCH_AHEAD + 2
-# The largest number of tensors in the input of one layer, which are all in use at once.
+# Limit on the tensors of one layer's input if they are saved on a drive. They are all in use at the
+# same time, each in one buffer, and the other buffers are needed to read ahead.
 MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD
 
 

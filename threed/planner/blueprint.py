@@ -353,8 +353,11 @@ class Blueprint:
 
 
 def step_plan(config: Config, data_ranks: int) -> Plan:
-    """Returns the compute actions of a step. A schedule that plans by times plans with equal times
-    for all stages."""
+    """Returns the compute actions of a step.
+
+    If the schedule plans by times (`schedules.plans_by_times`), it assumes that all stages take the
+    same time.
+    """
     p = config.parallel
     return schedules.build(
         schedule_of(config), p.pp, count_microbatches(config, data_ranks), p.chunks

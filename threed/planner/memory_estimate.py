@@ -521,8 +521,11 @@ class _Reductions:
             self.standing = watch.bytes()
 
     def _step(self, blueprint: Blueprint, reducer: Reducer, rounds: int, watch: Watch) -> None:
-        """Runs a step with `rounds` backwards. The bytes that a longer step sends are extrapolated
-        from the last of them."""
+        """Runs the reductions of a step with `rounds` backwards per chunk; records their memory.
+
+        If the real step has more backwards, each of the others is assumed to send as many bytes as
+        the last backward here.
+        """
         traffic = blueprint.topology.traffic
         reducer.begin(rounds)
         self.during: dict[int, int] = {}

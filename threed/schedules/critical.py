@@ -242,7 +242,12 @@ class _Actions:
 
 
 def _swaps(work: _Actions, ranks: list[list[int]], times: _Times, limit: int) -> Iterator[_Swap]:
-    """Yields swaps of neighbours that are consecutive on the critical path and may be swapped."""
+    """Yields the possible swaps.
+
+    A swap exchanges two actions that are adjacent on a rank and consecutive on the critical path.
+    Swaps that break a dependency, reorder the micro-batches of a position or exceed the limit of
+    live activations are left out.
+    """
     begin, time, count, need = times.begin, work.time, work.count, work.need
     after = [-1] * len(time)
     for line in ranks:

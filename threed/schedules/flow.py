@@ -2,7 +2,7 @@
 
 Use: `flow = Flow.of(placement, microbatches, costs)`; `filled = fill(flow, orders, limit, patient)`
 inserts the weight gradients into given orders of forwards and backwards, and simulates the result;
-`to_plan(name, flow, filled)` returns the plan.
+`to_plan(name, flow, filled)` converts the result to a `Plan`.
 
 Every micro-batch passes *positions* 0 .. 2n-1: the forwards of the n stages of the model, then
 their backwards for the input (I) from the last stage to the first. The weight gradient W of each I
@@ -234,7 +234,7 @@ def _advance(
 
 
 def to_plan(name: str, flow: Flow, filled: Filled) -> Plan:
-    """Returns the plan of simulated orders."""
+    """Converts the result of `fill` to a `Plan`, with an `Action` per number in `filled.ranks`."""
     plan = _empty(name, flow.placement, flow.microbatches)
     ranks = tuple(_actions(flow, line) for line in filled.ranks)
     return Plan(name, plan.stages, plan.microbatches, plan.chunks, ranks, plan.placement)

@@ -145,9 +145,10 @@ def validate(plan: Plan) -> None:
     """Checks a plan completely before it runs, including its communication if it has any.
 
     Raises:
-        ValueError: an action is missing, repeated, misordered, unmatched or used before it arrives;
-            the plan deadlocks with blocking transfers; or a reduction precedes a weight gradient of
-            its chunk. The error names the rank and the action.
+        ValueError: an action is missing, repeated or out of order; a send and its receive do not
+            match; a tensor is used before its receive; the plan deadlocks with blocking transfers;
+            or a reduction precedes a weight gradient of its chunk. The error names the rank and the
+            action.
     """
     play(plan, lambda *_: 1.0)
     if any(action.kind not in COMPUTE for actions in plan.ranks for action in actions):

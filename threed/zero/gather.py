@@ -133,7 +133,7 @@ class Gatherer:
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
-        # groups whose slices are being read, in the order of `open`
+        # groups whose slices are being read, in the order in which they were opened
         self._reading: dict[Group, list[tuple[Bucket, StagedBuffer]]] = {}
         self._gathering: dict[Group, list[Pending]] = {}
         self._exact: set[Group] = set()  # groups that are gathered without `codec`
@@ -370,7 +370,10 @@ class Gatherer:
             self.wait(group)
 
     def _start_gathers(self) -> None:
-        """Starts the all-gathers of all groups whose slices are being read, in order of `open`."""
+        """Starts the all-gathers of all groups whose slices are being read.
+
+        They start in the order in which the groups were opened.
+        """
         for group in list(self._reading):
             with without_transforms():
                 group.allocate()

@@ -406,11 +406,11 @@ class Synchronous:
         self.optimizer.validate()
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint (empty)."""
+        """Returns an empty dict: there is no additional state to save in a checkpoint."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Does nothing: the state is empty."""
+        """Does nothing, because `state` is empty."""
 
 
 def scalars_of(update: Update, updates: Tensor) -> StepScalars:

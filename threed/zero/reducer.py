@@ -376,7 +376,9 @@ class Reducer:
         if not self._passes_ended or self._state is not StepState.RUNNING:
             return
         if not self.rounds:
-            for queue in self._queues:  # other ranks may have launched more or fewer buckets
+            # Reductions are collective, and some ranks may have launched fewer buckets than others.
+            # So every rank launches its remaining buckets.
+            for queue in self._queues:
                 self._launch_all(queue)
             self._passes = max(1, self._passes - self._passes_ended)
         self._restart()

@@ -8,12 +8,13 @@
 A pickle is a program for a stack machine. This reader is safe against malicious pickles for three
 reasons:
 
-- `find_class` does not import the named class or function. It returns a `PickledObject`, and a call
-  of a `PickledObject` returns another one. Only calls of the functions in `KNOWN` return tensors
-  and containers. Names in the standard library that no checkpoint needs raise an error.
-- No opcode calls an object that is not in `KNOWN`, copies more than a few arguments, or hashes
-  nested tuples, and each name is stored once. Memory use is therefore proportional to the number of
-  opcodes.
+- `find_class` does not import the named class or function, but returns a `PickledObject`. A call of
+  a `PickledObject` does not call the named function. If `KNOWN` has a replacement for the name, it
+  is called instead; replacements build tensors and containers. For other names, the result is a
+  `PickledObject` with the arguments. Names in the standard library that no checkpoint needs raise
+  an error.
+- Memory use is proportional to the number of opcodes: no opcode copies more than a few arguments or
+  hashes nested tuples, and each name is stored once.
 - Opcodes are counted before a pickle is loaded, and values afterwards. The limits apply to the
   total of all files of one reader.
 """
