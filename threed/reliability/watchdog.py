@@ -94,7 +94,7 @@ class Watchdog:
         if self.stopped:
             return
         elapsed = time.monotonic() - self.heart.began
-        # Only a rank without recent progress looks for the file of other ranks.
+        # A rank with recent progress does not check whether another rank created `hung-TOKEN`.
         slow = elapsed > min(10.0, self.limit / 2)
         if (elapsed > self.limit and self.heart.last["phase"] != "start") or (
             slow and self._mark.exists()
