@@ -301,9 +301,13 @@ class Engine:
             yield
 
     def sum_losses(self, loss: Tensor) -> Tensor:
-        """Returns the sum of a loss, fp64 [1], over all ranks. Call it in `evaluating`. Collective.
+        """Sums a loss over all ranks. Call it within `evaluating`. Collective.
 
-        The result is a scalar tensor; NaN if any rank found invalid data.
+        Args:
+            loss: this rank's term, fp64 [1].
+
+        Returns:
+            The sum as a scalar tensor; NaN if any rank found invalid data.
         """
         own = self.faults.appended_to(loss)
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))

@@ -47,7 +47,7 @@ AxisFunction = Callable[[Tensor, Axis], Tensor]
 class Codec(Protocol):
     """Encodes rows of numbers [r n] as messages [r m] for a reduce-scatter or an all-gather.
 
-    Every rank uses decoded numbers, also of the rows that it has encoded itself. So results do not
+    Every rank uses the decoded numbers, even for the rows that it encoded itself. So results do not
     depend on which rank owns which part.
     """
 

@@ -29,7 +29,7 @@ FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the
 
 
 def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
-    """Returns the values that the folder `checkpoint.resume` gives a run, by group and key.
+    """Returns the configuration values from the folder `checkpoint.resume`, by group and key.
 
     Returns an empty dict if `checkpoint.resume` is "auto", "none" or a folder without pretrained
     weights. A native checkpoint with completed steps does not count as pretrained weights, because

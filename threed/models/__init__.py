@@ -1,5 +1,4 @@
-"""Models as lists of pipeline layers: decoders, selected by architecture, and any wrapped
-`nn.Module`."""
+"""Models as lists of pipeline layers: decoders by architecture, and wrapped modules."""
 
 from __future__ import annotations
 

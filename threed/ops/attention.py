@@ -121,7 +121,8 @@ class _Chunked(torch.autograd.Function):
             queries, *pair = map(_batch_first, (q[rows], k[keys], v[keys]))
             part, lse[:, :, rows] = forward(rows.start - keys.start, Causal(*how), queries, *pair)
             y[rows] = part.permute(2, 0, 1, 3)
-        out: Tensor = torch.ops.aten._unsafe_view(y, (s, b, -1))  # autograd must not see a view
+        # Autograd must not see a view: it forbids in-place changes of a view made in a Function.
+        out: Tensor = torch.ops.aten._unsafe_view(y, (s, b, -1))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = how
         return out

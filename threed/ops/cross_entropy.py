@@ -98,10 +98,17 @@ def _shard_numbers(scores: Tensor) -> tuple[Tensor, Tensor]:
 def _combine_shards(
     top: Tensor, total: Tensor, hit: Tensor, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combines the numbers of all shards, per row. Collective over the axis.
+    """Combines the results of all shards for each token [...]. Collective over the axis.
 
-    Returns the logarithm of the sum of exponentials over all shards, the factor that turns this
-    shard's e^(x - top) into probabilities, and the target's logit.
+    Args:
+        top: maximum of this shard.
+        total: sum of e^(x - top) in this shard.
+        hit: the target's logit, or 0 if the target is not in this shard.
+        axis: axis over which the vocabulary is sharded.
+
+    Returns:
+        The log-sum-exp over all shards, the factor that turns this shard's e^(x - top) into
+        probabilities, and the target's logit.
     """
     if axis.size == 1:
         return top + total.log(), total.reciprocal(), hit

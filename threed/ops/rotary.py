@@ -126,7 +126,8 @@ class _SplitAndRotate(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.arguments = (positions, turned, size, theta)
         rotate_(x.view(-1, x.shape[-1]), *ctx.arguments)
-        torch.autograd.graph.increment_version((x,))  # so that autograd rejects an earlier saved x
+        # Autograd then raises an error if an earlier operation saved x for its backward.
+        torch.autograd.graph.increment_version((x,))
         parts = x.split([size * n for n in heads], -1)
         return tuple(part.unflatten(-1, (-1, size)) for part in parts)
 

@@ -81,8 +81,8 @@ class Frame:
     Attributes:
         x: the input; its tensors get the input gradient.
         edges: for each output tensor, its edge into the graph, or None if it requires no gradient.
-        recomputation: the state to build the graph from in the backward, if the layer is
-            recomputed.
+        recomputation: if the layer is recomputed, the saved state from which the backward builds
+            the graph; otherwise None.
     """
 
     x: Any = None

@@ -5,11 +5,11 @@
     write_error_file(text)                  # the text for this rank in torchrun's report
 
 If one rank dies, all other ranks lose their connection to it, and the launcher reports the first
-rank that notices this, which is not the cause. A rank that fails with an error reports this error.
-A rank that was killed cannot. So each rank checks whether the process of the next rank on its
-machine has ended; if so, it also checks the rank after that one, and so on up to the first live
-process. So each dead rank is reported by exactly one live rank, and n ranks together read fewer
-than 2 n files.
+rank that notices this, which is not the cause. A rank that fails with an error reports this error,
+but a rank that was killed cannot report anything. Therefore each rank reads the heartbeat of the
+next rank on its machine and checks whether that process has ended; if so, it also checks the rank
+after that one, and so on up to the first live process. Each dead rank is then reported by exactly
+one live rank, and n ranks together read fewer than 2 n heartbeats.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ def wait_for_first_rank() -> None:
     """Waits until the first rank of this machine has written its message for torchrun.
 
     Other ranks call it before they exit. A launcher terminates all ranks when one exits, so the
-    rank that prints the message must exit first. The wait ends after `REFUSAL_S` seconds. Launchers
-    other than torchrun do not provide the file with the message; then the wait usually ends when
-    the launcher terminates this process.
+    rank that prints the message must exit first. The wait ends after `REFUSAL_S` seconds. Under
+    launchers other than torchrun there is no message file to wait for, and the wait usually ends
+    earlier, when the launcher terminates this process.
     """
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     first = Path(own).parents[1] / "0" / "error.json" if own else None

@@ -46,7 +46,7 @@ class Action(NamedTuple):
         microbatch: the global index of the micro-batch, from 0. Negative indices are micro-batches
             of the previous step, of which -1 is the last. Actions that belong to no micro-batch
             also have -1: GATHER and REDUCE, and VALIDATE, NORM and UPDATE.
-        chunk: the index of the chunk on the rank that runs the action, also for sends and receives.
+        chunk: the index of the chunk on the rank that runs the action, even for sends and receives.
             VALIDATE, NORM and UPDATE, which concern all chunks of the rank, have 0.
 
     """

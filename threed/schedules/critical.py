@@ -262,7 +262,8 @@ def _swaps(work: _Actions, ranks: list[list[int]], times: _Times, limit: int) ->
                 begin[first] + tail[first] >= critical
                 and begin[second] + tail[second] >= critical
                 and begin[second] - begin[first] <= time[first] + rounding  # no wait between them
-                and first // count != second // count  # keep micro-batches of a position in order
+                # at different positions: the micro-batches of one position stay in order
+                and first // count != second // count
                 and need[second] != first
                 and (activations < limit or work.holds[second] < 1)
             ):

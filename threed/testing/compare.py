@@ -190,7 +190,10 @@ def _finding(record: Record, values: Tensor, what: str, gap: float) -> Finding:
 
 
 def ownership_problems(engine: Engine, weights: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Yields, on rank 0, weights with elements that no rank or several ranks own. Collective."""
+    """Checks that exactly one rank owns each element of each weight. Collective.
+
+    Yields a finding per weight that fails, on rank 0 only.
+    """
     everyone, own = engine.topology.axis("world"), records(engine.optimizer, (WEIGHT,))
     boxes = [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in own if r.owned]
     owners: dict[str, Tensor] = {}  # number of owners per element

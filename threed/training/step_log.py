@@ -85,7 +85,10 @@ class StepLog(Callback):
         }
 
     def _of_all_ranks(self, run: Run) -> dict[str, float]:
-        """Exchanges bytes sent, peak memory and requests to stop. Returns metrics. Collective."""
+        """Returns metrics of the traffic and peak memory of all ranks. Collective.
+
+        Also exchanges the ranks' requests to stop.
+        """
         topology = run.engine.topology
         own = {
             "traffic": self._traffic.take(),

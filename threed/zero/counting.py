@@ -186,7 +186,11 @@ class LaunchQueue:
             self._incomplete[position] -= 1
 
     def is_late(self, count: Contributions) -> bool:
-        """Returns whether a bucket with part of the gradient was launched in this round."""
+        """Returns whether a contribution to this gradient would be late.
+
+        It is late if the reduction of a bucket with part of the gradient was launched in this
+        round.
+        """
         return bool(count.positions) and count.positions[0] < self.launched
 
 

@@ -364,7 +364,7 @@ class Gatherer:
         return packed.tensor()
 
     def _finish_gathers(self) -> None:
-        """Waits for all gathers, also of prefetched groups, so that they release drive buffers."""
+        """Waits for all gathers, including prefetches, so that they release drive buffers."""
         self._start_gathers()
         for group in list(self._gathering):
             self.wait(group)

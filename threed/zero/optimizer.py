@@ -242,7 +242,7 @@ class Optimizer:
         return torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
 
     def _outcome(self) -> Outcome:
-        """Returns a function from the sums over all ranks to the results of the next update."""
+        """Returns a function that computes the next `Update` from the sums over all ranks."""
         rate = self.learning_rate(self.updates)
         return self.bad.outcome(rate, self.scaler.scale.clone(), self.grad_clip)
 

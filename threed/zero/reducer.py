@@ -365,7 +365,7 @@ class Reducer:
                 queue.next_round(self._passes)
 
     def drop(self) -> None:
-        """Discards all gradients so far, also those from other engines' backwards.
+        """Discards all gradients so far, including those from other engines' backwards.
 
         Implements `zero_grad`. If an error interrupted the step, its gradients are discarded by the
         next `begin` instead.
