@@ -56,7 +56,7 @@ WITHOUT_TORCH = (
     "threed.models.partition",
 )
 GROUND_LIBRARIES = {*sys.stdlib_module_names, "pydantic", "pydantic_core"}
-FILE_LINES, FUNCTION_LINES = 600, 80
+FILE_LINES, FUNCTION_LINES = 460, 80  # of a file without its docstrings; of a function with its own
 
 
 def find_violations(root: Path) -> list[str]:
@@ -156,7 +156,15 @@ def _check_distributed(module: str, tree: ast.Module, imported: set[str]) -> Ite
         yield f"{module}: torch.distributed belongs to {' and '.join(DISTRIBUTED)}"
 
 
+def _docstring_lines(tree: ast.Module) -> int:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+    texts = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]
+    return sum((text.end_lineno or text.lineno) - text.lineno + 1 for text in texts)
+
+
 def _check_sizes(module: str, tree: ast.Module, lines: int) -> Iterator[str]:
+    lines -= _docstring_lines(tree)
     if lines > FILE_LINES:
         yield f"{module}: {lines} lines, more than {FILE_LINES}"
     for node in ast.walk(tree):
@@ -280,7 +288,7 @@ PLANTED = {
         "torch.distributed belongs",
     ),
     "no floor": ("threed/attic.py", "", "threed.attic: has no floor"),
-    "long file": ("threed/core/rng.py", "x = 1\n" * 601, "threed.core.rng: 601 lines"),
+    "long file": ("threed/core/rng.py", "x = 1\n" * 461, "threed.core.rng: 461 lines"),
     "long function": (
         "threed/core/rng.py",
         "def f():\n" + "    x = 1\n" * 80,

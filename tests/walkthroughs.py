@@ -5,6 +5,7 @@ python -m tests.walkthroughs     # after a function of a walkthrough was renamed
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -295,7 +296,8 @@ _OPTIMIZER = "threed.zero.optimizer:Optimizer"
 
 GRADIENT = Walkthrough(
     "gradient",
-    "From the backward of a layer to the parameters of the next step",
+    "From the backward of a layer to the parameters of the next step, under ZeRO 0 and 1. ZeRO 2 and 3 reduce after every"
+    " micro-batch, from one buffer per bucket (`BucketGradients` instead of `FullGradients`)",
     (
         Step(f"{_ENGINE}.step", "runs one optimizer step"),
         Step("threed.zero.optimizer:Synchronous.run", "runs forwards and backwards"),
@@ -421,7 +423,8 @@ def table(walkthrough: Walkthrough) -> Iterator[str]:
     """Yields the lines of a walkthrough: a heading and a table."""
     numbers = {step.where: n for n, step in enumerate(walkthrough.steps, 1) if step.what}
     callers = {id(step): caller for caller, step in walkthrough.calls()}
-    yield f"## {walkthrough.name.capitalize()}\n\n{walkthrough.title}.\n"
+    title = textwrap.fill(f"{walkthrough.title}.", 120)
+    yield f"## {walkthrough.name.capitalize()}\n\n{title}\n"
     yield "| step | function | called by | file | purpose |\n|---|---|---|---|---|"
     for number, step in enumerate(walkthrough.steps, 1):
         caller = callers.get(id(step))

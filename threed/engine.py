@@ -77,7 +77,8 @@ class Engine:
             `nn.Module` with a forward that takes the tensors of a batch as keyword arguments and
             returns a loss.
         topology: the axes (pipeline, data, context, tensor) of the ranks.
-        config: the configuration; for a `threed.models.Model` it must be resolved.
+        config: the configuration; for a `threed.models.Model` it must be resolved
+            (`threed.config.resolution.resolve`).
         learning_rate: function from the number of updates done to the learning rate (both scalar
             tensors, fp64); replaces the configured schedule.
         loss_scale: rule for changing the loss scale; replaces the configured rule.

@@ -92,7 +92,7 @@ def _add_schedule_flags(add: Callable[..., Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = "Train transformer models with pipeline, tensor and ZeRO parallelism, and use the tools of training."
+    text = "Train transformer models with pipeline, tensor and ZeRO parallelism, and convert, check and inspect runs."
     parser = argparse.ArgumentParser(prog="threed", description=text)
     tools = parser.add_subparsers(required=True, metavar="TOOL")
 
@@ -102,9 +102,11 @@ def _parser() -> argparse.ArgumentParser:
         return made.add_argument
 
     named = "|".join(architectures.NAMES)
-    tool("train", f"[{named}] --preset tiny …: trains; `threed train --help` lists every key")
+    text = f"trains a model: {named}, or a custom one, FILE.py:MODEL; `threed train --help` lists every key"
+    tool("train", text)
     tool(
-        "plan", "forecasts memory and time of a run; takes the flags of training and --world-size N"
+        "plan",
+        "forecasts memory, traffic and time of a run; takes the arguments of train and --world-size N",
     )
 
     text = "simulates a pipeline schedule, and draws its timeline"

@@ -95,9 +95,9 @@ class ParallelConfig(_Group):
     pp: Count = 1
     """pipeline-parallel ranks; the layers are split into stages over them"""
     cp: Count = 1
-    """context-parallel ranks; every sequence is split over them"""
+    """context-parallel ranks; every sequence is split over them (not supported yet: only 1)"""
     ep: Count = 1
-    """expert-parallel ranks"""
+    """expert-parallel ranks (not supported yet: only 1)"""
     dp: Count | None = None
     """data-parallel ranks; if none, the world size divided by tp × pp × cp"""
     sequence: Switch | None = None

@@ -1,1 +1,1 @@
-"""What a run will need before it starts: the model built on the meta device, its memory, its time per step."""
+"""Forecasts the memory, traffic and time per step of a run, from the model built on the meta device."""
