@@ -908,6 +908,7 @@ def test_a_time_limit_of_nothing_and_a_watchdog_that_is_off() -> None:
         (64, "", (8, None)),  # dp 8
         (6, "--parallel.pp 6", (6, None)),
         (6, "--train.global-batch 6", (1, None)),  # dp 6
+        (6, "--parallel.tp 1", (3, None)),
     ],
 )
 def test_a_topology_is_chosen_if_no_key_gives_one(
@@ -920,7 +921,10 @@ def test_a_topology_is_chosen_if_no_key_gives_one(
     assert config.parallel.tp == 1
 
 
-@pytest.mark.parametrize("flags", ["", "--model.layers 2", "--parallel.dp 3", "--parallel.tp 1"])
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--model.layers 2", "--parallel.dp 3", "--zero.stage 3", "--parallel.partition 8,2"],
+)
 def test_a_topology_is_not_chosen_otherwise(flags: str) -> None:
     choose = flags != ""
     with pytest.raises(ConfigError, match="global-batch 8 is not divisible by"):

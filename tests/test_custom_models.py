@@ -48,7 +48,7 @@ class NoModel:
 
 
 if __name__ == "__main__":
-    engine = threed.load("runs/one")
+    engine = threed.load("runs/one", build=Parallel)
     print(engine.steps, sum(p.numel() for p in engine.full_state_dict().values()))
 """
 FLAGS = (
@@ -110,6 +110,36 @@ def test_losses_of_a_custom_model_are_those_of_one_process(folder: Path) -> None
     threed(folder, 1, *words, "--run.name", "one")
     threed(folder, 4, *words, "--run.name", "four", "--parallel.tp", "2", "--parallel.pp", "2")
     assert losses(folder, "four") == pytest.approx(losses(folder, "one"), abs=1e-9)
+
+
+def test_a_run_goes_on_after_its_file_moved(folder: Path) -> None:
+    words = [*FLAGS, "--log.wandb", "off", "--run.name", "one"]
+    assert (
+        threed(folder, 1, "train", "mine.py:Parallel", *words, "--train.steps", "3").returncode == 0
+    )
+    (folder / "a b").mkdir()
+    (folder / "mine.py").rename(folder / "a b" / "yours.py")
+    done = threed(folder, 1, "train", "a b/yours.py:Parallel", *words, "--train.steps", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "-m threed train 'a b/yours.py:Parallel' --model.layers" in done.stdout.splitlines()[-1]
+
+
+def test_the_file_that_a_checkpoint_names_is_not_imported(folder: Path) -> None:
+    """A downloaded checkpoint could name a file of its own folder."""
+    words = [*FLAGS, "--log.wandb", "off", "--run.name", "one", "--train.steps", "3"]
+    assert threed(folder, 1, "train", "mine.py:Parallel", *words).returncode == 0
+    (folder / "mine.py").write_text("open('imported', 'w')")
+    step = "runs/one/checkpoints/step-3"
+    for command in (
+        ["-m", "threed", "convert", step, "out"],
+        ["-m", "threed", "plan", "--checkpoint.resume", step],
+        ["-m", "threed", "train", "gpt", "--checkpoint.resume", step, *FLAGS],
+        ["-c", "import threed; threed.load('runs/one')"],
+    ):
+        subprocess.run(
+            [sys.executable, *command], cwd=folder, env=environment(folder), capture_output=True
+        )  # fmt: skip
+        assert not (folder / "imported").exists(), command
 
 
 def test_plan_knows_a_custom_model(folder: Path) -> None:

@@ -24,6 +24,7 @@ from threed.config.arguments import GROUPS
 from threed.config.groups import Config, ModelConfig, OptimConfig, key_name, python_name
 from threed.config.resolution import resolve_model, spelt_as
 from threed.config.schema import written
+from threed.core.source import names_model
 from threed.data import Data
 from threed.zero.records import PREVIOUS, WEIGHT
 from threed.zero.setup import learning_rate, state_names
@@ -255,6 +256,9 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
     with suppress(ValueError):
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelt_as(resolved, config.model).model_dump(mode="json")
+    if all(names_model(str(model.get("arch"))) for model in (saved, wanted)):
+        # the file may have moved; shapes are compared when the checkpoint is loaded
+        saved["arch"], wanted["arch"] = (m["arch"].rpartition(":")[2] for m in (saved, wanted))
     fixed = {
         python_name(key[6:])
         for key, rule in BY_KEY.items()

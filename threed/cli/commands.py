@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import platform
+import shlex
 import sys
 import tempfile
 import time
@@ -41,10 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         _parser().print_help(sys.stderr)
         return 2
+    if argv[0] in (
+        "train",
+        "plan",
+    ):  # they report refusals themselves; other errors have a traceback
+        with exits_on_broken_pipe():
+            return _train(*argv)
     try:
         with exits_on_broken_pipe():
-            if argv[0] in ("train", "plan"):
-                return _train(*argv)
             if argv[0] == "verify":
                 return _verify(*_parser().parse_known_args(_joined(argv)))
             arguments = _parser().parse_args(argv)
@@ -169,7 +174,8 @@ def _train(tool: str, *words: str) -> int:
         return launch.refuse(f"threed {tool} {arch}: {problem}")
     if tool == "plan":
         return launch.main([*flags, "--dry-run"], arch=arch, prog="threed plan")
-    return launch.main(flags, arch=arch, prog=f"-m threed train {arch or ''}".rstrip())
+    prog = ["-m", "threed", "train", *([arch] if arch else [])]
+    return launch.main(flags, arch=arch, prog=shlex.join(prog))
 
 
 def _verify(a: argparse.Namespace, flags: list[str]) -> int:

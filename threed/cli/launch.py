@@ -130,7 +130,7 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
     if note := without_srun():
         _print_once(f"threed: {note}")
     words = _resume_words(config, options) if options.pretrained else None
-    command = [*prog.split(), *(words or argv)]
+    command = [*shlex.split(prog), *(words or argv)]
     # The partition follows from times that all ranks will measure; then the trainer forecasts.
     if config.parallel.partition == "measured":
         forecast = None

@@ -36,6 +36,7 @@ from threed.config.schema import (
 )
 from threed.config.values import Takes
 from threed.core.parse import ParseError, read_toml
+from threed.core.source import find_model, names_model
 
 GROUPS: Mapping[str, type[BaseModel]] = {
     name: info.annotation
@@ -118,6 +119,7 @@ def load(
     asked, config = draft.world_size(given), draft.validate()
     found = {} if draft.problems else begin(config)
     config = draft.begin(found, config)
+    draft.find_custom_model(config)
     if choose_topology and machines is None and (ranks := asked or world_size):
         config = draft.choose_topology(config, ranks)
     flags = frozenset(given)
@@ -160,21 +162,38 @@ class _Draft:
         self.values.setdefault(group, {})[key] = value
         self.sources[group, key] = source
 
+    def find_custom_model(self, config: Config) -> None:
+        """Imports the file of `--model.arch FILE.py:NAME`, which a flag or file must have given."""
+        arch = config.model.arch
+        if not names_model(arch):
+            return
+        if arch != self.value("model", "arch"):
+            self.problems.append(
+                f"--checkpoint.resume {config.checkpoint.resume}: its model is the code {arch}, which is not imported"
+                " by itself: use threed train FILE.py:MODEL, or --model.arch FILE.py:MODEL"
+            )
+            return
+        try:
+            find_model(arch)
+        except ValueError as error:
+            self.problems.append(f"--model.arch {arch}: {error}")
+
     def choose_topology(self, config: Config, ranks: int) -> Config:
         """Returns the configuration with as many data-parallel ranks as the batch allows.
 
         The remaining factor of the number of ranks becomes `parallel.pp`. The configuration is
-        unchanged if a key gives a size, or if the model has too few layers.
+        unchanged if a size is given, if it has problems with the chosen sizes, under ZeRO-3 (which
+        would have fewer ranks to shard over), and for custom models, whose number of layers is not
+        known.
         """
-        batch, step = config.train.global_batch, config.train.micro_batch
+        p, batch, step = config.parallel, config.train.global_batch, config.train.micro_batch
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0 and batch % (step * n) == 0]
-        dp = max(divisors, default=ranks)
-        pp = ranks // dp
-        given = any(("parallel", name) in self.sources for name in ("tp", "pp", "cp", "dp"))
-        if self.problems or given or not 1 < pp <= config.model.layers:
+        given = (p.tp, p.pp, p.cp, p.dp) != (1, 1, 1, None)
+        if given or not divisors or config.zero.stage == 3 or names_model(config.model.arch):
             return config
-        self.put("parallel", "pp", pp, PROGRAM)
-        return self.validate()
+        sizes = p.model_copy(update={"pp": ranks // max(divisors)})
+        chosen = config.model_copy(update={"parallel": sizes})
+        return config if find_problems(chosen, ranks) else chosen
 
     def value(self, group: str, key: str) -> Any:
         """Returns a value as it was given, or None if it was not given."""

@@ -152,7 +152,7 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
     derived = model.record.resolved(dict(model))
     if names_model(model.arch):
         file, _, name = model.arch.rpartition(":")
-        derived["arch"] = f"{Path(file).resolve()}:{name}"
+        derived["arch"] = f"{Path(file).absolute()}:{name}"
     if model.vocab is None and vocab is not None:
         derived["vocab"] = vocab
     return model.model_copy(update=derived)

@@ -22,7 +22,7 @@ from threed.config.schema import (
     did_you_mean,
     number,
 )
-from threed.core.source import find_model, names_model
+from threed.core.source import names_model
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,7 @@ def _architecture(value: object) -> object:
     if value in architectures.NAMES:
         return value
     if isinstance(value, str) and names_model(value):
-        find_model(value)
-        return value
+        return value  # not imported here: the value may come from a checkpoint
     hint = did_you_mean(str(value), *architectures.NAMES)
     raise ValueError(f"must be {', '.join(architectures.NAMES)} or FILE.py:NAME{hint}")
 

@@ -18,6 +18,7 @@ from threed.checkpoint.retention import candidates
 from threed.config import Config, ConfigError, ModelConfig
 from threed.config.checks import find_problems
 from threed.config.resolution import resolve
+from threed.core.source import names_model
 from threed.distributed.topology import Topology
 from threed.engine import LayeredEngine
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
@@ -33,7 +34,7 @@ def load(
     path: str | Path,
     topology: Topology | None = None,
     *,
-    build: Build = models.build,
+    build: Build | None = None,
     **changes: Mapping[str, Any],
 ) -> LayeredEngine:
     """Loads an engine from a run, a checkpoint or a Hugging Face folder. Collective.
@@ -46,8 +47,9 @@ def load(
         path: a run folder (its newest checkpoint is loaded), a checkpoint, or a Hugging Face
             folder.
         topology: topology of all ranks; by default, every rank is a data-parallel rank.
-        build: function that builds the model from its configuration. Checkpoints of custom models
-            require the function that built the custom model.
+        build: class or function that builds a custom model from its configuration. For a custom
+            model either this is required or `model={"arch": "FILE.py:NAME"}`: the file that a
+            checkpoint names is not imported.
         changes: keys of the configuration to override, by group, such as `zero={"stage": 3}`.
 
     Returns:
@@ -67,6 +69,11 @@ def load(
     groups = {"parallel": parallel, **saved}
     for name, values in changes.items():
         groups[name] = {**groups.get(name, {}), **values}
+    arch = str(groups["model"].get("arch"))
+    if names_model(arch) and build is None and "arch" not in changes.get("model", {}):
+        fix = "pass build=MODEL, or model={'arch': 'FILE.py:MODEL'}"
+        problem = f"{path}: its model is the code {arch}, which is not imported by itself"
+        raise ConfigError([f"{problem}: {fix}"])
     try:
         config = Config.model_validate(groups)
     except ValueError as error:
@@ -74,7 +81,7 @@ def load(
     if problems := find_problems(config, topology.world):
         raise ConfigError(problems)
     config = resolve(config, config.model.vocab or 1, topology.world)
-    engine = build_engine(config, topology, build)
+    engine = build_engine(config, topology, build or models.build)
     engine.load(source)
     return engine
 

@@ -182,7 +182,7 @@ def _gated_ffn(keys: Keys) -> int:
 
 DEFAULTS: Keys = {
     "kv_heads": lambda keys: keys["heads"],
-    "head_dim": lambda keys: keys["hidden"] // keys["heads"],
+    "head_dim": lambda keys: keys["hidden"] // keys["heads"] or None,
     "ffn": _gated_ffn,
     "positions": lambda keys: keys["seq"],
     "tied": False,

@@ -375,6 +375,9 @@ def stage_of(found: Table) -> int:
     """
     value = found.get("zero_stage", 1)
     value = value.args[0] if isinstance(value, PickledObject) and value.args else value
+    # Python 3.11.0 to 3.11.3 pickle the name of the member of ZeroStageEnum
+    if isinstance(value, str):
+        value = {"optimizer_states": 1, "gradients": 2, "weights": 3}.get(value, value)
     if value not in (1, 2, 3):
         raise CheckpointError(f"ZeRO stage {plain(value)} is not known")
     return int(value)
