@@ -55,6 +55,13 @@ def resolved(argv: list[str], defaults: dict[str, Any]) -> Any:
     return config
 
 
+def test_a_chosen_topology_keeps_the_model_of_the_folder(pretrained: Path) -> None:
+    words = ["--checkpoint.resume", str(pretrained / "llama"), *RUN[:2], "--train.micro-batch", "2"]
+    config, _ = load(words, begin=find, world_size=4, choose_topology=True)
+    assert (config.parallel.pp, config.parallel.dp) == (2, None)
+    assert (config.model.arch, config.model.layers) == ("llama", 3)
+
+
 @pytest.mark.parametrize("kind", ["llama", "native"])
 def test_the_folder_says_what_the_model_is(kind: str, pretrained: Path) -> None:
     resume = ["--checkpoint.resume", str(pretrained / kind)]
