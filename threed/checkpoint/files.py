@@ -57,6 +57,7 @@ BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes per hashing task, per read, p
 
 
 def never() -> bool:
+    """Returns False: the default of `hurries`, for saves without a time limit."""
     return False
 
 
