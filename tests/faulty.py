@@ -135,7 +135,8 @@ def set_clock(seconds: float) -> None:
 
 def damage(do: str, engine: Engine) -> None:
     """Changes values on rank 1, of which the other ranks know nothing."""
-    from tests import test_bad_numbers, test_step
+    from tests.pipeline import test_step
+    from tests.reliability import test_bad_numbers
 
     mine = engine.topology.rank == 1
     engine.optimizer.wait()

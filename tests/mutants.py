@@ -174,9 +174,15 @@ def map_file(folder: Path, tree: Path, names: list[str], test: Path, slot: int) 
     )
 
 
+def test_files() -> list[Path]:
+    """Returns the test files but those of the CUDA emulator and the simulated accelerator."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    return [path for path in files if path.parent.name not in ("cuda", "accelerator")]
+
+
 def make_map(folder: Path, jobs: int) -> None:
     """Maps every test file that changed since it was last mapped."""
-    tests = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: path.stat().st_size)
+    tests = sorted(test_files(), key=lambda path: path.stat().st_size)
     missing = [test for test in tests if read_map(folder, test) is None]
     if not missing:
         return
@@ -540,7 +546,7 @@ def main() -> None:
         return
     mutants = draw(options.seed, options.count)
     covering = Covering()
-    for test in sorted((ROOT / "tests").glob("test_*.py")):
+    for test in sorted(test_files()):
         if known := read_map(folder, test):
             covering.add(known)
     listing = [

@@ -39,7 +39,7 @@ SETTINGS: dict[str, list[object]] = {
         "gpipe",
         "interleaved",
         "zb-v",
-    ],  # all of them: tests/test_schedules_training.py
+    ],  # all of them: tests/schedules/test_schedules_training.py
     "microbatches": [1, 3, 8],
     "dropout": [0.0, 0.1],
     "dtype": ["fp64", "fp32"],

@@ -29,8 +29,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.test_checkpoint_fuzz import VALUES, change
-from tests.test_models_families import FAMILIES, theirs
+from tests.checkpoint.test_checkpoint_fuzz import VALUES, change
+from tests.models.test_models_families import FAMILIES, theirs
 from threed.cli import launch
 from threed.cli.commands import main
 from threed.config import ConfigError

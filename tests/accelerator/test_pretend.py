@@ -34,7 +34,7 @@ from threed.planner.forecast import Forecast
 
 # ----------------------------------------------------------------------------------------------------- configurations
 
-# Drives are left out: their transfers need real memory (tests/test_zero_offload.py).
+# Drives are left out: their transfers need real memory (tests/zero/test_zero_offload.py).
 SETTINGS: dict[str, list[object]] = equivalence.SETTINGS | {
     "schedule": ["1f1b", "zb-v"],
     "microbatches": [1, 2],

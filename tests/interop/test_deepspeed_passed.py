@@ -1,0 +1,271 @@
+"""What is passed to `initialize` in place of keys: files, torch optimizers, parameter groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.interop.test_deepspeed_config import BASE, config, notes, problem
+from threed.config import ConfigError
+from threed.interop.deepspeed.config.optimizers import Group, find_groups, read_optimizer
+from threed.interop.deepspeed.config.reader import read
+from threed.interop.deepspeed.config.translate import ModelFacts, translate
+from threed.interop.deepspeed.views import PassedOptimizer
+
+
+def test_reading(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(BASE), encoding="utf-8")
+    assert read(path) == read(str(path)) == read(BASE) == BASE
+    for text, want in (
+        ('{"a": 1, // no', "invalid JSON"), ("[1]", "holds list"), ('{"fp16": 1, "fp16": 2}', "fp16: given twice"),
+    ):  # fmt: skip
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=want):
+            read(path)
+    with pytest.raises(ConfigError, match="give the path of a"):
+        read(tmp_path / "none.json")
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def test_a_torch_optimizer_is_read() -> None:
+    model = small()
+    section, note = read_optimizer(
+        torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.8, 0.9), weight_decay=0.3)
+    )
+    optim = translate(config(optimizer=section), 4).config.optim
+    assert (optim.name, optim.lr, optim.betas, optim.weight_decay) == (
+        "adamw",
+        2e-4,
+        (0.8, 0.9),
+        0.3,
+    )
+    assert note == (
+        "optimizer: torch.optim.AdamW as passed, with betas (0.8, 0.9), eps 1e-08, lr 0.0002, weight_decay 0.3"
+    )
+    section, _ = read_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+    optim = translate(config(optimizer=section), 4).config.optim
+    assert (optim.name, optim.lr, optim.momentum) == ("sgd", 0.1, 0.5)
+    section, _ = read_optimizer(torch.optim.Adam(model.parameters(), weight_decay=0.1))
+    assert "weight_decay 0" in problem(optimizer=section)
+    section, _ = read_optimizer(
+        torch.optim.Adam(model.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
+    )
+    assert translate(config(optimizer=section), 4).config.optim.weight_decay == 0.1
+    frozen = [
+        {"params": [p], "lr": lr}
+        for p, lr in zip(model.parameters(), (0.0, 0.1, 0.1, 0.2), strict=True)
+    ]
+    optimizer = torch.optim.SGD(frozen, momentum=0.5)
+    section, _ = read_optimizer(optimizer)
+    groups = find_groups(model, optimizer.param_groups, section["params"])
+    optim = translate(config(optimizer=section), 4, groups=groups).config.optim
+    assert (optim.lr, [group.lr for group in optim.groups]) == (0.1, [0.0, 0.1, 0.1, 0.2, None])
+
+
+def test_torch_optimizers_that_are_refused() -> None:
+    model = small()
+    with pytest.raises(
+        ConfigError, match="RMSprop is not supported: pass torch's AdamW, Adam or SGD"
+    ):
+        read_optimizer(torch.optim.RMSprop(model.parameters()))
+    first, second = model.children()
+    groups: list[dict[str, Any]] = [
+        {"params": first.parameters()},
+        {"params": second.parameters(), "betas": (0.1, 0.2)},
+    ]
+    with pytest.raises(ConfigError, match="groups differ in betas"):
+        read_optimizer(torch.optim.AdamW(groups))
+    used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    used.step()
+    with pytest.raises(ConfigError, match="has made steps"):
+        read_optimizer(used)
+
+
+def linear(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1)
+
+
+SCHEDULERS = {
+    "torch's": linear,
+    "warm-up from 0": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: step / 10
+    ),
+    "by metrics": torch.optim.lr_scheduler.ReduceLROnPlateau,
+    "several": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [linear(optimizer), torch.optim.lr_scheduler.ConstantLR(optimizer)],
+        milestones=[3],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "by metrics"])
+def test_an_optimizer_that_a_scheduler_drives_is_refused(name: str) -> None:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    SCHEDULERS[name](optimizer)
+    with pytest.raises(
+        ConfigError,
+        match=r'a learning rate scheduler drives it: .* write the config\'s "scheduler"',
+    ):
+        read_optimizer(optimizer)
+    with pytest.raises(
+        ConfigError, match=r"model_parameters\[0\]: initial_lr, so a learning rate scheduler"
+    ):
+        find_groups(model, optimizer.param_groups)
+
+
+def drive(optimizer: torch.optim.Optimizer, name: str) -> None:
+    scheduler = SCHEDULERS[name](optimizer)
+    for _ in range(20):  # the one by metrics changes nothing before the rate
+        scheduler.step(1.0)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_change_of_an_optimizer_after_it_was_read_is_refused(name: str) -> None:
+    optimizer = torch.optim.AdamW(small().parameters(), lr=torch.tensor(0.1))
+    passed = PassedOptimizer(optimizer)
+    with pytest.raises(TypeError, match=r'param_groups is read-only.* write the config\'s "sched'):
+        drive(optimizer, name)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    passed.check()
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_of_a_passed_optimizer_are_refused(register: str) -> None:
+    optimizer = torch.optim.AdamW(small().parameters())
+    passed = PassedOptimizer(optimizer)
+    passed.check()
+    getattr(optimizer, register)(lambda *_: None)
+    with pytest.raises(
+        RuntimeError,
+        match=r"hooks for its steps.* call your function before or after engine\.step\(\)",
+    ):
+        passed.check()
+    fresh = torch.optim.AdamW(small().parameters())
+    getattr(fresh, register)(lambda *_: None)
+    with pytest.raises(
+        ConfigError,
+        match=r"hooks for its steps.* call your function before or after engine\.step\(\)",
+    ):
+        read_optimizer(fresh)
+
+
+def test_other_changes_of_a_passed_optimizer_are_refused() -> None:
+    optimizer = torch.optim.SGD(small().parameters(), lr=0.1)
+    state = optimizer.state_dict()
+    passed = PassedOptimizer(optimizer)
+    with pytest.raises(RuntimeError, match=r"call engine.step\(\)"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="param_groups is read-only"):
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+    passed.check()
+    optimizer.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"has other groups: .* engine.load_checkpoint"):
+        passed.check()
+
+
+def test_groups_added_to_a_passed_optimizer_are_refused() -> None:
+    optimizer = torch.optim.SGD(small().parameters(), lr=0.1)
+    passed = PassedOptimizer(optimizer)
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with pytest.raises(RuntimeError, match="pass all groups to initialize"):
+        passed.check()
+
+
+@pytest.mark.parametrize(("lr", "decay"), [(5e-4, 0.1), (None, 0.1), (5e-4, None), (None, None)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_groups_that_are_alike_keep_their_values(
+    lr: float | None, decay: float | None, count: int
+) -> None:
+    model = small()
+    params, own = list(model.parameters()), {"lr": lr, "weight_decay": decay}
+    some = {key: value for key, value in own.items() if value is not None}
+    groups = [{"params": params[number::count], **some} for number in range(count)]
+    found = find_groups(model, groups)
+    optim = translate(
+        config(optimizer={"type": "AdamW", "params": {"lr": 0.1}}), 4, groups=found
+    ).config.optim
+    for name, _ in model.named_parameters():
+        of = next((group for group in optim.groups if group.match == name), None)
+        assert (of and of.lr, of and of.weight_decay) == (lr, decay)
+
+
+def test_values_of_groups_that_cannot_apply_are_refused() -> None:
+    model = small()
+    params = list(model.parameters())
+    for groups, text in (
+        (
+            [{"params": params, "betas": (0.5, 0.9)}],
+            r"model_parameters\[0\]: betas \(0.5, 0.9\), but the optimizer's is",
+        ),
+        ([{"params": params, "momentum": 0.5}], "momentum 0.5, but the optimizer's is 0.0"),
+        ([{"params": params}, {"params": params[:1]}], "0.weight in more than one group"),
+        ([{"lr": 0.1}], r"model_parameters\[0\]: no 'params'"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            find_groups(model, groups, {"betas": [0.9, 0.95]})
+    assert (
+        find_groups(
+            model, [{"params": params, "betas": (0.9, 0.95), "name": "all"}], {"betas": [0.9, 0.95]}
+        )
+        == ()
+    )
+    groups = find_groups(model, [{"params": params, "weight_decay": 0.1}])
+    coupled = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
+    with pytest.raises(ConfigError, match="decay as part of the gradient is not supported"):
+        translate(config(optimizer=coupled), 4, groups=groups)
+
+
+def test_parameter_groups() -> None:
+    model = small()
+    first, second = model.children()
+    dicts = [
+        {"params": first.parameters(), "lr": 0.1},
+        {"params": list(second.parameters()), "weight_decay": 0.2},
+    ]
+    groups = find_groups(model, dicts)
+    assert groups == (
+        Group(("0.weight", "0.bias"), 0.1, None),
+        Group(("1.weight", "1.bias"), None, 0.2),
+    )
+    optim = translate(BASE, 4, ModelFacts(), groups).config.optim
+    assert [(g.match, g.lr, g.weight_decay) for g in optim.groups] == [
+        ("0.weight", 0.1, None), ("0.bias", 0.1, None), ("1.weight", None, 0.2), ("1.bias", None, 0.2), ("*", None, 0),
+    ]  # fmt: skip
+    assert find_groups(model, model.parameters()) == ()
+    assert find_groups(model, None) == ()
+    with pytest.raises(ConfigError, match=r"missing 1.bias, 1.weight: set requires_grad_\(False\)"):
+        find_groups(model, first.parameters())
+    with pytest.raises(ConfigError, match="2 of them are not the model's"):
+        find_groups(model, [*model.parameters(), *nn.Linear(2, 2).parameters()])
+    second.requires_grad_(False)
+    assert find_groups(model, first.parameters()) == ()
+
+
+def test_a_schedule_of_its_own_rates_sets_all_groups() -> None:
+    model = small()
+    first, second = model.children()
+    groups = find_groups(
+        model,
+        [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters(), "lr": 0.2}],
+    )
+    t = translate(config(scheduler={"type": "WarmupLR"}), 4, ModelFacts(), groups)
+    assert not {g.lr for g in t.config.optim.groups} - {None}
+    assert (
+        notes(t, "scheduler.params.warmup_max_lr")[-1]
+        == "one learning rate for all parameter groups, as in DeepSpeed"
+    )
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}
+    t = translate(config(scheduler=cosine), 4, ModelFacts(), groups)
+    assert {g.lr for g in t.config.optim.groups} == {0.1, 0.2, None}

@@ -1,0 +1,274 @@
+"""Engines that are built from Python: their kinds, custom loops, what is refused, and what metrics
+show."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.configs import Case, batch, config_of, engine_of, share, topology_of
+from tests.harness import run_ranks
+from tests.pipeline.test_step import with_
+from tests.users_models import MODELS as USERS
+from threed.config import Config, ConfigError, ParamGroup
+from threed.distributed.topology import Topology
+from threed.engine import Engine, LayeredEngine, ModuleEngine
+from threed.layers import Slicing
+from threed.models import Wrapped
+from threed.zero.step_metrics import BadStepsError
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "named"),
+    [
+        ("parallel", {"cp": 2}, "--parallel.cp 2"),
+        ("precision", {"dtype": "fp8"}, "--precision.dtype fp8"),
+    ],
+)
+def test_a_feature_that_is_not_there_is_refused_by_name(
+    group: str, changes: dict[str, object], named: str
+) -> None:
+    config = config_of(Case(dtype="fp32"))
+    config = config.model_copy(update={group: getattr(config, group).model_copy(update=changes)})
+    with pytest.raises(ConfigError, match=named):
+        engine_of(config)
+
+
+FEWER = "use a smaller --parallel.pp"
+TOO_FEW: list[tuple[int, dict[str, object], str, str]] = [
+    (6, {"partition": "uniform"}, "", FEWER),
+    (
+        3,
+        {"schedule": "v-min", "chunks": 2},
+        " × 2 chunks of --parallel.schedule v-min",
+        f"{FEWER}, another --parallel.schedule",
+    ),
+    (
+        2,
+        {"schedule": "interleaved", "chunks": 3},
+        " × 3 chunks of --parallel.schedule interleaved",
+        f"{FEWER}, fewer --parallel.chunks, another --parallel.schedule",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pp", "changes", "chunks", "fix"), TOO_FEW)
+def test_too_few_layers_of_a_users_model_are_refused_with_the_flags_to_change(
+    pp: int, changes: dict[str, object], chunks: str, fix: str
+) -> None:
+    given = f"5 layers, embedding and head included, cannot fill the 6 stages of --parallel.pp {pp}"
+    problem = f"{given}{chunks}: {fix}, or a model of 6 layers or more"
+    run_ranks(pp, refuse_albert, pp, {"parallel": changes}, [problem])
+
+
+def test_a_partition_that_does_not_fit_a_users_model_is_refused_with_all_other_problems() -> None:
+    given = "--parallel.partition 3,1,2"
+    problems = [
+        f"{given} is for 3 stages: give 2 numbers, one for each of --parallel.pp 2",
+        f"{given} makes 6 layers: 5 are needed, embedding and head included",
+        "--optim.groups 'tail.*' matches no parameter",
+    ]
+    groups = (ParamGroup(match="tail.*", lr=1e-3),)
+    changes = {"parallel": {"partition": (3, 1, 2)}, "optim": {"groups": groups}}
+    run_ranks(2, refuse_albert, 2, changes, problems)
+
+
+def refuse_albert(pp: int, changes: dict[str, dict[str, object]], problems: list[str]) -> None:
+    """Checks, on every rank, the refusal of a model of 5 layers."""
+    config = with_(config_of(Case(pp=pp, layers=6, microbatches=pp)), **changes)
+    with pytest.raises(ConfigError) as found:
+        Engine(USERS["albert"](config.model, Slicing()), topology_of(pp, 1), config)
+    assert [text.split(": names are")[0] for text in found.value.problems] == problems
+
+
+class Named(nn.Module):
+    """A user's own attribute of the name that threed's models have."""
+
+    slicing = "slices of the video"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_what_is_a_model() -> None:
+    """threed's own have a Slicing; other modules are wrapped, whatever they are called; the rest is
+    refused."""
+    config = config_of(Case(microbatches=-2))
+    module = Named()
+    x = torch.ones(2, 4, dtype=torch.float64)
+    want = float(module(x).detach())
+    assert Engine(module, topology_of(1, 1), config).step({"x": x}).loss == pytest.approx(
+        want, rel=1e-12
+    )
+    wrapped = Wrapped(Named())
+    assert Engine(wrapped, topology_of(1, 1), config).model is wrapped
+    with pytest.raises(
+        TypeError, match=r"dict is not a model: pass an nn\.Module, or layers with their `slicing`"
+    ):
+        Engine({}, topology_of(1, 1), config)  # type: ignore[arg-type]
+
+
+def test_an_engine_is_of_the_kind_of_its_model() -> None:
+    layered = engine_of(config_of(Case(layers=1)))
+    assert type(layered) is LayeredEngine
+    assert not hasattr(layered, "backward")
+    assert isinstance(layered, Engine)
+    module = Engine(Named(), topology_of(1, 1), config_of(Case(microbatches=-2)))
+    assert type(module) is ModuleEngine
+    assert not hasattr(module, "logits")
+    assert isinstance(module, Engine)
+    for engine in (layered, module):
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                copied(engine)
+
+
+# ------------------------------------------------------------------------------------------------------- custom loops
+
+
+def train_by_steps(stage: int, custom: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and weights of three steps of two micro-batches on every rank, in a custom loop or
+    by `Engine.step`."""
+    torch.manual_seed(0)
+    config = Config.model_validate({
+        "train": {"global_batch": 8, "micro_batch": 4 // Topology().dp}, "precision": {"dtype": "fp64"},
+        "zero": {"stage": stage, "resident": 0},
+    })  # fmt: skip
+    engine, losses = ModuleEngine(Named(), Topology(), config), []
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        rows = torch.randn(8, 4, generator=draw, dtype=torch.float64)
+        own = rows.chunk(engine.topology.dp)[engine.topology.rank]
+        if custom:
+            engine.begin(microbatches=2)
+            for x in own.chunk(2):
+                engine.backward(engine.module(x))
+            losses.append(engine.update().loss)
+        else:
+            losses.append(engine.step({"x": own}).loss)
+    return losses, engine.full_state_dict()
+
+
+def check_custom_loops(stage: int) -> None:
+    losses, weights = train_by_steps(stage, custom=True)
+    same_losses, same_weights = train_by_steps(stage, custom=False)
+    assert losses == pytest.approx(same_losses, rel=1e-12)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, same_weights[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 2), (2, 3)])
+def test_a_custom_loop_trains_as_steps_do(world: int, stage: int) -> None:
+    run_ranks(world, check_custom_loops, stage)
+
+
+def test_a_step_of_a_custom_loop_can_be_discarded() -> None:
+    x = torch.ones(2, 4, dtype=torch.float64)
+    engine = ModuleEngine(Named(), topology_of(1, 1), config_of(Case(microbatches=-2)))
+    before = engine.full_state_dict()
+    engine.begin(microbatches=2)
+    engine.backward(engine.module(x))
+    engine.discard()
+    with pytest.raises(RuntimeError, match=r"call Engine\.begin"):
+        engine.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"call Engine\.begin"):
+        engine.update()
+    engine.begin()
+    with engine.inference() as module:
+        want = float(module(x))
+    engine.backward(engine.module(x))
+    assert engine.full_state_dict()["linear.weight"].equal(before["linear.weight"])
+    assert engine.update().loss == pytest.approx(want, rel=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------- what metrics show
+
+
+def three_steps(case: Case, drops: bool, fails: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights. drops: `zero_grad` comes before each step. fails: the second step first
+    fails in its second micro-batch."""
+    engine, losses, calls = engine_of(config_of(case)), [], []
+
+    def fail(*_: object) -> None:
+        calls.append(0)
+        if len(calls) == 2:
+            raise OSError("lost")
+
+    for number in range(3):
+        data = share(batch(number, case.rows), engine.topology)
+        if fails and number == 1:
+            hook = engine.blueprint.layers[1].register_forward_pre_hook(fail)
+            with pytest.raises(OSError, match="lost"):
+                engine.step(data)
+            hook.remove()
+        if drops:
+            engine.zero_grad()
+        losses.append(engine.step(data).loss)
+    return losses, engine.full_state_dict()
+
+
+def check_dropping(case: Case) -> None:
+    losses, weights = three_steps(case, drops=False, fails=False)
+    got, found = three_steps(case, drops=True, fails=case.schedule == "1f1b")
+    assert got == losses
+    for name, value in weights.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(dp=dp, zero=stage, dtype="fp32") for dp in (1, 2) for stage in range(4)),
+        Case(pp=2, schedule="2bw", microbatches=4, dtype="fp32"),
+    ],
+)
+def test_zero_grad_drops_a_step_that_failed_and_nothing_else(case: Case) -> None:
+    run_ranks(case.world, check_dropping, case)
+
+
+def test_metrics_show_their_values() -> None:
+    """Also of a step whose loss is no number, whose properties raise."""
+    config = config_of(Case(microbatches=-2))
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"max_bad_steps": 1})}
+    )
+    engine = Engine(Named(), topology_of(1, 1), config)
+    metrics = engine.step({"x": torch.ones(2, 4, dtype=torch.float64)})
+    shown = repr(metrics)
+    assert shown.startswith(
+        f"StepMetrics(step=1, tokens={metrics.tokens}, loss={metrics.loss:.6g}, grad_norm="
+    )
+    assert f"lr={metrics.lr:.6g}, loss_scale=1, skipped=0, bad_steps=0, fwd_bwd_s=" in shown
+    bad = engine.step({"x": torch.full((2, 4), torch.nan, dtype=torch.float64)})
+    assert "loss=nan" in str(bad)
+    assert "skipped=1, bad_steps=1" in str(bad)
+    with pytest.raises(BadStepsError):
+        print(bad.loss)
+
+
+def shown_while_updates_are_optimistic() -> list[str]:
+    case = Case(pp=2, layers=2, microbatches=4)
+    config = config_of(case)
+    config = config.model_copy(
+        update={"parallel": config.parallel.model_copy(update={"optimistic_step": True})}
+    )
+    engine = engine_of(config)
+    metrics = engine.step(batch(0, case.rows))
+    # on one rank alone: it must not wait for others
+    before = repr(metrics) if engine.topology.rank == 0 else ""
+    return [before, f"loss={metrics.loss:.6g}", repr(metrics)]
+
+
+def test_metrics_that_need_other_ranks_show_that_they_were_not_read() -> None:
+    for before, loss, after in run_ranks(2, shown_while_updates_are_optimistic):
+        assert before == "" or "step=1, " in before
+        assert before == "" or "loss=<not read yet>, grad_norm=<not read yet>" in before
+        assert f"{loss}, grad_norm=" in after
