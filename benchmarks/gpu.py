@@ -4,7 +4,7 @@
     python benchmarks/gpu.py                           # again: goes on where it was stopped, a finished stage stays
     python benchmarks/gpu.py --only kernels step       # some; --list names them
     python benchmarks/gpu.py --again kernels           # measures a finished stage anew
-    python benchmarks/gpu.py --only table              # the tables for docs/performance.md, from the files alone
+    python benchmarks/gpu.py --only table              # the tables for docs/reference/performance.md, from the files alone
     python benchmarks/gpu.py --device cpu --small      # a rehearsal of every stage, on a CPU, in tiny shapes
 
 Every stage is a process of its own with a time limit (`benchmarks/gpu_stages`), which writes OUT/NAME.json as it has
@@ -79,7 +79,7 @@ STAGES = (
     Planned(
         "largest", "the largest models: resident, offloaded to the host, to the drive", 160, 480
     ),
-    Planned("table", "tables for docs/performance.md", 0, 60),
+    Planned("table", "tables for docs/reference/performance.md", 0, 60),
 )
 
 

@@ -22,7 +22,7 @@ ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shapes; the defaults are the model of `docs/performance.md`."""
+    """The shapes; the defaults are the model of `docs/reference/performance.md`."""
 
     n_layer: int = 8
     d_model: int = 256

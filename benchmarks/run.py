@@ -1,4 +1,4 @@
-"""threed beside its peers: tokens/s, CPU time, bytes moved, peak memory, on one machine. See `docs/performance.md`.
+"""threed beside its peers: tokens/s, CPU time, bytes moved, peak memory, on one machine. See `docs/reference/performance.md`.
 
     python benchmarks/run.py                                         # all without a drive: 1.5 hours on 2 cores
     python benchmarks/run.py --suites zero                           # ZeRO beside DDP, FSDP2, torch, DeepSpeed

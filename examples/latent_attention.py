@@ -4,7 +4,7 @@ python examples/latent_attention.py
 torchrun --standalone --nproc-per-node 2 examples/latent_attention.py --parallel.tp 2
 
 arXiv 2405.04434, section 2.1: the keys and values of all heads are computed from a small latent vector per position,
-and all heads share one rotary key. Here, queries are not compressed. docs/own_models.md explains it.
+and all heads share one rotary key. Here, queries are not compressed. docs/guide/own_models.md explains it.
 """
 
 from __future__ import annotations

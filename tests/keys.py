@@ -1,4 +1,4 @@
-"""Writes docs/reference.md: every key of the configuration, as `threed.config` has them.
+"""Writes docs/reference/configuration.md: every key of the configuration, as `threed.config` has them.
 
 python -m tests.keys         # after a key came, went, or means something else
 """
@@ -14,7 +14,7 @@ from threed.config.checks import REFUSALS
 from threed.config.groups import Config, key_name
 from threed.config.schema import written
 
-PAGE = ROOT / "docs" / "reference.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 HEAD = """# All keys
 
 All keys of the configuration, with their defaults and meanings. `threed train --help` prints the same.

@@ -1,4 +1,4 @@
-"""Writes docs/walkthroughs.md: the functions that a configuration, a micro-batch and a gradient pass through.
+"""Writes docs/internals/walkthroughs.md: the functions that a configuration, a micro-batch and a gradient pass through.
 
 python -m tests.walkthroughs     # after a function of a walkthrough was renamed, moved, or calls another one
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tests.test_floors import ROOT
 
-PAGE = ROOT / "docs" / "walkthroughs.md"
+PAGE = ROOT / "docs" / "internals" / "walkthroughs.md"
 INTRODUCTION = """# Walkthroughs
 
 Three walkthroughs of the code, function by function: how a [configuration](#configuration) becomes an engine, how a

@@ -1,4 +1,4 @@
-"""Tables in Markdown for docs/performance.md, from the JSON files of the other stages alone; no GPU, no torch.
+"""Tables in Markdown for docs/reference/performance.md, from the JSON files of the other stages alone; no GPU, no torch.
 
 python -m benchmarks.gpu_stages.table --out benchmarks/results/gpu     # prints them, and writes OUT/table.md
 """

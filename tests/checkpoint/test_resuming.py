@@ -1,4 +1,4 @@
-"""The table of docs/reference.md on resumes: every key is in it once, and a resume does what its row says."""
+"""The table of docs/reference/configuration.md on resumes: every key is in it once, and a resume does what its row says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worked examples of docs/own_models.md: each is what it is in plain PyTorch, and the same in every topology.
+"""The worked examples of docs/guide/own_models.md: each is what it is in plain PyTorch, and the same in every topology.
 
 The plain models below share no code with threed. fp64 to 1e-9: the order of sums is all that differs.
 """

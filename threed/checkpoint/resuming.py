@@ -4,7 +4,7 @@
     found.refused          differences that prevent the resume, each with its fix
     found.applied          other differences to report: old value, new value, effect
 
-The table is `RULES`; `python -m tests.keys` writes it to docs/reference.md. If the step of a
+The table is `RULES`; `python -m tests.keys` writes it to docs/reference/configuration.md. If the step of a
 checkpoint is 0, or its weights were imported from another framework, only the model and the
 optimizer are compared.
 """

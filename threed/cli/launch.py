@@ -70,7 +70,7 @@ ENDINGS: dict[type[Exception], tuple[int, bool]] = {
 
 
 def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
-    """Runs the training that a command line describes. Returns the exit code (docs/surviving.md).
+    """Runs the training that a command line describes. Returns the exit code (docs/guide/fault_tolerance.md).
 
     An interrupt (Ctrl-C) prints one line, and then ends the process as usual.
 

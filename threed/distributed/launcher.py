@@ -25,7 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Variables = Mapping[str, str]
-TORCHRUN = "start the processes with torchrun instead: torchrun --nnodes N --nproc-per-node M ... (docs/surviving.md)"
+TORCHRUN = (
+    "start the processes with torchrun instead: "
+    "torchrun --nnodes N --nproc-per-node M ... (docs/guide/fault_tolerance.md)"
+)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -106,6 +106,6 @@ def build(config: ModelConfig, slicing: Slicing) -> Model:
         return Decoder(config, slicing)
     model: Model = find_model(config.arch)(config, slicing)
     if not is_layered(model):
-        fix = "return an object with `layers()`, `hidden` and `slicing` (docs/own_models.md)"
+        fix = "return an object with `layers()`, `hidden` and `slicing` (docs/guide/own_models.md)"
         raise ConfigError([f"{config.arch} returned a {type(model).__name__}: {fix}"])
     return model

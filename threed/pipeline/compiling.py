@@ -27,7 +27,7 @@ def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run:
     if not run.compile:
         return
     if not any(contract(layer).compilable for layer in model):
-        fix = "give them the attribute `compilable = True`, or leave it out (docs/own_models.md)"
+        fix = "give them the attribute `compilable = True`, or leave it out (docs/guide/own_models.md)"
         raise ConfigError([f"--run.compile: no layer of this model is marked as compilable; {fix}"])
     try:
         from threed.layers.compiled import compile_layer  # uses a new part of torch's API

@@ -5,7 +5,7 @@
     assert report.same, report
     results = run_ranks(4, work, arg)                     # work(arg) on 4 gloo ranks of this machine
 
-`threed verify FILE.py:NAME` runs `same_everywhere` from the command line; docs/verify.md explains
+`threed verify FILE.py:NAME` runs `same_everywhere` from the command line; docs/guide/verify.md explains
 both.
 """
 

@@ -12,5 +12,5 @@ Instead of these calls, `engine.train_batch(iterator)` runs a full step: all for
 and the update. `initialize.initialize` inspects the model and the given optimizer, translates the
 configuration (`config`), and wraps a `threed.engine.ModuleEngine`. Rank 0 prints `engine.notes`:
 keys without effect, and values chosen for "auto". Any nn.Module can be trained, with any ZeRO
-stage. docs/deepspeed.md lists the supported keys. `checkpoint` reads DeepSpeed's checkpoints.
+stage. docs/guide/deepspeed.md lists the supported keys. `checkpoint` reads DeepSpeed's checkpoints.
 """
