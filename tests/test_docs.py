@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import threed
 from benchmarks import gpu
 from tests import hf_models, keys, mutants, structure
 from tests.harness import run_ranks, run_script
@@ -32,6 +33,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "CODE_OF_CONDUCT.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 EXAMPLE = ROOT / "examples" / "custom_model.py"
@@ -379,6 +381,10 @@ def test_the_index_has_every_page() -> None:
     ]
     linked = [name for name in pages if not name.startswith("internals/decisions/")]
     assert [name for name in linked if f"({name})" not in index] == ["index.md"]
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    assert f"\nversion: {threed.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_changelog_keeps_its_form() -> None:
