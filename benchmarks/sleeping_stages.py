@@ -33,7 +33,7 @@ if str(ROOT) not in sys.path:
 from threed import schedules  # noqa: E402
 from threed.distributed.topology import Topology  # noqa: E402
 from threed.layers import MicroBatch  # noqa: E402
-from threed.models.cut import Cut  # noqa: E402
+from threed.models.pipeline_layout import PipelineLayout  # noqa: E402
 from threed.pipeline.executor import Executor  # noqa: E402
 from threed.pipeline.transport import Links  # noqa: E402
 from threed.schedules import Costs, Plan, lower, simulate  # noqa: E402
@@ -90,7 +90,9 @@ def ours(name: str, microbatches: int, costs: Costs, elements: int) -> Step:
     """A step of the executor on this rank."""
     topology = Topology(pp=dist.get_world_size())
     rank, plan = topology.rank, schedules.build(name, topology.pp, microbatches)
-    topology.prepare(links=Cut.of([range(n, n + 1) for n in range(plan.total_stages)], plan).links)
+    topology.prepare(
+        links=PipelineLayout.of([range(n, n + 1) for n in range(plan.total_stages)], plan).links
+    )
     stages: Any = [Sleeper(costs, chunk, rank, plan, elements) for chunk in range(plan.chunks)]
     weights = SleepingWeights(costs.duration(schedules.Action(schedules.Kind.W, 0, 0), rank, plan))
     executor = Executor(stages, Links(topology), rank, weight_gradients=weights)

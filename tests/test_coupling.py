@@ -29,9 +29,9 @@ SET: dict[str, str] = {
     "reliability.recheck: memory.fill_uninitialized_memory": OTHER,
     "distributed.sharding: param.spec": PARAMETER,
     "testing.ranks: os.environ": OTHER,
-    "zero.access: out.__class__": PARAMETER,
-    "zero.access: self.slot.param.__class__": PARAMETER,
-    "zero.counting: slot.param.grad": OTHER,
+    "zero.parameter_access: out.__class__": PARAMETER,
+    "zero.parameter_access: self.slot.param.__class__": PARAMETER,
+    "zero.contributions: slot.param.grad": OTHER,
     "zero.gather: group.slots[0].param.tile_gatherer": PARAMETER,
     "zero.reducer: slot.param.sink": PARAMETER,
     "zero.versions: param.data": OTHER,
@@ -44,7 +44,7 @@ STATE: dict[str, str] = {
     "schedules: _SCHEDULES": "schedules of the user, added before a configuration is read",
     "testing.ranks: _pipe": "the rank of a process that `run_ranks` has started",
     "testing.ranks: _preloaded": "modules that processes are forked with",
-    "zero.counting: _running": "autograd's engine is per process, too",
+    "zero.contributions: _running": "autograd's engine is per process, too",
 }
 CHANGES = {
     "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove",

@@ -51,7 +51,7 @@ WITHOUT_TORCH = (
     "threed.core.source",
     "threed.distributed.grid",
     "threed.distributed.launcher",
-    "threed.models.cut",
+    "threed.models.pipeline_layout",
     "threed.models.measured_partition",
     "threed.models.partition",
 )
@@ -268,9 +268,9 @@ PLANTED = {
         "threed.core.rng: imports upward",
     ),
     "torch on the ground": (
-        "threed/schedules/draw.py",
+        "threed/schedules/gantt.py",
         "import torch",
-        "threed.schedules.draw: imports torch",
+        "threed.schedules.gantt: imports torch",
     ),
     "distributed": (
         "threed/engine.py",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from threed import schedules
 from threed.schedules import Action, Kind, Plan, build, check_rendezvous, forward_only, legal, lower
 from threed.schedules.action import COMPUTE, RECEIVES, SENDS
-from threed.schedules.play import play
+from threed.schedules.event_simulation import play
 
 BUILDERS: dict[str, Callable[[int, int], Plan]] = {
     "gpipe": schedules.gpipe,

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from threed.checkpoint import fit, native
+from threed.checkpoint import compatibility, native
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import never
 from threed.checkpoint.saving import Save, Saver
@@ -48,13 +48,13 @@ from threed.pipeline.overlap import Overlap
 from threed.pipeline.transport import Transport, links
 from threed.planner.build import draw
 from threed.zero import agreement, records, replicas, setup
-from threed.zero.access import Holder
 from threed.zero.asynchronous import Asynchronous
-from threed.zero.counting import own_backward
+from threed.zero.contributions import own_backward
 from threed.zero.gather import Gatherer
 from threed.zero.hooks import ModuleGatherer
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.optimizer import Optimizer, Synchronous
+from threed.zero.parameter_access import Holder
 from threed.zero.reducer import Reducer
 from threed.zero.step_metrics import Faults, Later, loss_of
 from threed.zero.step_metrics import StepMetrics as StepMetrics
@@ -438,7 +438,7 @@ class Engine:
             KeyError, ValueError: if names or shapes differ from the model.
         """
         self._sync_states()
-        fit.take_full(self.optimizer, self.buffers, self.topology, weights)
+        compatibility.take_full(self.optimizer, self.buffers, self.topology, weights)
 
 
 # help(Engine) shows the parameters of __init__ rather than the parameters of __new__

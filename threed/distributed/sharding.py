@@ -134,7 +134,7 @@ def storage_of(tensor: Tensor | None) -> int:
 
 
 def is_managed(param: Tensor) -> bool:
-    """Returns whether an engine owns the parameter's values (`threed.zero.access`)."""
+    """Returns whether an engine owns the parameter's values (`threed.zero.parameter_access`)."""
     return hasattr(param, "access")
 
 

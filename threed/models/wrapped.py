@@ -35,7 +35,7 @@ from threed.distributed.sharding import (
 from threed.distributed.topology import Axis
 from threed.layers.contract import PipelineLayer
 from threed.layers.slicing import MicroBatch, Slicing
-from threed.models.counting import Inputs, Items
+from threed.models.loss_items import Inputs, Items
 
 
 def loss_of(output: Any) -> Tensor:

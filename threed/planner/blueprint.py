@@ -27,8 +27,8 @@ from threed.distributed.sharding import spec_of
 from threed.distributed.topology import SECOND, Topology
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
-from threed.models.cut import Cut, partition
 from threed.models.measured_partition import Division, stage_costs, times_by_flops
+from threed.models.pipeline_layout import PipelineLayout, partition
 from threed.models.wrapped import find_problems
 from threed.pipeline.activation_checkpointing import (
     build,
@@ -61,7 +61,7 @@ class Pipeline:
 
     schedule: str
     plan: Plan
-    cut: Cut
+    cut: PipelineLayout
     costs: Costs | None = None
     limit: float | None = None
     division: Division | None = None
@@ -94,7 +94,7 @@ class Pipeline:
             pipeline = cls(
                 name,
                 division.plan,
-                Cut.of(division.ranges, plan),
+                PipelineLayout.of(division.ranges, plan),
                 division.costs,
                 division.limit,
                 division,
@@ -150,7 +150,7 @@ def _divide_by_cost(
     ranges = partition(
         p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again)
     )
-    cut = Cut.of(ranges, plan)
+    cut = PipelineLayout.of(ranges, plan)
     if p.partition != "balanced" or p.pp == 1 or not schedules.plans_by_times(name):
         return Pipeline(name, plan, cut)
     times = stage_costs(times_by_flops(flops(), again), ranges)

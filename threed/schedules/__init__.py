@@ -20,18 +20,19 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-from threed.schedules import draw, from_file
+from threed.schedules import from_file
 from threed.schedules.action import Action, Kind, together
 from threed.schedules.all_forward_all_backward import forward_only, gpipe
 from threed.schedules.bidirectional import chimera, dualpipe, dualpipev
+from threed.schedules.deadlock_check import check_rendezvous, validate
 from threed.schedules.double_buffered import drain, first, two_bw
-from threed.schedules.draw import stack, svg
 from threed.schedules.from_file import read_csv
-from threed.schedules.legality import legal
+from threed.schedules.gantt import stack, svg
 from threed.schedules.lowering import lower
 from threed.schedules.one_forward_one_backward import interleaved, one_f_one_b
 from threed.schedules.plan import Plan, SizesError
-from threed.schedules.rendezvous import check_rendezvous, validate
+from threed.schedules.plan_checks import legal
+from threed.schedules.post_update_validation import time_between_steps
 from threed.schedules.simulation import (
     Costs,
     Timeline,
@@ -43,13 +44,12 @@ from threed.schedules.simulation import (
 )
 from threed.schedules.torch_csv import from_csv, to_csv
 from threed.schedules.v_shape import v_half, v_min, zb_v
-from threed.schedules.validation import time_between_steps
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 from threed.schedules.zero_bubble_search import planned, zb_auto
 
 __all__ = [
     "Action", "Costs", "Kind", "Plan", "ScheduleName", "SizesError", "Timeline", "absolute", "available", "build",
-    "check_rendezvous", "chimera", "chunks_are_free", "closest", "drain", "draw", "dualpipe", "dualpipev", "first",
+    "check_rendezvous", "chimera", "chunks_are_free", "closest", "drain", "dualpipe", "dualpipev", "first",
     "forward_only", "from_csv", "gpipe", "idle_shares", "interleaved", "is_asynchronous", "legal", "lower",
     "names_file", "one_f_one_b", "own_chunks", "peak_activations", "plans_by_times", "read_csv", "register", "replay",
     "schedule", "simulate", "span_and_bubble", "stack", "svg", "time_between_steps", "to_csv", "together", "two_bw",

@@ -3,7 +3,7 @@
     plan = build("1f1b", stages=4, microbatches=8)
     simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
-`simulate` runs the plan with its costs (play.py) and derives makespan, bubble, peak activations and
+`simulate` runs the plan with its costs (event_simulation.py) and derives makespan, bubble, peak activations and
 message counts from the times. `span_and_bubble` and `idle_shares` also take measured times.
 """
 
@@ -16,8 +16,8 @@ from fractions import Fraction
 from statistics import fmean
 
 from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.event_simulation import Span, Spans, play
 from threed.schedules.plan import Plan
-from threed.schedules.play import Span, Spans, play
 
 Cost = float | tuple[float, ...]
 

@@ -23,11 +23,11 @@ from itertools import accumulate, chain, cycle
 from math import inf
 from typing import NamedTuple
 
-from threed.schedules.critical import shorten
-from threed.schedules.flow import Flow, Orders, fill, to_plan, v_shape
+from threed.schedules.critical_path import shorten
 from threed.schedules.list_scheduling import Priority, list_orders
 from threed.schedules.plan import Plan
 from threed.schedules.simulation import Costs
+from threed.schedules.split_backward import Flow, Orders, fill, to_plan, v_shape
 
 PERIOD = 6  # units of time per micro-batch on a rank: two F, two I and two W
 # times of F, I and W on both chunks of a rank together, so each action on one chunk takes 1 unit
