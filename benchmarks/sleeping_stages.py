@@ -36,7 +36,7 @@ from threed.layers import MicroBatch  # noqa: E402
 from threed.models.pipeline_layout import PipelineLayout  # noqa: E402
 from threed.pipeline.executor import Executor  # noqa: E402
 from threed.pipeline.transport import Links  # noqa: E402
-from threed.schedules import Costs, Plan, lower, simulate  # noqa: E402
+from threed.schedules import Costs, Plan, lower, registry, simulate  # noqa: E402
 from threed.testing.ranks import run_ranks  # noqa: E402
 
 TORCH = {
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument(
         "--microbatches", type=int, default=None, help="by default three times the stages"
     )
-    names = [name for name in schedules.available() if not schedules.is_asynchronous(name)]
+    names = [name for name in schedules.available() if not registry.is_asynchronous(name)]
     parser.add_argument("--schedules", nargs="+", default=names)
     parser.add_argument(
         "--unit-ms", type=float, default=30.0, help="of a forward over all chunks of a rank"

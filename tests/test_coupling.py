@@ -41,7 +41,7 @@ STATE: dict[str, str] = {
     "config.architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
     "ops.attention: _checked": "a message is given once per process",
     "ops.launch: OPERATORS": "torch's registry of operators is per process, too",
-    "schedules: _SCHEDULES": "schedules of the user, added before a configuration is read",
+    "schedules.registry: _SCHEDULES": "schedules of the user, added before a configuration is read",
     "testing.ranks: _pipe": "the rank of a process that `run_ranks` has started",
     "testing.ranks: _preloaded": "modules that processes are forked with",
     "zero.contributions: _running": "autograd's engine is per process, too",

@@ -78,7 +78,11 @@ CONFIG = Walkthrough(
         ),
         Step("threed.planner.build:draw", "checks that the model is equal on all ranks"),
         Step("threed.planner.blueprint:Pipeline.of", "partitions the model and plans a step"),
-        Step("threed.schedules:build", "returns the compute actions of a step", via=("step_plan",)),
+        Step(
+            "threed.schedules.registry:build",
+            "returns the compute actions of a step",
+            via=("step_plan",),
+        ),
         Step(
             "threed.models.pipeline_layout:partition",
             "assigns layers to stages",

@@ -20,7 +20,8 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.config.arguments import to_toml
-from threed.data import Data, Prefetcher
+from threed.data import Data
+from threed.data.prefetch import Prefetcher
 from threed.distributed import collectives
 from threed.engine import LayeredEngine, StepMetrics
 from threed.interop.huggingface.folder import is_hf_folder

@@ -13,8 +13,10 @@ from threed.core.source import find_model, names_model
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.layers import Slicing
-from threed.models.decoder import Decoder as Decoder
-from threed.models.wrapped import Wrapped as Wrapped
+from threed.models.decoder import Decoder
+from threed.models.wrapped import Wrapped
+
+__all__ = ["Model", "ModelOptions", "Decoder", "Wrapped", "build"]
 
 
 class Model(Protocol):

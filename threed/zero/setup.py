@@ -24,7 +24,9 @@ from threed.ops.precision import LossScale, dtype
 from threed.ops.quantise import Int8Blocks
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
-from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
+from threed.schedules import Costs, Plan
+from threed.schedules.post_update_validation import time_between_steps
+from threed.schedules.registry import is_asynchronous
 from threed.zero.early_updates import max_pending_buckets
 from threed.zero.layout import DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reductions import GradientCodecs
