@@ -101,6 +101,10 @@ def wrap(model: object, topology: Topology) -> Wrapped:
 def build(config: ModelConfig, slicing: Slicing) -> Model:
     """Returns the model of `config.arch`: a decoder, or the model of FILE.py:NAME.
 
+    Args:
+        config: the model configuration.
+        slicing: parallel layout.
+
     Raises:
         ConfigError: if the object of the file does not return a model of pipeline layers.
     """

@@ -151,7 +151,12 @@ class Wrapped(PipelineLayer):
         return [self]
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
-        """Returns the weighted loss of a micro-batch."""
+        """Returns the weighted loss of a micro-batch.
+
+        Args:
+            x: None, because this is the only layer.
+            micro: the micro-batch; its inputs are the keyword arguments of the module's forward.
+        """
         inputs = micro.inputs or {}
         weight = micro.weight
         items = self.count if isinstance(self.count, Items) else None
@@ -182,6 +187,10 @@ class Wrapped(PipelineLayer):
 
         These are the values that the module had when it was wrapped. If it is on the meta device,
         its own initialisation computes them, for one unit at a time to save memory.
+
+        Args:
+            piece: the piece.
+            seed: seed of the initialisation of a module on the meta device.
         """
         given = self._original[piece.name]
         values = (
@@ -192,7 +201,12 @@ class Wrapped(PipelineLayer):
         return values[slices(piece.start, piece.size)]
 
     def agree(self, axis: Axis, device: torch.device) -> None:
-        """Broadcasts the original parameter values from the first rank of the axis. Collective."""
+        """Broadcasts the original parameter values from the first rank of the axis. Collective.
+
+        Args:
+            axis: ranks that must have equal values.
+            device: device of tensors in the axis's process group.
+        """
         for value in self._original.values():
             if axis.size > 1 and value.device.type != "meta":
                 shared = collectives.broadcast(value.detach().to(device).contiguous(), axis, 0)
@@ -204,6 +218,10 @@ class Wrapped(PipelineLayer):
         Drops the original parameter values. Moves buffers to the device. If some parameter has
         another dtype than `dtype`, casts the floating-point buffers as `module.to(device, dtype)`
         would. The values of buffers on the meta device come from their module's own initialisation.
+
+        Args:
+            device: device of the engine.
+            dtype: dtype of the parameters.
         """
         cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
         self._original.clear()

@@ -55,7 +55,13 @@ class Costs:
                 )
 
     def duration(self, action: Action, rank: int, plan: Plan) -> float:
-        """Returns the time of a rank's compute action."""
+        """Returns the time of a compute action.
+
+        Args:
+            action: the action.
+            rank: pipeline rank that runs it.
+            plan: plan of the action, which states the stage of the model of each chunk.
+        """
         if action.beside is not None and self.overlapped is not None:
             return self._of_pair(self.overlapped, action, rank, plan)
         parts = {
@@ -120,6 +126,9 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
     Args:
         plan: the plan, with or without communication.
         costs: times of compute actions and messages.
+
+    Returns:
+        The times of all actions, and the makespan, bubble, peak activations and messages.
 
     Raises:
         ValueError: the plan is invalid or deadlocks; the message names the rank and the action.

@@ -36,7 +36,12 @@ _EFFORT = 100_000  # the argument `effort` of `shorten`
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of ZB-V. A rank keeps at most `stages` micro-batches."""
+    """Returns the plan of ZB-V. A rank keeps at most `stages` micro-batches.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+    """
     unit = Flow.of(v_shape(stages), microbatches, UNIT)
     filled = fill(unit, phases(unit), 2 * stages)
     assert filled is not None
@@ -44,12 +49,22 @@ def zb_v(stages: int, microbatches: int) -> Plan:
 
 
 def v_half(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of V-Half. A rank keeps at most (stages + 2) // 2 micro-batches."""
+    """Returns the plan of V-Half. A rank keeps at most (stages + 2) // 2 micro-batches.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+    """
     return _best("v-half", stages, microbatches, (stages + 2) // 2, [Variant(2, tight=True)])
 
 
 def v_min(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of V-Min. A rank keeps at most (stages + 4) // 3 micro-batches."""
+    """Returns the plan of V-Min. A rank keeps at most (stages + 4) // 3 micro-batches.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+    """
     variants = [
         Variant(1, tight=True),
         Variant(1, 4),
