@@ -17,16 +17,18 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 import textwrap
 import types
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import threed
-from test_floors import ROOT, _lazy_exports
 
 PUBLIC = "layers models schedules data checkpoint testing config interop".split()
 # Names of internal packages that the documentation mentions.
@@ -87,20 +89,30 @@ def test_an_exported_name_hides_no_module(package: str) -> None:
 def test_the_lists_of_lazy_exports_agree(package: str) -> None:
     """`if TYPE_CHECKING` imports each name from the module from which `lazy` imports it."""
     module = importlib.import_module(package)
-    path = ROOT.joinpath(*package.split("."), "__init__.py")
-    typed = {
-        name.rpartition(".")[2]: home
-        for name, home in _lazy_exports(ast.parse(path.read_text(encoding="utf-8")), package)
-        if home != package
-    }
-    for name, home in typed.items():
-        assert getattr(module, name) is getattr(importlib.import_module(home), name)
-        assert getattr(module, name).__module__ == home
+    blocks = [
+        node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.If)
+    ]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    typed = {a.name: str(node.module) for node in imports for a in node.names}
     if typed:
-        submodules = {name for name in PUBLIC if package == "threed"}
-        assert typed.keys() | submodules == set(module.__all__)
+        assert typed.keys() == set(module.__all__)
         with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'missing'"):
             _ = module.missing
+    for name, home in typed.items():
+        value = getattr(module, name)
+        assert value is getattr(importlib.import_module(home), name)
+        assert isinstance(value, types.ModuleType) or value.__module__ == home
+
+
+def test_packages_are_imported_without_torch() -> None:
+    """Also the lists of names: a shell completes `threed.` without a wait."""
+    code = """
+import sys, threed, threed.config, threed.schedules, threed.checkpoint, threed.interop
+for package in (threed, threed.config, threed.schedules, threed.checkpoint, threed.interop):
+    assert set(package.__all__) <= set(dir(package))
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(threed.__file__).parents[1])
 
 
 # ---------------------------------------------------------------------------------------------------------- docstrings
@@ -193,6 +205,24 @@ def names_of(doc: str, section: str) -> set[str]:
 @pytest.mark.parametrize("name", EXPORTS)
 def test_an_exported_name_is_documented(name: str) -> None:
     assert list(problems_of(name, EXPORTS[name])) == []
+
+
+def test_help_shows_no_internal_default() -> None:
+    """A default such as `<function never at 0x7f...>` does not help a reader."""
+    functions = {name: value for name, value in EXPORTS.items() if not inspect.isclass(value)}
+    for name, value in EXPORTS.items():
+        if inspect.isclass(value):
+            functions |= {
+                f"{name}.{key}": member
+                for key, member in inspect.getmembers(value, inspect.isfunction)
+                if member.__module__.startswith("threed.")
+            }
+    exported = list(EXPORTS.values())
+    for name, function in functions.items():
+        for parameter in inspect.signature(function).parameters.values():
+            default = parameter.default
+            internal = inspect.isfunction(default) and default.__module__.startswith("threed.")
+            assert not internal or default in exported, f"{name}: {parameter}"
 
 
 class Documented:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         ModelConfig,
         OptimConfig,
         ParallelConfig,
-        ParamGroup,
         PrecisionConfig,
         RecomputeConfig,
         RunConfig,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     )
     from threed.config.program import program_config
     from threed.config.resolution import resolve
+    from threed.config.values import ParamGroup
 
 __all__ = [
     "Config",
@@ -58,6 +58,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         **dict.fromkeys(__all__, "threed.config.groups"),
+        "ParamGroup": "threed.config.values",
         "program_config": "threed.config.program",
         "find_problems": "threed.config.checks",
         "resolve": "threed.config.resolution",

@@ -341,8 +341,11 @@ class Topology:
         return self._axes.get(name + SECOND)
 
     def stages(self, stages: tuple[int, ...]) -> Axis:
-        """Returns the axis of the ranks that have replicas of a tied weight, on the pipeline stages
-        `stages`; see `ties` in `prepare`."""
+        """Returns the axis of the ranks that have replicas of a tied weight.
+
+        Args:
+            stages: the pipeline stages that hold the weight; see `ties` in `prepare`.
+        """
         return self._ties[stages]
 
     def link(self, source: int, target: int) -> Link:

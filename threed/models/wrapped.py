@@ -105,25 +105,39 @@ class Unit:
 class Wrapped(PipelineLayer):
     """An `nn.Module` as a model with a single pipeline layer; see `threed.models.Model`.
 
-    The tensors of a batch are passed as keyword arguments.
+    `threed.Engine(module, ...)` wraps a module with the default arguments. The tensors of a batch
+    are passed as keyword arguments.
 
     Args:
         module: the module.
-        loss: returns the scalar mean loss from the module's output.
+        loss: returns the scalar mean loss from the module's output. Default: the attribute `loss` of
+            the output, its entry 'loss', its first element, or the output itself.
         count: returns the number of items in the loss's mean (a scalar tensor) from the inputs of a
             micro-batch. The loss of a step is then the mean over the global batch, independent of
             how the batch is split. By default valid labels are counted, or rows if there are no
             labels.
+
+    Attributes:
+        module: the module.
+        units: the units, whose parameters are gathered and released together.
+
+    Raises:
+        ValueError: if the module cannot be wrapped; the message names the cause.
+
+    Example::
+
+        model = Wrapped(autoencoder, loss=lambda output: output.error.square().mean())
+        engine = threed.Engine(model, threed.Topology(), config)
     """
 
     def __init__(
         self,
         module: nn.Module,
-        loss: Callable[[Any], Tensor] = loss_of,
+        loss: Callable[[Any], Tensor] | None = None,
         count: Callable[[Inputs], Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.loss = module, loss
+        self.module, self.loss = module, loss or loss_of
         self.count = count or Items(module)
         self.hidden, self.slicing, self.name = 0, Slicing(), "module"
         check(module)
