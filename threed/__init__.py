@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from threed import checkpoint, config, data, interop, layers, models, schedules, testing
     from threed.config.groups import Config
     from threed.distributed.topology import Topology
-    from threed.engine import Engine
+    from threed.engine import Engine, LayeredEngine, ModuleEngine
     from threed.interop.deepspeed.initialize import initialize
     from threed.interop.loading import load
     from threed.layers.slicing import MicroBatch, Slicing
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Config", "Topology", "Engine", "StepMetrics", "Trainer", "load", "Slicing", "MicroBatch", "initialize",
+    "Config", "Topology", "Engine", "LayeredEngine", "ModuleEngine", "StepMetrics", "Trainer", "load", "Slicing",
+    "MicroBatch", "initialize",
     "layers", "models", "schedules", "data", "checkpoint", "testing", "config", "interop",
 ]  # fmt: skip
 
@@ -38,6 +39,8 @@ __getattr__, __dir__ = lazy(
         "Config": "threed.config.groups",
         "Topology": "threed.distributed.topology",
         "Engine": "threed.engine",
+        "LayeredEngine": "threed.engine",
+        "ModuleEngine": "threed.engine",
         "StepMetrics": "threed.zero.step_metrics",
         "Trainer": "threed.trainer",
         "load": "threed.interop.loading",

@@ -446,8 +446,10 @@ class Engine:
             `hf`: the data of the folder that a later export needs.
 
         Raises:
-            CheckpointError: if names or shapes differ from the model's. The engine is then
-                unchanged.
+            CheckpointError: on every rank. If a file is missing or damaged, or the checkpoint is of
+                another model or optimizer, the engine is unchanged. If values are not finite, an
+                engine that has its initial weights gets them again, and any other engine is marked
+                as inconsistent.
         """
         self.saver.end()
         self._sync_states()
@@ -486,7 +488,10 @@ Engine.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defin
 
 
 class LayeredEngine(Engine):
-    """Trains a model of pipeline layers; `Engine(...)` creates it for a `threed.models.Model`."""
+    """Trains a model of pipeline layers; `Engine(...)` creates it for a `threed.models.Model`.
+
+    It has the methods of `Engine`, and `logits`.
+    """
 
     wraps_module = False
 
@@ -516,16 +521,18 @@ class LayeredEngine(Engine):
 class ModuleEngine(Engine):
     """Trains any `nn.Module` on data ranks; `Engine(...)` creates it for a plain module.
 
-    `step` runs a full batch. A custom loop can run the micro-batches itself instead:
+    `step` runs a full batch. A custom loop can run the micro-batches itself instead.
+
+    Attributes:
+        accumulating: True between `begin` and `update`.
+
+    Example::
 
         engine.begin(microbatches=4)
         for inputs in micro_batches:
             loss = engine.module(**inputs).loss
             engine.backward(loss)
         metrics = engine.update()
-
-    Attributes:
-        accumulating: True between `begin` and `update`.
     """
 
     wraps_module = True
@@ -597,6 +604,9 @@ class ModuleEngine(Engine):
 
         Args:
             tokens: number of tokens of the global batch, for the metrics only.
+
+        Returns:
+            The metrics of the step.
 
         Raises:
             RuntimeError: if `begin` was not called.
