@@ -34,7 +34,8 @@ from threed.distributed.topology import Topology  # noqa: E402
 from threed.engine import Engine as Trainer  # noqa: E402
 from threed.memory.tiers import Drive  # noqa: E402
 from threed.pipeline.executor import Span  # noqa: E402
-from threed.schedules import Action, replay, span_and_bubble  # noqa: E402
+from threed.schedules import Action  # noqa: E402
+from threed.schedules.simulation import replay, span_and_bubble  # noqa: E402
 
 
 class Engine(Protocol):

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from threed.schedules import Costs, Plan, available, build, lower, plans_by_times, simulate  # noqa: E402
+from threed.schedules import Costs, Plan, available, build, lower, simulate  # noqa: E402
+from threed.schedules.registry import plans_by_times  # noqa: E402
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:

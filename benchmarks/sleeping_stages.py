@@ -33,10 +33,10 @@ if str(ROOT) not in sys.path:
 from threed import schedules  # noqa: E402
 from threed.distributed.topology import Topology  # noqa: E402
 from threed.layers import MicroBatch  # noqa: E402
-from threed.models.cut import Cut  # noqa: E402
+from threed.models.pipeline_layout import PipelineLayout  # noqa: E402
 from threed.pipeline.executor import Executor  # noqa: E402
 from threed.pipeline.transport import Links  # noqa: E402
-from threed.schedules import Costs, Plan, lower, simulate  # noqa: E402
+from threed.schedules import Costs, Plan, lower, registry, simulate  # noqa: E402
 from threed.testing.ranks import run_ranks  # noqa: E402
 
 TORCH = {
@@ -90,7 +90,9 @@ def ours(name: str, microbatches: int, costs: Costs, elements: int) -> Step:
     """A step of the executor on this rank."""
     topology = Topology(pp=dist.get_world_size())
     rank, plan = topology.rank, schedules.build(name, topology.pp, microbatches)
-    topology.prepare(links=Cut.of([range(n, n + 1) for n in range(plan.total_stages)], plan).links)
+    topology.prepare(
+        links=PipelineLayout.of([range(n, n + 1) for n in range(plan.total_stages)], plan).links
+    )
     stages: Any = [Sleeper(costs, chunk, rank, plan, elements) for chunk in range(plan.chunks)]
     weights = SleepingWeights(costs.duration(schedules.Action(schedules.Kind.W, 0, 0), rank, plan))
     executor = Executor(stages, Links(topology), rank, weight_gradients=weights)
@@ -217,7 +219,7 @@ def main() -> None:
     parser.add_argument(
         "--microbatches", type=int, default=None, help="by default three times the stages"
     )
-    names = [name for name in schedules.available() if not schedules.is_asynchronous(name)]
+    names = [name for name in schedules.available() if not registry.is_asynchronous(name)]
     parser.add_argument("--schedules", nargs="+", default=names)
     parser.add_argument(
         "--unit-ms", type=float, default=30.0, help="of a forward over all chunks of a rank"

@@ -23,18 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threed.schedules import (
-    Action,
-    Costs,
-    Kind,
-    Plan,
-    legal,
-    simulate,
-    v_half,
-    v_min,
-    zb_auto,
-    zb_v,
-)
+from threed.schedules import Action, Costs, Kind, Plan, simulate, v_half, v_min, zb_auto, zb_v
+from threed.schedules.plan_checks import legal
 
 PACKAGE = "megatron.core.pipeline_parallel.zerobubble.scheduler"
 KINDS = {"F": Kind.F, "B": Kind.I, "W": Kind.W}

@@ -16,8 +16,7 @@ import threed
 from threed import layers
 from threed.config import ModelConfig
 from threed.core.packages import needed
-from threed.distributed.collectives import split
-from threed.distributed.sharding import Init, Piece, ShardSpec, parameter, vector
+from threed.layers import Init, Piece, ShardSpec, parameter, split, vector
 
 rearrange = needed("einops", "this example").rearrange
 

@@ -31,11 +31,11 @@ from threed.checkpoint.retention import Retention
 from threed.checkpoint.saving import Save, Saver
 from threed.cli import launch
 from threed.core.native import build
-from threed.data import Prefetcher
+from threed.data.prefetch import Prefetcher
 from threed.distributed import collectives
 from threed.engine import Engine
 from threed.interop.huggingface import export
-from threed.monitor import MetricsFile
+from threed.monitor.metrics import MetricsFile
 from threed.pipeline.executor import Executor
 from threed.reliability import ownership
 from threed.trainer import Loop

@@ -30,7 +30,7 @@ from threed.config.checks import find_problems
 from threed.config.resolution import resolve
 from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
-from threed.schedules import ScheduleName
+from threed.schedules.registry import ScheduleName
 from threed.testing import RanksFailed, Results, differences, results_of
 
 STEPS, RANKS, TOLERANCE, TIMEOUT_S = 3, 6, 1e-9, 150.0

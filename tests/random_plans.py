@@ -12,7 +12,7 @@ import random
 
 from threed import schedules
 from threed.schedules import Action, Kind, Plan
-from threed.schedules.rendezvous import validate
+from threed.schedules.deadlock_check import validate
 
 TRIES = 400
 # (stage, micro-batch) -> 0; 1 after F; 2 after I; 3 after B or W

@@ -27,6 +27,7 @@ from threed.cli import commands
 from threed.config.arguments import GROUPS, format_problems, load
 from threed.config.groups import ConfigError, key_name
 from threed.core import source
+from threed.schedules import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -44,7 +45,7 @@ PICTURES = (
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
     "dualpipev", "2bw",
 )  # fmt: skip
-SHIPPED = set(get_args(schedules.ScheduleName))
+SHIPPED = set(get_args(registry.ScheduleName))
 KEYS = {
     f"--{group}.{key_name(name)}" for group, model in GROUPS.items() for name in model.model_fields
 }
@@ -281,7 +282,7 @@ def test_python_code_runs_or_is_part_of_an_example(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # what a page registers goes with it
-    monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))
+    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
     for block in blocks(path, "python"):
         if not any(
             part in file.read_text() for file in EXAMPLES for part in (block, indented(block))

@@ -44,6 +44,7 @@ WITHOUT_TORCH = (
     "threed.schedules",
     "threed.core.atomic",
     "threed.core.disk",
+    "threed.core.exports",
     "threed.core.native",
     "threed.core.packages",
     "threed.core.parse",
@@ -51,7 +52,7 @@ WITHOUT_TORCH = (
     "threed.core.source",
     "threed.distributed.grid",
     "threed.distributed.launcher",
-    "threed.models.cut",
+    "threed.models.pipeline_layout",
     "threed.models.measured_partition",
     "threed.models.partition",
 )
@@ -68,13 +69,19 @@ def find_violations(root: Path) -> list[str]:
     }
     graph: dict[str, set[str]] = {}
     problems: list[str] = []
+    texts = {module: path.read_text(encoding="utf-8") for module, path in sources.items()}
+    trees = {module: ast.parse(text) for module, text in texts.items()}
+    exports = {
+        name: module
+        for package in trees.keys() - {"threed"}
+        for name, module in _lazy_exports(trees[package], package)
+    }
     for module, path in sorted(sources.items()):
-        text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
+        text, tree = texts[module], trees[module]
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         imported = set(_imports(tree, package))
         graph[module] = {
-            _home(name, sources)
+            _home(exports.get(name, name), sources)
             for name in imported
             if name.split(".")[0] in ("threed", "pretrain")
         }
@@ -89,9 +96,33 @@ def _module_name(root: Path, path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def _export_blocks(tree: ast.Module) -> list[ast.If]:
+    """The `if TYPE_CHECKING` blocks of a package whose names are exported by `lazy`."""
+    lazy = any(
+        isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("lazy(__name__")
+        for node in tree.body
+    )
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and lazy]
+    return [node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING"]
+
+
+def _lazy_exports(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
+    """Pairs of an exported name, such as `threed.checkpoint.load`, and the module that defines it."""
+    for block in _export_blocks(tree):
+        for node in block.body:
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                yield from ((f"{package}.{alias.name}", node.module) for alias in node.names)
+
+
 def _imports(tree: ast.Module, package: str) -> Iterator[str]:
-    """Absolute dotted names; of `from a import b` the name `a.b`, for `b` may be a module."""
+    """Absolute dotted names; of `from a import b` the name `a.b`, for `b` may be a module.
+
+    The lazy exports of a package are not imports of the package, but of the modules that use them: see `find_violations`.
+    """
+    exports = {id(node) for block in _export_blocks(tree) for node in ast.walk(block)}
     for node in ast.walk(tree):
+        if id(node) in exports:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -262,15 +293,25 @@ PLANTED = {
         "import threed",
         "threed.engine: imports upward",
     ),
+    "upward, to a lazy export": (
+        "threed/engine.py",
+        "from threed.checkpoint import load",
+        "threed.engine: imports upward, from threed.engine to threed.interop.loading",
+    ),
+    "upward, from a package with lazy exports": (
+        "threed/checkpoint/__init__.py",
+        "from threed.interop.loading import load",
+        "threed.checkpoint: imports upward",
+    ),
     "upward, by name": (
         "threed/core/rng.py",
         "import importlib\nimportlib.import_module('threed.engine')",
         "threed.core.rng: imports upward",
     ),
     "torch on the ground": (
-        "threed/schedules/draw.py",
+        "threed/schedules/gantt.py",
         "import torch",
-        "threed.schedules.draw: imports torch",
+        "threed.schedules.gantt: imports torch",
     ),
     "distributed": (
         "threed/engine.py",
@@ -297,6 +338,14 @@ PLANTED = {
 }
 
 
+# A package whose names are defined in a higher package, and imported when a user asks for them.
+LAZY = """
+if TYPE_CHECKING:
+    from threed.interop.loading import load
+__getattr__, __dir__ = lazy(__name__, {"load": "threed.interop.loading"})
+"""
+
+
 @pytest.mark.parametrize(("path", "text", "problem"), PLANTED.values(), ids=PLANTED.keys())
 def test_the_check_bites(tmp_path: Path, path: str, text: str, problem: str) -> None:
     for name in (
@@ -311,6 +360,8 @@ def test_the_check_bites(tmp_path: Path, path: str, text: str, problem: str) -> 
     ):
         _write(tmp_path / f"threed/{name}.py", "import math\n")
     _write(tmp_path / "pretrain/gpt.py", "from threed import engine\n")
+    _write(tmp_path / "threed/interop/loading.py", "from threed.engine import Engine\n")
+    _write(tmp_path / "threed/checkpoint/__init__.py", LAZY)
     assert find_violations(tmp_path) == []
     _write(tmp_path / path, text)
     found = find_violations(tmp_path)

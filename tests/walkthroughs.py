@@ -78,14 +78,22 @@ CONFIG = Walkthrough(
         ),
         Step("threed.planner.build:draw", "checks that the model is equal on all ranks"),
         Step("threed.planner.blueprint:Pipeline.of", "partitions the model and plans a step"),
-        Step("threed.schedules:build", "returns the compute actions of a step", via=("step_plan",)),
         Step(
-            "threed.models.cut:partition",
+            "threed.schedules.registry:build",
+            "returns the compute actions of a step",
+            via=("step_plan",),
+        ),
+        Step(
+            "threed.models.pipeline_layout:partition",
             "assigns layers to stages",
             by="Pipeline.of",
             via=("_divide_by_cost",),
         ),
-        Step("threed.models.cut:Cut.of", "assigns stages to ranks, as chunks", by="Pipeline.of"),
+        Step(
+            "threed.models.pipeline_layout:PipelineLayout.of",
+            "assigns stages to ranks, as chunks",
+            by="Pipeline.of",
+        ),
         Step(
             "threed.planner.blueprint:Blueprint.build",
             "lays out the parameters of this rank",

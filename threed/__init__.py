@@ -6,49 +6,47 @@
     metrics = engine.step(batch)
     engine = threed.load("runs/tiny")             # a run, a checkpoint or a Hugging Face folder
 
-Names are imported on first use, so that `threed.schedules` and `threed.config` do not import torch.
+The public API consists of the names below and of the packages `layers`, `models`, `schedules`,
+`data`, `checkpoint`, `testing`, `config` and `interop`. All other packages are internal. Names are
+imported on first use, so that `threed.schedules` and `threed.config` do not import torch.
 """
 
-from __future__ import annotations
+from threed.core.exports import lazy
 
-import importlib
-from typing import Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from threed import checkpoint, config, data, interop, layers, models, schedules, testing
+    from threed.config.groups import Config
+    from threed.distributed.topology import Topology
+    from threed.engine import Engine, LayeredEngine, ModuleEngine
+    from threed.interop.deepspeed.initialize import initialize
+    from threed.interop.loading import load
+    from threed.layers.slicing import MicroBatch, Slicing
+    from threed.trainer import Trainer
+    from threed.zero.step_metrics import StepMetrics
 
 __version__ = "0.1.0"
 
-_MODULE_OF = {
-    "Config": "threed.config",
-    "Engine": "threed.engine",
-    "MicroBatch": "threed.layers",
-    "Slicing": "threed.layers",
-    "StepMetrics": "threed.engine",
-    "Topology": "threed.distributed.topology",
-    "Trainer": "threed.trainer",
-    "initialize": "threed.interop.deepspeed.initialize",
-    "load": "threed.interop.loading",
-}
-_SUBMODULES = (
-    "checkpoint",
-    "config",
-    "data",
-    "interop",
-    "layers",
-    "models",
-    "monitor",
-    "planner",
-    "schedules",
-    "testing",
+__all__ = [
+    "Config", "Topology", "Engine", "LayeredEngine", "ModuleEngine", "StepMetrics", "Trainer", "load", "Slicing",
+    "MicroBatch", "initialize",
+    "layers", "models", "schedules", "data", "checkpoint", "testing", "config", "interop",
+]  # fmt: skip
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Config": "threed.config.groups",
+        "Topology": "threed.distributed.topology",
+        "Engine": "threed.engine",
+        "LayeredEngine": "threed.engine",
+        "ModuleEngine": "threed.engine",
+        "StepMetrics": "threed.zero.step_metrics",
+        "Trainer": "threed.trainer",
+        "load": "threed.interop.loading",
+        "Slicing": "threed.layers.slicing",
+        "MicroBatch": "threed.layers.slicing",
+        "initialize": "threed.interop.deepspeed.initialize",
+    },
+    ("layers", "models", "schedules", "data", "checkpoint", "testing", "config", "interop"),
 )
-__all__ = [*_MODULE_OF, *_SUBMODULES]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        return getattr(importlib.import_module(_MODULE_OF[name]), name)
-    if name in _SUBMODULES:
-        return importlib.import_module(f"threed.{name}")
-    raise AttributeError(f"module 'threed' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]

@@ -24,9 +24,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from threed.checkpoint import fit, native
+from threed.checkpoint import compatibility, native
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import never
 from threed.checkpoint.saving import Save, Saver
 from threed.config import Config, ConfigError
 from threed.config.checks import find_refusals
@@ -48,29 +47,24 @@ from threed.pipeline.overlap import Overlap
 from threed.pipeline.transport import Transport, links
 from threed.planner.build import draw
 from threed.zero import agreement, records, replicas, setup
-from threed.zero.access import Holder
 from threed.zero.asynchronous import Asynchronous
-from threed.zero.counting import own_backward
+from threed.zero.contributions import own_backward
 from threed.zero.gather import Gatherer
 from threed.zero.hooks import ModuleGatherer
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.optimizer import Optimizer, Synchronous
+from threed.zero.parameter_access import Holder
 from threed.zero.reducer import Reducer
 from threed.zero.step_metrics import Faults, Later, loss_of
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
 
 class Engine:
-    """Trains `model` on `topology` with the settings of `config`.
+    """Trains a model on a topology, one optimizer step per call.
 
     `Engine(...)` returns a `LayeredEngine` for a `threed.models.Model` and a `ModuleEngine` for any
     other `nn.Module`. Every rank creates the engine with the same model and configuration. Methods
     marked "Collective." must be called on every rank, in the same order.
-
-        engine = threed.Engine(model, threed.Topology(pp=2, tp=2), config)
-        for batch in batches:
-            metrics = engine.step(batch)
-            print(metrics.step, metrics.loss)
 
     Args:
         model: a `threed.models.Model` with layers on the meta device; or, with tp = pp = 1, any
@@ -78,7 +72,7 @@ class Engine:
             returns a loss.
         topology: the axes (pipeline, data, context, tensor) of the ranks.
         config: the configuration; for a `threed.models.Model` it must be resolved
-            (`threed.config.resolution.resolve`).
+            (`threed.config.resolve`).
         learning_rate: function from the number of updates done to the learning rate (both scalar
             tensors, fp64); replaces the configured schedule.
         loss_scale: rule for changing the loss scale; replaces the configured rule.
@@ -86,6 +80,8 @@ class Engine:
 
     Attributes:
         config: the resolved configuration.
+        topology: the topology of the ranks.
+        model: the model; for an `nn.Module` the `threed.models.Wrapped` around it.
         steps: number of completed steps.
         consumed: number of samples of the global batches of all completed steps.
         wraps_module: True for a `ModuleEngine`, whose parameters the program may edit between
@@ -96,6 +92,14 @@ class Engine:
         TypeError: if `model` is not a model.
         ValueError: if the module cannot be wrapped, or if model or configuration differ between
             ranks.
+
+    Example::
+
+        engine = threed.Engine(model, threed.Topology(pp=2, tp=2), config)
+        for batch in batches:
+            metrics = engine.step(batch)
+            print(metrics.step, metrics.loss)
+        engine.save("checkpoints/step-200")
     """
 
     wraps_module: ClassVar[bool]
@@ -204,7 +208,7 @@ class Engine:
                 arguments of its forward.
 
         Returns:
-            The metrics of the step, which are still on the device.
+            The metrics of the step. Their values are still on the device: reading one waits for it.
         """
         began = time.perf_counter()
         rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
@@ -260,18 +264,18 @@ class Engine:
         return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults, limit)
 
     def zero_grad(self) -> None:
-        """Drops the gradients of a step that has not ended, and gradients that the losses of other
-        engines have added to this engine's parameters.
+        """Drops the gradients of a step that has not ended.
 
-        A step ends when `step` returns, even if its update is applied later (2BW).
+        Also drops the gradients that the losses of other engines have added to this engine's
+        parameters. A step ends when `step` returns, even if its update is applied later (2BW).
         """
         self.runner.drop()
 
     def finish(self) -> None:
-        """Completes the last step if its update is still pending (optimistic update, 2BW).
-        Collective.
+        """Completes the last step if its update is still pending. Collective.
 
-        The results of training are the same with or without this call.
+        An update is pending after an optimistic update and under 2BW. The results of training are
+        the same with or without this call.
         """
         self.reducer.recover()
         self.runner.finish(self.executor.run)
@@ -282,9 +286,14 @@ class Engine:
         self.finish()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Returns the mean token loss of a batch (as for `step`), without training. Collective.
+        """Returns the mean loss of a batch, without training. Collective.
 
-        The result is a scalar tensor; NaN if ids are not in the vocabulary or no label is valid.
+        Args:
+            batch: this data rank's share of the batch, as for `step`.
+
+        Returns:
+            A scalar tensor: the mean loss as in `StepMetrics.loss`; NaN if ids are not in the
+            vocabulary or no label is valid.
         """
         with self.evaluating():
             micros = self.batches.micro_batches(batch, self.steps, self.consumed, 1.0, False)
@@ -294,8 +303,10 @@ class Engine:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context manager for forwards without training. The state of a step in progress is kept.
-        Collective."""
+        """Context manager for forwards without training. Collective.
+
+        The state of a step in progress is kept.
+        """
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
             self.buffers.agree()
@@ -314,14 +325,16 @@ class Engine:
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))
 
     def bad_steps(self) -> int:
-        """Completes the last step, and returns the number of consecutive skipped steps up to it.
-        Collective."""
+        """Completes the last step; returns the number of consecutive skipped steps. Collective."""
         self.finish()
         return int(self.optimizer.bad.in_a_row)
 
     def compare_replicas(self) -> None:
-        """Raises ReplicaError if replicas of a parameter or state differ between ranks. The error
-        names them. Collective."""
+        """Checks that replicas of parameters and optimizer states are equal. Collective.
+
+        Raises:
+            ReplicaError: if replicas differ between ranks; the message names the ranks.
+        """
         self._sync_states()
         replicas.check(self.optimizer, self.topology, self.steps)
 
@@ -334,20 +347,32 @@ class Engine:
         return torch.stack(losses).double().sum().view(1) / scale
 
     def record(self, on: bool = True) -> list[Span]:
-        """Starts or stops recording the times of actions; returns the spans recorded so far."""
+        """Starts or stops recording the times of actions; returns the spans recorded so far.
+
+        Args:
+            on: True to start, False to stop.
+
+        Returns:
+            (action, start, end) of each action that this rank has run since recording started;
+            times are in seconds.
+        """
         return self.executor.record(on)
 
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
-        hurries: Callable[[], bool] = never,
+        hurries: Callable[[], bool] | None = None,
     ) -> Path:  # fmt: skip
-        """Writes the checkpoint folder `path` atomically; returns the path. Collective.
+        """Writes a checkpoint; returns its path. Collective.
+
+        The folder gets its name when it is complete, so an interrupted save leaves no partial
+        checkpoint.
 
         Args:
             path: the folder.
             extra: values for the manifest, as JSON; `load` returns them.
             hurries: returns True once the limit `checkpoint.write-limit-mib` (MiB/s) no longer
-                applies, for example because the run must stop; may be called in any thread.
+                applies, for example because the run must stop; may be called in any thread. None:
+                the limit always applies.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint cannot be written.
@@ -360,7 +385,7 @@ class Engine:
 
     def start_save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
-        before_publishing: Callable[[], None] = lambda: None, hurries: Callable[[], bool] = never,
+        before_publishing: Callable[[], None] | None = None, hurries: Callable[[], bool] | None = None,
     ) -> Save:  # fmt: skip
         """Starts a checkpoint in the background; returns the save in progress. Collective.
 
@@ -369,11 +394,19 @@ class Engine:
         checkpoint is complete.
 
         Args:
-            path, extra, hurries: see `save`.
-            before_publishing: called on rank 0 in the writing thread, after all files are written.
+            path: the folder.
+            extra: values for the manifest, as JSON; `load` returns them.
+            before_publishing: called on rank 0 in the writing thread, after all files are written
+                and before the folder gets its name.
+            hurries: see `save`.
+
+        Returns:
+            The save, with `wait()`, which is collective, and `done`.
 
         Raises:
-            CheckpointError, DataError: see `save`.
+            CheckpointError: on every rank, if a problem is found before this call returns; `wait`
+                raises later problems.
+            DataError: see `save`.
         """
         return self.saver.start(
             Path(path), self.counters(extra), self.extras, now=self.wraps_module,
@@ -381,8 +414,13 @@ class Engine:
         )  # fmt: skip
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the entries of a checkpoint's manifest that describe the state of training:
-        completed steps, consumed samples, `extra` and others. Collective.
+        """Returns the state of training for a checkpoint's manifest. Collective.
+
+        Args:
+            extra: values of the caller, as JSON.
+
+        Returns:
+            Completed steps, consumed samples, `extra`, and the counters of the optimizer's step.
 
         Raises:
             DataError: see `save`.
@@ -408,8 +446,10 @@ class Engine:
             `hf`: the data of the folder that a later export needs.
 
         Raises:
-            CheckpointError: if names or shapes differ from the model's. The engine is then
-                unchanged.
+            CheckpointError: on every rank. If a file is missing or damaged, or the checkpoint is of
+                another model or optimizer, the engine is unchanged. If values are not finite, an
+                engine that has its initial weights gets them again, and any other engine is marked
+                as inconsistent.
         """
         self.saver.end()
         self._sync_states()
@@ -423,7 +463,8 @@ class Engine:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns full weights (fp32 or wider) and persistent buffers on rank 0's CPU. Collective.
 
-        The keys are global names. Other ranks get an empty dict.
+        Returns:
+            Global name -> full tensor on rank 0; an empty dict on other ranks.
         """
         self._sync_states()
         return native.collect(self.optimizer, self.topology) | self.buffers.collect()
@@ -438,7 +479,7 @@ class Engine:
             KeyError, ValueError: if names or shapes differ from the model.
         """
         self._sync_states()
-        fit.take_full(self.optimizer, self.buffers, self.topology, weights)
+        compatibility.take_full(self.optimizer, self.buffers, self.topology, weights)
 
 
 # help(Engine) shows the parameters of __init__ rather than the parameters of __new__
@@ -447,7 +488,10 @@ Engine.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defin
 
 
 class LayeredEngine(Engine):
-    """Trains a model of pipeline layers; `Engine(...)` creates it for a `threed.models.Model`."""
+    """Trains a model of pipeline layers; `Engine(...)` creates it for a `threed.models.Model`.
+
+    It has the methods of `Engine`, and `logits`.
+    """
 
     wraps_module = False
 
@@ -461,7 +505,11 @@ class LayeredEngine(Engine):
         records.initialise(self.optimizer, values, again=True)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Returns logits [b s v/t] of tokens [b s] on the last stage, else None. Collective."""
+        """Returns logits [b s v/t] on the last pipeline stage, else None. Collective.
+
+        Args:
+            tokens: int64 [b s].
+        """
         self.finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
@@ -473,16 +521,18 @@ class LayeredEngine(Engine):
 class ModuleEngine(Engine):
     """Trains any `nn.Module` on data ranks; `Engine(...)` creates it for a plain module.
 
-    `step` runs a full batch. A custom loop can run the micro-batches itself instead:
+    `step` runs a full batch. A custom loop can run the micro-batches itself instead.
+
+    Attributes:
+        accumulating: True between `begin` and `update`.
+
+    Example::
 
         engine.begin(microbatches=4)
         for inputs in micro_batches:
             loss = engine.module(**inputs).loss
             engine.backward(loss)
         metrics = engine.update()
-
-    Attributes:
-        accumulating: True between `begin` and `update`.
     """
 
     wraps_module = True
@@ -512,7 +562,11 @@ class ModuleEngine(Engine):
         self.gatherer.changes.begin()
 
     def begin(self, microbatches: int = 1) -> None:
-        """Begins an optimizer step of `microbatches` micro-batches in a custom loop. Collective."""
+        """Begins an optimizer step of a custom loop. Collective.
+
+        Args:
+            microbatches: number of micro-batches of the step, for the default weight of `backward`.
+        """
         self.faults.clear()
         self._begin(microbatches)
         self.accumulating, self._microbatches = True, microbatches
@@ -550,6 +604,9 @@ class ModuleEngine(Engine):
 
         Args:
             tokens: number of tokens of the global batch, for the metrics only.
+
+        Returns:
+            The metrics of the step.
 
         Raises:
             RuntimeError: if `begin` was not called.

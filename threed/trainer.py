@@ -20,7 +20,8 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.config.arguments import to_toml
-from threed.data import Data, Prefetcher
+from threed.data import Data
+from threed.data.prefetch import Prefetcher
 from threed.distributed import collectives
 from threed.engine import LayeredEngine, StepMetrics
 from threed.interop.huggingface.folder import is_hf_folder
@@ -48,6 +49,9 @@ BEFORE_EXIT_S = 5.0
 class Trainer:
     """Trains an engine on data as configured.
 
+    Resumes from the newest checkpoint of the run folder, runs all steps, and writes metrics,
+    checkpoints, figures and the final report to the run folder.
+
     Args:
         engine: the engine; its configuration names the run folder and the number of steps.
         data: training and validation data.
@@ -55,8 +59,13 @@ class Trainer:
             default the arguments of this process.
         forecast: memory and time forecast of the run, used on rank 0; computed if None.
         interrupted: event that is set when the user interrupts the run.
-        callbacks: additional callbacks. In each step they are called before the step's metrics are
-            written, so that they can add metrics.
+        callbacks: additional callbacks (`threed.training.Callback`). In each step they are called
+            before the step's metrics are written, so that they can add metrics.
+
+    Example::
+
+        engine = threed.Engine(model, topology, config)
+        threed.Trainer(engine, data).run()
     """
 
     def __init__(

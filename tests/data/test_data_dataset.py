@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from threed.data import ByteTokenizer, Data, find_problems, open_data, tokenize_to_megatron
+from threed.data import ByteTokenizer, Data, open_data, tokenize_to_megatron
 from threed.data import dataset as dataset_module
+from threed.data.dataset import find_problems
 from threed.data.sources import TextSource, standard_library
 
 FORK = multiprocessing.get_context("fork")

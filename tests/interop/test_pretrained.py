@@ -17,7 +17,7 @@ from threed.checkpoint import native
 from threed.cli import launch
 from threed.config import ConfigError
 from threed.config.arguments import load
-from threed.data import find_problems
+from threed.data.dataset import find_problems
 from threed.data.tokenizer import ByteTokenizer
 from threed.interop.convert import convert
 from threed.interop.huggingface.layouts import model_of

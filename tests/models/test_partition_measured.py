@@ -49,6 +49,7 @@ from threed.models.partition import balanced, uniform
 from threed.planner.blueprint import step_plan
 from threed.planner.forecast import Forecast
 from threed.planner.layer_times import division, layer_times, trace_layer_bytes
+from threed.schedules import simulation
 
 NAP = 0.002  # seconds of a quick block's forward; its backward sleeps twice as long
 SLOW_FIRST = (3, 1, 1, 1, 1, 1)
@@ -214,9 +215,9 @@ def fullest(plan: schedules.Plan, held: Sequence[LayerBytes], cut: Sequence[rang
 def test_what_is_kept_is_what_the_simulator_says(name: str) -> None:
     plan = schedules.build(name, 4, 6)
     for rank in range(4):
-        assert most_kept(plan, rank, [1] * plan.chunks) / plan.chunks == schedules.peak_activations(
-            plan, rank
-        )
+        assert most_kept(
+            plan, rank, [1] * plan.chunks
+        ) / plan.chunks == simulation.peak_activations(plan, rank)
 
 
 def test_a_limit_moves_layers_to_later_stages() -> None:

@@ -9,7 +9,10 @@ import pytest
 from tests.configs import Case
 from tests.looping import OWN, Placement
 from tests.test_equivalence import run_all
-from threed.schedules import build, check_rendezvous, forward_only, legal, lower
+from threed.schedules import build, lower
+from threed.schedules.all_forward_all_backward import forward_only
+from threed.schedules.deadlock_check import check_rendezvous
+from threed.schedules.plan_checks import legal
 
 SHAPES = [(2, 1, 1), (4, 1, 1), (2, 2, 2)]  # pp, dp, tp
 

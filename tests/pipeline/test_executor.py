@@ -36,7 +36,7 @@ from threed.pipeline.executor import Executor
 from threed.pipeline.stage import AlwaysGathered, Stage
 from threed.pipeline.transport import Links, Transport
 from threed.planner.gathering import gathering
-from threed.schedules import Action, Kind, Plan
+from threed.schedules import Action, Kind, Plan, all_forward_all_backward, deadlock_check
 from threed.schedules.action import COMPUTE, RECEIVES
 from threed.testing import RanksFailed
 
@@ -201,7 +201,7 @@ def run_plan(
 
 def plans(stages: int) -> list[Plan]:
     """Every other one has GATHER in it."""
-    builders = (schedules.gpipe, schedules.one_f_one_b, schedules.forward_only)
+    builders = (schedules.gpipe, schedules.one_f_one_b, all_forward_all_backward.forward_only)
     return [
         schedules.lower(build(stages, count), count % 2 == 0)
         for build in builders
@@ -313,7 +313,7 @@ def test_a_receive_just_before_its_use_deadlocks_where_sends_block() -> None:
     with pytest.raises(
         ValueError, match=r"deadlocks: rank 0 at SF0\.1 with rank 1; rank 1 at SB0\.0 with rank 0"
     ):
-        schedules.check_rendezvous(late_receives(schedules.lower(schedules.one_f_one_b(2, 4))))
+        deadlock_check.check_rendezvous(late_receives(schedules.lower(schedules.one_f_one_b(2, 4))))
     run_ranks(2, check_late, "gloo")
     with pytest.raises(RanksFailed, match=r"ranks still running: \[0, 1\]") as caught:
         run_ranks(2, check_late, "rendezvous", timeout=3)

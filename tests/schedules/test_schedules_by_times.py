@@ -22,7 +22,7 @@ from threed.layers import Slicing
 from threed.models.measured_partition import Division, LayerBytes, LayerTimes, divide
 from threed.models.partition import uniform
 from threed.planner.forecast import Forecast
-from threed.schedules import Costs, Kind, Plan, build, simulate
+from threed.schedules import Costs, Kind, Plan, build, registry, simulate
 from threed.schedules.action import COMPUTE
 
 
@@ -84,7 +84,7 @@ def test_a_plan_for_the_cuts_times_is_never_slower_and_fits() -> None:
 
 
 def test_only_schedules_that_plan_by_times_take_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [name for name in schedules.available() if schedules.plans_by_times(name)] == ["zb-auto"]
+    assert [name for name in schedules.available() if registry.plans_by_times(name)] == ["zb-auto"]
     with pytest.raises(
         ValueError, match="schedule 1f1b: it does not plan by times: leave costs and limit out"
     ):

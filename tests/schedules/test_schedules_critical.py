@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threed.schedules import Costs, legal, lower, simulate, validate, zb_auto
-from threed.schedules.critical import shorten
-from threed.schedules.flow import Flow, fill, one_chunk, to_plan, v_shape
+from threed.schedules import Costs, lower, simulate, validate, zb_auto
+from threed.schedules.critical_path import shorten
+from threed.schedules.plan_checks import legal
+from threed.schedules.split_backward import Flow, fill, one_chunk, to_plan, v_shape
 
 durations = st.one_of(st.just(0.0), st.floats(0.1, 10))
 

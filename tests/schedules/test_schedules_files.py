@@ -19,19 +19,12 @@ from threed.config import ConfigError, ParallelConfig
 from threed.config.arguments import load
 from threed.config.resolution import resolve
 from threed.monitor import metrics
-from threed.schedules import (
-    Plan,
-    build,
-    from_csv,
-    lower,
-    names_file,
-    own_chunks,
-    read_csv,
-    validate,
-)
+from threed.schedules import Plan, build, from_csv, lower, read_csv, registry, validate
+from threed.schedules.registry import names_file, own_chunks
 
 MINE = '''
-from threed.schedules import Action, Kind, Plan, forward_only, gpipe, lower, schedule
+from threed.schedules import Action, Kind, Plan, gpipe, lower, schedule
+from threed.schedules.all_forward_all_backward import forward_only
 
 
 @schedule("rounds", chunks=2)
@@ -135,7 +128,7 @@ def by_rank(stages, microbatches):
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     # what the file registers goes with it
-    monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))
+    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
     (tmp_path / "mine.py").write_text(MINE)
     return str(tmp_path / "mine.py")
 
@@ -230,7 +223,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
 def test_the_decorator_leaves_the_function_and_takes_a_name_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))
+    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
 
     def mine(stages: int, microbatches: int) -> Plan:
         return schedules.gpipe(stages, microbatches)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from threed.config import Config
 from threed.config.checks import find_refusals
 from threed.config.resolution import resolve
-from threed.schedules import Costs, build, interleaved, lower, own_chunks, simulate, validate
+from threed.schedules import Costs, build, interleaved, lower, simulate, validate
 from threed.schedules.one_forward_one_backward import rounds
+from threed.schedules.registry import own_chunks
 
 times = st.floats(0.05, 10)
 

@@ -14,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threed import schedules
-from threed.schedules import Action, Kind, Plan, build, check_rendezvous, forward_only, legal, lower
+from threed.schedules import Action, Kind, Plan, build, lower, registry
 from threed.schedules.action import COMPUTE, RECEIVES, SENDS
-from threed.schedules.play import play
+from threed.schedules.all_forward_all_backward import forward_only
+from threed.schedules.deadlock_check import check_rendezvous
+from threed.schedules.event_simulation import play
+from threed.schedules.plan_checks import legal
 
 BUILDERS: dict[str, Callable[[int, int], Plan]] = {
     "gpipe": schedules.gpipe,
@@ -365,7 +368,7 @@ def test_schedules_of_one_chunk_refuse_more(name: str) -> None:
 
 
 def test_a_registered_schedule_is_built_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))
+    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
 
     def loop(stages: int, microbatches: int, chunks: int = 2) -> Plan:
         def rank() -> tuple[Action, ...]:

@@ -9,19 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threed.schedules import (
-    Action,
-    Costs,
-    Kind,
-    Plan,
-    build,
-    forward_only,
-    idle_shares,
-    lower,
-    simulate,
-    span_and_bubble,
-    svg,
-)
+from threed.schedules import Action, Costs, Kind, Plan, build, lower, simulate, svg
+from threed.schedules.all_forward_all_backward import forward_only
+from threed.schedules.simulation import idle_shares, span_and_bubble
 
 SVG = "{http://www.w3.org/2000/svg}"
 UNIT = Costs(forward=1, backward_input=1, backward_weight=1)

@@ -15,7 +15,9 @@ from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from tests.test_equivalence import run_all
 from threed import schedules
-from threed.schedules import Plan, ScheduleName, peak_activations
+from threed.schedules import Plan
+from threed.schedules.registry import ScheduleName
+from threed.schedules.simulation import peak_activations
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1)]  # pp, dp, tp

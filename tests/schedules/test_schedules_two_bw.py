@@ -20,7 +20,8 @@ from threed.config.checks import find_problems
 from threed.config.resolution import resolve
 from threed.engine import Engine
 from threed.planner.forecast import Forecast
-from threed.schedules import Action, Costs, Plan, drain, first, lower, simulate, two_bw, validate
+from threed.schedules import Action, Costs, Plan, lower, registry, simulate, two_bw, validate
+from threed.schedules.double_buffered import drain, first
 
 # ------------------------------------------------------------------------------------------------------------ the plan
 
@@ -172,7 +173,7 @@ def wrap() -> None:
 
 
 def test_schedules_of_ones_own_end_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))
+    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
     schedules.register("mine", two_bw)
     with pytest.raises(
         ValueError, match="leaves micro-batches to the next step, which only 2bw may"

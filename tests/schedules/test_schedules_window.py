@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threed.schedules.window import Step, first_units, walk
+from threed.schedules.prefetch_order import Step, first_units, walk
 
 units_of_a_pass = st.lists(st.integers(0, 50), unique=True, max_size=12)
 aheads = st.integers(0, 14)

@@ -24,8 +24,8 @@ from threed.schedules import (
     zb_h1,
     zb_h2,
 )
-from threed.schedules.flow import Flow, fill, one_chunk, to_plan, v_shape
 from threed.schedules.list_scheduling import Priority, list_orders
+from threed.schedules.split_backward import Flow, fill, one_chunk, to_plan, v_shape
 
 UNIT = Costs(1, 1, 1)
 CHUNK = Costs(2, 2, 2)  # with two chunks a rank every action takes 1

@@ -18,7 +18,7 @@ from threed.checkpoint import native
 from threed.data import Samples
 from threed.engine import Engine
 from threed.layers import Slicing
-from threed.models.cut import partition
+from threed.models.pipeline_layout import partition
 from threed.monitor import metrics
 from threed.pipeline.trace import stated_flops
 from threed.planner.forecast import Forecast

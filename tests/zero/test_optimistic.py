@@ -28,16 +28,9 @@ from threed.engine import Engine, StepMetrics
 from threed.layers import MicroBatch, Slicing
 from threed.ops.precision import LossScale
 from threed.planner.forecast import Forecast
-from threed.schedules import (
-    Action,
-    Costs,
-    Kind,
-    Plan,
-    build,
-    check_rendezvous,
-    lower,
-    time_between_steps,
-)
+from threed.schedules import Action, Costs, Kind, Plan, build, lower
+from threed.schedules.deadlock_check import check_rendezvous
+from threed.schedules.post_update_validation import time_between_steps
 from threed.zero import setup
 from threed.zero.optimistic import Optimistic
 from threed.zero.step_metrics import DataError

@@ -13,10 +13,10 @@ from threed.distributed.sharding import ShardSpec, parameter, vector
 from threed.distributed.topology import Topology
 from threed.memory.tiers import StagedBuffer
 from threed.zero import layout
-from threed.zero.counting import Contributions, LaunchQueue
-from threed.zero.early import Early
+from threed.zero.contributions import Contributions, LaunchQueue
+from threed.zero.early_updates import Early
 from threed.zero.gather import Gatherer
-from threed.zero.late import LateGradients
+from threed.zero.late_gradients import LateGradients
 from threed.zero.layout import Bucket, DataAxes, Layout, Policy, Slot
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import PLAIN, Reductions

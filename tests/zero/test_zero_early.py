@@ -26,7 +26,7 @@ from threed.memory.io import SwapError
 from threed.memory.tiers import Drive
 from threed.ops.precision import LossScale
 from threed.planner.forecast import Forecast
-from threed.zero.early import Early
+from threed.zero.early_updates import Early
 from threed.zero.layout import Bucket
 
 ALL: dict[str, Any] = {

@@ -26,7 +26,7 @@ from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
 from threed.layers import Slicing
 from threed.zero import layout
-from threed.zero.counting import own_backward
+from threed.zero.contributions import own_backward
 from threed.zero.layout import ALIGN, DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reducer import Reducer
 

@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 from tests.live import Live
 from tests.zero.test_zero_wrapped import ROWS, Case, engine_of
 from threed.distributed.topology import Topology
-from threed.models.counting import count_items, shifts_labels
+from threed.models.loss_items import count_items, shifts_labels
 from threed.models.wrapped import loss_of
 
 MODELS = ["gpt2", "llama", "qwen3", "bert", "t5"]

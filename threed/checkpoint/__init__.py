@@ -1,1 +1,34 @@
-"""Saves and loads checkpoints in the native format, and copies of the state in memory."""
+"""Saves, loads, inspects and converts checkpoints.
+
+    checkpoint.save(engine, "runs/tiny/checkpoints/step-200")          collective
+    engine = checkpoint.load("runs/tiny", threed.Topology(tp=2))       collective; in any topology
+    print(checkpoint.inspect("runs/tiny/checkpoints/step-200"))        checks all hashes
+    checkpoint.convert("runs/tiny/checkpoints/step-200", "tiny-hf")    a Hugging Face folder, and back
+
+The functions are defined in `threed.interop`, because they also handle the formats of other
+programs; this package exports them on first use. Its modules are internal: the native format, its
+readers and writers, and copies of the training state in memory.
+"""
+
+from threed.core.exports import lazy
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from threed.checkpoint.files import CheckpointError
+    from threed.interop.convert import convert
+    from threed.interop.inspection import CheckpointInfo, inspect
+    from threed.interop.loading import load, save
+
+__all__ = ["save", "load", "inspect", "CheckpointInfo", "convert", "CheckpointError"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "save": "threed.interop.loading",
+        "load": "threed.interop.loading",
+        "inspect": "threed.interop.inspection",
+        "CheckpointInfo": "threed.interop.inspection",
+        "convert": "threed.interop.convert",
+        "CheckpointError": "threed.checkpoint.files",
+    },
+)

@@ -6,10 +6,10 @@
 
 A copy is a `Save` into a folder in memory (tmpfs). Its files are not flushed, and it has no
 manifest. Each share of a section (see `sections`) has its own file, so that files from several
-machines can be combined, whichever machines are lost (`union`). Each machine stores all states that
-its ranks hold; if several of its ranks hold the same portion, only one of them writes each share.
-With a `Neighbour`, files that no other machine has are then also sent to the next machine, over
-process groups of two ranks.
+machines can be combined, whichever machines are lost (`loading_copies`). Each machine stores all
+states that its ranks hold; if several of its ranks hold the same portion, only one of them writes
+each share. With a `Neighbour`, files that no other machine has are then also sent to the next
+machine, over process groups of two ranks.
 
 Two copies exist at a time: the newest complete copy, and the copy in progress, which overwrites the
 files of the copy before the complete one. On a GPU, values are first copied to host memory. On a
@@ -29,11 +29,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from threed.checkpoint.extras import Extras
+from threed.checkpoint.file_transfer import receive_file, receive_json, send_file, send_json
 from threed.checkpoint.manifest import file_of, write_entry
 from threed.checkpoint.node_memory import COPIES, ELSEWHERE, Machines
 from threed.checkpoint.saving import Save, forecast_states
 from threed.checkpoint.sections import Held, SavedFile, held
-from threed.checkpoint.sending import receive_file, receive_json, send_file, send_json
 from threed.config import Config
 from threed.distributed import collectives
 from threed.distributed.topology import Link, Topology

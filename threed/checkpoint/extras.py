@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.checkpoint.fit import listed
+from threed.checkpoint.compatibility import listed
 from threed.core.device import rng_states, set_rng_states
 from threed.distributed.topology import Topology
 from threed.models.buffers import Buffers, bytes_of, dtype_name

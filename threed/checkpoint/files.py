@@ -56,11 +56,6 @@ POLL_S = 0.125  # seconds between calls of the `hurries` argument of `write_hash
 BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes per hashing task, per read, per checksum
 
 
-def never() -> bool:
-    """Returns False: the default of `hurries`, for saves without a time limit."""
-    return False
-
-
 class CheckpointError(RuntimeError):
     """Raised if a checkpoint cannot be written or read; the message names the file and a fix."""
 
@@ -223,7 +218,7 @@ def stream_tensors(
 
 
 def write_hashed(
-    path: Path, parts: Parts, limit: float | None = None, hurries: Callable[[], bool] = never,
+    path: Path, parts: Parts, limit: float | None = None, hurries: Callable[[], bool] | None = None,
     durable: bool = True,
 ) -> Hashes:  # fmt: skip
     """Writes a file and returns its hashes.
@@ -233,7 +228,7 @@ def write_hashed(
         parts: contents in order: bytes, and uint8 tensors [n] on the CPU.
         limit: maximum rate in bytes per second; None for no limit.
         hurries: callback that returns True once `limit` no longer applies, because the run is to
-            stop and waits for this file.
+            stop and waits for this file; None: `limit` always applies.
         durable: whether to flush the file to disk and compute its SHA-256. False for files in
             memory: if the native library is available, only their checksum is computed.
 
@@ -294,8 +289,8 @@ def _flush(file: FileIO) -> None:
     os.fsync(file.fileno())
 
 
-def _wait_until(end: float, hurries: Callable[[], bool]) -> None:
-    while not hurries() and (remaining := end - time.monotonic()) > 0:
+def _wait_until(end: float, hurries: Callable[[], bool] | None) -> None:
+    while not (hurries and hurries()) and (remaining := end - time.monotonic()) > 0:
         time.sleep(min(remaining, POLL_S))
 
 

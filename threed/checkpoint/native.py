@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from threed.checkpoint import finite, fit
+from threed.checkpoint import compatibility, finite
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import TensorSource
@@ -93,7 +93,7 @@ def load(
     share = _share(manifest, everyone, hashed)
     together(lambda: _refuse(missing(path, share)))
     reader = together(lambda: Reader(path, manifest))
-    here = fit.expected(optimizer, extras.buffers, topology)
+    here = compatibility.expected(optimizer, extras.buffers, topology)
     together(lambda: _refuse_model(path, reader, here))
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
     without_moments = {name for name in here.with_moments if kept[name] == {WEIGHT}}
@@ -128,11 +128,11 @@ def _refuse(problems: Sequence[str]) -> None:
         raise CheckpointError("; ".join(problems))
 
 
-def _refuse_model(path: Path, reader: Reader, here: fit.Expected) -> None:
+def _refuse_model(path: Path, reader: Reader, here: compatibility.Expected) -> None:
     """Raises CheckpointError if names or shapes of tensors differ from the model's."""
     found = {name: shape for name, (*_, shape) in reader.buffers.items()}
-    problems = fit.differences(reader.shapes, here.weights, "weights")
-    problems += fit.differences(found, here.buffers, "buffers")
+    problems = compatibility.differences(reader.shapes, here.weights, "weights")
+    problems += compatibility.differences(found, here.buffers, "buffers")
     if problems:
         fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict"
         raise CheckpointError(f"{path} is another model's: {'; '.join(problems)}: {fix}")
@@ -229,7 +229,7 @@ def _overflow(path: Path, optimizer: Optimizer) -> str:
 
 
 def _warn_not_restored(
-    rank: int, reader: Reader, here: fit.Expected, without_moments: set[str]
+    rank: int, reader: Reader, here: compatibility.Expected, without_moments: set[str]
 ) -> None:
     """Warns on rank 0 of moments that start at zero, and of saved moments that are not loaded.
 
@@ -243,8 +243,10 @@ def _warn_not_restored(
         name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}
     } - here.trained
     some = "of {}, which were frozen" if without_moments < here.trained else "at all, only weights"
-    fit.tell(rank, f"the checkpoint has no moments {some}: they begin at zero", without_moments)
-    fit.tell(rank, "moments of {} are left out: they are not trained any more", untrained)
+    compatibility.tell(
+        rank, f"the checkpoint has no moments {some}: they begin at zero", without_moments
+    )
+    compatibility.tell(rank, "moments of {} are left out: they are not trained any more", untrained)
 
 
 # ------------------------------------------------------------------------------------------------------- collecting

@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import CheckpointError, begin, never, plain
+from threed.checkpoint.files import CheckpointError, begin, plain
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of, finish, write_entry
 from threed.checkpoint.sections import Held, SavedFile, finite, held
 from threed.config import CheckpointConfig, Config
@@ -102,8 +102,8 @@ class Save:
         head: the manifest's format, version, configuration, topology and state.
         began: value of `time.perf_counter` at the start of the call that began the save.
         limit: maximum rate of this rank's writes in bytes per second; None for no limit.
-        hurries: callback that returns True once `limit` no longer applies.
-        before_publishing: called on rank 0, after the files of all ranks are written.
+        hurries: callback that returns True once `limit` no longer applies; None: it always applies.
+        before_publishing: called on rank 0, after the files of all ranks are written; or None.
         purpose: name of the thread; also the name under which updates wait for the snapshot.
         durable: whether files are flushed to disk, and whether process exit waits for the thread.
         elsewhere: advice on how to choose another location, for messages.
@@ -120,8 +120,8 @@ class Save:
     head: dict[str, Any]
     began: float
     limit: float | None = None
-    hurries: Callable[[], bool] = never
-    before_publishing: Callable[[], None] = lambda: None
+    hurries: Callable[[], bool] | None = None
+    before_publishing: Callable[[], None] | None = None
     purpose: ClassVar[str] = "checkpoint"
     durable: ClassVar[bool] = True
     elsewhere: ClassVar[str] = ELSEWHERE
@@ -306,7 +306,8 @@ class Save:
             return
         with self.step("finish"):
             entries = self._entries(time.monotonic() + patience)
-            self.before_publishing()
+            if self.before_publishing is not None:
+                self.before_publishing()
             finish(self.path, self.head, entries)
 
     @contextmanager
@@ -422,8 +423,8 @@ class Saver:
 
     def start(
         self, path: Path, state: Mapping[str, Any], extras: Extras, *,
-        background: bool = True, now: bool = False, hurries: Callable[[], bool] = never,
-        before_publishing: Callable[[], None] = lambda: None,
+        background: bool = True, now: bool = False, hurries: Callable[[], bool] | None = None,
+        before_publishing: Callable[[], None] | None = None,
     ) -> Save:  # fmt: skip
         """Begins to save a checkpoint, which is published complete or not at all. Collective.
 
@@ -437,7 +438,7 @@ class Saver:
             background: whether to write in a thread while training continues.
             now: see `Save.start`.
             hurries: callback that returns True once `checkpoint.write-limit-mib` no longer applies;
-                must be thread-safe.
+                must be thread-safe. None: the limit always applies.
             before_publishing: see `Save`.
 
         Raises:
@@ -457,7 +458,7 @@ class Saver:
 
     def prepare(
         self, path: Path, state: Mapping[str, Any], extras: Extras,
-        hurries: Callable[[], bool] = never, before_publishing: Callable[[], None] = lambda: None,
+        hurries: Callable[[], bool] | None = None, before_publishing: Callable[[], None] | None = None,
     ) -> Save:  # fmt: skip
         """Creates the unfinished folder, and returns this rank's part of the save. Collective.
 

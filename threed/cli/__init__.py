@@ -1,1 +1,6 @@
-"""The command line: `threed train`, `plan`, `verify`, `convert`, `inspect`, `report` and the other commands."""
+"""The command line: `threed train`, `plan`, `verify`, `convert`, `inspect`, `report` and the other commands.
+
+This package is internal.
+"""
+
+__all__: list[str] = []

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import shlex
 import sys
@@ -30,6 +29,7 @@ from threed.config import architectures
 from threed.core import source
 from threed.core.packages import MissingPackageError
 from threed.distributed.launcher import exits_on_broken_pipe
+from threed.schedules import registry
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -224,7 +224,7 @@ def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
         microbatches = plan.microbatches if microbatches is None else microbatches
     if stages is None or microbatches is None:
         raise ValueError(f"{a.name}: give --stages and --microbatches")
-    times = costs if schedules.plans_by_times(a.name) else None
+    times = costs if registry.plans_by_times(a.name) else None
     return schedules.build(a.name, stages, microbatches, a.chunks, times)
 
 
@@ -257,7 +257,12 @@ def _convert(a: argparse.Namespace) -> None:
 def _inspect(a: argparse.Namespace) -> None:
     if not a.checkpoint and not Path(a.drive).is_dir():
         raise ValueError(f"--drive {a.drive}: there is no such folder")
-    print(_checkpoint_facts(a.checkpoint) if a.checkpoint else _machine_facts(a.drive))
+    if not a.checkpoint:
+        print(_machine_facts(a.drive))
+        return
+    from threed.interop.inspection import inspect
+
+    print(inspect(a.checkpoint))
 
 
 def _machine_facts(drive: str) -> str:
@@ -307,52 +312,6 @@ def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
         return f"{folder}: {error}"
     how = "direct" if disk.direct else "through the page cache"
     return f"{folder}: {rates[1]:.1f} GB/s written, {rates[2]:.1f} read ({nbytes >> 20} MiB, {how})"
-
-
-def _checkpoint_facts(path: Path) -> str:
-    from threed.checkpoint import native
-    from threed.checkpoint.files import CheckpointError
-    from threed.checkpoint.reading import Reader
-    from threed.interop.huggingface.folder import is_hf_folder
-
-    if is_hf_folder(path):
-        return _folder_facts(path)
-    manifest = native.read_manifest(path)
-    damaged = native.verify(path, manifest, thorough=True)
-    if damaged:
-        raise CheckpointError("\n".join(damaged))
-    reader = Reader(path, manifest)
-    state, model, axes = manifest["state"], manifest["config"]["model"], manifest["topology"]
-    size = sum(entry["size"] for entry in manifest["files"])
-    buffers = sorted(reader.buffers.items())
-    lines = [
-        f"{path}: {len(manifest['files'])} files, {size:,} bytes, every hash verified",
-        f"after step {state['steps']} and {state['consumed']} samples",
-        f"model {model['arch']}, saved on {' × '.join(f'{a} {n}' for a, n in axes.items() if n > 1) or 'one rank'}",
-        *(f"{name:<44} {list(shape)}" for name, shape in sorted(reader.shapes.items())),
-        *(f"{name:<44} {list(shape)} buffer, {dtype}" for name, (_, dtype, shape) in buffers),
-    ]
-    return "\n".join(lines)
-
-
-def _folder_facts(path: Path) -> str:
-    """Returns a description of a Hugging Face folder, which has no hashes to verify."""
-    from threed.checkpoint.files import CheckpointError
-    from threed.interop.huggingface.folder import HFFolder
-
-    folder = HFFolder(path)
-    if problems := list(folder.problems()):
-        raise CheckpointError("\n".join(problems))
-    names = sorted(folder.shapes)
-    count = sum(math.prod(shape) for shape in folder.shapes.values())
-    dtypes = {str(folder.tensor("weight", name).dtype).removeprefix("torch.") for name in names}
-    formats = ", ".join(sorted(dtypes))
-    lines = [
-        f"{path}: a Hugging Face folder; its tensors match its configuration; it has no hashes",
-        f"model {folder.model.arch}, {count:,} parameters, {formats}",
-        *(f"{name:<44} {list(folder.shapes[name])}" for name in names),
-    ]
-    return "\n".join(lines)
 
 
 def _report(a: argparse.Namespace) -> None:

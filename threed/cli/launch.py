@@ -33,7 +33,7 @@ from threed.core import device
 from threed.core.disk import is_unwritable, why
 from threed.core.source import names_model
 from threed.data import Data, open_data
-from threed.data import find_problems as find_data_problems
+from threed.data.dataset import find_problems as find_data_problems
 from threed.distributed import collectives
 from threed.distributed.launcher import (
     LauncherError,

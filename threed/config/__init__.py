@@ -8,74 +8,60 @@ are imported on first use, so that an import of `threed.config.architectures` do
 pydantic.
 """
 
-from __future__ import annotations
+from threed.core.exports import lazy
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from threed.config.arguments import to_toml
+    from threed.config.checks import find_problems
     from threed.config.groups import (
-        CheckpointConfig as CheckpointConfig,
+        CheckpointConfig,
+        Config,
+        ConfigError,
+        DataConfig,
+        LogConfig,
+        ModelConfig,
+        OptimConfig,
+        ParallelConfig,
+        PrecisionConfig,
+        RecomputeConfig,
+        RunConfig,
+        TrainConfig,
+        ZeroConfig,
     )
-    from threed.config.groups import (
-        Config as Config,
-    )
-    from threed.config.groups import (
-        ConfigError as ConfigError,
-    )
-    from threed.config.groups import (
-        DataConfig as DataConfig,
-    )
-    from threed.config.groups import (
-        LogConfig as LogConfig,
-    )
-    from threed.config.groups import (
-        ModelConfig as ModelConfig,
-    )
-    from threed.config.groups import (
-        OptimConfig as OptimConfig,
-    )
-    from threed.config.groups import (
-        ParallelConfig as ParallelConfig,
-    )
-    from threed.config.groups import (
-        ParamGroup as ParamGroup,
-    )
-    from threed.config.groups import (
-        PrecisionConfig as PrecisionConfig,
-    )
-    from threed.config.groups import (
-        RecomputeConfig as RecomputeConfig,
-    )
-    from threed.config.groups import (
-        RunConfig as RunConfig,
-    )
-    from threed.config.groups import (
-        TrainConfig as TrainConfig,
-    )
-    from threed.config.groups import (
-        ZeroConfig as ZeroConfig,
-    )
+    from threed.config.program import program_config
+    from threed.config.resolution import resolve
+    from threed.config.values import ParamGroup
 
 __all__ = [
-    "CheckpointConfig",
     "Config",
-    "ConfigError",
-    "DataConfig",
-    "LogConfig",
-    "ModelConfig",
-    "OptimConfig",
     "ParallelConfig",
-    "ParamGroup",
-    "PrecisionConfig",
-    "RecomputeConfig",
-    "RunConfig",
-    "TrainConfig",
     "ZeroConfig",
+    "RecomputeConfig",
+    "PrecisionConfig",
+    "ModelConfig",
+    "TrainConfig",
+    "OptimConfig",
+    "ParamGroup",
+    "DataConfig",
+    "CheckpointConfig",
+    "LogConfig",
+    "RunConfig",
+    "ConfigError",
+    "program_config",
+    "find_problems",
+    "resolve",
+    "to_toml",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'threed.config' has no attribute {name!r}")
-    return getattr(importlib.import_module("threed.config.groups"), name)
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        **dict.fromkeys(__all__, "threed.config.groups"),
+        "ParamGroup": "threed.config.values",
+        "program_config": "threed.config.program",
+        "find_problems": "threed.config.checks",
+        "resolve": "threed.config.resolution",
+        "to_toml": "threed.config.arguments",
+    },
+)

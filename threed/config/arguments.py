@@ -442,7 +442,7 @@ def format_problems(problems: list[str]) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Returns all keys as TOML, which `load` reads back into an equal Config."""
+    """Returns all keys of `config` as TOML, which `--config FILE` reads into an equal Config."""
     lines: list[str] = []
     for group, values in config:
         lines += [f"[{key_name(group)}]"]

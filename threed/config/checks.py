@@ -29,6 +29,7 @@ from threed.config.groups import (
 )
 from threed.config.resolution import derive_dp, schedule_problem
 from threed.config.schema import written
+from threed.schedules import registry
 
 MOST_MICROBATCHES = 100_000  # per step; more of them take more time and memory to plan
 # Schedules that `zero.order layer` allows. On its single stage no order of micro-batches has a
@@ -196,7 +197,7 @@ def find_refusals(
             missing features is checked in every group.
     """
     required = [row for row in REQUIREMENTS if row.key.partition(".")[0] in groups]
-    required += ASYNCHRONOUS if schedules.is_asynchronous(config.parallel.schedule) else ()
+    required += ASYNCHRONOUS if registry.is_asynchronous(config.parallel.schedule) else ()
     rows: tuple[Refusal | Requirement, ...] = (*REFUSALS, *required)
     found = [row.find(config) for row in rows]
     return [problem for problem in found if problem] + list(_check_drive(config))
@@ -349,7 +350,7 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
         return
     try:
         sizes = (name, p.pp, count, p.chunks)
-        if plan := schedules.build(*sizes) if known else schedules.build_some(name, p.pp, p.chunks):
+        if plan := schedules.build(*sizes) if known else registry.build_some(name, p.pp, p.chunks):
             yield from _check_stages(config, plan.total_stages)
     except ValueError as error:
         yield schedule_problem(error, config, dp)

@@ -411,7 +411,28 @@ class RunConfig(_Group):
 
 
 class Config(BaseModel):
-    """The full configuration of a run: all groups of keys."""
+    """The full configuration of a run: all groups of keys.
+
+    Values are checked when a group is created. A configuration is frozen: `model_copy(update=...)`
+    returns a changed one.
+
+    Attributes:
+        parallel: sizes of the parallel axes, and the pipeline.
+        zero: ZeRO and offloading.
+        recompute: activation checkpointing.
+        precision: dtypes and the loss scale.
+        model: architecture and shapes of the model.
+        train: steps, batch sizes and limits.
+        optim: the optimizer and its learning rate.
+        data: training data and tokenizer.
+        checkpoint: when to save, what to keep, what to resume from.
+        log: metrics, wandb and the profiler.
+        run: run folder, fault detection and compilation.
+
+    Example::
+
+        config = Config(parallel=ParallelConfig(tp=2), train=TrainConfig(steps=100))
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -40,6 +40,7 @@ def program_config(
 
     Raises:
         ConfigError: if the command line has problems; the message lists all of them.
+        SystemExit: after printing the help.
     """
     config, options = load(argv, defaults=defaults, presets=Path(), world_size=world_size)
     if options.help:

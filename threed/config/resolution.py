@@ -12,6 +12,7 @@ from threed import schedules
 from threed.config.groups import Config, ConfigError, DType, ModelConfig
 from threed.config.schema import BaseModel
 from threed.core.source import names_model
+from threed.schedules import registry
 
 
 def derive_dp(config: Config, world_size: int) -> int:
@@ -99,9 +100,9 @@ def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
 def _resolve_parallel(config: Config, world_size: int | None) -> BaseModel:
     p, dp = config.parallel, None if world_size is None else derive_dp(config, world_size)
     sizes = () if dp is None else (p.pp, count_microbatches(config, dp))
-    schedule = schedules.absolute(p.schedule)
+    schedule = registry.absolute(p.schedule)
     try:
-        chunks = p.chunks or schedules.own_chunks(schedule, *sizes)
+        chunks = p.chunks or registry.own_chunks(schedule, *sizes)
     except ValueError as error:
         raise ConfigError([schedule_problem(error, config, dp)]) from error
     derived = {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}

@@ -23,6 +23,7 @@ from threed.config.schema import (
     number,
 )
 from threed.core.source import names_model
+from threed.schedules import registry
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,11 @@ def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
 
 def _schedule(value: object) -> object:
     """Accepts the name of a schedule or of a schedule file; does not read the file."""
-    names = (*get_args(schedules.ScheduleName), *schedules.available())
-    if isinstance(value, str) and (value in names or schedules.names_file(value)):
+    names = (*get_args(registry.ScheduleName), *schedules.available())
+    if isinstance(value, str) and (value in names or registry.names_file(value)):
         return value
-    listed = ", ".join(get_args(schedules.ScheduleName))
-    close = schedules.closest(str(value))
+    listed = ", ".join(get_args(registry.ScheduleName))
+    close = registry.closest(str(value))
     hint = f" (did you mean {close}?)" if close else ""
     raise ValueError(f"must be {listed}, FILE.py:FUNCTION or FILE.csv{hint}")
 
@@ -211,7 +212,7 @@ Optimizer = Annotated[OptimizerName, BeforeValidator(_optimizer)]
 Schedule = Annotated[
     str,
     BeforeValidator(_schedule),
-    Takes("|".join([*get_args(schedules.ScheduleName), "FILE.py:FUNCTION", "FILE.csv"])),
+    Takes("|".join([*get_args(registry.ScheduleName), "FILE.py:FUNCTION", "FILE.csv"])),
 ]
 Architecture = Annotated[
     str, BeforeValidator(_architecture), Takes("|".join([*architectures.NAMES, "FILE.py:NAME"]))

@@ -1,1 +1,6 @@
-"""Basics without knowledge of training: devices, random numbers, files, processes, and the native libraries."""
+"""Basics without knowledge of training: devices, random numbers, files, processes, and the native libraries.
+
+This package is internal.
+"""
+
+__all__: list[str] = []

@@ -11,13 +11,12 @@ others).
 
 from __future__ import annotations
 
-from threed.data.dataset import Data, find_problems, open_data
+from threed.data.dataset import Data, open_data
 from threed.data.megatron import TokenizeSummary, tokenize_to_megatron
-from threed.data.prefetch import Prefetcher
 from threed.data.samples import Samples
 from threed.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerJson, load_tokenizer
 
 __all__ = [
-    "ByteTokenizer", "Data", "Prefetcher", "Samples", "TokenizeSummary", "Tokenizer", "TokenizerJson",
-    "find_problems", "load_tokenizer", "open_data", "tokenize_to_megatron",
+    "open_data", "Data", "Samples", "load_tokenizer", "Tokenizer", "ByteTokenizer", "TokenizerJson",
+    "tokenize_to_megatron", "TokenizeSummary",
 ]  # fmt: skip

@@ -111,6 +111,9 @@ def open_data(
         bos: see `load_tokenizer`.
         special_tokens: see `load_tokenizer`.
 
+    Returns:
+        The data: `data.train` and `data.valid` are `Samples`.
+
     Raises:
         ValueError: the data are missing, empty, malformed, too short for one sample of either
             split, or have ids outside of the vocabulary; the message states the fix.

@@ -246,6 +246,9 @@ def tokenize_to_megatron(
         dst_prefix: the prefix of the pair.
         tokenizer: the tokenizer.
 
+    Returns:
+        The files, and the numbers of documents and tokens.
+
     Raises:
         ValueError: the text is invalid, or a file of the pair already exists.
     """

@@ -82,7 +82,7 @@ class Tokenizer(Protocol):
         """Returns the text of `ids`, without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Returns the ids of each piece of UTF-8 text, in `token_dtype(vocab_size)`."""
+        """Returns the ids of each of the `pieces` of UTF-8 text, in `token_dtype(vocab_size)`."""
 
     def count_bytes(self, ids: Tokens) -> int:
         """Returns the number of UTF-8 bytes in the text of `ids`, without special tokens."""
@@ -149,7 +149,10 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Returns each piece's bytes as uint16; unlike `encode`, it accepts any bytes."""
+        """Returns the bytes of each of the `pieces` as uint16.
+
+        Unlike `encode`, it accepts any bytes.
+        """
         return [
             np.frombuffer(piece, dtype=np.uint8).astype(token_dtype(self.vocab_size))
             for piece in pieces
@@ -163,6 +166,10 @@ class ByteTokenizer:
         """Writes a byte-level BPE tokenizer.json without merges, in which byte b has id b.
 
         Also writes tokenizer_config.json and special_tokens_map.json.
+
+        Args:
+            folder: the folder to write to; created if it does not exist.
+            model_type: not used.
         """
         library: Any = needed("tokenizers", "a tokenizer.json for exported weights")
         vocab = {character: byte for byte, character in enumerate(byte_characters())}
@@ -258,7 +265,10 @@ class TokenizerJson:
         return text
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Returns the ids of each piece, encoded in parallel; invalid UTF-8 becomes U+FFFD."""
+        """Returns the ids of each of the `pieces`, encoded in parallel.
+
+        Invalid UTF-8 becomes U+FFFD.
+        """
         texts = [piece.decode("utf-8", errors="replace") for piece in pieces]
         dtype = token_dtype(self.vocab_size)
         return [np.asarray(encoding.ids, dtype=dtype) for encoding in self._encode(texts)]
@@ -276,7 +286,7 @@ class TokenizerJson:
         return encodings
 
     def count_bytes(self, ids: Tokens) -> int:
-        """Returns the number of bytes of the decoded text, decoded in blocks of 65,536 tokens.
+        """Returns the number of bytes of the text of `ids`, decoded in blocks of 65,536 tokens.
 
         A character that spans two blocks is counted as a U+FFFD in each of them, which is an error
         of a few bytes per block.
@@ -289,6 +299,11 @@ class TokenizerJson:
 
         If `transformers` would otherwise use the tokenizer class of another model, also writes a
         tokenizer_config.json, and a tokenizer.json if there was none to copy.
+
+        Args:
+            folder: the folder to write to; created if it does not exist.
+            model_type: `model_type` of the model in the folder, by which `transformers` chooses a
+                tokenizer class; None: the model that the tokenizer's files are for.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._files.save_hf(folder)

@@ -1,1 +1,6 @@
-"""Ranks and their communication: the grid and its process groups, collectives, and how parameters are sharded."""
+"""Ranks and their communication: the grid and its process groups, collectives, and how parameters are sharded.
+
+This package is internal.
+"""
+
+__all__: list[str] = []

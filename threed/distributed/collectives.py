@@ -106,8 +106,13 @@ def done(tensor: Tensor, *works: dist.Work | None) -> Pending:
 
 
 def split(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Returns the range [start, stop) of part `index` if `size` elements are divided into `parts`
-    parts, whose sizes differ by at most one."""
+    """Returns the range [start, stop) of one of several parts whose sizes differ by at most one.
+
+    Args:
+        size: number of elements to divide.
+        parts: number of parts.
+        index: number of the part.
+    """
     return size * index // parts, size * (index + 1) // parts
 
 
@@ -446,22 +451,48 @@ def _all_reduce_copy(dy: Tensor, axis: Axis) -> Tensor:
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Returns x; the backward all-reduces the gradient (Megatron's f). Collective."""
+    """Returns x; the backward all-reduces the gradient (Megatron's f). Collective.
+
+    Args:
+        x: [...], equal on all ranks of the axis.
+        axis: ranks over which the gradient is summed.
+    """
     return x if axis.size == 1 else _Conjugate.apply(x, axis, _view, _all_reduce_copy)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduces x; the backward returns the gradient unchanged (Megatron's g). Collective."""
+    """Returns the sum of x over ranks; the backward keeps the gradient (Megatron's g). Collective.
+
+    Args:
+        x: this rank's term, [...].
+        axis: ranks over which x is summed.
+    """
     return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _pass_on)
 
 
 def gather_from(x: Tensor, axis: Axis) -> Tensor:
-    """All-gathers [s/t ...] -> [s ...]; the backward reduce-scatters the gradient. Collective."""
+    """Returns the concatenation of x over ranks; the backward reduce-scatters. Collective.
+
+    Args:
+        x: this rank's part, [s/t ...].
+        axis: the t ranks.
+
+    Returns:
+        [s ...].
+    """
     return x if axis.size == 1 else _Conjugate.apply(x, axis, all_gather, reduce_scatter)
 
 
 def scatter_to(x: Tensor, axis: Axis) -> Tensor:
-    """Reduce-scatters [s ...] -> [s/t ...]; the backward all-gathers the gradient. Collective."""
+    """Returns this rank's part of the sum of x over ranks; the backward all-gathers. Collective.
+
+    Args:
+        x: this rank's term, [s ...].
+        axis: the t ranks.
+
+    Returns:
+        [s/t ...].
+    """
     return x if axis.size == 1 else _Conjugate.apply(x, axis, reduce_scatter, all_gather)
 
 

@@ -29,7 +29,12 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a global tensor: normal with `std`, or `value` if `std` is 0."""
+    """Initial values of a global tensor: normal with `std`, or `value` if `std` is 0.
+
+    Attributes:
+        std: standard deviation of the normal distribution; its mean is 0.
+        value: constant value of every element.
+    """
 
     std: float = 0.0
     value: float = 0.0
@@ -57,6 +62,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
+        """The number of elements of the piece."""
         return math.prod(self.size)
 
 
@@ -134,7 +140,7 @@ def storage_of(tensor: Tensor | None) -> int:
 
 
 def is_managed(param: Tensor) -> bool:
-    """Returns whether an engine owns the parameter's values (`threed.zero.access`)."""
+    """Returns whether an engine owns the parameter's values (`threed.zero.parameter_access`)."""
     return hasattr(param, "access")
 
 
@@ -181,8 +187,16 @@ def initial(piece: Piece, seed: int) -> Tensor:
 def matrix(
     name: str, shape: tuple[int, int], dim: int, span: tuple[int, int], std: float, offset: int = 0
 ) -> Piece:
-    """Returns rows (dim 0) or columns (dim 1) of a matrix as a piece: numbers span[0] to
-    span[1] - 1."""
+    """Returns rows or columns span[0] to span[1] - 1 of a matrix as a piece.
+
+    Args:
+        name: global name of the matrix.
+        shape: shape of the full matrix.
+        dim: 0 for rows, 1 for columns.
+        span: first row or column, and the last one plus 1.
+        std: standard deviation of the initial values.
+        offset: start of the piece in the local parameter, in elements.
+    """
     start, size = [0, 0], list(shape)
     start[dim], size[dim] = span[0], span[1] - span[0]
     return Piece(name, shape, (start[0], start[1]), (size[0], size[1]), offset, Init(std=std))
@@ -191,7 +205,15 @@ def matrix(
 def vector(
     name: str, length: int, span: tuple[int, int] | None = None, value: float = 0.0, offset: int = 0
 ) -> Piece:
-    """Returns the elements span[0] to span[1] - 1 of a vector as a piece; by default all."""
+    """Returns the elements span[0] to span[1] - 1 of a vector as a piece.
+
+    Args:
+        name: global name of the vector.
+        length: number of elements of the full vector.
+        span: first element, and the last one plus 1; None: all elements.
+        value: initial value of every element.
+        offset: start of the piece in the local parameter, in elements.
+    """
     first, last = span or (0, length)
     return Piece(name, (length,), (first,), (last - first,), offset, Init(value=value))
 

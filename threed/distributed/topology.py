@@ -272,6 +272,10 @@ class Topology:
 
         Used for planning: its tensors have shapes but no values, and collectives on it only count
         bytes.
+
+        Args:
+            grid: sizes and order of the axes.
+            rank: the rank in the grid.
         """
         topology = cls.__new__(cls)
         topology.device = torch.device("meta")
@@ -325,7 +329,11 @@ class Topology:
         self._link(links)
 
     def axis(self, name: str) -> Axis:
-        """Returns the axis pp, dp, cp, tp or world, or a derived axis that `prepare` created."""
+        """Returns an axis: pp, dp, cp, tp or world, or a derived axis that `prepare` created.
+
+        Args:
+            name: name of the axis.
+        """
         return self._axes[name]
 
     def second(self, name: str) -> Axis | None:
@@ -333,13 +341,20 @@ class Topology:
         return self._axes.get(name + SECOND)
 
     def stages(self, stages: tuple[int, ...]) -> Axis:
-        """Returns the axis of the ranks that have replicas of a tied weight, on the pipeline stages
-        `stages`; see `ties` in `prepare`."""
+        """Returns the axis of the ranks that have replicas of a tied weight.
+
+        Args:
+            stages: the pipeline stages that hold the weight; see `ties` in `prepare`.
+        """
         return self._ties[stages]
 
     def link(self, source: int, target: int) -> Link:
-        """Returns the channel from stage `source` to stage `target`. This rank must be on one of
-        the two stages."""
+        """Returns the channel between two pipeline stages; this rank must be on one of them.
+
+        Args:
+            source: pipeline rank that sends.
+            target: pipeline rank that receives.
+        """
         return self._links[source, target]
 
     def host_links(self, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Link]:

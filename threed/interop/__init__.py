@@ -1,12 +1,22 @@
 """Checkpoint formats and APIs of other programs.
 
-    convert.convert(src, dst)      converts checkpoints between the native format and other formats
-    pretrained.find(config)        configures a run that starts from a Hugging Face folder
-    loading.load(path)             builds an engine from a run, checkpoint or Hugging Face folder
-    huggingface                    reads and writes Hugging Face folders; loads them into an engine
-    deepspeed                      `threed.initialize`, DeepSpeed's configuration and checkpoints
-    megatron                       reads the weights of Megatron-LM checkpoints
-    pickles                        reads pickled files without executing any code in them
+    engine, optimizer, loader, scheduler = threed.interop.initialize(model=model, config="ds.json")
+    engine.train_batch(iterator)
+
+`initialize` (also `threed.initialize`) has the interface of `deepspeed.initialize`. `threed.load`
+and `threed.checkpoint.convert` read Hugging Face folders; `convert` also reads the checkpoints of
+DeepSpeed and Megatron-LM.
+
+The modules of this package are internal:
+
+    convert        converts checkpoints between the native format and other formats
+    inspection     describes a checkpoint or a Hugging Face folder
+    loading        builds an engine from a run, checkpoint or Hugging Face folder
+    pretrained     configures a run that starts from a Hugging Face folder
+    huggingface    reads and writes Hugging Face folders; loads them into an engine
+    deepspeed      the API, configuration and checkpoints of DeepSpeed
+    megatron       reads the weights of Megatron-LM checkpoints
+    pickles        reads pickled files without executing any code in them
 
 Every reader provides a `TensorSource` (`threed.checkpoint.lazy_tensors`). A
 `huggingface.native_writer.Source` is a `TensorSource` with a model configuration and training
@@ -15,3 +25,20 @@ counters; `write_native` in the same module writes such a source as a native che
 Packages that the engine is built from do not import this package. The engine does, because
 `Engine.load` also loads Hugging Face folders (`huggingface.weights.load_hf`).
 """
+
+from threed.core.exports import lazy
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from threed.interop.deepspeed.engine import DeepSpeedEngine
+    from threed.interop.deepspeed.initialize import initialize
+
+__all__ = ["initialize", "DeepSpeedEngine"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "initialize": "threed.interop.deepspeed.initialize",
+        "DeepSpeedEngine": "threed.interop.deepspeed.engine",
+    },
+)

@@ -1,7 +1,8 @@
-"""Builds an engine from a run, a checkpoint or a Hugging Face folder.
+"""Saves an engine, and builds one from a run, a checkpoint or a Hugging Face folder.
 
 engine = threed.load("runs/tiny")
 loss = engine.evaluate(batch)
+threed.checkpoint.save(engine, "evaluated")
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from threed.config.checks import find_problems
 from threed.config.resolution import resolve
 from threed.core.source import names_model
 from threed.distributed.topology import Topology
-from threed.engine import LayeredEngine
+from threed.engine import Engine, LayeredEngine
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 from threed.interop.pretrained import default_seq
 from threed.layers import Slicing
@@ -28,6 +29,27 @@ from threed.layers import Slicing
 Build = Callable[[ModelConfig, Slicing], models.Model]
 # Groups of keys that define the training. The other groups define where and how it runs.
 TRAINED = ("model", "precision", "train", "optim", "data")
+
+
+def save(engine: Engine, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+    """Writes a checkpoint of an engine, and waits until it is complete. Collective.
+
+    The same as `engine.save`; `engine.start_save` writes in the background instead. The folder gets
+    its name when it is complete, so an interrupted save leaves no partial checkpoint.
+
+    Args:
+        engine: the engine, with the weights, optimizer states and counters to save.
+        path: the folder to write, by convention `step-N`.
+        extra: values for the manifest, as JSON; `Engine.load` returns them.
+
+    Returns:
+        `path`.
+
+    Raises:
+        CheckpointError: on every rank, if the checkpoint cannot be written.
+        DataError: if a step had invalid data and reading metrics has not raised the error yet.
+    """
+    return engine.save(path, extra)
 
 
 def load(

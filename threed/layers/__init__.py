@@ -6,6 +6,8 @@ parallelism over t tensor ranks, each rank has a part of the sequence, [s/t b h]
 carries a `ShardSpec` and stays on the meta device until its pipeline stage is built.
 """
 
+from threed.distributed.collectives import copy_to, gather_from, reduce_from, scatter_to, split
+from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter, vector
 from threed.layers.attention import Attention
 from threed.layers.block import Block, Embedding
 from threed.layers.contract import PipelineLayer
@@ -21,26 +23,8 @@ from threed.ops.attention import Causal, attend
 from threed.ops.rotary import rotate
 
 __all__ = [
-    "MLP",
-    "Attention",
-    "Block",
-    "Causal",
-    "ColumnLinear",
-    "Dropout",
-    "Embedding",
-    "GatedMLP",
-    "LanguageModelHead",
-    "LayerNorm",
-    "MicroBatch",
-    "PipelineLayer",
-    "PositionEmbedding",
-    "RMSNorm",
-    "Recompute",
-    "ReplicatedLinear",
-    "RowLinear",
-    "Slicing",
-    "VocabEmbedding",
-    "attend",
-    "gelu",
-    "rotate",
-]
+    "Slicing", "MicroBatch", "PipelineLayer", "Embedding", "Block", "LanguageModelHead", "Attention", "Causal",
+    "attend", "rotate", "MLP", "GatedMLP", "gelu", "LayerNorm", "RMSNorm", "Dropout", "VocabEmbedding",
+    "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec", "Piece", "Init",
+    "parameter", "matrix", "vector", "copy_to", "reduce_from", "gather_from", "scatter_to", "split",
+]  # fmt: skip

@@ -108,11 +108,20 @@ class Attention(nn.Module):
         """Returns the FLOPs of the core's forward, counted for all pairs of positions.
 
         Returns None if the core is a module, or has no method `flops(tokens, seq, heads, size)`.
+
+        Args:
+            tokens: number of tokens of the micro-batch.
+            seq: sequence length.
         """
         states = None if isinstance(self.core, nn.Module) else getattr(self.core, "flops", None)
         return None if states is None else states(tokens, seq, self.heads, self.d)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the output, [s b h] (with sequence parallelism [s/t b h]). Collective.
+
+        Args:
+            x: [s b h]; with sequence parallelism [s/t b h].
+        """
         return self.out(self.recompute.run("attention", self.heads_attend, *self._project(x)))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -131,7 +140,8 @@ class Attention(nn.Module):
     def heads_attend(self, *projected: Tensor) -> Tensor:
         """Applies norms of heads, rotary positions and the core; returns [s b (a/t d)].
 
-        projected: the results of `_project`.
+        Args:
+            projected: the results of `_project`.
         """
         if self.plain and self._is_short(projected[0]):
             return short_attention.short_attention(projected[0], self.d)

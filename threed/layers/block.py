@@ -49,6 +49,18 @@ class Embedding(PipelineLayer):
         self.dropout = Dropout(f"{name}.dropout", dropout, slicing)
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
+        """Returns the activations of the first block.
+
+        Args:
+            x: None, because this is the first layer.
+            micro: the micro-batch; its tokens are read, int64 [b s].
+
+        Returns:
+            [s b h]; with sequence parallelism [s/t b h].
+
+        Raises:
+            ValueError: if the micro-batch has no tokens.
+        """
         if micro.tokens is None:
             raise ValueError("the first pipeline stage needs the batch's 'tokens' [b s]")
         y = self.word(micro.tokens)
@@ -98,6 +110,12 @@ class Block(PipelineLayer):
         self.mlp_post_norm = post_norms[1] if post_norms else None
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        """Returns the output of the block.
+
+        Args:
+            x: [s b h]; with sequence parallelism [s/t b h].
+            micro: the micro-batch; its samples and step seed the dropout.
+        """
         x, y = self._normed(self.attention_norm, x)
         y = self._branch(self.attention(y), self.attention_post_norm, self.attention_dropout, micro)
         x, y = self._normed(self.mlp_norm, y, x)

@@ -33,6 +33,12 @@ class Dropout(nn.Module):
         self.name, self.p, self.slicing = name, p, slicing
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        """Returns x with elements zeroed and the others scaled; x itself in evaluation.
+
+        Args:
+            x: [s b h]; with sequence parallelism [s/t b h].
+            micro: the micro-batch; its samples and step seed the masks.
+        """
         if self.p == 0 or not micro.training:
             return x
         samples = self._samples(micro)
@@ -47,7 +53,13 @@ class Dropout(nn.Module):
         return micro.samples
 
     def drop(self, x: Tensor, samples: Tensor, step: int) -> Tensor:
-        """Applies dropout to x [s b h]; samples: int64 [b], the global index of each sequence."""
+        """Returns x after dropout.
+
+        Args:
+            x: [s b h].
+            samples: global index of each sequence, int64 [b].
+            step: number of the step.
+        """
         draw = self._draw(x, samples, step)
         return ops.fused(x, draw) if ops.fits(x) else x * draw.mask(x) * draw.scale
 

@@ -67,7 +67,15 @@ class _LookUp(torch.autograd.Function):
 class VocabEmbedding(nn.Module):
     """Maps token ids [b s] to word vectors [s b h] (with sequence parallelism [s/t b h]).
 
-    Ids outside the vocabulary are clamped and reported by a `Flag`.
+    The table is sharded over tensor ranks by rows. Ids outside the vocabulary are clamped and
+    reported by a `Flag`.
+
+    Args:
+        name: global name, the prefix of the parameter's name.
+        vocab: number of rows of the table.
+        hidden: h.
+        slicing: parallel layout.
+        std: standard deviation of the initial values.
     """
 
     def __init__(
@@ -80,10 +88,20 @@ class VocabEmbedding(nn.Module):
         self.data_flags = (Flag(f"token ids beyond the {vocab} of {name}"),)
 
     def flops(self, tokens: int, seq: int) -> int:
-        """Returns 0: a lookup has no matrix product."""
+        """Returns 0: a lookup has no matrix product.
+
+        Args:
+            tokens: number of tokens of the micro-batch.
+            seq: sequence length.
+        """
         return 0
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the word vectors [s b h] (with sequence parallelism [s/t b h]). Collective.
+
+        Args:
+            tokens: int64 [b s].
+        """
         ids, owned = self._local_rows(tokens)
         return self.slicing.reduce(_LookUp.apply(self.weight, ids, owned))
 
@@ -99,7 +117,15 @@ class VocabEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Adds learned positions to x [s b h] (or to this rank's [s/t b h])."""
+    """Adds learned positions to x [s b h] (or to this rank's [s/t b h]).
+
+    Args:
+        name: global name, the prefix of the parameter's name.
+        length: largest sequence length.
+        hidden: h.
+        slicing: parallel layout.
+        std: standard deviation of the initial values.
+    """
 
     def __init__(
         self, name: str, length: int, hidden: int, slicing: Slicing, *, std: float = 0.02
@@ -112,10 +138,23 @@ class PositionEmbedding(nn.Module):
         self.weight = parameter(slicing.shared(piece, decay=True), (length, hidden))
 
     def flops(self, tokens: int, seq: int) -> int:
-        """Returns 0: a lookup has no matrix product."""
+        """Returns 0: a lookup has no matrix product.
+
+        Args:
+            tokens: number of tokens of the micro-batch.
+            seq: sequence length.
+        """
         return 0
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x plus the vectors of its positions.
+
+        Args:
+            x: [s b h]; with sequence parallelism [s/t b h].
+
+        Raises:
+            ValueError: if the sequence is longer than the table.
+        """
         positions = self.slicing.positions_of(x)
         if positions.length > len(self.weight):
             raise ValueError(

@@ -249,11 +249,21 @@ class Product(nn.Module):
     traced: Traced | None = None
 
     def flops(self, tokens: int, seq: int) -> int:
-        """Returns the FLOPs of a forward."""
+        """Returns the FLOPs of a forward.
+
+        Args:
+            tokens: number of tokens of the micro-batch.
+            seq: sequence length.
+        """
         return 2 * tokens * sum(weight.numel() for weight in tiled.tiles_of(self))
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns x W^T + bias."""
+        """Returns x W^T + bias.
+
+        Args:
+            x: [... i], with the input features that this rank has.
+            bias: [o]; None for no bias.
+        """
         if self.traced is not None and torch.compiler.is_compiling():
             return self._traced_product(self.traced, x, bias)
         weight = self._parameters.get("weight")
@@ -313,6 +323,11 @@ class ColumnLinear(Product):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns this rank's columns of the product, [s b out/t]. Collective.
+
+        Args:
+            x: [s b in]; with sequence parallelism [s/t b in].
+        """
         return self.product(x, self.bias)
 
 
@@ -348,6 +363,11 @@ class RowLinear(Product):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the sum of the product over tensor ranks, [s b out] (or [s/t b out]). Collective.
+
+        Args:
+            x: this rank's input features, [s b in/t].
+        """
         bias = self.bias
         if self.slicing.tp.size == 1:
             return self.product(x, bias)
@@ -388,6 +408,7 @@ class ReplicatedLinear(Product):
         self.bias = parameter(spec, (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the product of x [... in] and the full weight, [... out]."""
         return self.product(x, self.bias)
 
 

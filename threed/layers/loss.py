@@ -150,10 +150,28 @@ class LanguageModelHead(PipelineLayer):
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 
     def flops(self, tokens: int, seq: int) -> int:
-        """Returns the FLOPs of a forward."""
+        """Returns the FLOPs of a forward.
+
+        Args:
+            tokens: number of tokens of the micro-batch.
+            seq: sequence length.
+        """
         return 2 * tokens * self.columns * self.weight.shape[1]
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        """Returns the weighted loss of a micro-batch; its logits if it has no labels. Collective.
+
+        Args:
+            x: output of the last block, [s b h]; with sequence parallelism [s/t b h].
+            micro: the micro-batch; its labels, int64 [b s], and its weight are read.
+
+        Returns:
+            The loss, a scalar: the sum of the token losses times the weight. Without labels, this
+            rank's logits [s b v/t].
+
+        Raises:
+            ValueError: if labels and activations differ in shape.
+        """
         slicing = self.slicing
         terms = Terms((self.weight,), None, slicing.tp, slicing.sequence_parallel, self.matmul)
         if micro.labels is None:

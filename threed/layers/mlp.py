@@ -58,19 +58,33 @@ class MLP(nn.Module):
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns down(activation(up(x))). Collective.
+
+        Args:
+            x: [s b h]; with sequence parallelism [s/t b h]. The result has the same shape.
+        """
         y = self.recompute.column(self.up, x)
         return self.down(self.recompute.run("activation", self.activate, y))
 
     def activate(self, x: Tensor) -> Tensor:
-        """Returns the input of `down` from the output of `up`."""
+        """Returns the input of `down` from the output `x` of `up`."""
         return self.activation(x)
 
 
 class GatedMLP(MLP):
     """Returns down(activation(gate(x)) * up(x)) (arXiv 2002.05202): x [s b h] -> [s b h].
 
-    Gate and up projections are one matmul. The arguments are the same as for `MLP`, but the default
-    activation is SiLU (SwiGLU).
+    Gate and up projections are one matmul.
+
+    Args:
+        name: global name, the prefix of the parameters' names.
+        hidden: h.
+        ffn: number of inner features.
+        slicing: parallel layout.
+        bias: whether the linear layers have a bias.
+        std: standard deviation of the initial weights of `gate` and `up`.
+        out_std: standard deviation of the initial weights of `down`.
+        activation: element-wise function or module. Default: SiLU (SwiGLU).
     """
 
     outputs = ("gate", "up")
@@ -84,4 +98,5 @@ class GatedMLP(MLP):
         )
 
     def activate(self, x: Tensor) -> Tensor:
+        """Returns activation(gate) * up from the output `x` of the joint projection."""
         return gated(self.activation, x)

@@ -81,7 +81,12 @@ class Norm(nn.Module):
     bias: Tensor | None
 
     def flops(self, tokens: int, seq: int) -> int:
-        """Returns 0: a norm has no matrix product."""
+        """Returns 0: a norm has no matrix product.
+
+        Args:
+            tokens: number of tokens of the micro-batch.
+            seq: sequence length.
+        """
         return 0
 
     def fits(self, x: Tensor) -> bool:
@@ -89,18 +94,25 @@ class Norm(nn.Module):
         return not self.offset and launch.ready(x) and norm.fits(x, *self._params())
 
     def fused(self, x: Tensor, residual: Tensor | None, *, with_sum: bool) -> Any:
-        """Returns the norm of x + residual by the fused kernel; if `with_sum`, (sum, norm)."""
+        """Returns the norm of x + residual by the fused kernel; if `with_sum`, (sum, norm).
+
+        Args:
+            x: [... h].
+            residual: [... h]; None for the norm of x.
+            with_sum: whether to return the sum, too.
+        """
         params = self._params()
         return _Fused.apply(
             x, residual, *for_autograd(x, *params), params, self.eps, self.layer, with_sum
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the norm of x over its last dimension, [... h] -> [... h]."""
         y: Tensor = self.fused(x, None, with_sum=False) if self.fits(x) else self.plain(x)
         return y
 
     def plain(self, x: Tensor) -> Tensor:
-        """Returns the norm of x by torch's operations."""
+        """Returns the norm of x [... h], computed by operations of torch."""
         raise NotImplementedError
 
     def _params(self) -> tuple[Tensor, Tensor | None]:

@@ -89,14 +89,29 @@ class RngState:
 
 
 class Recompute:
-    """The default for the operations of a layer: saves everything."""
+    """The default for the operations of a layer: saves everything for the backward.
+
+    With `--recompute.mode selective`, the engine replaces it by an object that computes named
+    operations again in the backward.
+    """
 
     def run(self, name: str, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Returns f(*inputs). f must depend on its inputs and on weights only."""
+        """Returns f(*inputs).
+
+        Args:
+            name: name of the operation.
+            f: function that depends on its inputs and on weights only.
+            inputs: inputs of `f`.
+        """
         return f(*inputs)
 
     def column(self, layer: Product, x: Tensor) -> Tensor:
-        """Applies a column-parallel layer to x, which may be the result of a named operation."""
+        """Returns layer(x).
+
+        Args:
+            layer: a column-parallel layer.
+            x: its input, which may be the result of a named operation.
+        """
         return layer(x)
 
 

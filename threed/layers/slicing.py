@@ -68,11 +68,11 @@ class Slicing:
         return Positions(((first, first + part),), length)
 
     def positions_of(self, x: Tensor) -> Positions:
-        """Returns the positions of an activation between blocks, [s b h] (or [s/t b h])."""
+        """Returns the positions of an activation `x` between blocks, [s b h] (or [s/t b h])."""
         return self.positions(x.shape[0] * self.sequence_parts)
 
     def gathered_positions(self, x: Tensor) -> Positions:
-        """Returns the positions of an activation after `gather`, [s b ...]."""
+        """Returns the positions of an activation `x` after `gather`, [s b ...]."""
         return Positions.all(x.shape[0])
 
     @property
@@ -118,19 +118,29 @@ class Slicing:
         return ShardSpec(pieces, self.replicated, axis, decay)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Applies f before sharded layers: [s b h] (or [s/t b h]) -> [s b h]. Collective.
+        """Returns the input of tensor-sharded layers (Megatron's f). Collective.
 
-        f is the identity; with sequence parallelism it gathers along the sequence. The backward
-        sums the gradient over tensor ranks.
+        Without sequence parallelism, returns x, and the backward sums the gradient over tensor
+        ranks. With it, gathers x along the sequence, and the backward reduce-scatters the gradient.
+
+        Args:
+            x: activation [s b h]; with sequence parallelism [s/t b h].
+
+        Returns:
+            [s b h].
         """
         return self._conjugate(
             collectives.gather_from if self.sequence_parallel else collectives.copy_to, x
         )
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Applies g after sharded layers: sums [s b h] over tensor ranks. Collective.
+        """Sums the output of tensor-sharded layers over tensor ranks (Megatron's g). Collective.
 
-        With sequence parallelism it returns this rank's [s/t b h] of the sum.
+        Args:
+            x: this rank's term, [s b h].
+
+        Returns:
+            The sum [s b h]; with sequence parallelism this rank's part of it, [s/t b h].
         """
         return self._conjugate(
             collectives.scatter_to if self.sequence_parallel else collectives.reduce_from, x

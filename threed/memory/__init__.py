@@ -5,4 +5,8 @@
 - `io` transfers tensors between memory and a drive.
 - `tiers` stores the training state in memory or on a drive.
 - `sizes` computes bytes per parameter and numbers of buffers.
+
+This package is internal.
 """
+
+__all__: list[str] = []

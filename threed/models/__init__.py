@@ -13,8 +13,10 @@ from threed.core.source import find_model, names_model
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.layers import Slicing
-from threed.models.decoder import Decoder as Decoder
-from threed.models.wrapped import Wrapped as Wrapped
+from threed.models.decoder import Decoder
+from threed.models.wrapped import Wrapped
+
+__all__ = ["Model", "ModelOptions", "Decoder", "Wrapped", "build"]
 
 
 class Model(Protocol):
@@ -98,6 +100,10 @@ def wrap(model: object, topology: Topology) -> Wrapped:
 
 def build(config: ModelConfig, slicing: Slicing) -> Model:
     """Returns the model of `config.arch`: a decoder, or the model of FILE.py:NAME.
+
+    Args:
+        config: the model configuration.
+        slicing: parallel layout.
 
     Raises:
         ConfigError: if the object of the file does not return a model of pipeline layers.

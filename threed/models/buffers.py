@@ -32,7 +32,7 @@ from threed.distributed import collectives
 from threed.distributed.sharding import check_dense, few
 from threed.distributed.topology import Topology
 from threed.layers.contract import contract
-from threed.models.cut import Cut
+from threed.models.pipeline_layout import PipelineLayout
 
 Roots = Sequence[tuple[str, nn.Module]]
 
@@ -368,7 +368,7 @@ def _changed(value: Tensor, before: Observation | None) -> bool:
 
 
 def build(
-    layers: Sequence[nn.Module], cut: Cut, topology: Topology, recomputed: Collection[int] = (),
+    layers: Sequence[nn.Module], cut: PipelineLayout, topology: Topology, recomputed: Collection[int] = (),
     wrapped: nn.Module | None = None,
 ) -> Buffers:  # fmt: skip
     """Returns the buffers of a wrapped module, or of a model's pipeline layers.

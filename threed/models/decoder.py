@@ -42,6 +42,16 @@ class Decoder:
 
     The initial values of projections onto the residual stream are smaller by the factor
     1 / sqrt(2 l), where l is the number of blocks in the full model.
+
+    Args:
+        config: the model configuration; missing values get the architecture's defaults.
+        slicing: parallel layout.
+
+    Attributes:
+        config: the resolved model configuration.
+        hidden: width of the activations between layers.
+        slicing: parallel layout.
+        record: the architecture's record.
     """
 
     boundaries_replicated = True

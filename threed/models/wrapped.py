@@ -35,7 +35,7 @@ from threed.distributed.sharding import (
 from threed.distributed.topology import Axis
 from threed.layers.contract import PipelineLayer
 from threed.layers.slicing import MicroBatch, Slicing
-from threed.models.counting import Inputs, Items
+from threed.models.loss_items import Inputs, Items
 
 
 def loss_of(output: Any) -> Tensor:
@@ -105,25 +105,39 @@ class Unit:
 class Wrapped(PipelineLayer):
     """An `nn.Module` as a model with a single pipeline layer; see `threed.models.Model`.
 
-    The tensors of a batch are passed as keyword arguments.
+    `threed.Engine(module, ...)` wraps a module with the default arguments. The tensors of a batch
+    are passed as keyword arguments.
 
     Args:
         module: the module.
-        loss: returns the scalar mean loss from the module's output.
+        loss: returns the scalar mean loss from the module's output. Default: the attribute `loss` of
+            the output, its entry 'loss', its first element, or the output itself.
         count: returns the number of items in the loss's mean (a scalar tensor) from the inputs of a
             micro-batch. The loss of a step is then the mean over the global batch, independent of
             how the batch is split. By default valid labels are counted, or rows if there are no
             labels.
+
+    Attributes:
+        module: the module.
+        units: the units, whose parameters are gathered and released together.
+
+    Raises:
+        ValueError: if the module cannot be wrapped; the message names the cause.
+
+    Example::
+
+        model = Wrapped(autoencoder, loss=lambda output: output.error.square().mean())
+        engine = threed.Engine(model, threed.Topology(), config)
     """
 
     def __init__(
         self,
         module: nn.Module,
-        loss: Callable[[Any], Tensor] = loss_of,
+        loss: Callable[[Any], Tensor] | None = None,
         count: Callable[[Inputs], Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.loss = module, loss
+        self.module, self.loss = module, loss or loss_of
         self.count = count or Items(module)
         self.hidden, self.slicing, self.name = 0, Slicing(), "module"
         check(module)
@@ -151,7 +165,12 @@ class Wrapped(PipelineLayer):
         return [self]
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
-        """Returns the weighted loss of a micro-batch."""
+        """Returns the weighted loss of a micro-batch.
+
+        Args:
+            x: None, because this is the only layer.
+            micro: the micro-batch; its inputs are the keyword arguments of the module's forward.
+        """
         inputs = micro.inputs or {}
         weight = micro.weight
         items = self.count if isinstance(self.count, Items) else None
@@ -182,6 +201,10 @@ class Wrapped(PipelineLayer):
 
         These are the values that the module had when it was wrapped. If it is on the meta device,
         its own initialisation computes them, for one unit at a time to save memory.
+
+        Args:
+            piece: the piece.
+            seed: seed of the initialisation of a module on the meta device.
         """
         given = self._original[piece.name]
         values = (
@@ -192,7 +215,12 @@ class Wrapped(PipelineLayer):
         return values[slices(piece.start, piece.size)]
 
     def agree(self, axis: Axis, device: torch.device) -> None:
-        """Broadcasts the original parameter values from the first rank of the axis. Collective."""
+        """Broadcasts the original parameter values from the first rank of the axis. Collective.
+
+        Args:
+            axis: ranks that must have equal values.
+            device: device of tensors in the axis's process group.
+        """
         for value in self._original.values():
             if axis.size > 1 and value.device.type != "meta":
                 shared = collectives.broadcast(value.detach().to(device).contiguous(), axis, 0)
@@ -204,6 +232,10 @@ class Wrapped(PipelineLayer):
         Drops the original parameter values. Moves buffers to the device. If some parameter has
         another dtype than `dtype`, casts the floating-point buffers as `module.to(device, dtype)`
         would. The values of buffers on the meta device come from their module's own initialisation.
+
+        Args:
+            device: device of the engine.
+            dtype: dtype of the parameters.
         """
         cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
         self._original.clear()

@@ -5,11 +5,13 @@
         monitor.note("checkpoint saved: runs/demo/checkpoints/step-40")
     figures.report(run_dir)
 
-On other ranks the calls have no effect. The package also has `Throughput` and `Traffic` (perf/
-metrics, bytes sent) and `figures` (loss.svg, memory.svg; rank 0). Values are plain Python numbers:
+On other ranks the calls have no effect. The modules `meter` (perf/
+metrics, bytes sent) and `figures` (loss.svg, memory.svg; rank 0) compute further output. Values are plain Python numbers:
 the package does not import torch, the engine or the model. A failure to write or to send is
 reported once and never stops a run. Rows that cannot be written, for example because the disk is
 full, are kept and written later.
+
+This package is internal.
 """
 
 from __future__ import annotations
@@ -21,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from threed.core.disk import why
-from threed.monitor.meter import Throughput, Traffic
 from threed.monitor.metrics import MetricsFile, encode
 from threed.monitor.progress import Progress
 from threed.monitor.wandb_log import WandbRun
 
-__all__ = ["MetricsFile", "Monitor", "Progress", "Throughput", "Traffic", "WandbRun"]
+__all__: list[str] = []
 
 MOST_KEPT = 100_000  # maximum number of rows to keep while the file cannot be written
 

@@ -1,1 +1,6 @@
-"""Operators: each has a readable reference implementation and, where one exists, a fast kernel."""
+"""Operators: each has a readable reference implementation and, where one exists, a fast kernel.
+
+This package is internal.
+"""
+
+__all__: list[str] = []

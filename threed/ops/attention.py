@@ -102,7 +102,14 @@ class Causal:
         return attend(q, k, v, mask, self.scale)
 
     def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
-        """Returns the FLOPs of a forward, counted for all pairs of positions."""
+        """Returns the FLOPs of a forward, counted for all pairs of positions.
+
+        Args:
+            tokens: number of tokens of the micro-batch.
+            seq: sequence length.
+            heads: number of query heads.
+            size: width of a head.
+        """
         return 4 * tokens * seq * heads * size
 
 

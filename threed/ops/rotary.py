@@ -45,6 +45,9 @@ def rotate(x: Tensor, theta: Theta, positions: Positions | None = None) -> Tenso
         x: heads [s b a d].
         theta: base of the frequencies, or a result of `ops.frequencies.frequencies`.
         positions: positions of the rows of x. Default: x is a full sequence.
+
+    Returns:
+        The rotated heads [s b a d].
     """
     table = plain_table.__wrapped__ if torch.compiler.is_compiling() else plain_table
     positions = positions or Positions.all(x.shape[0])

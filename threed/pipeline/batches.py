@@ -21,7 +21,7 @@ from threed.distributed.topology import Topology
 from threed.layers import Embedding, LanguageModelHead, MicroBatch
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
-from threed.models.counting import count_items, with_some_label
+from threed.models.loss_items import count_items, with_some_label
 from threed.ops.precision import dtype
 
 Batch = Mapping[str, Tensor]

@@ -78,7 +78,7 @@ def _message(action: Action) -> tuple[Kind, int, int]:
 
 
 class WeightGradients(Protocol):
-    """Defers the computation of weight gradients (`threed.zero.counting.Deferral`)."""
+    """Defers the computation of weight gradients (`threed.zero.contributions.Deferral`)."""
 
     def defer(self) -> AbstractContextManager[list[Any]]:
         """Collects the operands of weight gradients in the yielded list, inside the block."""

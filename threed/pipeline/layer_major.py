@@ -32,7 +32,7 @@ from threed.pipeline.stage import Frame, ParameterGatherer, Stage
 from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.all_forward_all_backward import gpipe
 from threed.schedules.plan import Plan
-from threed.schedules.window import Step
+from threed.schedules.prefetch_order import Step
 
 # `during(kind, microbatch)`: a context manager around a layer's forward (F) or backward (B).
 During = Callable[[Kind, int], AbstractContextManager[None]]

@@ -39,7 +39,7 @@ from threed.pipeline.activation_checkpointing import (
     SavedInput,
 )
 from threed.pipeline.boundary import gradients_of, like, tensors
-from threed.schedules.window import Step, first_units, walk
+from threed.schedules.prefetch_order import Step, first_units, walk
 
 
 class ParameterGatherer(Protocol):

@@ -27,8 +27,8 @@ from threed.distributed.sharding import spec_of
 from threed.distributed.topology import SECOND, Topology
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
-from threed.models.cut import Cut, partition
 from threed.models.measured_partition import Division, stage_costs, times_by_flops
+from threed.models.pipeline_layout import PipelineLayout, partition
 from threed.models.wrapped import find_problems
 from threed.pipeline.activation_checkpointing import (
     build,
@@ -40,7 +40,7 @@ from threed.pipeline.activation_checkpointing import (
 from threed.pipeline.layer_major import LayerMajorStage
 from threed.pipeline.replicated_inputs import unlike_inputs
 from threed.pipeline.stage import AlwaysGathered, ParameterGatherer, Stage
-from threed.schedules import Costs, Plan
+from threed.schedules import Costs, Plan, all_forward_all_backward, registry, simulation
 from threed.zero import agreement, layout, setup
 from threed.zero.layout import HasModules, Layout
 from threed.zero.reducer import Reducer
@@ -61,7 +61,7 @@ class Pipeline:
 
     schedule: str
     plan: Plan
-    cut: Cut
+    cut: PipelineLayout
     costs: Costs | None = None
     limit: float | None = None
     division: Division | None = None
@@ -87,14 +87,14 @@ class Pipeline:
         p, name, plan = config.parallel, schedule_of(config), step_plan(config, topology.dp)
         if problems := list(_find_problems(layers, config, plan)):
             raise ConfigError(problems)
-        if p.schedule not in get_args(schedules.ScheduleName):
+        if p.schedule not in get_args(registry.ScheduleName):
             _check_plan(plan, topology)
         if p.partition == "measured" and p.pp > 1:
             division = divide(plan)
             pipeline = cls(
                 name,
                 division.plan,
-                Cut.of(division.ranges, plan),
+                PipelineLayout.of(division.ranges, plan),
                 division.costs,
                 division.limit,
                 division,
@@ -110,7 +110,7 @@ class Pipeline:
         plan = self.plan
         if microbatches == plan.microbatches:
             return plan
-        times = (self.costs, self.limit) if schedules.plans_by_times(self.schedule) else ()
+        times = (self.costs, self.limit) if registry.plans_by_times(self.schedule) else ()
         return schedules.build(self.schedule, plan.stages, microbatches, plan.chunks, *times)
 
 
@@ -121,7 +121,7 @@ def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Itera
         given = f"{count} layers, embedding and head included, cannot fill the {stages} stages"
         fixes = ["a smaller --parallel.pp"] if p.pp > 1 else []
         if stages != p.pp:
-            fixes += ["fewer --parallel.chunks"] if schedules.chunks_are_free(p.schedule) else []
+            fixes += ["fewer --parallel.chunks"] if registry.chunks_are_free(p.schedule) else []
             fixes.append("another --parallel.schedule")
         fix = f"use {', '.join(fixes)}, or a model of {stages} layers or more"
         yield f"{given} of {named_stages(p, stages)}: {fix}"
@@ -150,8 +150,8 @@ def _divide_by_cost(
     ranges = partition(
         p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again)
     )
-    cut = Cut.of(ranges, plan)
-    if p.partition != "balanced" or p.pp == 1 or not schedules.plans_by_times(name):
+    cut = PipelineLayout.of(ranges, plan)
+    if p.partition != "balanced" or p.pp == 1 or not registry.plans_by_times(name):
         return Pipeline(name, plan, cut)
     times = stage_costs(times_by_flops(flops(), again), ranges)
     return Pipeline(
@@ -247,7 +247,7 @@ class Blueprint:
         """
         gathers, placement = self.config.zero.stage == 3, self.pipeline.cut.one_way
         if not training:
-            plan = schedules.forward_only(len(placement), microbatches, placement)
+            plan = all_forward_all_backward.forward_only(len(placement), microbatches, placement)
             return schedules.lower(plan, gathers)
         plan = self.pipeline.plan_of(microbatches)
         return schedules.lower(plan if part is None else part(plan), gathers, self.optimistic)
@@ -348,14 +348,14 @@ class Blueprint:
     def live(self) -> int:
         """The largest number of micro-batches with activations on this rank at one time."""
         return math.ceil(
-            schedules.peak_activations(self.pipeline.plan, self.topology.axis("pp").index)
+            simulation.peak_activations(self.pipeline.plan, self.topology.axis("pp").index)
         )
 
 
 def step_plan(config: Config, data_ranks: int) -> Plan:
     """Returns the compute actions of a step.
 
-    If the schedule plans by times (`schedules.plans_by_times`), it assumes that all stages take the
+    If the schedule plans by times (`registry.plans_by_times`), it assumes that all stages take the
     same time.
     """
     p = config.parallel

@@ -30,6 +30,7 @@ from threed.planner.blueprint import Blueprint, Pipeline, step_plan
 from threed.planner.layer_times import division as divided
 from threed.planner.layer_times import layer_times, max_over_ranks, trace_layer_bytes
 from threed.planner.memory_estimate import footprint, order_facts, trace, with_order
+from threed.schedules import registry, simulation
 from threed.zero.setup import state_names
 
 GIB = 2**30
@@ -159,7 +160,7 @@ class Forecast:
         custom_costs = options_of(unsharded.model).costs is not None
         return cls(
             config, name, grid.sizes, unsharded.parameters, pipeline.plan.microbatches, timeline.bubble,
-            fmean(schedules.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
+            fmean(simulation.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
             step_flops=None if division or custom_costs else timeline.makespan / grid.tp,
             measured_s=timeline.makespan if division and not unsharded_times else None,
             device=device_name(default_device()),
@@ -224,11 +225,7 @@ class Forecast:
         lines = [
             f"model      {self.model}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
             f"states     {states}{_ways_text(c, self.ways)}",
-            *(
-                [f"versions   {_VERSIONS}"]
-                if schedules.is_asynchronous(c.parallel.schedule)
-                else []
-            ),
+            *([f"versions   {_VERSIONS}"] if registry.is_asynchronous(c.parallel.schedule) else []),
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches per data rank",
             *([f"time       {self._time_text(self.seconds)}"] if self.seconds else []),

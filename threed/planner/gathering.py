@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from threed.schedules.action import COMPUTE, Action, Kind
-from threed.schedules.window import walk
+from threed.schedules.prefetch_order import walk
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -41,7 +41,8 @@ from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.timing import Timer
 from threed.pipeline.trace import LayerCost, TraceError
 from threed.planner.memory_estimate import example, trace
-from threed.schedules import Costs, Plan, is_asynchronous
+from threed.schedules import Costs, Plan, registry
+from threed.schedules.registry import is_asynchronous
 from threed.zero.setup import state_names
 
 GIB = 2**30
@@ -179,7 +180,7 @@ def _divider(
     name, stages = config.parallel.schedule, plan.total_stages
 
     def planner(costs: Costs | None, limit: float | None) -> Plan:
-        if not schedules.plans_by_times(name):
+        if not registry.plans_by_times(name):
             return plan
         return schedules.build(name, plan.stages, plan.microbatches, plan.chunks, costs, limit)
 

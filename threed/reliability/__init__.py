@@ -5,4 +5,8 @@ preemption    stops all ranks after the same step, on a signal or at a time limi
 ownership     ensures that one run at a time uses a run folder, and that all ranks share the folder
 elastic       keeps copies of the state in the machines' memory; resumes from them or a checkpoint
 recheck       computes skipped steps a second time, to find faulty hardware
+
+This package is internal.
 """
+
+__all__: list[str] = []

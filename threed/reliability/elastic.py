@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from threed.checkpoint import native, resuming
 from threed.checkpoint.copies import Copy, Neighbour, Plan
 from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
+from threed.checkpoint.loading_copies import Found, load_copy, look
 from threed.checkpoint.node_memory import (
     COPIES,
     ELSEWHERE,
@@ -36,7 +37,6 @@ from threed.checkpoint.node_memory import (
     too_small,
 )
 from threed.checkpoint.retention import Retention, after_restart, candidates
-from threed.checkpoint.union import Found, load_copy, look
 from threed.core.disk import why
 from threed.distributed import collectives
 from threed.engine import Engine

@@ -95,5 +95,10 @@ class Action(NamedTuple):
 
 
 def together(forward: Action, backward: Action) -> Action:
-    """Returns the action (FB) that runs a forward and a backward (B or I) together."""
+    """Returns the action (FB) that runs a forward and a backward together.
+
+    Args:
+        forward: the forward (F).
+        backward: the backward (B or I).
+    """
     return Action(Kind.FB, forward.microbatch, forward.chunk, backward)

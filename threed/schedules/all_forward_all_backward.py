@@ -15,7 +15,12 @@ from threed.schedules.plan import Plan
 
 
 def gpipe(stages: int, microbatches: int) -> Plan:
-    """Returns the plan with all forwards and then all backwards, both in micro-batch order."""
+    """Returns the plan with all forwards and then all backwards, both in micro-batch order.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+    """
     forwards, backwards = _all(Kind.F, microbatches), _all(Kind.B, microbatches)
     return Plan("gpipe", stages, microbatches, 1, (forwards + backwards,) * stages)
 

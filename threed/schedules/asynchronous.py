@@ -1,6 +1,6 @@
 """Checks of asynchronous plans: backwards that run in the next step, and the update.
 
-The checks of a plan in legality.py and rendezvous.py call these functions.
+The checks of a plan in plan_checks.py and deadlock_check.py call these functions.
 """
 
 from __future__ import annotations

@@ -66,6 +66,10 @@ def chimera(stages: int, microbatches: int) -> Plan:
 
     An incomplete last unit leaves some slots empty.
 
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+
     Raises:
         SizesError: the number of stages or micro-batches is odd.
     """
@@ -129,6 +133,10 @@ def _slots(way: int, rank: int, stages: int, microbatches: int) -> list[tuple[in
 def dualpipe(stages: int, microbatches: int) -> Plan:
     """Returns the plan of DualPipe. Each direction has half of the micro-batches.
 
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+
     Raises:
         SizesError: the number of stages or micro-batches is odd, or there are fewer than 2 * stages
             micro-batches.
@@ -145,6 +153,10 @@ def dualpipe(stages: int, microbatches: int) -> Plan:
 
 def dualpipev(stages: int, microbatches: int) -> Plan:
     """Returns the plan of DualPipeV. All micro-batches pass a V of 2 * stages model stages.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
 
     Raises:
         SizesError: there are fewer than 2 * stages micro-batches.

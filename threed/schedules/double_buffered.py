@@ -26,6 +26,10 @@ def two_bw(stages: int, microbatches: int) -> Plan:
 
     Stage s runs the forward of a micro-batch m, then the backward of m - (stages - s - 1), in turn.
 
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+
     Raises:
         SizesError: fewer micro-batches than stages, which would require a third version of the
             weights.

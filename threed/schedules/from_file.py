@@ -19,8 +19,8 @@ from typing import cast
 
 from threed.core.source import load
 from threed.schedules.action import COMPUTE
+from threed.schedules.deadlock_check import validate
 from threed.schedules.plan import Plan, SizesError
-from threed.schedules.rendezvous import validate
 from threed.schedules.torch_csv import from_csv
 
 Function = Callable[..., Plan]

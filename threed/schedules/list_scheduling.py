@@ -13,7 +13,7 @@ import heapq
 from dataclasses import dataclass
 from math import inf
 
-from threed.schedules.flow import Flow
+from threed.schedules.split_backward import Flow
 
 
 @dataclass(frozen=True)

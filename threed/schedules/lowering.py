@@ -8,7 +8,7 @@ are sorted into one global timeline, which is then distributed to the ranks. The
 receive of a message are one entry of the timeline. So execution in the order of the timeline
 finishes, even if a transfer blocks both ranks. If channels are also in-order, ranks that progress
 at any other relative speed finish too. If each receive were placed directly before its first use
-instead, 1F1B would deadlock: see `rendezvous.py` and its test.
+instead, 1F1B would deadlock: see `deadlock_check.py` and its test.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.event_simulation import Spans, play
 from threed.schedules.plan import Plan
-from threed.schedules.play import Spans, play
-from threed.schedules.validation import add_validation
+from threed.schedules.post_update_validation import add_validation
 
 _UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 # Order at equal times: ends before starts, and messages before reductions, because other ranks wait
@@ -44,7 +44,7 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
         plan: a plan with compute actions only.
         gathers: whether to add GATHER before every action that needs parameters, as early as
             possible: directly after the previous compute action.
-        validates: whether to add VALIDATE, as late as possible (see validation.py).
+        validates: whether to add VALIDATE, as late as possible (see post_update_validation.py).
 
     Raises:
         ValueError: the plan is invalid, deadlocks, or already has communication.

@@ -31,6 +31,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Plan:
 
     Stage s runs (stages - s - 1) forwards, then alternates forwards and backwards, then runs the
     remaining backwards.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
     """
     return Plan(
         "1f1b",
@@ -56,6 +60,11 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Plan:
     remaining backwards. Any number of micro-batches is allowed, but with fewer micro-batches than
     stages, ranks are idle between their chunks. With one chunk this is 1F1B with a longer warm-up,
     so that every message has two slots of time to arrive.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+        chunks: number of model stages per rank.
 
     Raises:
         ValueError: chunks is below 1.

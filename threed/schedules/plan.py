@@ -103,7 +103,12 @@ class Plan:
         return bool(self.begun) and -self.begun[rank] <= microbatch < 0
 
     def is_left(self, rank: int, microbatch: int) -> bool:
-        """Returns whether a rank leaves the backward of this micro-batch to the next plan."""
+        """Returns whether a rank leaves the backward of a micro-batch to the next plan.
+
+        Args:
+            rank: pipeline rank.
+            microbatch: number of the micro-batch.
+        """
         return bool(self.left) and microbatch >= self.microbatches - self.left[rank]
 
     @cached_property
@@ -123,7 +128,12 @@ class Plan:
         return any(action.kind is Kind.W for actions in self.ranks for action in actions)
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Returns the stage of the model that a rank holds as this chunk."""
+        """Returns the stage of the model that a rank holds as a chunk.
+
+        Args:
+            rank: pipeline rank.
+            chunk: number of the chunk on the rank.
+        """
         return self.placement[rank][chunk] if self.placement else rank + chunk * self.stages
 
     def way_of(self, chunk: int) -> int:
@@ -134,9 +144,14 @@ class Plan:
         return chunk * self.ways // self.chunks
 
     def locate(self, stage: int, way: int = 0) -> Place:
-        """Returns the (rank, chunk) that holds a stage for the direction `way`.
+        """Returns the (rank, chunk) that holds a stage.
 
-        Raises ValueError if no rank holds the stage.
+        Args:
+            stage: stage of the model.
+            way: direction of the micro-batches, in a bidirectional plan 0 or 1.
+
+        Raises:
+            ValueError: if no rank holds the stage.
         """
         place = self._places.get((stage, way))
         if place is None:
@@ -149,6 +164,10 @@ class Plan:
         """Returns the (rank, chunk) that uses the result of an F, B or I, or that receives a send.
 
         Returns None if the action has no consumer.
+
+        Args:
+            rank: pipeline rank of the action.
+            action: the action.
         """
         return self._neighbours.get((rank, action.chunk, _CONSUMER.get(action.kind, 0)))
 
@@ -156,6 +175,10 @@ class Plan:
         """Returns the (rank, chunk) that computes the input of an F, B or I, or sends to a receive.
 
         Returns None if the action has no producer.
+
+        Args:
+            rank: pipeline rank of the action.
+            action: the action.
         """
         return self._neighbours.get((rank, action.chunk, _PRODUCER.get(action.kind, 0)))
 

@@ -3,7 +3,7 @@
     plan = build("1f1b", stages=4, microbatches=8)
     simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
-`simulate` runs the plan with its costs (play.py) and derives makespan, bubble, peak activations and
+`simulate` runs the plan with its costs (event_simulation.py) and derives makespan, bubble, peak activations and
 message counts from the times. `span_and_bubble` and `idle_shares` also take measured times.
 """
 
@@ -16,8 +16,8 @@ from fractions import Fraction
 from statistics import fmean
 
 from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.event_simulation import Span, Spans, play
 from threed.schedules.plan import Plan
-from threed.schedules.play import Span, Spans, play
 
 Cost = float | tuple[float, ...]
 
@@ -55,7 +55,13 @@ class Costs:
                 )
 
     def duration(self, action: Action, rank: int, plan: Plan) -> float:
-        """Returns the time of a rank's compute action."""
+        """Returns the time of a compute action.
+
+        Args:
+            action: the action.
+            rank: pipeline rank that runs it.
+            plan: plan of the action, which states the stage of the model of each chunk.
+        """
         if action.beside is not None and self.overlapped is not None:
             return self._of_pair(self.overlapped, action, rank, plan)
         parts = {
@@ -120,6 +126,9 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
     Args:
         plan: the plan, with or without communication.
         costs: times of compute actions and messages.
+
+    Returns:
+        The times of all actions, and the makespan, bubble, peak activations and messages.
 
     Raises:
         ValueError: the plan is invalid or deadlocks; the message names the rank and the action.

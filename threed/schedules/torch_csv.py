@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from threed.schedules.action import COMPUTE, Action, Kind, together
+from threed.schedules.deadlock_check import validate
 from threed.schedules.plan import Plan
-from threed.schedules.rendezvous import validate
 
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _COMMUNICATION = re.compile(

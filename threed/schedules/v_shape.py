@@ -23,11 +23,11 @@ from itertools import accumulate, chain, cycle
 from math import inf
 from typing import NamedTuple
 
-from threed.schedules.critical import shorten
-from threed.schedules.flow import Flow, Orders, fill, to_plan, v_shape
+from threed.schedules.critical_path import shorten
 from threed.schedules.list_scheduling import Priority, list_orders
 from threed.schedules.plan import Plan
 from threed.schedules.simulation import Costs
+from threed.schedules.split_backward import Flow, Orders, fill, to_plan, v_shape
 
 PERIOD = 6  # units of time per micro-batch on a rank: two F, two I and two W
 # times of F, I and W on both chunks of a rank together, so each action on one chunk takes 1 unit
@@ -36,7 +36,12 @@ _EFFORT = 100_000  # the argument `effort` of `shorten`
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of ZB-V. A rank keeps at most `stages` micro-batches."""
+    """Returns the plan of ZB-V. A rank keeps at most `stages` micro-batches.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+    """
     unit = Flow.of(v_shape(stages), microbatches, UNIT)
     filled = fill(unit, phases(unit), 2 * stages)
     assert filled is not None
@@ -44,12 +49,22 @@ def zb_v(stages: int, microbatches: int) -> Plan:
 
 
 def v_half(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of V-Half. A rank keeps at most (stages + 2) // 2 micro-batches."""
+    """Returns the plan of V-Half. A rank keeps at most (stages + 2) // 2 micro-batches.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+    """
     return _best("v-half", stages, microbatches, (stages + 2) // 2, [Variant(2, tight=True)])
 
 
 def v_min(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of V-Min. A rank keeps at most (stages + 4) // 3 micro-batches."""
+    """Returns the plan of V-Min. A rank keeps at most (stages + 4) // 3 micro-batches.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+    """
     variants = [
         Variant(1, tight=True),
         Variant(1, 4),

@@ -19,6 +19,10 @@ def zb_h1(stages: int, microbatches: int) -> Plan:
 
     Stage s starts with (stages - s - 1) forwards as in 1F1B. The W of a micro-batch runs after the
     I of the micro-batch that is s later.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
     """
     ranks = tuple(_rank(microbatches, stages - s - 1, s) for s in range(stages))
     return Plan("zb-h1", stages, microbatches, 1, ranks)
@@ -29,6 +33,10 @@ def zb_h2(stages: int, microbatches: int) -> Plan:
 
     Stage s starts with 2 * (stages - s - 1) forwards. The W of a micro-batch runs after the I of
     the micro-batch that is 2 * s later.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
     """
     ranks = tuple(_rank(microbatches, 2 * (stages - s - 1), 2 * s) for s in range(stages))
     return Plan("zb-h2", stages, microbatches, 1, ranks)

@@ -17,11 +17,11 @@ from dataclasses import replace
 from itertools import product
 from math import ceil, floor, isclose
 
-from threed.schedules.critical import shorten
-from threed.schedules.flow import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
+from threed.schedules.critical_path import shorten
 from threed.schedules.one_forward_one_backward import one_f_one_b
 from threed.schedules.plan import Plan, SizesError
 from threed.schedules.simulation import Costs, simulate
+from threed.schedules.split_backward import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
 from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 

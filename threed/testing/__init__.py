@@ -15,6 +15,6 @@ from threed.testing.same import DEFAULTS, Difference, Refused, Report, same_ever
 from threed.testing.topologies import DEFAULT as TOPOLOGIES
 
 __all__ = [
-    "DEFAULTS", "TOPOLOGIES", "Difference", "RanksFailed", "Refused", "Report", "Results", "differences", "results_of",
-    "run_ranks", "same_everywhere",
+    "same_everywhere", "Report", "Difference", "Refused", "DEFAULTS", "TOPOLOGIES", "run_ranks", "RanksFailed",
+    "results_of", "Results", "differences",
 ]  # fmt: skip

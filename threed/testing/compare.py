@@ -88,6 +88,9 @@ def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
     Args:
         engine: engine after the steps.
         metrics: metrics of all steps.
+
+    Returns:
+        The losses, gradient norms and full states; states are empty except on rank 0.
     """
     engine.finish()
     parts = [*state_names(engine.config.optim), *([PREVIOUS] if engine.optimizer.earlier else [])]

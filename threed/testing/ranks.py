@@ -57,6 +57,9 @@ class RanksFailed(AssertionError):
         died: exit code by rank, for ranks that exited without a result; minus the signal's number
             if a signal ended the rank.
         stacks: stacks of all threads by rank, for silent ranks.
+
+    Args:
+        world: state of the ranks when the run ended.
     """
 
     def __init__(self, world: _World) -> None:

@@ -14,7 +14,7 @@ import math
 import re
 
 from threed.config import Config, ConfigError, ParallelConfig
-from threed.schedules import is_asynchronous
+from threed.schedules.registry import is_asynchronous
 
 DEFAULT = (
     "micro1", "recompute", "tp2", "tp2-seq", "pp2", "dp2-zero1", "dp2-zero3", "tp2-pp2", "pp2-dp2-zero2",

@@ -1,5 +1,9 @@
-"""Callbacks of the training loop: logging, evaluation, checkpoints, profiles and skipped steps."""
+"""Callbacks of the training loop: logging, evaluation, checkpoints, profiles and skipped steps.
 
-from threed.training.callback import Callback, Run, Start
+`Callback` is the base class of the callbacks that a program passes to `threed.Trainer`. The rest of
+this package is internal.
+"""
 
-__all__ = ["Callback", "Run", "Start"]
+from threed.training.callback import Callback, Run
+
+__all__ = ["Callback", "Run"]

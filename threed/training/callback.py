@@ -73,7 +73,7 @@ class Run:
         return self.start.tokens + samples * self.config.model.seq
 
     def note(self, text: str) -> None:
-        """Prints a line on rank 0, above the progress bar."""
+        """Prints the line `text` on rank 0, above the progress bar."""
         self.monitor.note(text)
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -111,10 +111,19 @@ class Callback:
     """
 
     def begin(self, run: Run) -> None:
-        """Called before the first step, after a checkpoint has been loaded."""
+        """Called before the first step, after a checkpoint has been loaded.
+
+        Args:
+            run: the run.
+        """
 
     def before_step(self, run: Run, step: int) -> None:
-        """Called after the batch of a step has been fetched. Steps are counted from 1."""
+        """Called after the batch of a step has been fetched.
+
+        Args:
+            run: the run.
+            step: number of the step, counted from 1.
+        """
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         """Called after the update.
@@ -127,4 +136,8 @@ class Callback:
         """
 
     def end(self, run: Run) -> None:
-        """Called after the last step, before the final report. Not called if a step raised."""
+        """Called after the last step, before the final report. Not called if a step raised.
+
+        Args:
+            run: the run.
+        """

@@ -18,7 +18,9 @@ from threed.engine import LayeredEngine
 from threed.interop.huggingface.export import export_hf
 from threed.monitor import figures
 from threed.planner.forecast import Forecast
-from threed.schedules import Plan, idle_shares, replay, stack, svg
+from threed.schedules import Plan, svg
+from threed.schedules.gantt import stack
+from threed.schedules.simulation import idle_shares, replay
 from threed.training.callback import Run
 from threed.training.checkpoints import Checkpoints
 from threed.training.profiling import PeakMemory

@@ -14,8 +14,9 @@ from threed.core.device import peak_bytes
 from threed.distributed import collectives
 from threed.distributed.clocks import on_one_clock
 from threed.engine import StepMetrics
-from threed.monitor import Throughput, Traffic
-from threed.schedules import Action, idle_shares
+from threed.monitor.meter import Throughput, Traffic
+from threed.schedules import Action
+from threed.schedules.simulation import idle_shares
 from threed.training.callback import Callback, Run
 
 GIB = 2**30

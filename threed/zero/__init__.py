@@ -1,1 +1,6 @@
-"""ZeRO: flat buffers of parameters, gradient reduction, and an optimizer sharded over ranks."""
+"""ZeRO: flat buffers of parameters, gradient reduction, and an optimizer sharded over ranks.
+
+This package is internal.
+"""
+
+__all__: list[str] = []

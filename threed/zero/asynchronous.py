@@ -31,7 +31,8 @@ from torch import Tensor
 
 from threed.distributed import collectives
 from threed.layers import MicroBatch
-from threed.schedules import Plan, drain, first
+from threed.schedules import Plan
+from threed.schedules.double_buffered import drain, first
 from threed.zero.optimizer import Optimizer, Run
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import Gradient
@@ -45,8 +46,8 @@ class Asynchronous:
 
     Args:
         plan_of: `plan_of(count, part=)` returns the plan, with communication actions, of a step of
-            `count` micro-batches. `part` is `schedules.first` for a step that finds no outstanding
-            backwards, `schedules.drain` for the outstanding backwards only, else None.
+            `count` micro-batches. `part` is `double_buffered.first` for a step that finds no outstanding
+            backwards, `double_buffered.drain` for the outstanding backwards only, else None.
         reducer: sums the gradients.
         optimizer: updates the weights. Keeps two versions of them (`Policy.versions`).
 

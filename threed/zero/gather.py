@@ -34,9 +34,9 @@ from threed.distributed.collectives import EXACT, Codec, Pending
 from threed.distributed.sharding import storage_of
 from threed.distributed.topology import Axis
 from threed.memory.tiers import InMemory, StagedBuffer
-from threed.zero.access import Access, Holder
 from threed.zero.layout import Bucket, Group, Layout, Slot
-from threed.zero.modes import hide_from_checkpointing, without_transforms
+from threed.zero.parameter_access import Access, Holder
+from threed.zero.torch_modes import hide_from_checkpointing, without_transforms
 
 
 def _hidden_from_checkpointing(method: Callable[..., Any]) -> Callable[..., Any]:

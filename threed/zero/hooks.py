@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 from threed.distributed.collectives import EXACT, Codec
 from threed.distributed.sharding import storage_of
 from threed.models.wrapped import Wrapped
-from threed.zero.access import UNTRACED, Holder
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.manual_edits import Changes
-from threed.zero.modes import compiles
+from threed.zero.parameter_access import UNTRACED, Holder
+from threed.zero.torch_modes import compiles
 
 # number of most recently used groups that stay gathered in a backward
 RECENT = 3

@@ -40,7 +40,7 @@ from threed.distributed.sharding import Piece, ShardSpec, attach, spec_of, split
 from threed.distributed.topology import Axis, Topology, alone
 from threed.layers.contract import contract
 from threed.memory.tiers import Drive, InMemory, Storage, Tier, memory_tier
-from threed.models.cut import Tie
+from threed.models.pipeline_layout import Tie
 from threed.ops.adam import Adam
 from threed.ops.update import Rule
 
@@ -108,7 +108,7 @@ class Policy:
             previous one (2BW). With 2, slices of gradients have separate memory, because the next
             step overwrites the full gradients.
         early: whether updates run during the backward and write to second regions of the drive
-            (`threed.zero.early`).
+            (`threed.zero.early_updates`).
         delayed: whether an update runs during the next step, which still uses the old parameters.
         dealt: for each value of `ShardSpec.over`: data axes of the parameters that are distributed
             over these data ranks.

@@ -3,7 +3,7 @@
 The host waits for the scalars of an update (learning rate, clip factor, skip flag). The update then
 runs in one of three ways: at the end of the step; during the next step, in a thread
 (`zero.delayed_update`), so that the parameters receive the new weights one step late; or bucket by
-bucket during the backward (`early.py`).
+bucket during the backward (`early_updates.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from threed.core.device import is_accelerator, synchronize
 from threed.distributed.collectives import done
 from threed.memory.tiers import InMemory, start_copy
 from threed.ops.update import StepScalars
-from threed.zero.early import Early, max_pending_buckets
+from threed.zero.early_updates import Early, max_pending_buckets
 from threed.zero.optimizer import Optimizer, scalars_of
 from threed.zero.reductions import Gradient
 from threed.zero.state import PREVIOUS, WEIGHT, State

@@ -10,7 +10,7 @@ would make every rank wait for the last one at the end of each step. Schedules t
 their steps at different times would lose their gain. An update therefore runs on a guess: that the
 step is neither clipped nor skipped. All values that an update changes are copied first, and
 restored if the guess was wrong. So the final result is bit-identical to an update that waits. All
-ranks call `validate` at the same point of the next step's plan (`threed.schedules.validation`) and
+ranks call `validate` at the same point of the next step's plan (`threed.schedules.post_update_validation`) and
 read the same sum, so they agree on whether to restart that step. After a wrong guess, updates wait
 for the norm, up to and including the first step for which the guess would have been right. So if
 every step is clipped, only the first update is undone.

@@ -34,7 +34,7 @@ from threed.memory.tiers import InMemory, StagedBuffer
 from threed.ops.precision import LossScale
 from threed.ops.update import StepScalars
 from threed.schedules import Plan
-from threed.zero.early import Early
+from threed.zero.early_updates import Early
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Layout
 from threed.zero.optimistic import Optimistic

@@ -4,7 +4,7 @@ The life of a gradient has four steps:
 
     add     a contribution is added to the gradient by the parameter's `Sink`: layers of
             `threed.layers` call the sink, and for other modules an autograd hook does
-    ready   a bucket is ready when its gradients have all expected contributions (`counting`)
+    ready   a bucket is ready when its gradients have all expected contributions (`contributions`)
     launch  the reductions of ready buckets are launched in one fixed order, which is the same on
             all ranks (`reductions`)
     wait    reductions are waited for, at the latest in `finish`, and this rank's slices are stored
@@ -15,7 +15,7 @@ each round is added to this rank's slice. If every layer runs all micro-batches 
 layer (`whole_step`), a round is a step under every ZeRO stage.
 
 A contribution that arrives after the launch of its bucket is kept, and reduced at the end of the
-step (`late`). So every contribution is counted exactly once.
+step (`late_gradients`). So every contribution is counted exactly once.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from threed.distributed.topology import Axis
 from threed.layers.slicing import ForwardScope, add_to
 from threed.memory.tiers import StagedBuffer
 from threed.ops.matmul import NATIVE, Matmul
-from threed.zero.counting import Contributions, Deferral, LaunchQueue, is_own
-from threed.zero.early import Early
+from threed.zero.contributions import Contributions, Deferral, LaunchQueue, is_own
+from threed.zero.early_updates import Early
 from threed.zero.gather import Gatherer
-from threed.zero.late import LateGradients
+from threed.zero.late_gradients import LateGradients
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.reductions import (
     PLAIN,

@@ -24,8 +24,10 @@ from threed.ops.precision import LossScale, dtype
 from threed.ops.quantise import Int8Blocks
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
-from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
-from threed.zero.early import max_pending_buckets
+from threed.schedules import Costs, Plan
+from threed.schedules.post_update_validation import time_between_steps
+from threed.schedules.registry import is_asynchronous
+from threed.zero.early_updates import max_pending_buckets
 from threed.zero.layout import DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reductions import GradientCodecs
 
@@ -241,7 +243,7 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
 
 
 def is_early(config: Config) -> bool:
-    """Returns whether updates run during the backward (`threed.zero.early`).
+    """Returns whether updates run during the backward (`threed.zero.early_updates`).
 
     With `early-update` "auto" they do if the order is "layer", and both parameters and optimizer
     states are on a drive.

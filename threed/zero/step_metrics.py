@@ -185,7 +185,7 @@ class StepMetrics:
 
     Reading a property, except `loss_tensor`, waits for the device. After an optimistic or
     asynchronous update, the first read also waits for the other ranks. `loss` and `grad_norm` raise
-    the errors below.
+    the errors below. `repr(metrics)` shows all values without waiting for other ranks.
 
     Attributes:
         step: number of the step, from 1.
@@ -198,6 +198,11 @@ class StepMetrics:
     Raises:
         DataError: the data of this step, or of an earlier one that was not reported, were invalid.
         BadStepsError: at least `max_bad_steps` consecutive steps were skipped (see `bad_steps`).
+
+    Example::
+
+        metrics = engine.step(batch)
+        print(metrics.step, metrics.loss, metrics.grad_norm, metrics.lr)
     """
 
     step: int
@@ -239,17 +244,27 @@ class StepMetrics:
 
     @property
     def loss(self) -> float:
-        """Mean token loss of the global batch before the update, in nats."""
+        """Mean loss of the global batch, computed with the weights before the update.
+
+        For a model of pipeline layers it is the mean cross entropy of the valid labels, in nats per
+        token. For a wrapped module it is the mean of the losses that its forward returned, in their
+        unit, weighted by the number of items of each micro-batch: its labels of 0 or more, or its
+        rows if the labels are not integers. In a custom loop (`ModuleEngine.backward`) it is the
+        weighted sum of the losses, by default their mean.
+        """
         return self._checked(self._numbers().loss)
 
     @property
     def loss_tensor(self) -> Tensor:
-        """The loss as a scalar tensor; the host does not wait for its value."""
+        """The loss as a scalar tensor, fp64; the host does not wait for its value.
+
+        NaN if the data of the step were invalid.
+        """
         return self._numbers().loss
 
     @property
     def grad_norm(self) -> float:
-        """Global gradient norm before clipping."""
+        """Norm of the gradient of the global batch over all parameters, before clipping."""
         return self._checked(self._numbers().update.grad_norm)
 
     @property

@@ -6,6 +6,8 @@
 A record (`record.Architecture`) defines the blocks of a decoder, the defaults of its configuration
 keys, and its Hugging Face layout. To add an architecture, write a module like `mistral.py` and
 import it below.
+
+This package is internal.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from threed.config.architectures import gemma3 as gemma3
 from threed.config.architectures.record import REGISTERED as REGISTERED
 from threed.config.architectures.record import Architecture as Architecture
 from threed.core.source import names_model
+
+__all__: list[str] = []
 
 NAMES = tuple(REGISTERED)
 # The architecture of custom models (`--model.arch FILE.py:NAME`). They accept every key.

@@ -7,7 +7,7 @@
 
 A library is compiled at first use (`threed.core.native.build`) and loaded by ctypes. It does not
 depend on the ABI of torch or Python. Without a compiler, `library` returns None and callers use
-plain torch operations.
+plain torch operations. This package is internal.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from typing import Any
+
+__all__: list[str] = []
 
 _TYPES: dict[str, Any] = {
     "P": ctypes.c_void_p, "i": ctypes.c_int, "u": ctypes.c_uint32, "q": ctypes.c_int64, "d": ctypes.c_double,

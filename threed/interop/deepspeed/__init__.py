@@ -13,4 +13,8 @@ and the update. `initialize.initialize` inspects the model and the given optimiz
 configuration (`config`), and wraps a `threed.engine.ModuleEngine`. Rank 0 prints `engine.notes`:
 keys without effect, and values chosen for "auto". Any nn.Module can be trained, with any ZeRO
 stage. docs/guide/deepspeed.md lists the supported keys. `checkpoint` reads DeepSpeed's checkpoints.
+
+This package is internal.
 """
+
+__all__: list[str] = []

@@ -91,9 +91,13 @@ class DeepSpeedEngine:
     # ------------------------------------------------------------------------------------------------------- training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward.
+        """Runs the module's forward, and returns its result.
 
         If gradients are enabled, starts a step unless one is in progress. Collective.
+
+        Args:
+            args: positional arguments of the module's forward.
+            kwargs: keyword arguments of the module's forward.
         """
         if torch.is_grad_enabled():
             self._begin()
@@ -250,12 +254,16 @@ class DeepSpeedEngine:
     # ---------------------------------------------------------------------------------------------------------- state
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """Sets the module to training mode, or to evaluation mode if `mode` is False."""
+        """Sets the training mode of the module; returns the engine.
+
+        Args:
+            mode: True for training, False for evaluation.
+        """
         self.module.train(mode)
         return self
 
     def eval(self) -> DeepSpeedEngine:
-        """Sets the module to evaluation mode."""
+        """Sets the module to evaluation mode; returns the engine."""
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

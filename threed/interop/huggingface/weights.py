@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.checkpoint import finite, fit
+from threed.checkpoint import compatibility, finite
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.finite import narrowed
@@ -96,8 +96,12 @@ def load_hf(
     raise_together(problems, everyone, CheckpointError)
     assert folder is not None
     record = collectives.exchange(record, everyone)[0]
-    here = fit.expected(optimizer, extras.buffers, topology)
-    unlike = fit.differences(folder.shapes, here.weights, "weights") if everyone.index == 0 else []
+    here = compatibility.expected(optimizer, extras.buffers, topology)
+    unlike = (
+        compatibility.differences(folder.shapes, here.weights, "weights")
+        if everyone.index == 0
+        else []
+    )
     raise_together(unlike, everyone, CheckpointError)
     raise_together(_overflows(folder, optimizer, config), everyone, CheckpointError)
 

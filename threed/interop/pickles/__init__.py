@@ -1,1 +1,6 @@
-"""Reads pickled checkpoint files without executing any code in them."""
+"""Reads pickled checkpoint files without executing any code in them.
+
+This package is internal.
+"""
+
+__all__: list[str] = []

@@ -13,4 +13,8 @@ instead of the keys of `optimizer`. No key is silently ignored, and all problems
 
 Names, defaults and formulas follow DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).
+
+This package is internal.
 """
+
+__all__: list[str] = []

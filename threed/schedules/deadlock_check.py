@@ -7,17 +7,17 @@ In this transport every send and every receive blocks until the peer reaches the
 and all messages from one rank to another share one in-order channel. A plan that passes also
 finishes on any transport with buffers or asynchronous sends. REDUCE and GATHER use other process
 groups and are ignored here. UPDATE waits until all ranks have run NORM. VALIDATE does not wait for
-other ranks, and is checked by validation.py.
+other ranks, and is checked by post_update_validation.py.
 """
 
 from __future__ import annotations
 
 from threed.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 from threed.schedules.asynchronous import norms_begun
-from threed.schedules.legality import check_reductions, legal
+from threed.schedules.event_simulation import play
 from threed.schedules.plan import Plan
-from threed.schedules.play import play
-from threed.schedules.validation import check_validation
+from threed.schedules.plan_checks import check_reductions, legal
+from threed.schedules.post_update_validation import check_validation
 
 _RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 

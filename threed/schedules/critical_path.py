@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from threed.schedules.flow import Filled, Flow
+from threed.schedules.split_backward import Filled, Flow
 
 TENURE = 11  # number of rounds for which the reversal of a swap is tabu
 MAX_STALLED = 200  # number of rounds without improvement after which the search stops
@@ -33,7 +33,7 @@ def shorten(flow: Flow, filled: Filled, limit: int, effort: float) -> tuple[Fill
     """Returns the shortest plan found, or `filled` if none is shorter, and the remaining effort.
 
     Args:
-        flow: the positions of the schedule (see flow.py) and their times.
+        flow: the positions of the schedule (see split_backward.py) and their times.
         filled: the plan to start from.
         limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1.
         effort: maximum number of actions to simulate.

@@ -3,7 +3,7 @@
 Use: `spans = play(plan, duration)` returns the times of all compute actions.
 
 Every rank runs its list in order. An action starts as soon as its rank is free and its input from
-other stages has arrived. Communication actions are ignored; rendezvous.py checks them.
+other stages has arrived. Communication actions are ignored; deadlock_check.py checks them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from threed.schedules.action import COMPUTE, Action, Kind
-from threed.schedules.legality import legal
 from threed.schedules.plan import Plan
+from threed.schedules.plan_checks import legal
 
 Span = tuple[Action, float, float]  # action, start, end
 Spans = tuple[tuple[Span, ...], ...]  # the spans of each rank

@@ -1,9 +1,9 @@
 """The layers on each pipeline rank: ranges of layers (stages), placed on ranks as chunks.
 
-cut = Cut.of(ranges, plan)          # one range per stage of the model, in order
-cut.chunks(0)                       # the ranges on pipeline rank 0
-cut.ends                            # the ranks with the last stage
-cut.ties(names)                     # the parameters that several ranks hold
+cut = PipelineLayout.of(ranges, plan)  # one range per stage of the model, in order
+cut.chunks(0)                          # the ranges on pipeline rank 0
+cut.ends                               # the ranks with the last stage
+cut.ties(names)                        # the parameters that several ranks hold
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PipelineLayout:
     """A partition of a model into stages, with their placement on pipeline ranks.
 
     Attributes:
@@ -50,7 +50,7 @@ class Cut:
     ways: int = 1
 
     @classmethod
-    def of(cls, ranges: Sequence[range], plan: Plan) -> Cut:
+    def of(cls, ranges: Sequence[range], plan: Plan) -> PipelineLayout:
         """Returns a partition with the placement of a plan.
 
         Raises:

@@ -17,7 +17,7 @@ from html import escape
 from math import ceil, floor, log10
 
 from threed.schedules.action import COMPUTE, Action, Kind
-from threed.schedules.play import Span
+from threed.schedules.event_simulation import Span
 
 # Fill and meaning. Colour-blind readers can distinguish blue, green and red (Paul Tol's schemes).
 _STYLES = {

@@ -1,7 +1,7 @@
 """Checks of a plan before any tensor moves. Every error names the rank and the action.
 
 `legal(plan)` checks each rank's list of actions separately, for missing, repeated and misordered
-actions. `validate` in rendezvous.py also simulates all ranks together and, if the plan contains
+actions. `validate` in deadlock_check.py also simulates all ranks together and, if the plan contains
 communication, checks it.
 """
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
+from threed.checkpoint.file_transfer import receive_file, send_file
 from threed.checkpoint.files import CheckpointError, in_units
 from threed.checkpoint.manifest import MANIFEST, check_structure, digest, joined
 from threed.checkpoint.node_memory import Epochs, Machines, Place
 from threed.checkpoint.reading import Reader
-from threed.checkpoint.sending import receive_file, send_file
 from threed.distributed import collectives
 from threed.distributed.topology import Axis, Link, Topology
 from threed.zero.records import Record

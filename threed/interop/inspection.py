@@ -1,0 +1,130 @@
+"""Describes a checkpoint or a Hugging Face folder; implements `threed inspect CHECKPOINT`.
+
+info = inspect("runs/tiny/checkpoints/step-200")     checks all hashes first
+info.steps, info.weights["embedding.weight"]
+print(info)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from threed.checkpoint import native
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.reading import Reader
+from threed.interop.huggingface.folder import HFFolder, is_hf_folder
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """The contents of a native checkpoint or a Hugging Face folder.
+
+    `str(info)` is the text that `threed inspect` prints.
+
+    Attributes:
+        path: the folder.
+        arch: architecture of the model, a value of `--model.arch`.
+        weights: shape of each weight, by name.
+        buffers: dtype and shape of each persistent buffer, by name; a Hugging Face folder has none.
+        dtypes: dtypes of the weights of a Hugging Face folder; empty for a native checkpoint, whose
+            weights are the optimizer's (fp32 or fp64).
+        files: number of files that the manifest lists; None for a Hugging Face folder.
+        nbytes: size of these files in bytes; None for a Hugging Face folder.
+        steps: number of completed optimizer steps; None for a Hugging Face folder.
+        consumed: number of samples of these steps; None for a Hugging Face folder.
+        topology: size of each axis of the ranks that saved the checkpoint, such as {"pp": 2,
+            "dp": 2, "tp": 1}; empty for a Hugging Face folder.
+    """
+
+    path: Path
+    arch: str
+    weights: Mapping[str, Shape]
+    buffers: Mapping[str, tuple[str, Shape]]
+    dtypes: tuple[str, ...] = ()
+    files: int | None = None
+    nbytes: int | None = None
+    steps: int | None = None
+    consumed: int | None = None
+    topology: Mapping[str, int] | None = None
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements of all weights."""
+        return sum(math.prod(shape) for shape in self.weights.values())
+
+    def __str__(self) -> str:
+        """Returns the text that `threed inspect` prints."""
+        weights = [f"{name:<44} {list(shape)}" for name, shape in sorted(self.weights.items())]
+        if self.files is None:
+            title = "a Hugging Face folder; its tensors match its configuration; it has no hashes"
+            model = f"model {self.arch}, {self.parameters:,} parameters, {', '.join(self.dtypes)}"
+            return "\n".join([f"{self.path}: {title}", model, *weights])
+        sizes = " × ".join(f"{a} {n}" for a, n in (self.topology or {}).items() if n > 1)
+        lines = [
+            f"{self.path}: {self.files} files, {self.nbytes:,} bytes, every hash verified",
+            f"after step {self.steps} and {self.consumed} samples",
+            f"model {self.arch}, saved on {sizes or 'one rank'}",
+        ]
+        buffers = [
+            f"{name:<44} {list(shape)} buffer, {dtype}"
+            for name, (dtype, shape) in sorted(self.buffers.items())
+        ]
+        return "\n".join([*lines, *weights, *buffers])
+
+
+def inspect(path: str | Path) -> CheckpointInfo:
+    """Checks a checkpoint or a Hugging Face folder, and returns its contents.
+
+    No process group is required. Weights are not loaded. For a native checkpoint, the hashes of all
+    files are checked, which reads every file. A Hugging Face folder has no hashes: the names and
+    shapes of its tensors are compared with its config.json.
+
+    Args:
+        path: the folder of a native checkpoint, or a Hugging Face folder.
+
+    Returns:
+        The contents; `print(inspect(path))` shows them.
+
+    Raises:
+        CheckpointError: if the folder is not a checkpoint, or is damaged; the message lists all
+            problems.
+
+    Example::
+
+        info = threed.checkpoint.inspect("runs/tiny/checkpoints/step-200")
+        print(info.steps, info.parameters)
+    """
+    path = Path(path)
+    return _of_folder(path) if is_hf_folder(path) else _of_checkpoint(path)
+
+
+def _of_checkpoint(path: Path) -> CheckpointInfo:
+    manifest = native.read_manifest(path)
+    if damaged := native.verify(path, manifest, thorough=True):
+        raise CheckpointError("\n".join(damaged))
+    reader = Reader(path, manifest)
+    return CheckpointInfo(
+        path,
+        manifest["config"]["model"]["arch"],
+        reader.shapes,
+        {name: (dtype, tuple(shape)) for name, (_, dtype, shape) in reader.buffers.items()},
+        files=len(manifest["files"]),
+        nbytes=sum(entry["size"] for entry in manifest["files"]),
+        steps=manifest["state"]["steps"],
+        consumed=manifest["state"]["consumed"],
+        topology=manifest["topology"],
+    )
+
+
+def _of_folder(path: Path) -> CheckpointInfo:
+    folder = HFFolder(path)
+    if problems := list(folder.problems()):
+        raise CheckpointError("\n".join(problems))
+    dtypes = {folder.tensor("weight", name).dtype for name in folder.shapes}
+    names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return CheckpointInfo(path, folder.model.arch, folder.shapes, {}, tuple(names))
