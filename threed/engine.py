@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -55,6 +55,7 @@ from threed.zero.gather import Gatherer
 from threed.zero.hooks import ModuleGatherer
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.optimizer import Optimizer, Synchronous
+from threed.zero.rates import Rates
 from threed.zero.reducer import Reducer
 from threed.zero.step_metrics import Faults, Later, loss_of
 from threed.zero.step_metrics import StepMetrics as StepMetrics
@@ -136,7 +137,11 @@ class Engine:
             else ModuleGatherer(self.layout, wrapped, config.zero.prefetch, codec)
         )
         self.optimizer = self._make_optimizer(
-            learning_rate or setup.learning_rate(config.optim, config.train.steps),
+            Rates(
+                learning_rate or setup.learning_rate(config.optim, config.train.steps),
+                setup.rate_factors(config.optim),
+                topology.device,
+            ),
             loss_scale or setup.loss_scale(config.precision),
         )
         self.saver = Saver(self.optimizer, topology, self.config)
@@ -169,14 +174,12 @@ class Engine:
             on_validate=self.optimizer.validate, updates=asynchronous,
         )  # fmt: skip
 
-    def _make_optimizer(
-        self, learning_rate: Callable[[Tensor], Tensor], loss_scale: LossScale
-    ) -> Optimizer:
+    def _make_optimizer(self, rates: Rates, loss_scale: LossScale) -> Optimizer:
         """Returns the optimizer of this rank's states, with offloading if configured."""
         policy, train = self.layout.policy, self.config.train
         offloads = policy.optimizer_tier is not None or policy.params_tier is not None
         return (OffloadedOptimizer if offloads else Optimizer)(
-            self.layout, self.gatherer, self.topology.axis("world"), learning_rate,
+            self.layout, self.gatherer, self.topology.axis("world"), rates,
             device=self.topology.device, grad_clip=train.grad_clip, loss_scale=loss_scale,
             optimistic=self.blueprint.optimistic, max_spike=train.max_norm_spike,
             dynamic=self.wraps_module,
@@ -312,6 +315,21 @@ class Engine:
         """
         own = self.faults.appended_to(loss)
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """Learning rates of the next update.
+
+        The first rate is of the parameters without a parameter group; the others are of the groups
+        in `config.optim.groups`, in their order. Until the program sets rates, they follow the
+        schedule. Rates that were set are kept until others are set, and are saved in checkpoints.
+        Reading them waits for the device.
+        """
+        return self.optimizer.rates(self.optimizer.updates).tolist()
+
+    @learning_rates.setter
+    def learning_rates(self, rates: Sequence[float]) -> None:
+        self.optimizer.rates.set(rates)
 
     def bad_steps(self) -> int:
         """Completes the last step, and returns the number of consecutive skipped steps up to it.
