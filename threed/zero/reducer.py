@@ -34,6 +34,7 @@ from threed.distributed.topology import Axis
 from threed.layers.slicing import ForwardScope, add_to
 from threed.memory.tiers import StagedBuffer
 from threed.ops.matmul import NATIVE, Matmul
+from threed.zero.access import GRAD
 from threed.zero.counting import Contributions, Deferral, LaunchQueue, is_own
 from threed.zero.early import Early
 from threed.zero.gather import Gatherer
@@ -257,6 +258,11 @@ class Reducer:
         for queue in self._queues:
             queue.restart(self._passes)
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is in progress in which a backward has ended."""
+        return self._state is StepState.RUNNING and self._passes_ended > 0
+
     def pass_ended(self, chunk: int = 0) -> None:
         """Ends a backward of a micro-batch on a chunk; if rounds are micro-batches, its round."""
         self._passes_ended += 1
@@ -329,7 +335,8 @@ class Reducer:
     @property
     def foreign(self) -> list[tuple[Slot, Tensor]]:
         """Parameters with a gradient from another engine's backward, and that gradient."""
-        return [(s, s.param.grad) for s in self._sinks if s.param.grad is not None]
+        grads = ((slot, GRAD.__get__(slot.param)) for slot in self._sinks)
+        return [(slot, grad) for slot, grad in grads if grad is not None]
 
     # --------------------------------------------------------------------- discarding a step
 
@@ -503,6 +510,11 @@ class Sink:
                 total = add_to(total, a, b, by)
         self.mark_added() if total is None else self.add(total)
 
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether a backward of the step in progress has ended, so that the sink has its gradients."""
+        return self.reducer.in_step
+
     def _check_loss(self) -> None:
         """Raises RuntimeError if the gradient was computed during a layer's forward."""
         if self.reducer.scope.active:
@@ -575,8 +587,8 @@ class Sink:
             if self.reducer.gatherer is not None:
                 self.reducer.gatherer.gradient_complete(self.slot)
             return
-        if param.grad is not None:
-            grad, param.grad = param.grad, None
+        if (grad := GRAD.__get__(param)) is not None:
+            GRAD.__set__(param, None)
             self.add(grad.to_dense() if grad.is_sparse else grad)
 
     def _target(self) -> Tensor:
