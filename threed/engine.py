@@ -318,17 +318,24 @@ class Engine:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Learning rates of the next update.
+        """Learning rates of the next update; the host waits for the device.
 
-        The first rate is of the parameters without a parameter group; the others are of the groups
-        in `config.optim.groups`, in their order. Until the program sets rates, they follow the
-        schedule. Rates that were set are kept until others are set, and are saved in checkpoints.
-        Reading them waits for the device.
+        The first rate is of the parameters without a parameter group. The others are of the groups
+        in `config.optim.groups`, in their order.
         """
         return self.optimizer.rates(self.optimizer.updates).tolist()
 
-    @learning_rates.setter
-    def learning_rates(self, rates: Sequence[float]) -> None:
+    def set_learning_rates(self, rates: Sequence[float] | None) -> None:
+        """Sets the learning rates of the following updates, in place of the schedule.
+
+        They are saved in checkpoints. Every rank sets the same rates.
+
+        Args:
+            rates: one rate per entry of `learning_rates`; None returns to the schedule.
+
+        Raises:
+            ValueError: if there are more or fewer rates, or a rate is negative or not finite.
+        """
         self.optimizer.rates.set(rates)
 
     def bad_steps(self) -> int:

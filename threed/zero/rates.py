@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,14 @@ class Rates:
 
         Args:
             rates: one rate per group.
+
+        Raises:
+            ValueError: the number of rates is wrong, or a rate is negative or not finite.
         """
+        if rates is not None and len(rates) != len(self.factors):
+            raise ValueError(f"{len(rates)} learning rates for {len(self.factors)} groups")
+        if bad := [rate for rate in rates or () if not 0 <= rate < math.inf]:
+            raise ValueError(f"learning rate {bad[0]}: rates are at least 0 and finite")
         if rates is None:
             self._given = None
         elif self._given is None or self._given[0] != list(rates):

@@ -119,7 +119,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         values[0] = rates[0]  # of parameters in no group, which there are none of with several
         for index, rate in zip(self._index, rates, strict=True):
             values[index] = rate
-        self._engine.learning_rates = values
+        self._engine.set_learning_rates(values)
         self._rates = rates
 
     @property
