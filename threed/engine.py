@@ -56,7 +56,7 @@ from threed.zero.hooks import ModuleGatherer
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.optimizer import Optimizer, Synchronous
 from threed.zero.rates import Rates
-from threed.zero.reducer import Reducer
+from threed.zero.reducer import OPEN, Reducer
 from threed.zero.step_metrics import Faults, Later, loss_of
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
@@ -514,7 +514,7 @@ class ModuleEngine(Engine):
     accumulating = False
     model: Wrapped
     gatherer: ModuleGatherer
-    _microbatches: int  # of the step in progress
+    _microbatches: int | None  # of the step in progress
     _loss: Tensor  # accumulated in the step in progress
 
     @property
@@ -536,14 +536,22 @@ class ModuleEngine(Engine):
         self.model.initialised(self.topology.device, self.batches.dtype)
         self.gatherer.changes.begin()
 
-    def begin(self, microbatches: int = 1) -> None:
-        """Begins an optimizer step of `microbatches` micro-batches in a custom loop. Collective."""
+    def begin(self, microbatches: int | None = 1) -> None:
+        """Begins an optimizer step in a custom loop. Collective.
+
+        Args:
+            microbatches: number of micro-batches of the step. None if it is not known; then
+                `backward` requires a weight, and gradients are reduced after the last backward,
+                without overlap, unless `backward` is called with `last`.
+        """
         self.faults.clear()
-        self._begin(microbatches)
+        self._begin(OPEN if microbatches is None else microbatches)
         self.accumulating, self._microbatches = True, microbatches
         self._loss = torch.zeros(1, dtype=torch.float64, device=self.topology.device)
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False
+    ) -> None:
         """Runs the backward of a micro-batch and accumulates its gradients and its loss.
 
         If it raises, the gradients of the step are discarded: call `begin` for the next step.
@@ -552,14 +560,22 @@ class ModuleEngine(Engine):
             loss: mean loss of the micro-batch, a scalar.
             weight: factor of the loss; by default 1 / (micro-batches × data ranks), so that the
                 loss of the step is the mean over all micro-batches of all data ranks.
+            last: whether it is the last backward of a step whose number of micro-batches is not
+                known.
 
         Raises:
             RuntimeError: if `begin` was not called.
+            ValueError: if `begin` was called without a number, and no weight is given.
         """
         self._check_begun()
         began = time.perf_counter()
-        weight = 1.0 / (self._microbatches * self.topology.dp) if weight is None else weight
+        if weight is None:
+            if self._microbatches is None:
+                raise ValueError("backward in a step of begin(None) needs a weight")
+            weight = 1.0 / (self._microbatches * self.topology.dp)
         self._check_scales()
+        if last:
+            self.reducer.next_is_last()
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         self.accumulating = False
         with own_backward(self.reducer):

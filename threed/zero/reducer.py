@@ -52,6 +52,8 @@ from threed.zero.reductions import (
 )
 from threed.zero.unused import Unused, warn_of_unused
 
+OPEN = 2**20  # more micro-batches than any step has: their number is not known
+
 
 class StepState(enum.Enum):
     """The state of a reducer's step."""
@@ -125,6 +127,7 @@ class Reducer:
         ]
         self._state = StepState.ENDED
         self._passes = 1  # micro-batches per round
+        self._open = False  # whether the number of micro-batches of the step is not known
         self._passes_ended = 0  # backwards that have ended in this step
         self._observer: Callable[[Tensor], None] | None = None
 
@@ -235,17 +238,33 @@ class Reducer:
         """Begins a step. If the last step did not finish, discards its gradients (collective).
 
         Args:
-            microbatches: number of micro-batches in the step.
+            microbatches: number of micro-batches in the step; `OPEN` if it is not known yet.
         """
         for sink in self.sinks:
             sink.run_last(microbatches)
         self._abort()
         self.recover()
         self._passes = 1 if self.rounds else microbatches
+        self._open = microbatches == OPEN
         for queue in self._queues:
             queue.begin(microbatches * len(queue.chunks))
         self._restart()
         self._state = StepState.RUNNING
+
+    def next_is_last(self) -> None:
+        """Marks the next backward as the last of a step that began with `OPEN` micro-batches."""
+        self._expect(self._passes_ended + 1)
+
+    def _expect(self, passes: int) -> None:
+        """Sets the number of backwards of an open step."""
+        if self._open and self.rounds:
+            for queue in self._queues:
+                queue.begin((passes - self._passes_ended) * len(queue.chunks))
+        elif self._open:
+            for queue in self._queues:
+                queue.expect(passes - self._passes)
+            self._passes = passes
+        self._open = False
 
     def _restart(self) -> None:
         """Discards all gradients of the step and begins its first round."""
@@ -281,6 +300,7 @@ class Reducer:
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
         """Ends the backwards of the step, or of one chunk; if rounds are steps, also the round."""
+        self._expect(max(1, self._passes_ended))
         for queue in self._queues if not self.rounds else ():
             if chunk is None or queue.chunks == (chunk,):
                 self._end_round(queue)
@@ -367,7 +387,7 @@ class Reducer:
             return
         self._state = StepState.ENDED
         for queue in self._queues:
-            for _ in range(queue.backwards if self.rounds else 1):
+            for _ in range(1 if self._open or not self.rounds else queue.backwards):
                 self._launch_all(queue)
                 queue.next_round(self._passes)
 
