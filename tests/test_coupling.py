@@ -18,6 +18,7 @@ LAYER = "a layer is changed in place: the user's code refers to the object"
 # Assignments to a field of an object whose class is in another module, with the reason.
 SET: dict[str, str] = {
     "data.tokenizer: self._backend.encode_special_tokens": OTHER,
+    "interop.deepspeed.views: optimizer._opt_called": OTHER,
     "layers.compiled: module.opaque": LAYER,
     "layers.compiled: module.traced": LAYER,
     "layers.compiled: torch._dynamo.config.recompile_limit": OTHER,
@@ -33,6 +34,8 @@ SET: dict[str, str] = {
     "zero.parameter_access: self.slot.param.__class__": PARAMETER,
     "zero.contributions: slot.param.grad": OTHER,
     "zero.gather: group.slots[0].param.tile_gatherer": PARAMETER,
+    "zero.reducer: sink.slot.param.grad": OTHER,
+    "zero.reducer: slot.param.grad": OTHER,
     "zero.reducer: slot.param.sink": PARAMETER,
     "zero.versions: param.data": OTHER,
 }

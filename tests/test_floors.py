@@ -44,6 +44,7 @@ WITHOUT_TORCH = (
     "threed.schedules",
     "threed.core.atomic",
     "threed.core.disk",
+    "threed.core.errors",
     "threed.core.exports",
     "threed.core.native",
     "threed.core.packages",

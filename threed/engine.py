@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -54,7 +54,8 @@ from threed.zero.hooks import ModuleGatherer
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.optimizer import Optimizer, Synchronous
 from threed.zero.parameter_access import Holder
-from threed.zero.reducer import Reducer
+from threed.zero.rates import Rates
+from threed.zero.reducer import OPEN, Reducer
 from threed.zero.step_metrics import Faults, Later, loss_of
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
@@ -140,7 +141,11 @@ class Engine:
             else ModuleGatherer(self.layout, wrapped, config.zero.prefetch, codec)
         )
         self.optimizer = self._make_optimizer(
-            learning_rate or setup.learning_rate(config.optim, config.train.steps),
+            Rates(
+                learning_rate or setup.learning_rate(config.optim, config.train.steps),
+                setup.rate_factors(config.optim),
+                topology.device,
+            ),
             loss_scale or setup.loss_scale(config.precision),
         )
         self.saver = Saver(self.optimizer, topology, self.config)
@@ -173,14 +178,12 @@ class Engine:
             on_validate=self.optimizer.validate, updates=asynchronous,
         )  # fmt: skip
 
-    def _make_optimizer(
-        self, learning_rate: Callable[[Tensor], Tensor], loss_scale: LossScale
-    ) -> Optimizer:
+    def _make_optimizer(self, rates: Rates, loss_scale: LossScale) -> Optimizer:
         """Returns the optimizer of this rank's states, with offloading if configured."""
         policy, train = self.layout.policy, self.config.train
         offloads = policy.optimizer_tier is not None or policy.params_tier is not None
         return (OffloadedOptimizer if offloads else Optimizer)(
-            self.layout, self.gatherer, self.topology.axis("world"), learning_rate,
+            self.layout, self.gatherer, self.topology.axis("world"), rates,
             device=self.topology.device, grad_clip=train.grad_clip, loss_scale=loss_scale,
             optimistic=self.blueprint.optimistic, max_spike=train.max_norm_spike,
             dynamic=self.wraps_module,
@@ -323,6 +326,28 @@ class Engine:
         """
         own = self.faults.appended_to(loss)
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """Learning rates of the next update; the host waits for the device.
+
+        The first rate is of the parameters without a parameter group. The others are of the groups
+        in `config.optim.groups`, in their order.
+        """
+        return self.optimizer.rates(self.optimizer.updates).tolist()
+
+    def set_learning_rates(self, rates: Sequence[float] | None) -> None:
+        """Sets the learning rates of the following updates, in place of the schedule.
+
+        They are saved in checkpoints. Every rank sets the same rates.
+
+        Args:
+            rates: one rate per entry of `learning_rates`; None returns to the schedule.
+
+        Raises:
+            ValueError: if there are more or fewer rates, or a rate is negative or not finite.
+        """
+        self.optimizer.rates.set(rates)
 
     def bad_steps(self) -> int:
         """Completes the last step; returns the number of consecutive skipped steps. Collective."""
@@ -539,7 +564,7 @@ class ModuleEngine(Engine):
     accumulating = False
     model: Wrapped
     gatherer: ModuleGatherer
-    _microbatches: int  # of the step in progress
+    _microbatches: int | None  # of the step in progress
     _loss: Tensor  # accumulated in the step in progress
 
     @property
@@ -561,18 +586,22 @@ class ModuleEngine(Engine):
         self.model.initialised(self.topology.device, self.batches.dtype)
         self.gatherer.changes.begin()
 
-    def begin(self, microbatches: int = 1) -> None:
-        """Begins an optimizer step of a custom loop. Collective.
+    def begin(self, microbatches: int | None = 1) -> None:
+        """Begins an optimizer step in a custom loop. Collective.
 
         Args:
-            microbatches: number of micro-batches of the step, for the default weight of `backward`.
+            microbatches: number of micro-batches of the step. None if it is not known; then
+                `backward` requires a weight, and gradients are reduced after the last backward,
+                without overlap, unless `backward` is called with `last`.
         """
         self.faults.clear()
-        self._begin(microbatches)
+        self._begin(OPEN if microbatches is None else microbatches)
         self.accumulating, self._microbatches = True, microbatches
         self._loss = torch.zeros(1, dtype=torch.float64, device=self.topology.device)
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False
+    ) -> None:
         """Runs the backward of a micro-batch and accumulates its gradients and its loss.
 
         If it raises, the gradients of the step are discarded: call `begin` for the next step.
@@ -581,14 +610,22 @@ class ModuleEngine(Engine):
             loss: mean loss of the micro-batch, a scalar.
             weight: factor of the loss; by default 1 / (micro-batches × data ranks), so that the
                 loss of the step is the mean over all micro-batches of all data ranks.
+            last: whether it is the last backward of a step whose number of micro-batches is not
+                known.
 
         Raises:
             RuntimeError: if `begin` was not called.
+            ValueError: if `begin` was called without a number, and no weight is given.
         """
         self._check_begun()
         began = time.perf_counter()
-        weight = 1.0 / (self._microbatches * self.topology.dp) if weight is None else weight
+        if weight is None:
+            if self._microbatches is None:
+                raise ValueError("backward in a step of begin(None) needs a weight")
+            weight = 1.0 / (self._microbatches * self.topology.dp)
         self._check_scales()
+        if last:
+            self.reducer.next_is_last()
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         self.accumulating = False
         with own_backward(self.reducer):

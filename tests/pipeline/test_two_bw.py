@@ -50,7 +50,7 @@ class Loop:
 
     def __init__(self, case: Case, way: Way) -> None:
         self.engine, self.way = engine_of(case, way), way
-        self.optim, self.rate = self.engine.config.optim, self.engine.optimizer.learning_rate
+        self.optim, self.rate = self.engine.config.optim, self.engine.optimizer.rates.schedule
         self.engine.optimizer.step = self._no_step  # type: ignore[method-assign]
         self.decay = {r.piece.name: r.state.bucket.group.key.options.decay for r in self._records()}
         self.weights = self.previous = self.engine.full_state_dict()

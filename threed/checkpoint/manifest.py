@@ -140,6 +140,7 @@ class _State(_Strict):
     hysteresis_left: Amount | None = None
     norm_mean: Annotated[float, Field(ge=0)] = 0.0  # mean gradient norm
     norms: Amount = 0.0  # number of gradient norms in the mean
+    rates: list[Annotated[float, Field(ge=0)]] | None = None  # learning rates set by the program
     last_update: Annotated[  # its gradient norm and learning rate, saved with schedule 2bw
         list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])
     ]

@@ -110,6 +110,7 @@ def load(
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
     optimizer.updates.fill_(state["updates"])
+    optimizer.rates.restore(state)
     optimizer.bad.restore(state)
     optimizer.scaler.restore(state)
     reader.close()

@@ -493,7 +493,8 @@ class Saver:
         optimizer = self.optimizer
         kept = copy.deepcopy(dict(state))  # the caller may change it later
         updates = {"updates": float(optimizer.updates), "skips": float(optimizer.bad.skips)}
-        counters = {**kept, **updates, **optimizer.scaler.state(), **optimizer.bad.state()}
+        counters = {**kept, **updates, **optimizer.rates.state()}
+        counters |= {**optimizer.scaler.state(), **optimizer.bad.state()}
         about = {"config": self.config.model_dump(mode="json"), "topology": self.topology.sizes}
         return {"format": FORMAT, "version": VERSION, **about, "state": counters}
 

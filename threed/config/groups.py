@@ -52,6 +52,7 @@ from threed.config.values import (
     ZeroStage,
 )
 from threed.config.values import ParamGroup as ParamGroup
+from threed.core.errors import PicklableError
 from threed.core.parse import plain
 
 DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
@@ -59,7 +60,7 @@ SumType = Literal["fp32", "bf16", "fp16", "fp64"]
 Place = Literal["none", "cpu", "nvme"]
 
 
-class ConfigError(ValueError):
+class ConfigError(PicklableError, ValueError):
     """Raised for an invalid configuration, with all problems at once.
 
     Args:

@@ -6,6 +6,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from threed import schedules
@@ -52,7 +53,7 @@ class ParamGroup(Settings):
     The first group that matches a parameter applies. In a flag, groups are separated by `;`.
 
     Attributes:
-        match: `fnmatch` pattern of parameter names.
+        match: `fnmatch` pattern of parameter names, or several separated by "|".
         name: optimizer of these parameters, with the hyperparameters in `optim`.
         lr: peak learning rate; the warm-up and schedule of `optim` apply.
         weight_decay: weight decay, which also applies to matching norms and biases.
@@ -64,6 +65,13 @@ class ParamGroup(Settings):
     name: OptimizerName | None = None
     lr: _Rate | None = None
     weight_decay: _Rate | None = None
+
+    def matches(self, name: str) -> bool:
+        """Returns whether a pattern of the group matches the name of a parameter."""
+        patterns = self.match.split("|")
+        # imported groups may list hundreds of plain names
+        wild = (pattern for pattern in patterns if set(pattern) & set("*?["))
+        return name in patterns or any(fnmatchcase(name, pattern) for pattern in wild)
 
 
 def _groups(value: Any) -> Any:

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from threed.core.errors import PicklableError
+
 MOST_BYTES = 2**26  # size of a JSON file
 MOST_TOML = 2**17  # size of a TOML file in bytes
 MOST_DEPTH = 64  # levels of nesting
@@ -29,7 +31,7 @@ _PART = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'=,.]+)"""
 _DEEP_KEY = re.compile(rf"""(?<![^\s"'=,.])(?:{_PART}[ \t]*\.[ \t]*){{{MOST_DEPTH + 1}}}""")
 
 
-class ParseError(ValueError):
+class ParseError(PicklableError, ValueError):
     """Raised for text that cannot be read or parsed. The message is one line.
 
     Attributes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from threed.core.errors import PicklableError
 from threed.schedules.action import Action, Kind
 
 # Stage offset of the consumer of each action's result, and of the producer of its input.
@@ -20,7 +21,7 @@ _PRODUCER = {Kind.F: -1, Kind.RECV_F: -1, Kind.B: 1, Kind.I: 1, Kind.RECV_B: 1}
 Place = tuple[int, int]  # (rank, chunk)
 
 
-class SizesError(ValueError):
+class SizesError(PicklableError, ValueError):
     """Raised if a schedule has no plan for these sizes.
 
     Attributes:

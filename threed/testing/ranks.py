@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from threed.core.errors import PicklableError
 from threed.distributed import collectives
 from threed.distributed.topology import Axis, start_from_file
 
@@ -46,7 +47,7 @@ _pipe: Connection | None = None  # to the process that started this rank
 _DUMP_STACKS = signal.SIGUSR2
 
 
-class RanksFailed(AssertionError):
+class RanksFailed(PicklableError, AssertionError):
     """Raised if ranks failed, died or hung. The message has every traceback.
 
     Attributes:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from threed.config import Config, ConfigError
 from threed.config.resolution import resolve
+from threed.core.errors import PicklableError
 from threed.distributed.sharding import ModelError
 from threed.distributed.topology import Topology
 from threed.engine import Engine, StepMetrics
@@ -140,7 +141,7 @@ class Report:
         return "\n".join([*lines, verdict])
 
 
-class _Broken(Exception):
+class _Broken(PicklableError):
     """Raised on a rank whose training failed. `run_ranks` sends `report` to the parent."""
 
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:

@@ -74,7 +74,7 @@ class Asynchronous:
         self._gradients: Callable[[], list[Gradient]] = list
         self._end: Callable[[], Update]
         zero, one = torch.zeros_like(optimizer.updates), torch.ones_like(optimizer.updates)
-        self._none = Update(zero, one, zero, one, zero, zero, zero[None], zero, zero)
+        self._none = Update(zero, one, zero[None], one, zero, zero, zero[None], zero, zero)
         self.restore({})
 
     def state(self) -> dict[str, list[float | None]]:
@@ -94,7 +94,7 @@ class Asynchronous:
             for number in state.get("last_update", (0.0, 0.0))
         ]
         norm, rate = (torch.full_like(self.optimizer.updates, number) for number in numbers)
-        self._last = replace(self._none, grad_norm=norm, lr=rate)
+        self._last = replace(self._none, grad_norm=norm, rates=rate[None])
         # this rank's `carry` of the last step, before the sum over ranks
         self._carry = torch.zeros_like(norm)[None]
 

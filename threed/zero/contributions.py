@@ -12,7 +12,7 @@ As in plain PyTorch they are added in the next step, unless `zero_grad` drops th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -70,6 +70,14 @@ class Contributions:
     def begin_round(self, passes: int) -> bool:
         """Begins a round of `passes` micro-batches; returns whether the gradient is incomplete."""
         self.remaining, self.added, self.late = (self.per_pass or 0) * passes, 0, 0
+        return self.per_pass is None or self.remaining > 0
+
+    def expect(self, passes: int) -> bool:
+        """Changes the expected contributions of the round by `passes` micro-batches.
+
+        Returns whether the gradient is incomplete.
+        """
+        self.remaining += (self.per_pass or 0) * passes
         return self.per_pass is None or self.remaining > 0
 
     def add(self) -> bool:
@@ -167,13 +175,19 @@ class LaunchQueue:
         self.backwards -= 1
         self._begin_round(passes)
 
+    def expect(self, passes: int) -> None:
+        """Changes the number of micro-batches of a round in which no bucket was launched."""
+        self._count_incomplete(count for count in self._parameters if count.expect(passes))
+
     def _begin_round(self, passes: int) -> None:
         self.launched = 0
+        self._count_incomplete(c for c in self._parameters if c.begin_round(passes))
+
+    def _count_incomplete(self, incomplete: Iterable[Contributions]) -> None:
         self._incomplete = [0] * len(self._buckets)
-        for count in self._parameters:
-            if count.begin_round(passes):
-                for position in count.positions:
-                    self._incomplete[position] += 1
+        for count in incomplete:
+            for position in count.positions:
+                self._incomplete[position] += 1
 
     def learn(self, passes: int, dynamic: bool) -> None:
         """Updates the expected numbers of contributions; see `Contributions.learn`."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from threed.memory.tiers import DriveBuffer, StagedBuffer
@@ -123,7 +124,7 @@ class Early:
             RuntimeError: the learning rate or the loss scale was changed during the step.
         """
         guess, taken = self._guess, bool(self._pending or self._done)
-        right = guess is not None and all(bool(a == b) for a, b in zip(guess, now, strict=True))
+        right = guess is not None and all(map(torch.equal, guess, now))
         if taken and not (right or bool(now.skip) or self.clips):
             raise RuntimeError("the learning rate or the loss scale was changed during a step")
         while right and self._pending:

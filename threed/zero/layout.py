@@ -56,12 +56,12 @@ class GroupOptions:
 
     Attributes:
         rule: update rule.
-        factor: factor on the learning rate.
+        rate: index of the group's learning rate in `Rates`.
         decay: weight decay.
     """
 
     rule: Rule = field(default_factory=Adam)
-    factor: float = 1.0
+    rate: int = 0
     decay: float = 0.0
 
 

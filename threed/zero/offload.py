@@ -120,8 +120,10 @@ class OffloadedOptimizer(Optimizer):
 
 
 def _on_host(now: StepScalars) -> StepScalars:
-    """Returns a step's scalars on the host, with a single copy."""
-    return StepScalars(*start_copy(torch.stack(now), HOST).wait().unbind())
+    """Returns a step's scalars and rates on the host, with a single copy."""
+    rates, *others = now
+    values = start_copy(torch.cat((torch.stack(others), rates)), HOST).wait()
+    return StepScalars(values[len(others) :], *values[: len(others)].unbind())
 
 
 def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:

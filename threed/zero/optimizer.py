@@ -38,6 +38,7 @@ from threed.zero.early_updates import Early
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Layout
 from threed.zero.optimistic import Optimistic
+from threed.zero.rates import Rates
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import Gradient
 from threed.zero.state import (
@@ -66,8 +67,7 @@ class Optimizer:
         layout: parameters and their buckets.
         gatherer: gathers the parameters after an update.
         everyone: axis of all ranks, for the norm.
-        learning_rate: function from the number of updates done (fp64 scalar tensor) to the learning
-            rate of the next one (scalar tensor).
+        rates: learning rates of the parameter groups.
         device: device of the layers.
         grad_clip: larger gradient norms are scaled down to this one; 0 for no clipping.
         loss_scale: the rule of the loss scale, by which all gradients are multiplied.
@@ -90,13 +90,12 @@ class Optimizer:
     early: Early | None = None
 
     def __init__(
-        self, layout: Layout, gatherer: Gatherer, everyone: Axis,
-        learning_rate: Callable[[Tensor], Tensor], *, device: torch.device, grad_clip: float,
-        loss_scale: LossScale, optimistic: bool = False, max_spike: float = 0.0,
-        dynamic: bool = False,
+        self, layout: Layout, gatherer: Gatherer, everyone: Axis, rates: Rates, *,
+        device: torch.device, grad_clip: float, loss_scale: LossScale, optimistic: bool = False,
+        max_spike: float = 0.0, dynamic: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone = layout, gatherer, everyone
-        self.learning_rate, self.grad_clip = learning_rate, grad_clip
+        self.rates, self.grad_clip = rates, grad_clip
         policy = layout.policy
         self.states = [new_state(bucket, policy) for bucket in layout.buckets]
         self.frozen = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
@@ -243,8 +242,8 @@ class Optimizer:
 
     def _outcome(self) -> Outcome:
         """Returns a function that computes the next `Update` from the sums over all ranks."""
-        rate = self.learning_rate(self.updates)
-        return self.bad.outcome(rate, self.scaler.scale.clone(), self.grad_clip)
+        rates = self.rates(self.updates)
+        return self.bad.outcome(rates, self.scaler.scale.clone(), self.grad_clip)
 
     def _wait_for_update(self) -> None:
         """Waits for the last update; validates an optimistic one."""
@@ -313,7 +312,7 @@ class Optimizer:
             state: the state.
             buffers: staged buffers of all parts of the state, and of the gradient. The rule may
                 overwrite the gradient; its buffer is dropped and removed.
-            now: scalars of the update.
+            now: scalars of the update, with the learning rates of all groups.
             fused: whether the rule also writes the new parameters. They are in an additional
                 buffer, "parameter", which is added to `buffers`.
         """
@@ -324,8 +323,7 @@ class Optimizer:
             buffers[PARAMETER] = state.bucket.portion.empty()
             out = buffers[PARAMETER].values
         options = state.bucket.group.key.options
-        if options.factor != 1.0:
-            now = now._replace(lr=now.lr * options.factor)
+        now = now._replace(lr=now.lr[options.rate])
         if state.bucket in self._stretches:
             stretches, values = self._stretches[state.bucket], (weight, gradient, *moments)
             update_stretches(options, stretches, values, now, out)
@@ -414,11 +412,11 @@ class Synchronous:
 
 
 def scalars_of(update: Update, updates: Tensor) -> StepScalars:
-    """Returns the scalars that update rules need: rate, step number, gradient factor, skip flag.
+    """Returns the scalars that update rules need; `lr` has the rates of all groups.
 
     Args:
         update: results of the step.
         updates: number of updates done, including this one unless it is skipped.
     """
     scale = torch.where(update.skip == 0, update.clip / update.loss_scale, 1.0)
-    return StepScalars(update.lr, updates.clamp(min=1), scale, update.skip)
+    return StepScalars(update.rates, updates.clamp(min=1), scale, update.skip)

@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from threed.distributed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
+GRAD: Any = Tensor.grad  # the plain attribute, which the engine reads and writes
 UNTRACED = (
     "parameters of a threed engine are gathered here, and torch.compile cannot trace it: compile without fullgraph=True"
     " (below ZeRO stage 3 it works outside of engine.gathered())"
@@ -283,6 +284,32 @@ class _Managed(nn.Parameter):
                 " after the engine was built: change its values in place (param.copy_) instead"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient in `.grad`, which is None in threed, because the engine sums gradients.
+
+        Raises:
+            RuntimeError: between a backward and the end of its step. Functions that read `.grad`,
+                such as torch's `clip_grad_norm_`, would otherwise do nothing.
+        """
+        grad: Tensor | None = GRAD.__get__(self)
+        sink = self.__dict__.get("sink")
+        if grad is None and sink is not None and sink.reducer.in_step:
+            raise RuntimeError(
+                f"{self.access.slot.spec.name}: .grad was read before the step ended: the engine sums gradients over"
+                " micro-batches and ranks. Clip by train.grad_clip (gradient_clipping of a ds_config), read the norm"
+                " from the step's metrics, and discard a step by engine.zero_grad()"
+            )
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(plain(self.detach()).clone(), self.requires_grad)

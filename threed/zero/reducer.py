@@ -39,6 +39,7 @@ from threed.zero.early_updates import Early
 from threed.zero.gather import Gatherer
 from threed.zero.late_gradients import LateGradients
 from threed.zero.layout import Bucket, Layout, Slot
+from threed.zero.parameter_access import GRAD
 from threed.zero.reductions import (
     PLAIN,
     BucketGradients,
@@ -50,6 +51,8 @@ from threed.zero.reductions import (
     later_sums,
 )
 from threed.zero.unused import Unused, warn_of_unused
+
+OPEN = 2**20  # more micro-batches than any step has: their number is not known
 
 
 class StepState(enum.Enum):
@@ -124,6 +127,7 @@ class Reducer:
         ]
         self._state = StepState.ENDED
         self._passes = 1  # micro-batches per round
+        self._open = False  # whether the number of micro-batches of the step is not known
         self._passes_ended = 0  # backwards that have ended in this step
         self._observer: Callable[[Tensor], None] | None = None
 
@@ -234,17 +238,33 @@ class Reducer:
         """Begins a step. If the last step did not finish, discards its gradients (collective).
 
         Args:
-            microbatches: number of micro-batches in the step.
+            microbatches: number of micro-batches in the step; `OPEN` if it is not known yet.
         """
         for sink in self.sinks:
             sink.run_last(microbatches)
         self._abort()
         self.recover()
         self._passes = 1 if self.rounds else microbatches
+        self._open = microbatches == OPEN
         for queue in self._queues:
             queue.begin(microbatches * len(queue.chunks))
         self._restart()
         self._state = StepState.RUNNING
+
+    def next_is_last(self) -> None:
+        """Marks the next backward as the last of a step that began with `OPEN` micro-batches."""
+        self._expect(self._passes_ended + 1)
+
+    def _expect(self, passes: int) -> None:
+        """Sets the number of backwards of an open step."""
+        if self._open and self.rounds:
+            for queue in self._queues:
+                queue.begin((passes - self._passes_ended) * len(queue.chunks))
+        elif self._open:
+            for queue in self._queues:
+                queue.expect(passes - self._passes)
+            self._passes = passes
+        self._open = False
 
     def _restart(self) -> None:
         """Discards all gradients of the step and begins its first round."""
@@ -256,6 +276,11 @@ class Reducer:
             self.early.begin()
         for queue in self._queues:
             queue.restart(self._passes)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is in progress in which a backward has ended."""
+        return self._state is StepState.RUNNING and self._passes_ended > 0
 
     def pass_ended(self, chunk: int = 0) -> None:
         """Ends a backward of a micro-batch on a chunk; if rounds are micro-batches, its round."""
@@ -275,6 +300,7 @@ class Reducer:
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
         """Ends the backwards of the step, or of one chunk; if rounds are steps, also the round."""
+        self._expect(max(1, self._passes_ended))
         for queue in self._queues if not self.rounds else ():
             if chunk is None or queue.chunks == (chunk,):
                 self._end_round(queue)
@@ -329,7 +355,8 @@ class Reducer:
     @property
     def foreign(self) -> list[tuple[Slot, Tensor]]:
         """Parameters with a gradient from another engine's backward, and that gradient."""
-        return [(s, s.param.grad) for s in self._sinks if s.param.grad is not None]
+        grads = ((slot, GRAD.__get__(slot.param)) for slot in self._sinks)
+        return [(slot, grad) for slot, grad in grads if grad is not None]
 
     # --------------------------------------------------------------------- discarding a step
 
@@ -360,7 +387,7 @@ class Reducer:
             return
         self._state = StepState.ENDED
         for queue in self._queues:
-            for _ in range(queue.backwards if self.rounds else 1):
+            for _ in range(1 if self._open or not self.rounds else queue.backwards):
                 self._launch_all(queue)
                 queue.next_round(self._passes)
 
@@ -575,8 +602,8 @@ class Sink:
             if self.reducer.gatherer is not None:
                 self.reducer.gatherer.gradient_complete(self.slot)
             return
-        if param.grad is not None:
-            grad, param.grad = param.grad, None
+        if (grad := GRAD.__get__(param)) is not None:
+            GRAD.__set__(param, None)
             self.add(grad.to_dense() if grad.is_sparse else grad)
 
     def _target(self) -> Tensor:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
+from threed.config import Config, ConfigError, OptimConfig, ParamGroup, PrecisionConfig
 from threed.config.resolution import default_warmup
 from threed.distributed.collectives import EXACT, Cast, Codec
 from threed.distributed.sharding import ShardSpec, spec_of
@@ -165,12 +164,12 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
     groups = optim.groups
 
     def of_name(name: str, decays: bool) -> GroupOptions:
-        own = next((group for group in groups if fnmatchcase(name, group.match)), None)
-        factor = 1.0 if own is None or own.lr is None else own.lr / optim.lr
+        found = ((n, group) for n, group in enumerate(groups, 1) if group.matches(name))
+        number, own = next(found, (0, ParamGroup(match="*")))
         decay = optim.weight_decay if decays else 0.0
         return GroupOptions(
-            rule(optim, None if own is None else own.name), factor,
-            decay if own is None or own.weight_decay is None else own.weight_decay,
+            rule(optim, own.name), 0 if own.lr is None else number,
+            decay if own.weight_decay is None else own.weight_decay,
         )  # fmt: skip
 
     def of(spec: ShardSpec) -> GroupOptions:
@@ -193,9 +192,9 @@ def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iter
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
     some = ", ".join((*names[:3], "...", *names[-2:]) if len(names) > 6 else names)
-    for match in () if any(spec.over for spec in specs) else [g.match for g in optim.groups]:
-        if not any(fnmatchcase(name, match) for name in names):
-            yield f"--optim.groups {match!r} matches no parameter: names are {some}"
+    for group in () if any(spec.over for spec in specs) else optim.groups:
+        if not any(map(group.matches, names)):
+            yield f"--optim.groups {group.match!r} matches no parameter: names are {some}"
 
 
 def gradient_codecs(config: Config) -> GradientCodecs:
@@ -274,6 +273,11 @@ def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
         return torch.where(done < warmup, rising, min_lr + (lr - min_lr) * shape(progress))
 
     return rate
+
+
+def rate_factors(optim: OptimConfig) -> list[float]:
+    """Returns the factors for `Rates`: 1, and each group's peak rate over that of `optim`."""
+    return [1.0, *(1.0 if group.lr is None else group.lr / optim.lr for group in optim.groups)]
 
 
 def describe_rate(optim: OptimConfig, steps: int) -> str:

@@ -1,7 +1,7 @@
 """The results of a step, as scalar tensors: gradient norm, clip factor, and whether it is skipped.
 
     bad = BadSteps(device, max_spike, rule)     `rule`: the `LossScale`
-    outcome = bad.outcome(learning_rate, loss_scale, grad_clip)
+    outcome = bad.outcome(learning_rates, loss_scale, grad_clip)
     update = outcome(sums)                      when the sums over all ranks are known, or guessed
     bad.count(update)                           when the update is applied
     bad.observe(update)                         when the step's norm is known, not only guessed
@@ -38,7 +38,7 @@ class Update:
     Attributes:
         grad_norm: gradient norm before clipping.
         clip: factor by which clipping multiplies the gradients, at most 1.
-        lr: learning rate.
+        rates: learning rate per parameter group, [groups].
         loss_scale: loss scale of the step's backward.
         skip: 1.0 if the step is skipped, else 0.0.
         skips: number of skipped steps so far, including this one.
@@ -50,13 +50,18 @@ class Update:
 
     grad_norm: Tensor
     clip: Tensor
-    lr: Tensor
+    rates: Tensor
     loss_scale: Tensor
     skip: Tensor
     skips: Tensor
     sums: Tensor
     overflow: Tensor
     in_a_row: Tensor
+
+    @property
+    def lr(self) -> Tensor:
+        """The learning rate of the first group, for metrics."""
+        return self.rates[0]
 
 
 Outcome = Callable[[Tensor], Update]
@@ -86,13 +91,13 @@ class BadSteps:
             4, dtype=torch.float64, device=device
         ).unbind()
 
-    def outcome(self, lr: Tensor, loss_scale: Tensor, grad_clip: float) -> Outcome:
+    def outcome(self, rates: Tensor, loss_scale: Tensor, grad_clip: float) -> Outcome:
         """Returns a function that computes the results of the next step.
 
         The function uses the counters at the time of this call; later updates do not affect it.
 
         Args:
-            lr: learning rate.
+            rates: learning rate per parameter group, [groups].
             loss_scale: loss scale of the step's backward.
             grad_clip: largest norm, 0 for no clipping.
 
@@ -116,7 +121,9 @@ class BadSteps:
             clip = torch.ones_like(norm)
             if grad_clip:
                 clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0)
-            return Update(norm, clip, lr, loss_scale, skip, skips + skip, sums[2:], overflow, row)
+            return Update(
+                norm, clip, rates, loss_scale, skip, skips + skip, sums[2:], overflow, row
+            )
 
         return update
 

@@ -25,7 +25,7 @@ from threed.engine import ModuleEngine, StepMetrics
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.missing import INSTEAD
-from threed.interop.deepspeed.views import OptimizerView, PassedOptimizer
+from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
 from threed.models.wrapped import loss_of
 
 LATEST = "latest"  # file that contains the tag of the newest checkpoint
@@ -47,7 +47,9 @@ class DeepSpeedEngine:
         engine: the wrapped `threed.engine.ModuleEngine`.
         module: the trained module.
         translation: the translated DeepSpeed configuration.
-        optimizer: a read-only view of the optimizer.
+        optimizer: the optimizer, whose learning rates can be set.
+        lr_scheduler: the scheduler that was passed to `initialize`, which `step` advances; or a
+            view of the configuration's schedule; or None.
         metrics: metrics of the last step; None before the first.
         micro_steps: number of micro-batches completed by `step`; discarded steps do not count.
         notes: messages about keys that have no effect, and about values chosen by threed.
@@ -55,7 +57,7 @@ class DeepSpeedEngine:
 
     def __init__(
         self, model: nn.Module, topology: Topology, translation: Translation,
-        passed: PassedOptimizer | None = None, training_loader: DataLoader[Any] | None = None,
+        passed: torch.optim.Optimizer | None = None, training_loader: DataLoader[Any] | None = None,
         notes: Sequence[str] = (),
     ) -> None:  # fmt: skip
         t = self.translation = translation
@@ -66,12 +68,14 @@ class DeepSpeedEngine:
         self.device = topology.device
         self.global_rank = topology.rank
         self.world_size = topology.world
-        self.optimizer = OptimizerView(self.engine, self.zero_grad)
-        self._passed = passed
+        scheduled = t.learning_rate is not None
+        self.optimizer = EngineOptimizer(self.engine, self.zero_grad, passed, scheduled)
+        self.lr_scheduler: Any = SchedulerView(self.optimizer) if scheduled else None
         self.notes = (*notes, *translation.notes)
         self.training_loader = training_loader
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
+        self._skipped = 0  # skipped steps when the scheduler was last advanced
         self._pending = False  # True between `backward` and `step`
         self._batches = None if training_loader is None else repeat(training_loader)
 
@@ -110,6 +114,7 @@ class DeepSpeedEngine:
     def _begin(self) -> None:
         """Starts a step unless one is in progress."""
         if not self.engine.accumulating:
+            self.optimizer.synchronize()
             self.engine.begin(self.translation.accumulation)
 
     def backward(
@@ -180,12 +185,25 @@ class DeepSpeedEngine:
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
         self._begin()
-        if self._passed is not None:
-            self._passed.check()
+        self.optimizer.synchronize()
         if self.is_gradient_accumulation_boundary():
             self.metrics = self.engine.update()
+            self.optimizer.stepped()
+            self._step_scheduler()
         self.micro_steps += 1
         self._pending = False
+
+    def _step_scheduler(self) -> None:
+        """Advances a passed scheduler, unless the step was skipped because of an overflow."""
+        if self.lr_scheduler is None or isinstance(self.lr_scheduler, SchedulerView):
+            return
+        skipped = self.skipped_steps if self.engine.optimizer.scaler.rule.dynamic else 0
+        if skipped == self._skipped:
+            self.lr_scheduler.step()
+        self._skipped = skipped
+
+    def _scheduler_state(self) -> dict[str, Any]:
+        return {} if self.lr_scheduler is None else self.lr_scheduler.state_dict()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Returns whether the current micro-batch is the last of its step."""
@@ -370,11 +388,13 @@ class DeepSpeedEngine:
             ValueError: if the ranks have different tags.
         """
         self._check_boundary("save_checkpoint", "save at an accumulation boundary")
+        self.optimizer.synchronize()
         tag = tag or f"global_step{self.global_steps}"
         everyone = self.topology.axis("world")
         if len(tags := set(collectives.exchange(tag, everyone))) > 1:
             raise ValueError(f"ranks save under different tags: {', '.join(sorted(tags))}")
-        self.engine.save(Path(save_dir) / tag, {"client_state": dict(client_state or {})})
+        extra = {"client_state": dict(client_state or {}), "lr_scheduler": self._scheduler_state()}
+        self.engine.save(Path(save_dir) / tag, extra)
         if everyone.index == 0:
             with building(Path(save_dir) / LATEST) as (scratch,):
                 scratch.write_text(tag, encoding="utf-8")
@@ -405,5 +425,8 @@ class DeepSpeedEngine:
             return None, None
         path = Path(load_dir) / tag
         extra = self.engine.load(path)
+        self.optimizer.show()
+        if self.lr_scheduler is not None and (state := extra.get("lr_scheduler")):
+            self.lr_scheduler.load_state_dict(state)
         self.micro_steps = self.engine.steps * self.translation.accumulation
         return str(path), extra.get("client_state", {})

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 from threed.config import ConfigError
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
-from threed.interop.deepspeed.config.optimizers import find_groups, read_optimizer
+from threed.interop.deepspeed.config.optimizers import find_groups, is_scheduled, read_optimizer
 from threed.interop.deepspeed.config.reader import read
 from threed.interop.deepspeed.config.translate import ModelFacts, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
-from threed.interop.deepspeed.views import OptimizerView, PassedOptimizer, SchedulerView
+from threed.interop.deepspeed.views import EngineOptimizer
 from threed.ops.precision import DTYPES
 
 
@@ -29,10 +29,10 @@ def initialize(
     optimizer: torch.optim.Optimizer | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
-    lr_scheduler: object | None = None,
+    lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     topology: Topology | None = None,
-) -> tuple[DeepSpeedEngine, OptimizerView, DataLoader[Any] | None, SchedulerView | None]:
+) -> tuple[DeepSpeedEngine, EngineOptimizer, DataLoader[Any] | None, Any]:
     """Creates the DeepSpeed-compatible engine for a module. Collective.
 
     Initializes the process group if necessary.
@@ -45,13 +45,14 @@ def initialize(
         model_parameters: parameters, or parameter groups with their own lr or weight_decay;
             together they must be all parameters that require gradients.
         training_data: a dataset for the returned loader.
-        lr_scheduler: not supported; must be None.
+        lr_scheduler: a torch scheduler of the passed optimizer, or a function that creates one for
+            an optimizer. `engine.step` advances it. None means the config's scheduler.
         collate_fn: the loader's `collate_fn`.
         topology: a topology with data parallelism only; None creates one.
 
     Returns:
-        A tuple of the engine, a read-only view of the optimizer, a loader of `training_data` (None
-        without `training_data`), and a view of the config's scheduler (None without a scheduler).
+        A tuple of the engine, its optimizer, a loader of `training_data` (None without
+        `training_data`), and the scheduler: the passed one or a view of the config's, or None.
 
     Raises:
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.
@@ -59,11 +60,13 @@ def initialize(
     if model is None or config is None:
         given = {"model": model, "config": config}
         raise ConfigError([f"{name}: not given" for name, value in given.items() if value is None])
-    if lr_scheduler is not None:
-        fix = "write the config's scheduler, such as WarmupLR"
-        raise ConfigError([f"lr_scheduler: objects are not supported: {fix}"])
+    if problem := _scheduler_problem(lr_scheduler, optimizer):
+        raise ConfigError([f"lr_scheduler: {problem}"])
     ds = read(config)
     notes: list[str] = []
+    if "scheduler" in ds and (lr_scheduler is not None or is_scheduled(optimizer)):
+        notes.append("scheduler: no effect: the program's scheduler is used")
+        del ds["scheduler"]
     if optimizer is not None:
         if "optimizer" in ds:
             notes.append("optimizer: no effect: the one passed to initialize is used")
@@ -82,12 +85,27 @@ def initialize(
     if training_data is not None:
         batch, last = translation.micro_batch, translation.drop_last
         loader = deepspeed_io(training_data, topology, batch, last, collate_fn)
-    passed = None if optimizer is None else PassedOptimizer(optimizer)
-    engine = DeepSpeedEngine(model, topology, translation, passed, loader, notes)
+    engine = DeepSpeedEngine(model, topology, translation, optimizer, loader, notes)
+    if lr_scheduler is not None:
+        engine.lr_scheduler = (
+            lr_scheduler(optimizer or engine.optimizer) if callable(lr_scheduler) else lr_scheduler
+        )
     if topology.rank == 0:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
-    scheduler = None if translation.learning_rate is None else SchedulerView(engine.optimizer)
-    return engine, engine.optimizer, loader, scheduler
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _scheduler_problem(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Returns why a passed scheduler cannot be used, or None."""
+    if scheduler is None or callable(scheduler):
+        return None
+    if not callable(getattr(scheduler, "step", None)):
+        return "pass a torch scheduler, or a function that creates one for an optimizer"
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return "ReduceLROnPlateau needs a metric: call its step(metric) in the program, and pass no"
+    if optimizer is None or getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        return "it belongs to another optimizer: pass its optimizer as `optimizer`"
+    return None
 
 
 def find_facts(model: nn.Module) -> ModelFacts:

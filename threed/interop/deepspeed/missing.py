@@ -4,7 +4,7 @@ from __future__ import annotations
 
 WEIGHTS = "use engine.full_state_dict(), which gathers the weights on rank 0"
 CONFIG = "use engine.translation, which has the configuration as it is applied"
-RATE = 'use the config\'s "scheduler"; engine.get_lr() returns the learning rate'
+RATE = 'set engine.optimizer.param_groups[i]["lr"]; engine.get_lr() returns the learning rates'
 METRICS = "use engine.metrics"
 ACCUMULATION = "use engine.step() after each backward: it updates at the accumulation boundary only"
 
@@ -17,7 +17,8 @@ _ROWS = {
     "allreduce_gradients": "use engine.step(), which sums gradients over ranks",
     "clip_fp32_gradients gradient_clipping": "use the config's gradient_clipping",
     "destroy": "not needed: an engine's memory is freed with its last reference",
-    "set_lr lr_scheduler client_lr_scheduler": RATE,
+    "set_lr": RATE,
+    "client_lr_scheduler": "use engine.lr_scheduler",
     "get_mom get_type": "use engine.optimizer.param_groups[0]",
     "get_loss_scale loss_scale cur_scale": "use engine.optimizer.loss_scale",
     "get_batch_info": "use engine.train_batch_size() and engine.train_micro_batch_size_per_gpu()",

@@ -1,125 +1,126 @@
-"""Read-only views that replace DeepSpeed's optimizer and scheduler; changing them raises errors."""
+"""The optimizer and the scheduler that `initialize` returns: learning rates of the engine's groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
-from threed.zero.layout import GroupOptions
+
+RATE = {"params", "lr", "initial_lr"}  # not compared: lr and initial_lr may change
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise TypeError(
-        "optimizer.param_groups is read-only, also by add_param_group: the engine does the updates; for learning rates"
-        ' write the config\'s "scheduler" (WarmupLR, WarmupDecayLR or WarmupCosineLR), and pass groups with their own'
-        " rates or decays to initialize"
-    )
+class EngineOptimizer(torch.optim.Optimizer):
+    """The engine's optimizer as a torch optimizer, whose learning rates can be read and set.
 
-
-refuse: Callable[..., Any] = _refuse
-
-
-class ParamGroup(dict[str, Any]):
-    """A read-only parameter group: the mutating methods of a dict raise TypeError.
-
-    Its pickle contains a plain dict.
-    """
-
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = refuse
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-class ReadOnlyList(list[Any]):
-    """A read-only list: the mutating methods of a list raise TypeError.
-
-    Its pickle contains a plain list.
-    """
-
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = extend = insert = refuse
-    pop = remove = clear = sort = reverse = refuse
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
-
-
-class PassedOptimizer:
-    """Makes the optimizer that was passed to `initialize` read-only.
-
-    `initialize` reads the optimizer's values only once, so later changes would have no effect.
-    Therefore its parameter groups become read-only, and its `step` raises RuntimeError.
+    A program or a scheduler sets `param_groups[i]["lr"]`, and the next update uses that rate. As
+    long as nobody sets one, the rates follow the configuration's schedule. The engine runs the
+    updates, so `step` raises an error.
 
     Args:
-        optimizer: the passed optimizer.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        groups = ([(key, plain_value(v)) for key, v in g.items()] for g in optimizer.param_groups)
-        self._groups = [ParamGroup(group) for group in groups]
-        optimizer.param_groups[:] = self._groups
-        self._own = optimizer.register_step_pre_hook(_refuse_step).id
-
-    def check(self) -> None:
-        """Raises RuntimeError if parameter groups were replaced, or step hooks were added."""
-        if list(map(id, self._optimizer.param_groups)) != list(map(id, self._groups)):
-            fix = "pass all groups to initialize, and load states with engine.load_checkpoint()"
-            raise RuntimeError(f"the passed optimizer has other groups: {fix}")
-        if has_hooks(self._optimizer, self._own):
-            what = "new hooks for its steps, which the engine does not call"
-            raise RuntimeError(f"the passed optimizer has {what}: {NO_HOOKS}")
-
-
-def _refuse_step(*_: Any) -> NoReturn:
-    what = "step() of an optimizer that was passed to threed.initialize"
-    raise RuntimeError(f"{what}: call engine.step()")
-
-
-class OptimizerView:
-    """A read-only view of the engine's optimizer.
-
-    Args:
-        engine: the engine, which runs the updates.
+        engine: the engine.
         zero_grad: the `zero_grad` of the `DeepSpeedEngine`.
+        passed: the optimizer that was passed to `initialize`; it shares its groups with this one.
+            None if the configuration defines the optimizer.
+        scheduled: whether the configuration has a schedule.
     """
 
-    def __init__(self, engine: ModuleEngine, zero_grad: Callable[[], None]) -> None:
-        self._engine, self._zero_grad = engine, zero_grad
+    def __init__(
+        self, engine: ModuleEngine, zero_grad: Callable[[], None],
+        passed: torch.optim.Optimizer | None = None, scheduled: bool = False,
+    ) -> None:  # fmt: skip
+        self._engine, self._zero_grad, self._passed = engine, zero_grad, passed
+        self._groups: list[dict[str, Any]] = []
+        self._complete = False
+        own = _engine_groups(engine)
+        super().__init__(list(own.values()) if passed is None else passed.param_groups, {})
+        self._complete = True
+        # index of each group's rate in `Engine.learning_rates`
+        self._index = list(own) if passed is None else _indices(self._groups)
+        self._rates: list[float] = self._read()  # as last read or written
+        self._kept = [_kept(group) for group in self._groups]
+        self._members = list(map(id, self._groups))
+        self._hooks = [
+            (optimizer, optimizer.register_step_pre_hook(_refuse_step).id)
+            for optimizer in (self, *(() if passed is None else (passed,)))
+        ]
+        if passed is not None and not scheduled:
+            self._apply(self._rates)
 
     @property
-    def param_groups(self) -> list[Any]:
-        """Parameter groups for the next update: params, lr, weight_decay, betas, eps or momentum.
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, with the learning rates of the next update."""
+        if self._complete:
+            self.synchronize()
+            self.show()
+        return self._groups
 
-        Which of the last three a group has depends on the optimizer. There is one group per
-        combination of learning rate and weight decay.
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._groups = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises RuntimeError: all groups are passed to `initialize`."""
+        if self._complete:
+            raise RuntimeError("add_param_group: pass all groups to initialize")
+        super().add_param_group(param_group)
+
+    def synchronize(self) -> None:
+        """Applies learning rates that the program has set in the groups.
+
+        Raises:
+            RuntimeError: if groups were replaced or added, if a value other than the learning rate
+                was changed, or if step hooks were added.
         """
-        optim, steps = self._engine.config.optim, self._engine.optimizer
-        lr = float(steps.learning_rate(steps.updates))
-        rest: dict[str, Any] = (
-            {"momentum": optim.momentum} if optim.name == "sgd" else {"betas": optim.betas}
-        )
-        rest |= {"eps": optim.eps} if optim.name == "adamw" else {}
-        groups = [group for group in self._engine.layout.groups if group.key.trainable]
-        rates_of = {slot.spec.name: group.key.options for group in groups for slot in group.slots}
-        found: dict[GroupOptions, list[nn.Parameter]] = {}
-        # named_parameters reads no values, so released parameters (slices only) need no gather
-        for name, param in self._engine.module.named_parameters():
-            if name in rates_of:
-                found.setdefault(rates_of[name], []).append(param)
-        return ReadOnlyList(
-            ParamGroup(
-                params=ReadOnlyList(params), lr=lr * rates.factor, weight_decay=rates.decay, **rest
-            )
-            for rates, params in found.items()
-        )
+        for optimizer, own in self._hooks:
+            groups = self._groups if optimizer is self else optimizer.param_groups
+            if list(map(id, groups)) != self._members:
+                fix = "pass all groups to initialize, and load states with engine.load_checkpoint()"
+                raise RuntimeError(f"the optimizer has other groups: {fix}")
+            if has_hooks(optimizer, own):
+                what = "the optimizer has new hooks for its steps, which the engine does not call"
+                raise RuntimeError(f"{what}: {NO_HOOKS}")
+        for number, (group, kept) in enumerate(zip(self._groups, self._kept, strict=True)):
+            now = _kept(group)
+            changed = [key for key in kept if key not in now or now[key] != kept[key]]
+            if changed:
+                what = f"param_groups[{number}] has another {', '.join(changed)} than at the start"
+                raise RuntimeError(f"{what}: only lr may change")
+        if (rates := self._read()) != self._rates:
+            self._apply(rates)
 
-    add_param_group = refuse
+    def stepped(self) -> None:
+        """Marks an update as done, for torch's schedulers, which otherwise warn of a wrong order."""
+        for optimizer, _ in self._hooks:
+            optimizer._opt_called = True
+
+    def show(self) -> None:
+        """Writes the learning rates of the next update to the groups."""
+        rates = self._engine.learning_rates
+        for group, index in zip(self._groups, self._index, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rates[index])
+            else:
+                group["lr"] = rates[index]
+        self._rates = self._read()
+
+    def _read(self) -> list[float]:
+        if missing := [number for number, group in enumerate(self._groups) if "lr" not in group]:
+            raise RuntimeError(f"param_groups[{missing[0]}] has no lr: set it")
+        return [float(group["lr"]) for group in self._groups]
+
+    def _apply(self, rates: list[float]) -> None:
+        """Sets the rates of the next update."""
+        values = self._engine.learning_rates
+        values[0] = rates[0]  # of parameters in no group, which there are none of with several
+        for index, rate in zip(self._index, rates, strict=True):
+            values[index] = rate
+        self._engine.set_learning_rates(values)
+        self._rates = rates
 
     @property
     def loss_scale(self) -> float:
@@ -130,9 +131,9 @@ class OptimizerView:
         """Calls the engine's `zero_grad`."""
         self._zero_grad()
 
-    def step(self, *_: Any) -> NoReturn:
+    def step(self, *_: Any, **__: Any) -> NoReturn:
         """Raises NotImplementedError: `engine.step` runs the update."""
-        raise NotImplementedError("call engine.step()")
+        _refuse_step()
 
     def state_dict(self) -> NoReturn:
         """Raises NotImplementedError: checkpoints are saved by the engine."""
@@ -144,14 +145,54 @@ class OptimizerView:
         raise NotImplementedError("use engine.load_checkpoint()")
 
 
+def _refuse_step(*_: Any) -> NoReturn:
+    what = "step() of an optimizer of threed.initialize"
+    raise NotImplementedError(f"{what}: call engine.step()")
+
+
+def _kept(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a group that must not change."""
+    kept = {key: plain_value(value) for key, value in group.items() if key not in RATE}
+    return {**kept, "params": list(map(id, group.get("params", ())))}
+
+
+def _indices(groups: Sequence[dict[str, Any]]) -> list[int]:
+    """Returns the index of each group's rate in `Engine.learning_rates`.
+
+    A single group has no entry in `optim.groups`, and neither has a group of frozen parameters.
+    """
+    if len(groups) == 1:
+        return [0]
+    trained = [any(param.requires_grad for param in group["params"]) for group in groups]
+    return [sum(trained[: number + 1]) if used else 0 for number, used in enumerate(trained)]
+
+
+def _engine_groups(engine: ModuleEngine) -> dict[int, dict[str, Any]]:
+    """Returns the engine's parameter groups by the index of their learning rate."""
+    optim, rates = engine.config.optim, engine.learning_rates
+    sgd = optim.name == "sgd"
+    constants: dict[str, Any] = {"momentum": optim.momentum} if sgd else {"betas": optim.betas}
+    constants |= {"eps": optim.eps} if optim.name == "adamw" else {}
+    trained = [group for group in engine.layout.groups if group.key.trainable]
+    options = {slot.spec.name: group.key.options for group in trained for slot in group.slots}
+    found: dict[int, dict[str, Any]] = {}
+    # named_parameters reads no values, so sharded parameters need no gather
+    for name, param in engine.module.named_parameters():
+        if name in options:
+            own = options[name]
+            group = {"params": [], "lr": rates[own.rate], "weight_decay": own.decay, **constants}
+            found.setdefault(own.rate, group)["params"].append(param)
+    return dict(sorted(found.items()))
+
+
 class SchedulerView:
-    """A view of the learning rate schedule, which is a function of the number of updates.
+    """The configuration's learning rate schedule, a function of the number of updates.
 
     Args:
-        optimizer: the view of the optimizer.
+        optimizer: the optimizer.
     """
 
-    def __init__(self, optimizer: OptimizerView) -> None:
+    def __init__(self, optimizer: EngineOptimizer) -> None:
         self._optimizer = optimizer
 
     def get_last_lr(self) -> list[float]:

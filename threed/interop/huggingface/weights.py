@@ -111,6 +111,7 @@ def load_hf(
         problems = [f"{path}: {problem}" for problem in restore.problems]
         raise_together(problems, everyone, CheckpointError)
     optimizer.updates.zero_()
+    optimizer.rates.restore({})
     optimizer.bad.restore({"skips": 0.0})
     optimizer.scaler.restore({})
     return {"steps": 0, "consumed": 0, "extra": {"hf": record}}

@@ -14,10 +14,6 @@ from threed.config import ConfigError
 from threed.distributed.sharding import few
 from threed.interop.deepspeed.config.keys import Params
 
-NO_SCHEDULERS = (
-    "initialize reads an optimizer's values once, and the engine does the updates; pass one without a scheduler, and"
-    ' write the config\'s "scheduler" (WarmupLR, WarmupDecayLR or WarmupCosineLR)'
-)
 NO_HOOKS = "remove them, and call your function before or after engine.step()"
 DECOUPLED = "decoupled_weight_decay"
 # Hyper-parameters that must be equal in all groups. If `Params` lacks one, its default is False.
@@ -42,15 +38,15 @@ class Group:
 def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
     """Returns a torch optimizer as the "optimizer" of a ds_config, and a note with its values.
 
-    The learning rate is taken from the first parameter group with a nonzero lr.
+    The learning rate is that of the first parameter group with a nonzero one. If a scheduler has
+    changed it, it is the rate before (`initial_lr`).
 
     Args:
         optimizer: a torch AdamW, Adam or SGD.
 
     Raises:
-        ConfigError: if the optimizer is of another class, or has state, step hooks or a scheduler;
-            if no group has a nonzero lr; or if groups differ in values other than lr and
-            weight_decay.
+        ConfigError: if the optimizer is of another class, or has state or step hooks; if no group
+            has a nonzero lr; or if groups differ in values other than lr and weight_decay.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
         name, fix = type(optimizer).__name__, "pass torch's AdamW, Adam or SGD, or use the config's"
@@ -60,7 +56,7 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
         raise ConfigError([f"optimizer: {problem}"])
     first = optimizer.param_groups[0]
     params = {key: first[key] for key in keys if first[key] is not False}
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    rates = [rate_of(group) for group in optimizer.param_groups]
     params |= {"lr": next(rate for rate in rates if rate), "weight_decay": first["weight_decay"]}
     if name == "Adam":
         params["adam_w_mode"] = bool(first.get(DECOUPLED))
@@ -75,8 +71,6 @@ def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | Non
     keys: names of the values that must be equal in all groups.
     """
     first, *others = optimizer.param_groups
-    if any("initial_lr" in group for group in optimizer.param_groups):
-        return f"a learning rate scheduler drives it: {NO_SCHEDULERS}"
     if optimizer.state:
         return "has made steps, and its moments would be lost: pass a new optimizer"
     if has_hooks(optimizer):
@@ -84,9 +78,19 @@ def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | Non
     differ = [key for key in keys if any(group.get(key) != first.get(key) for group in others)]
     if differ:
         return f"groups differ in {', '.join(differ)}: only lr and weight_decay may"
-    if not any(float(group["lr"]) for group in optimizer.param_groups):
+    if not any(map(rate_of, optimizer.param_groups)):
         return "lr is 0 in every group, so training would have no effect: set the learning rate"
     return None
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Returns the learning rate of a parameter group before a scheduler changed it."""
+    return float(group.get("initial_lr", group["lr"]))
+
+
+def is_scheduled(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Returns whether a scheduler has been created for an optimizer."""
+    return optimizer is not None and any("initial_lr" in g for g in optimizer.param_groups)
 
 
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
@@ -110,7 +114,8 @@ def find_groups(
 ) -> tuple[Group, ...]:
     """Returns parameter groups with the names of their parameters.
 
-    Returns an empty tuple if no group sets lr or weight_decay.
+    Returns an empty tuple for parameters without groups, and for a single group without lr and
+    weight_decay.
 
     Args:
         model: the module that has the parameters.
@@ -127,9 +132,10 @@ def find_groups(
         return ()
     names = {id(param): name for name, param in model.named_parameters()}
     required = {name for name, param in model.named_parameters() if param.requires_grad}
-    groups, unknown, problems = [], 0, list[str]()
+    groups, dicts, unknown, problems = [], 0, 0, list[str]()
     for number, item in enumerate(given):
         which = f"model_parameters[{number}]"
+        dicts += isinstance(item, Mapping)
         group = item if isinstance(item, Mapping) else {"params": [item]}
         if "params" not in group:
             fix = "a group is a dict of its parameters and values"
@@ -138,9 +144,8 @@ def find_groups(
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         unknown += sum(id(param) not in names for param in members)
         own = tuple(names[id(p)] for p in members if id(p) in names and p.requires_grad)
-        groups.append(
-            Group(own, plain_value(group.get("lr")), plain_value(group.get("weight_decay")))
-        )
+        lr = rate_of(group) if "lr" in group else None
+        groups.append(Group(own, lr, plain_value(group.get("weight_decay"))))
         problems += [f"{which}: {text}" for text in _differing_values(group, params or {})]
     counts = Counter(name for group in groups for name in group.names)
     if unknown:
@@ -153,7 +158,7 @@ def find_groups(
     if problems:
         raise ConfigError(problems)
     own_values = any((group.lr, group.weight_decay) != (None, None) for group in groups)
-    return tuple(groups) if own_values else ()
+    return tuple(groups) if own_values or dicts > 1 else ()
 
 
 def _differing_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[str]:
@@ -161,8 +166,6 @@ def _differing_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> It
 
     The learning rate and the weight decay may differ.
     """
-    if "initial_lr" in group:
-        yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
     for key in HYPER.intersection(group):
         own, common = plain_value(group[key]), params.get(key, "auto")
         common = getattr(Params(), key, False) if common == "auto" else plain_value(common)

@@ -298,23 +298,27 @@ def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict
 def _groups(
     reader: Reader, groups: Sequence[Group], rate: LearningRate | None, lr: float, decay: float
 ) -> tuple[dict[str, Any], ...]:
-    """Returns the groups of `optim`, one per parameter of `groups`.
+    """Returns the groups of `optim`, in the order of those of `groups` that have parameters.
 
-    If all parameters have the optimizer's learning rate and weight decay, these groups are left
-    out. If there are such groups, or the optimizer has a weight decay, a last group matches all
-    other parameters, because DeepSpeed, unlike threed, applies weight decay to norms and biases.
+    A single group with the optimizer's learning rate and weight decay is left out. If there are
+    such groups, or the optimizer has a weight decay, a last group matches all other parameters,
+    because DeepSpeed, unlike threed, applies weight decay to norms and biases.
     """
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
     if rate is not None and not rate.relative and rates - {lr}:
         text = "one learning rate for all parameter groups, as in DeepSpeed"
         reader.note("scheduler.params.warmup_max_lr", text)
-        groups = [Group(group.names, None, group.weight_decay) for group in groups]
+        groups = [Group(group.names, lr, group.weight_decay) for group in groups]
         rates = {lr}
-    groups = groups if rates - {lr} or decays - {decay} else ()
+    groups = groups if len(groups) > 1 or rates - {lr} or decays - {decay} else ()
     own = tuple(
-        {"match": glob.escape(name), "lr": group.lr, "weight_decay": group.weight_decay}
+        {
+            "match": "|".join(map(glob.escape, group.names)),
+            "lr": lr if group.lr is None else group.lr,
+            "weight_decay": group.weight_decay,
+        }
         for group in groups
-        for name in group.names
+        if group.names
     )
     return (*own, {"match": "*", "weight_decay": decay}) if decay or own else ()

@@ -1,0 +1,66 @@
+"""Reads of `.grad` between a backward and the end of its step raise an error instead of finding None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from threed import Config, Engine, Topology
+from threed.engine import ModuleEngine
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def engine_of(stage: int, module: nn.Module) -> ModuleEngine:
+    config = Config.model_validate(
+        {"zero": {"stage": stage}, "train": {"micro_batch": 2, "global_batch": 2}}
+    )
+    engine = Engine(module, Topology(), config)
+    assert isinstance(engine, ModuleEngine)
+    return engine
+
+
+READS: dict[str, Callable[[nn.Module], object]] = {
+    "clip_grad_norm_": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+    "clip_grad_value_": lambda module: nn.utils.clip_grad_value_(module.parameters(), 1.0),
+    "an optimizer": lambda module: torch.optim.SGD(module.parameters()).step(),
+    "zero_grad": lambda module: module.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", READS)
+def test_reads_of_gradients_within_a_step_are_refused(stage: int, name: str) -> None:
+    module = Small()
+    engine = engine_of(stage, module)
+    module.zero_grad()  # no gradients yet: nothing is lost
+    engine.begin(2)
+    engine.backward(module(torch.ones(2, 3)))
+    with pytest.raises(
+        RuntimeError, match=r"first.weight: .grad was read before .* train.grad_clip"
+    ):
+        READS[name](module)
+    engine.backward(module(torch.ones(2, 3)))
+    metrics = engine.update()
+    assert metrics.grad_norm > 0
+    module.zero_grad()
+    assert all(param.grad is None for param in module.parameters())
+
+
+def test_a_discarded_step_has_no_gradients() -> None:
+    module = Small()
+    engine = engine_of(1, module)
+    engine.begin(1)
+    engine.backward(module(torch.ones(2, 3)))
+    engine.discard()
+    module.zero_grad()

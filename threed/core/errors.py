@@ -1,0 +1,22 @@
+"""A base class of errors that can be pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class PicklableError(Exception):
+    """An error that survives pickling although its constructor does not take `args`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, vars(self))
+
+
+def _restore(
+    cls: type[PicklableError], args: tuple[Any, ...], attributes: Mapping[str, Any]
+) -> PicklableError:
+    """Returns an error with these arguments and attributes, without calling its constructor."""
+    error = cls.__new__(cls, *args)
+    vars(error).update(attributes)
+    return error
