@@ -181,8 +181,10 @@ def _train(tool: str, *words: str) -> int:
 def _verify(a: argparse.Namespace, flags: list[str]) -> int:
     from threed import testing
     from threed.config.arguments import load
+    from threed.config.renames import report_renames
 
     config, options = load(flags, defaults=testing.DEFAULTS)
+    report_renames(options.notes)
     if options.dry_run or options.world_size is not None:
         raise ValueError("--dry-run and --world-size are for training; use --topologies")
     if not a.timeout > 0:

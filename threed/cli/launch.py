@@ -28,6 +28,7 @@ from threed.checkpoint.retention import after_restart, candidates
 from threed.config import Config, ConfigError
 from threed.config.arguments import Options, format_problems, help_text, load
 from threed.config.checks import check_vocab
+from threed.config.renames import report_renames
 from threed.config.resolution import resolve
 from threed.core import device
 from threed.core.disk import is_unwritable, why
@@ -108,6 +109,7 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
         )  # fmt: skip
         if options.help:
             return _print_once(help_text(config, prog))
+        report_renames(options.notes)
         _check_arch(config, options, arch, prog)
         world = options.world_size or ranks.world
         data = _open(config)

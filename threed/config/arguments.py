@@ -26,6 +26,7 @@ from typing import Any, get_args
 
 from threed.config.checks import find_problems, find_unused
 from threed.config.groups import Config, ConfigError, key_name, python_name
+from threed.config.renames import Renames
 from threed.config.schema import (
     BaseModel,
     ErrorDetails,
@@ -61,6 +62,7 @@ class Options:
         help: whether `--help` was given.
         flags: keys that were given as flags, as `group.field`.
         pretrained: whether the model comes from the folder that the run starts from.
+        notes: old spellings in use, with the new ones.
     """
 
     dry_run: bool = False
@@ -68,6 +70,7 @@ class Options:
     help: bool = False
     flags: frozenset[str] = frozenset()
     pretrained: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def load(
@@ -81,6 +84,7 @@ def load(
     machines: tuple[int, int] | None = None,
     choose_topology: bool = False,
     more: Callable[[Config], Iterable[str]] = lambda config: (),
+    renames: Renames = Renames(),  # noqa: B008  # frozen
 ) -> tuple[Config, Options]:
     """Reads the command line, and checks the configuration.
 
@@ -99,6 +103,7 @@ def load(
         choose_topology: whether to choose `parallel.pp` if no key gives a topology and the global
             batch cannot be divided over all ranks as data-parallel ranks.
         more: function that returns further problems of a configuration with valid values.
+        renames: renamed and removed keys.
 
     Returns:
         The configuration and the program's options. With `--help`, only the defaults are read.
@@ -106,7 +111,7 @@ def load(
     Raises:
         ConfigError: if there are problems; the message lists all of them.
     """
-    draft = _Draft()
+    draft = _Draft(renames)
     for group, keys in (defaults or {}).items():
         for key, value in keys.items():
             draft.put(group, key, value, PROGRAM)
@@ -122,8 +127,9 @@ def load(
     draft.find_custom_model(config)
     if choose_topology and machines is None and (ranks := asked or world_size):
         config = draft.choose_topology(config, ranks)
-    flags = frozenset(given)
-    options = Options("dry_run" in flags, asked, False, flags, "model" in found)
+    flags = frozenset(map(renames.current_name, given))
+    notes = tuple(dict.fromkeys(draft.notes))
+    options = Options("dry_run" in flags, asked, False, flags, "model" in found, notes)
     problems = list(draft.problems)
     if world_size is not None and draft.complete:
         here = (None, None) if asked else (local_world, machines)
@@ -141,8 +147,11 @@ class _Draft:
     """Collects values from all sources before they are validated.
 
     Attributes:
+        renames: renamed and removed keys.
         values: values by group and field.
         sources: source of each value, by (group, field).
+        spellings: each key as it was given, by (group, field).
+        notes: old spellings in use, with the new ones.
         problems: problems found so far.
         suspects: invalid flags, and flags that may be meant by a misspelt one. An invalid
             combination with one of these flags is not reported, because it may only be a
@@ -150,17 +159,34 @@ class _Draft:
         complete: whether all sources could be read.
     """
 
+    renames: Renames
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: dict[tuple[str, str], str] = field(default_factory=dict)
+    spellings: dict[tuple[str, str], str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
     complete: bool = True
 
     def put(self, group: str, key: str, value: Any, source: str = FLAG) -> None:
-        """Sets a value, which overrides the value of an earlier source."""
-        group, key = python_name(group), python_name(key)
-        self.values.setdefault(group, {})[key] = value
-        self.sources[group, key] = source
+        """Sets a value, which overrides the value of an earlier source.
+
+        An old spelling sets the new key. Removed keys, and two spellings of a key with different
+        values in the same source, are problems.
+        """
+        given, now = _flag(group, key), self.renames.current(group, key, value)
+        if instead := self.renames.removed.get(given.removeprefix("--")):
+            self.problems.append(f"{given}{_in(source)}: was removed; {instead}")
+            return
+        place, values = (now.group, now.key), self.values.setdefault(now.group, {})
+        before = self.spellings.get(place, given)
+        if before != given and self.sources[place] == source and values[now.key] != now.value:
+            both = f"{before} {written(values[now.key])} and {given} {written(value)}"
+            self.problems.append(f"{both}{_in(source)}: two spellings of one key; keep one")
+        if now.note:
+            self.notes.append(f"{now.note}{_in(source)}")
+        values[now.key] = now.value
+        self.sources[place], self.spellings[place] = source, given
 
     def find_custom_model(self, config: Config) -> None:
         """Imports the file of `--model.arch FILE.py:NAME`, which a flag or file must have given."""
@@ -205,6 +231,9 @@ class _Draft:
             add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
         )
         _add_flags(parser, DEFAULTS, nargs="?")
+        for name in self.renames.old_keys:
+            missing = "" if name in self.renames.removed else _Missing("VALUE")
+            parser.add_argument(f"--{name}", dest=name, nargs="?", const=missing)
         named = [_hyphenated(token) if token.startswith("--") else token for token in argv]
         found, rest = parser.parse_known_args(named)
         given = vars(found)

@@ -14,9 +14,11 @@ none".
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated, Any, Literal
 
 from threed.config import architectures
+from threed.config.renames import Renames
 from threed.config.schema import BaseModel, ConfigDict, Field, model_validator
 from threed.config.schema import key_name as key_name
 from threed.config.schema import python_name as python_name
@@ -71,6 +73,15 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+def _renamed(group: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a group with current keys and values; warns of old ones."""
+    settings = [Renames().current(group, key, value) for key, value in data.items()]
+    for setting in settings:
+        if setting.note:
+            warnings.warn(setting.note, FutureWarning, stacklevel=4)
+    return {setting.key: setting.value for setting in settings}
+
+
 class _Group(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -79,10 +90,12 @@ class _Group(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, data: Any) -> Any:
-        """Replaces the value `none` by None in fields with the default None."""
+        """Replaces the value `none` by None in fields with the default None, and old spellings by
+        new ones."""
         optional = {name for name, field in cls.model_fields.items() if field.default is None}
         if not isinstance(data, dict):
             return data
+        data = _renamed(cls.__name__.removesuffix("Config").lower(), data)
         nones = {key: None for key in optional & data.keys() if data[key] == "none"}
         return data | nones
 
@@ -362,7 +375,7 @@ class CheckpointConfig(_Group):
     (auto) or all (true) of the free host memory; false: training waits"""
     memory_every: Natural | None = None
     """steps between checkpoints in host memory, which survive a restart of the ranks; 0: never;
-    if none, 1 with --run.replicate neighbour, else 0"""
+    if none, 1 with --run.replicate neighbor, else 0"""
     write_limit_mib: MemorySize | None = None
     """maximum speed, in MiB per second, at which all ranks of a machine together write a
     checkpoint; if none, no limit"""
@@ -398,9 +411,9 @@ class RunConfig(_Group):
     hang_timeout: DurationOrNone = 600.0
     """time that a rank may spend in one phase before the run ends and reports the rank; 0: no
     limit"""
-    replicate: Literal["none", "neighbour"] = "none"
+    replicate: Literal["none", "neighbor"] = "none"
     """machines that store checkpoints in memory: each rank's own (none), or also the next one
-    (neighbour)"""
+    (neighbor)"""
     recheck_bad_steps: Switch = False
     """compute a skipped step twice, to distinguish a faulty machine from bad data; all steps
     then use deterministic kernels only"""
