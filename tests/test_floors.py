@@ -44,6 +44,7 @@ WITHOUT_TORCH = (
     "threed.schedules",
     "threed.core.atomic",
     "threed.core.disk",
+    "threed.core.messages",
     "threed.core.native",
     "threed.core.packages",
     "threed.core.parse",

@@ -267,7 +267,7 @@ class _Draft:
         """Sets the values of the preset or TOML file. Returns its path, or None."""
         preset, path = given.get("preset"), given.get("config")
         names = ", ".join(_preset_names(presets)) or "none"
-        source = presets / f"{preset}.toml" if path is None else Path(path)
+        source = presets / f"{preset}.toml" if path is None else Path(path).expanduser()
         if preset and path:
             self.problems.append(
                 "--preset and --config together: give one, and the differences as flags"
@@ -430,7 +430,7 @@ def _add_flags(
     config: Config,
     *,
     nargs: str | None = None,
-    program: bool = False,
+    custom: bool = False,
 ) -> None:
     """Adds all flags to a parser, with their descriptions and their values in `config` as defaults.
 
@@ -438,7 +438,7 @@ def _add_flags(
         parser: the parser to extend.
         config: defaults to show.
         nargs: "?" to accept flags without a value.
-        program: whether to omit presets and dry runs, which custom programs do not have.
+        custom: whether to omit presets and dry runs, which custom programs do not have.
     """
 
     def add(place: Any, flag: str, form: str, text: str, **more: Any) -> None:
@@ -450,7 +450,7 @@ def _add_flags(
     options.add_argument("--help", help="print this text and exit", **bare)
     text = "start from a TOML file, such as the config.toml of a run"
     add(options, "--config", "FILE.toml", text)
-    if not program:
+    if not custom:
         names = ", ".join(_preset_names(PRESETS))
         add(options, "--preset", "NAME", f"start from a preset: {names}")
         add(options, "--world-size", "N", "ranks to assume in a dry run")
@@ -459,8 +459,28 @@ def _add_flags(
     for name, group in GROUPS.items():
         section = parser.add_argument_group(name, group.__doc__)
         for key, info in group.model_fields.items():
-            text = f"{info.description} (default {written(getattr(getattr(config, name), key))})"
+            text = _description(info, getattr(getattr(config, name), key))
             add(section, _flag(name, key), takes(info), text, dest=f"{name}.{key}")
+
+
+def _description(info: FieldInfo, value: Any) -> str:
+    """Returns the description of a key, with its default."""
+    text = str(info.description)
+    if value is not None:
+        return f"{text} (default {default_text(info, value)})"
+    return text if "if not set" in text else f"{text} (not set by default)"
+
+
+def default_text(info: FieldInfo, value: Any) -> str:
+    """Returns a default as a user writes it, times with their unit; "not set" for None.
+
+    Args:
+        info: the field of the key.
+        value: the default.
+    """
+    if value is None:
+        return "not set"
+    return written(value) + "s" * (takes(info) == "TIME")
 
 
 def format_problems(problems: list[str]) -> str:
@@ -481,7 +501,7 @@ def to_toml(config: Config) -> str:
 
 
 def help_text(
-    config: Config, prog: str, *, width: int | None = None, about: str | None = None
+    config: Config, prog: str, *, width: int | None = None, about: str = "", custom: bool = False
 ) -> str:
     """Returns the text of `--help`: every key by group, with its description and default.
 
@@ -489,22 +509,24 @@ def help_text(
         config: the configuration with the defaults to show.
         prog: program name in the usage line.
         width: width in columns; by default the width of the terminal, at most 110.
-        about: description of a custom program, which has no presets and no dry run; None for the
-            commands of threed.
+        about: description of the program.
+        custom: whether this is a custom program, which has no presets and no dry run.
     """
     width = width or min(110, shutil.get_terminal_size().columns)
     start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
-    options = "[--help] [--config FILE.toml]"
-    if about is None:
-        options = "[--preset NAME | --config FILE.toml] [--dry-run] [--world-size N]"
+    dry_run = "" if prog.startswith("threed plan") else "[--dry-run] "
+    options = f"[--preset NAME | --config FILE.toml] {dry_run}[--world-size N]"
+    options = "[--help] [--config FILE.toml]" if custom else options
     usage = f"usage: {start}{prog} {options} [--group.key value …]"
     formatter = functools.partial(argparse.HelpFormatter, max_help_position=34, width=width)
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS, add_help=False, formatter_class=formatter
     )
-    _add_flags(parser, config, program=about is not None)
-    parts = [textwrap.fill(usage, width, subsequent_indent="    "), (about or "").strip()]
-    return "\n\n".join([*filter(None, parts), parser.format_help().strip("\n")]) + "\n"
+    _add_flags(parser, config, custom=custom)
+    usage = textwrap.fill(usage, width, subsequent_indent="    ", break_on_hyphens=False)
+    unset = "The value none unsets a key that is not set by default."
+    parts = [usage, about.strip(), parser.format_help().strip("\n"), unset]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _preset_names(presets: Path) -> list[str]:

@@ -45,7 +45,7 @@ def program_config(
     config, options = load(argv, defaults=defaults, presets=Path(), world_size=world_size)
     if options.help:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(help_text(config, prog, about=about))
+            print(help_text(config, prog, about=about, custom=True))
         raise SystemExit(0)
     report_renames(options.notes)
     if options.dry_run or options.world_size is not None:
