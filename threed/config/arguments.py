@@ -16,6 +16,7 @@ import difflib
 import functools
 import itertools
 import json
+import os
 import shlex
 import shutil
 import textwrap
@@ -193,7 +194,7 @@ class _Draft:
         arch = config.model.arch
         if not names_model(arch):
             return
-        if arch != self.value("model", "arch"):
+        if arch != os.path.expanduser(str(self.value("model", "arch"))):
             self.problems.append(
                 f"--checkpoint.resume {config.checkpoint.resume}: its model is the code {arch}, which is not imported"
                 " by itself: use threed train FILE.py:MODEL, or --model.arch FILE.py:MODEL"
