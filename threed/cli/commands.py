@@ -25,15 +25,17 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from threed import schedules
 from threed.cli import parser
 from threed.config import architectures
 from threed.core import source
 from threed.core.messages import did_you_mean
 from threed.core.packages import MissingPackageError
 from threed.distributed.launcher import exits_on_broken_pipe
+
+if TYPE_CHECKING:
+    from threed.schedules import Costs, Plan
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: command line without the program's name; by default the arguments of this process.
     """
     argv = sys.argv[1:] if argv is None else argv
-    tools = parser.make_parser(_RUN)
+    tools = parser.make_parser(_RUN, argv[0] if argv else "")
     if not argv:
         tools.print_help(sys.stderr)
         return 2
@@ -137,6 +139,8 @@ def _verify(a: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _schedule(a: argparse.Namespace) -> None:
+    from threed import schedules
+
     costs = schedules.Costs(a.forward, a.backward_input, a.backward_weight, a.send, a.overlapped)
     plan = _plan(a, costs)
     timeline = schedules.simulate(plan, costs)
@@ -158,7 +162,9 @@ def _schedule(a: argparse.Namespace) -> None:
     print(json.dumps(facts) if a.json else "\n".join(lines))
 
 
-def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
+def _plan(a: argparse.Namespace, costs: Costs) -> Plan:
+    from threed import schedules
+
     stages, microbatches = a.stages, a.microbatches
     if a.name.endswith(".csv"):
         plan = schedules.read_csv(a.name)

@@ -1,6 +1,6 @@
 """The command line of the tools: arguments, `--help`, and examples.
 
-    arguments = make_parser({"report": report, ...}).parse_args(["report", "runs/tiny"])
+    arguments = make_parser({"report": report, ...}, "report").parse_args(["report", "runs/tiny"])
     arguments.run(arguments)
 
 `train` and `plan` have the keys of the configuration as flags, which `threed.config.arguments`
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from threed import schedules
 from threed.config import architectures
 
 Add = Callable[..., Any]
@@ -67,12 +65,13 @@ def path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def make_parser(run: Mapping[str, Callable[..., Any]]) -> argparse.ArgumentParser:
-    """Returns the parser of all tools, except the flags of `train` and `plan`.
+def make_parser(run: Mapping[str, Callable[..., Any]], used: str = "") -> argparse.ArgumentParser:
+    """Returns the parser of a tool, with a list of all tools.
 
     Args:
         run: function of each tool, which is called with the parsed arguments; the attribute `run`
             of the parsed arguments.
+        used: the tool whose arguments are added; not `train` or `plan`.
     """
     text = "Train transformer models with pipeline, tensor and ZeRO parallelism, and convert, check and inspect runs."
     usage = "%(prog)s TOOL ..."
@@ -89,7 +88,7 @@ def make_parser(run: Mapping[str, Callable[..., Any]]) -> argparse.ArgumentParse
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         made.set_defaults(run=run.get(name))
-        if name in _ARGUMENTS:
+        if name == used and name in _ARGUMENTS:  # the others need not be imported
             _ARGUMENTS[name](made.add_argument)
     return parser
 
@@ -126,6 +125,8 @@ def train_help(tool: str, arch: str | None) -> str:
 
 
 def _schedule(add: Add) -> None:
+    from threed import schedules
+
     add(
         "name",
         metavar="NAME",
@@ -182,6 +183,8 @@ def _convert(add: Add) -> None:
 
 
 def _inspect(add: Add) -> None:
+    import tempfile
+
     text = "step-N folder or Hugging Face folder; without it, versions and devices are shown"
     add("checkpoint", type=path, nargs="?", metavar="CHECKPOINT", help=text)
     text = "folder on the drive to time (default %(default)s)"
