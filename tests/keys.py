@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tests.test_floors import ROOT
 from threed.checkpoint.resuming import CONTENTS, RULES
-from threed.config.arguments import GROUPS, takes
+from threed.config.arguments import GROUPS, default_text, takes
 from threed.config.checks import REFUSALS
 from threed.config.groups import Config, key_name
 from threed.config.schema import written
@@ -24,6 +24,7 @@ A key is `--group.key value` as a flag, and `key = value` under `[group]` in a T
 Flags override the preset or file; the last of repeated flags applies. In Python a hyphen is an underscore:
 `config.train.global_batch`.
 
+Keys without a default are *not set*; on the command line and in a file, the value `none` unsets them.
 *Not yet* marks keys of which this version implements only the listed values.
 """
 RESUMES = """## When a run resumes
@@ -44,10 +45,11 @@ def rows(group: str) -> Iterator[str]:
     """The lines of a group's table."""
     defaults = getattr(Config(), group)
     for name, info in GROUPS[group].model_fields.items():
-        value, default = takes(info).replace("|", "\\|"), written(getattr(defaults, name))
+        value, own = takes(info).replace("|", "\\|"), getattr(defaults, name)
+        default = "not set" if own is None else f"`{default_text(info, own)}`"
         meaning = " ".join(str(info.description).split())
         meaning = meaning.replace("<", "&lt;").replace("*", "\\*")
-        yield f"| `--{group}.{key_name(name)}` | `{value}` | `{default}` | {meaning}{missing(group, name)} |"
+        yield f"| `--{group}.{key_name(name)}` | `{value}` | {default} | {meaning}{missing(group, name)} |"
 
 
 def missing(group: str, name: str) -> str:

@@ -46,6 +46,7 @@ WITHOUT_TORCH = (
     "threed.core.disk",
     "threed.core.errors",
     "threed.core.exports",
+    "threed.core.messages",
     "threed.core.native",
     "threed.core.packages",
     "threed.core.parse",

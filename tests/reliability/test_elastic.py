@@ -44,7 +44,7 @@ from threed.training.checkpoints import Checkpoints
 STEPS, BROKEN = 10, 7  # a run ends after so many, and broken off before this one
 Keys = dict[str, dict[str, Any]]
 SLICED: Keys = {"zero": {"stage": 1, "bucket_mib": 0.01}}
-NEIGHBOUR: Keys = {"run_keys": {"replicate": "neighbour"}}
+NEIGHBOUR: Keys = {"run_keys": {"replicate": "neighbor"}}
 
 
 def keys_of(folder: Path, keys: Keys, world: int) -> Keys:
@@ -377,7 +377,7 @@ def test_ranks_of_one_start_meet_whatever_is_in_the_store() -> None:
 def test_keys_that_copies_do_not_go_with() -> None:
     for keys, said in (
         (
-            {"run": {"replicate": "neighbour"}, "checkpoint": {"memory_every": 0}},
+            {"run": {"replicate": "neighbor"}, "checkpoint": {"memory_every": 0}},
             "there are no copies in memory",
         ),
         (
@@ -425,7 +425,7 @@ def test_the_forecast_counts_copies() -> None:
 
     one = copies_of(checkpoint={"memory_every": 1})
     assert copies_of() == 0
-    assert copies_of(run={"replicate": "neighbour"}) == 2 * one > 0
+    assert copies_of(run={"replicate": "neighbor"}) == 2 * one > 0
 
 
 def exactly(folder: Path) -> None:

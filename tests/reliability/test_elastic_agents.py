@@ -39,7 +39,7 @@ from torch.distributed import TCPStore
 store = TCPStore("localhost", int(sys.argv[1]), is_master=True, wait_for_workers=False)
 time.sleep(600)
 """
-NEXT_ONE, ALONE = ("--run.replicate", "neighbour"), ("--checkpoint.memory-every", "1")
+NEXT_ONE, ALONE = ("--run.replicate", "neighbor"), ("--checkpoint.memory-every", "1")
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: b
     """Returns a forecast of the host memory that copies use per rank, in bytes.
 
     For each of the two copies, it counts this rank's slices once, or twice if `run.replicate` is
-    "neighbour". On a GPU, it adds the page-locked staging memory. If several ranks of a machine
+    "neighbor". On a GPU, it adds the page-locked staging memory. If several ranks of a machine
     hold the same slices, which are stored once, the forecast is too high.
 
     Args:
@@ -176,7 +176,7 @@ def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: b
     numbers = [(h, n) for h in held(layout, forecast_states(layout, states)) for n in h.numbers]
     file = SavedFile("", numbers)
     staged = copy_bytes(file.records, layout.policy, gpu) if gpu else 0
-    return staged + COPIES * file.nbytes * (2 if config.run.replicate == "neighbour" else 1)
+    return staged + COPIES * file.nbytes * (2 if config.run.replicate == "neighbor" else 1)
 
 
 # --------------------------------------------------------------------------------------------------------- neighbour

@@ -27,6 +27,7 @@ import numpy as np
 
 from threed.checkpoint.files import CheckpointError, checksum, plain, tree_hash
 from threed.checkpoint.sections import digest as digest
+from threed.config.renames import Renames
 from threed.config.schema import (
     AfterValidator,
     BaseModel,
@@ -357,6 +358,8 @@ def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Returns the manifest of a checkpoint folder, after checking it.
 
+    Renamed keys of its configuration have their current names and values.
+
     Raises:
         CheckpointError: if the manifest cannot be read, is damaged or not valid, or has another
             version of the format.
@@ -388,7 +391,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if manifest.get("sha256") != stated:
         raise CheckpointError(f"{file} is damaged: its sha256 does not match its contents")
     check_structure(manifest, str(file))
-    return dict(manifest)
+    return {**manifest, "config": Renames().update(manifest["config"])}
 
 
 def _not_a_checkpoint(path: Path, why: str) -> str:

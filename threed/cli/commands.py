@@ -8,28 +8,33 @@ threed convert SRC DST [--dtype bf16]                          native checkpoint
 threed inspect [CHECKPOINT]                                    versions, devices; or a checkpoint or HF folder, verified
 threed report RUN                                              redraws the figures of a run
 threed verify FILE.py:NAME [--topologies tp2,pp2] [--json]     compares a custom model in every topology with one process
+
+`threed.cli.parser` defines the arguments of the tools.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from threed import schedules
+from threed.cli import parser
 from threed.config import architectures
 from threed.core import source
+from threed.core.messages import did_you_mean
 from threed.core.packages import MissingPackageError
 from threed.distributed.launcher import exits_on_broken_pipe
-from threed.schedules import registry
+
+if TYPE_CHECKING:
+    from threed.schedules import Costs, Plan
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,25 +44,30 @@ def main(argv: list[str] | None = None) -> int:
         argv: command line without the program's name; by default the arguments of this process.
     """
     argv = sys.argv[1:] if argv is None else argv
+    tools = parser.make_parser(_RUN, argv[0] if argv else "")
     if not argv:
-        _parser().print_help(sys.stderr)
+        tools.print_help(sys.stderr)
         return 2
-    if argv[0] in (
-        "train",
-        "plan",
-    ):  # they report refusals themselves; other errors have a traceback
+    if argv[0] not in parser.TOOLS and not argv[0].startswith("-"):
+        hint, known = did_you_mean(argv[0], *parser.TOOLS), ", ".join(parser.TOOLS)
+        return _refuse(argv[0], f"no such tool{hint}; there are {known}")
+    if argv[0] in parser.TRAINING:  # they report refusals themselves; other errors have a traceback
         with exits_on_broken_pipe():
             return _train(*argv)
     try:
         with exits_on_broken_pipe():
             if argv[0] == "verify":
-                return _verify(*_parser().parse_known_args(_joined(argv)))
-            arguments = _parser().parse_args(argv)
+                return _verify(*tools.parse_known_args(_joined(argv)))
+            arguments = tools.parse_args(argv)
             arguments.run(arguments)
     except (ValueError, OSError, RuntimeError, MissingPackageError) as error:
-        print(f"threed {argv[0]}: {error}", file=sys.stderr)
-        return 2
+        return _refuse(argv[0], str(error))
     return 0
+
+
+def _refuse(tool: str, problem: str) -> int:
+    print(f"threed {tool}: {problem}", file=sys.stderr)
+    return 2
 
 
 def _joined(words: list[str]) -> list[str]:
@@ -77,117 +87,50 @@ def _joined(words: list[str]) -> list[str]:
     return joined
 
 
-def _add_schedule_flags(add: Callable[..., Any]) -> None:
-    add("name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv")
-    add("--stages", type=int, help="pipeline ranks; default for FILE.csv: number of rows")
-    add(
-        "--microbatches",
-        type=int,
-        help="micro-batches per step; default for FILE.csv: as in the file",
-    )
-    add("--chunks", type=int, help="model chunks per rank")
-    for name in ("forward", "backward-input", "backward-weight"):
-        add(f"--{name}", type=float, default=1.0, help="time per micro-batch (default 1)")
-    add("--send", type=float, default=0.0, help="latency of a message (default 0)")
-    text = "time of a forward overlapped with a backward (default: the sum of their times)"
-    add("--overlapped", type=float, help=text)
-    add("--svg", type=Path, help="draw the timeline into this file")
-    add("--csv", type=Path, help="write the plan in the format of torch.distributed.pipelining")
-    add("--json", action="store_true", help="print JSON")
-
-
-def _parser() -> argparse.ArgumentParser:
-    text = "Train transformer models with pipeline, tensor and ZeRO parallelism, and convert, check and inspect runs."
-    parser = argparse.ArgumentParser(prog="threed", description=text)
-    tools = parser.add_subparsers(required=True, metavar="TOOL")
-
-    def tool(name: str, text: str, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        made = tools.add_parser(name, help=text, description=text, allow_abbrev=False)
-        made.set_defaults(run=run)
-        return made.add_argument
-
-    named = "|".join(architectures.NAMES)
-    text = f"trains a model: {named}, or a custom one, FILE.py:MODEL; `threed train --help` lists every key"
-    tool("train", text)
-    tool(
-        "plan",
-        "forecasts memory, traffic and time of a run; takes the arguments of train and --world-size N",
-    )
-
-    text = "simulates a pipeline schedule, and draws its timeline"
-    _add_schedule_flags(tool("schedule", text, _schedule))
-
-    text = "converts text (.txt, .jsonl, a folder of them) to Megatron .bin/.idx"
-    add = tool("tokenize", text, _tokenize)
-    add("src")
-    add("dst", help="prefix of the .bin and .idx to write")
-    text = "bytes (default), the folder of a tokenizer, or the path of a tokenizer.json"
-    add("--tokenizer", default="bytes", help=text)
-    text = "begin documents with the bos token (default auto: if the tokenizer itself adds it to texts)"
-    add("--bos", choices=["auto", "true", "false"], default="auto", help=text)
-    text = (
-        "encode a special token that is spelt out in a text as ordinary text (default), or parse it"
-    )
-    add("--special-tokens", choices=["text", "parse"], default="text", help=text)
-
-    text = "converts between native checkpoints and Hugging Face folders, and from DeepSpeed and Megatron"
-    add = tool("convert", text, _convert)
-    add("src", type=Path)
-    add("dst", type=Path)
-    text = "format of DST; default: hf if SRC is native, else native"
-    add("--to", choices=["native", "hf"], help=text)
-    text = "bytes, a folder, a tokenizer.json, or none; default: the tokenizer of the folder or run"
-    add("--tokenizer", help=text)
-    add("--dtype", choices=["fp32", "bf16", "fp16"], help="format of the weights")
-    text = "read checkpoints of DeepSpeed and Megatron, which are pickles, without executing their code"
-    add("--allow-pickle", action="store_true", help=text)
-    text = "config.json of DeepSpeed's model; default: the one in SRC or above it"
-    add("--config", type=Path, help=text)
-
-    text = "shows versions and devices, or the contents of a checkpoint after verifying all hashes"
-    add = tool("inspect", text, _inspect)
-    add("checkpoint", type=Path, nargs="?")
-    text = "folder on the drive to time (default %(default)s)"
-    add("--drive", default=tempfile.gettempdir(), help=text)
-
-    tool("report", "redraws the figures of a run from its folder", _report)("folder", type=Path)
-
-    text = "trains a model in every topology and compares with one process: exit code 0 same, 1 differs, 2 not compared"
-    add = tool("verify", f"{text}; takes flags of training too")
-    add("model", metavar="FILE.py:NAME", help="class or function of a ModelConfig and a Slicing")
-    text = "such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN microN seq zeroN recompute offload"
-    add("--topologies", help=text)
-    add("--timeout", type=float, default=120, help="seconds per topology (default 120)")
-    add("--json", action="store_true", help="print JSON")
-    return parser
-
-
 def _train(tool: str, *words: str) -> int:
     """Trains or plans a run. Arguments: an architecture or FILE.py:MODEL (optional), then flags."""
-    from threed.cli import launch
-
-    arch = words[0] if words and not words[0].startswith("-") else None
+    arch = os.path.expanduser(words[0]) if words and not words[0].startswith("-") else None
     flags = list(words[arch is not None :])
     if arch is not None and arch not in architectures.NAMES and not source.names_model(arch):
-        known = ", ".join(architectures.NAMES)
-        problem = f"no such architecture; there are {known}, and FILE.py:MODEL"
+        hint, known = did_you_mean(arch, *architectures.NAMES), ", ".join(architectures.NAMES)
+        problem = f"no such architecture{hint}; there are {known}, and FILE.py:MODEL"
+        if arch.endswith(".py"):
+            problem = f"name the model in the file, too: {arch}:MODEL"
+        from threed.cli import launch
+
         return launch.refuse(f"threed {tool} {arch}: {problem}")
+    if {"--help", "-h"} & set(flags):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(parser.train_help(tool, arch), end="")
+        return 0
+    if tool == "plan" and not words:
+        return _refuse(
+            "plan",
+            "give a model (ARCH or FILE.py:MODEL), a --preset or a --config; see threed plan --help",
+        )
+    from threed.cli import launch
+
+    named = arch is not None
     if tool == "plan":
-        return launch.main([*flags, "--dry-run"], arch=arch, prog="threed plan")
-    prog = ["-m", "threed", "train", *([arch] if arch else [])]
-    return launch.main(flags, arch=arch, prog=shlex.join(prog))
+        prog = shlex.join(["threed", "plan", *([arch] if arch else [])])
+        return launch.main([*flags, "--dry-run"], arch=arch, prog=prog, named=named)
+    prog = shlex.join(["-m", "threed", "train", *([arch] if arch else [])])
+    return launch.main(flags, arch=arch, prog=prog, named=named)
 
 
 def _verify(a: argparse.Namespace, flags: list[str]) -> int:
     from threed import testing
     from threed.config.arguments import load
+    from threed.config.renames import report_renames
 
     config, options = load(flags, defaults=testing.DEFAULTS)
+    report_renames(options.notes)
     if options.dry_run or options.world_size is not None:
         raise ValueError("--dry-run and --world-size are for training; use --topologies")
     if not a.timeout > 0:
         raise ValueError(f"--timeout {a.timeout:g}: must be more than 0 seconds")
-    build, batch = source.find_model(a.model), source.find_batch(a.model)
+    model = os.path.expanduser(a.model)
+    build, batch = source.find_model(model), source.find_batch(model)
     names = testing.TOPOLOGIES if a.topologies is None else a.topologies.split(",")
     report = testing.same_everywhere(build, batch, names, config=config, timeout=a.timeout)
     print(report.json() if a.json else report)
@@ -195,6 +138,8 @@ def _verify(a: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _schedule(a: argparse.Namespace) -> None:
+    from threed import schedules
+
     costs = schedules.Costs(a.forward, a.backward_input, a.backward_weight, a.send, a.overlapped)
     plan = _plan(a, costs)
     timeline = schedules.simulate(plan, costs)
@@ -216,7 +161,10 @@ def _schedule(a: argparse.Namespace) -> None:
     print(json.dumps(facts) if a.json else "\n".join(lines))
 
 
-def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
+def _plan(a: argparse.Namespace, costs: Costs) -> Plan:
+    from threed import schedules
+    from threed.schedules import registry
+
     stages, microbatches = a.stages, a.microbatches
     if a.name.endswith(".csv"):
         plan = schedules.read_csv(a.name)
@@ -319,3 +267,12 @@ def _report(a: argparse.Namespace) -> None:
 
     for path in report(a.folder):
         print(path)
+
+
+_RUN: Mapping[str, Callable[[argparse.Namespace], None]] = {
+    "schedule": _schedule,
+    "tokenize": _tokenize,
+    "convert": _convert,
+    "inspect": _inspect,
+    "report": _report,
+}

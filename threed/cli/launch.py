@@ -28,6 +28,7 @@ from threed.checkpoint.retention import after_restart, candidates
 from threed.config import Config, ConfigError
 from threed.config.arguments import Options, format_problems, help_text, load
 from threed.config.checks import check_vocab
+from threed.config.renames import report_renames
 from threed.config.resolution import resolve
 from threed.core import device
 from threed.core.disk import is_unwritable, why
@@ -69,8 +70,10 @@ ENDINGS: dict[type[Exception], tuple[int, bool]] = {
 }
 
 
-def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
-    """Runs the training that a command line describes. Returns the exit code (docs/guide/fault_tolerance.md).
+def main(argv: list[str], *, prog: str, arch: str | None = None, named: bool = False) -> int:
+    """Runs the training that a command line describes.
+
+    Returns the exit code (docs/guide/fault_tolerance.md).
 
     An interrupt (Ctrl-C) prints one line, and then ends the process as usual.
 
@@ -79,10 +82,11 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
         prog: the part of the command line after `torchrun`, for hints how to resume.
         arch: an architecture, which is used if neither a file nor a flag names another one; or a
             custom model, as FILE.py:MODEL.
+        named: whether the user named `arch`, so that a flag with another one is an error.
     """
     try:
         with exits_on_broken_pipe():
-            return _run(argv, arch, prog)
+            return _run(argv, arch, prog, named)
     except KeyboardInterrupt as interrupt:
         # Ignores a second SIGINT: the launcher forwards the one that the terminal has also sent to
         # this process.
@@ -93,22 +97,24 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
         raise
 
 
-def _run(argv: list[str], arch: str | None, prog: str) -> int:
-    flags = argv
-    if arch is not None and names_model(arch):
+def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
+    flags, custom = argv, arch is not None and names_model(arch)
+    if arch is not None and custom:
         # Presets turn on the export of a Hugging Face folder, which a custom model does not have.
-        flags, arch = ["--model.arch", arch, "--checkpoint.export-hf", "false", *argv], None
+        flags = ["--model.arch", arch, "--checkpoint.export-hf", "false", *argv]
+    defaults = {"model": {"arch": arch}} if arch and not custom else {}
     try:
         ranks = join()
         config, options = load(
-            flags, defaults={"model": {"arch": arch}} if arch else {}, world_size=ranks.world,
+            flags, defaults=defaults, world_size=ranks.world,
             local_world=ranks.local_world, machines=ranks.machines, choose_topology=True,
             more=_data_problems,
             begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # one rank per machine checks
         )  # fmt: skip
         if options.help:
             return _print_once(help_text(config, prog))
-        _check_arch(config, options, arch, prog)
+        report_renames(options.notes)
+        _check_arch(config, options, arch, prog, named)
         world = options.world_size or ranks.world
         data = _open(config)
         config = resolve(config, data.vocab, world)
@@ -119,8 +125,10 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
         return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast, data, options.dry_run)
     problems += _device_problems(ranks.local_world or 1)
-    # A dry run may be for another machine, so problems of this machine are only reported.
     if options.dry_run:
+        if unusable := _named_checkpoint_problems(config, data):
+            return refuse(format_problems(unusable))
+        # A dry run may be for another machine, so other problems of this machine are only reported.
         text = [] if forecast is None else [forecast.text()]
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
@@ -215,13 +223,31 @@ def _resume_hint(config: Config, words: list[str] | None) -> str:
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
 
-def _check_arch(config: Config, options: Options, arch: str | None, prog: str) -> None:
-    """Raises ConfigError if a preset, file or folder has another architecture than the program."""
-    found = config.model.arch
-    if arch not in (None, found) and "model.arch" not in options.flags:
-        which = f"the preset, file or folder has model.arch {found}: add --model.arch {found}"
-        other = f"use `threed train {found}`" if options.pretrained else f"--model.arch {arch}"
-        raise ConfigError([f"{prog} trains {arch}, and {which}, or {other}"])
+def _check_arch(config: Config, options: Options, arch: str | None, prog: str, named: bool) -> None:
+    """Raises ConfigError if a preset, file, folder or flag has another architecture than the
+    program, or a flag has another one than the user named before the flags."""
+    found, prog = config.model.arch, prog.removeprefix("-m ")
+    if arch is None or _same_model(arch, found):
+        return
+    if "model.arch" in options.flags:
+        if named:
+            raise ConfigError([f"{prog} contradicts --model.arch {found}: leave one of them out"])
+        return
+    which = f"{prog} trains {arch}, and the preset, file or folder has model.arch {found}"
+    other = f"use `threed train {found}`"
+    fix = other if named else f"add --model.arch {found}"
+    if not options.pretrained:
+        other = f"add --model.arch {arch}" if named else f"--model.arch {arch}"
+    fixes = dict.fromkeys([fix, other])
+    raise ConfigError([f"{which}: {', or '.join(fixes)}"])
+
+
+def _same_model(one: str, other: str) -> bool:
+    """Returns whether two values of `--model.arch` are the same; paths may be relative."""
+    if not (names_model(one) and names_model(other)):
+        return one == other
+    (file, _, name), (other_file, _, other_name) = one.rpartition(":"), other.rpartition(":")
+    return name == other_name and Path(file).absolute() == Path(other_file).absolute()
 
 
 def _data_problems(config: Config) -> list[str]:
@@ -383,6 +409,13 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
             if resume != "auto":
                 return [str(error)]
     return []
+
+
+def _named_checkpoint_problems(config: Config, data: Data) -> list[str]:
+    """Returns the problems of the checkpoint that `checkpoint.resume` names, if it names one."""
+    if config.checkpoint.resume in ("auto", "none"):
+        return []
+    return _resume_problems(Path(config.run.dir or "runs"), config, data)
 
 
 def _device_problems(local_world: int) -> list[str]:

@@ -16,6 +16,7 @@ import difflib
 import functools
 import itertools
 import json
+import os
 import shlex
 import shutil
 import textwrap
@@ -26,6 +27,7 @@ from typing import Any, get_args
 
 from threed.config.checks import find_problems, find_unused
 from threed.config.groups import Config, ConfigError, key_name, python_name
+from threed.config.renames import Renames
 from threed.config.schema import (
     BaseModel,
     ErrorDetails,
@@ -61,6 +63,7 @@ class Options:
         help: whether `--help` was given.
         flags: keys that were given as flags, as `group.field`.
         pretrained: whether the model comes from the folder that the run starts from.
+        notes: old spellings in use, with the new ones.
     """
 
     dry_run: bool = False
@@ -68,6 +71,7 @@ class Options:
     help: bool = False
     flags: frozenset[str] = frozenset()
     pretrained: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def load(
@@ -81,6 +85,7 @@ def load(
     machines: tuple[int, int] | None = None,
     choose_topology: bool = False,
     more: Callable[[Config], Iterable[str]] = lambda config: (),
+    renames: Renames = Renames(),  # noqa: B008  # frozen
 ) -> tuple[Config, Options]:
     """Reads the command line, and checks the configuration.
 
@@ -99,6 +104,7 @@ def load(
         choose_topology: whether to choose `parallel.pp` if no key gives a topology and the global
             batch cannot be divided over all ranks as data-parallel ranks.
         more: function that returns further problems of a configuration with valid values.
+        renames: renamed and removed keys.
 
     Returns:
         The configuration and the program's options. With `--help`, only the defaults are read.
@@ -106,7 +112,7 @@ def load(
     Raises:
         ConfigError: if there are problems; the message lists all of them.
     """
-    draft = _Draft()
+    draft = _Draft(renames)
     for group, keys in (defaults or {}).items():
         for key, value in keys.items():
             draft.put(group, key, value, PROGRAM)
@@ -122,8 +128,9 @@ def load(
     draft.find_custom_model(config)
     if choose_topology and machines is None and (ranks := asked or world_size):
         config = draft.choose_topology(config, ranks)
-    flags = frozenset(given)
-    options = Options("dry_run" in flags, asked, False, flags, "model" in found)
+    flags = frozenset(map(renames.current_name, given))
+    notes = tuple(dict.fromkeys(draft.notes))
+    options = Options("dry_run" in flags, asked, False, flags, "model" in found, notes)
     problems = list(draft.problems)
     if world_size is not None and draft.complete:
         here = (None, None) if asked else (local_world, machines)
@@ -141,8 +148,11 @@ class _Draft:
     """Collects values from all sources before they are validated.
 
     Attributes:
+        renames: renamed and removed keys.
         values: values by group and field.
         sources: source of each value, by (group, field).
+        spellings: each key as it was given, by (group, field).
+        notes: old spellings in use, with the new ones.
         problems: problems found so far.
         suspects: invalid flags, and flags that may be meant by a misspelt one. An invalid
             combination with one of these flags is not reported, because it may only be a
@@ -150,24 +160,41 @@ class _Draft:
         complete: whether all sources could be read.
     """
 
+    renames: Renames
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: dict[tuple[str, str], str] = field(default_factory=dict)
+    spellings: dict[tuple[str, str], str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
     complete: bool = True
 
     def put(self, group: str, key: str, value: Any, source: str = FLAG) -> None:
-        """Sets a value, which overrides the value of an earlier source."""
-        group, key = python_name(group), python_name(key)
-        self.values.setdefault(group, {})[key] = value
-        self.sources[group, key] = source
+        """Sets a value, which overrides the value of an earlier source.
+
+        An old spelling sets the new key. Removed keys, and two spellings of a key with different
+        values in the same source, are problems.
+        """
+        given, now = _flag(group, key), self.renames.current(group, key, value)
+        if instead := self.renames.removed.get(given.removeprefix("--")):
+            self.problems.append(f"{given}{_in(source)}: was removed; {instead}")
+            return
+        place, values = (now.group, now.key), self.values.setdefault(now.group, {})
+        before = self.spellings.get(place, given)
+        if before != given and self.sources[place] == source and values[now.key] != now.value:
+            both = f"{before} {written(values[now.key])} and {given} {written(value)}"
+            self.problems.append(f"{both}{_in(source)}: two spellings of one key; keep one")
+        if now.note:
+            self.notes.append(f"{now.note}{_in(source)}")
+        values[now.key] = now.value
+        self.sources[place], self.spellings[place] = source, given
 
     def find_custom_model(self, config: Config) -> None:
         """Imports the file of `--model.arch FILE.py:NAME`, which a flag or file must have given."""
         arch = config.model.arch
         if not names_model(arch):
             return
-        if arch != self.value("model", "arch"):
+        if arch != os.path.expanduser(str(self.value("model", "arch"))):
             self.problems.append(
                 f"--checkpoint.resume {config.checkpoint.resume}: its model is the code {arch}, which is not imported"
                 " by itself: use threed train FILE.py:MODEL, or --model.arch FILE.py:MODEL"
@@ -205,6 +232,9 @@ class _Draft:
             add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
         )
         _add_flags(parser, DEFAULTS, nargs="?")
+        for name in self.renames.old_keys:
+            missing = "" if name in self.renames.removed else _Missing("VALUE")
+            parser.add_argument(f"--{name}", dest=name, nargs="?", const=missing)
         named = [_hyphenated(token) if token.startswith("--") else token for token in argv]
         found, rest = parser.parse_known_args(named)
         given = vars(found)
@@ -238,7 +268,7 @@ class _Draft:
         """Sets the values of the preset or TOML file. Returns its path, or None."""
         preset, path = given.get("preset"), given.get("config")
         names = ", ".join(_preset_names(presets)) or "none"
-        source = presets / f"{preset}.toml" if path is None else Path(path)
+        source = presets / f"{preset}.toml" if path is None else Path(path).expanduser()
         if preset and path:
             self.problems.append(
                 "--preset and --config together: give one, and the differences as flags"
@@ -401,7 +431,7 @@ def _add_flags(
     config: Config,
     *,
     nargs: str | None = None,
-    program: bool = False,
+    custom: bool = False,
 ) -> None:
     """Adds all flags to a parser, with their descriptions and their values in `config` as defaults.
 
@@ -409,7 +439,7 @@ def _add_flags(
         parser: the parser to extend.
         config: defaults to show.
         nargs: "?" to accept flags without a value.
-        program: whether to omit presets and dry runs, which custom programs do not have.
+        custom: whether to omit presets and dry runs, which custom programs do not have.
     """
 
     def add(place: Any, flag: str, form: str, text: str, **more: Any) -> None:
@@ -421,7 +451,7 @@ def _add_flags(
     options.add_argument("--help", help="print this text and exit", **bare)
     text = "start from a TOML file, such as the config.toml of a run"
     add(options, "--config", "FILE.toml", text)
-    if not program:
+    if not custom:
         names = ", ".join(_preset_names(PRESETS))
         add(options, "--preset", "NAME", f"start from a preset: {names}")
         add(options, "--world-size", "N", "ranks to assume in a dry run")
@@ -430,8 +460,28 @@ def _add_flags(
     for name, group in GROUPS.items():
         section = parser.add_argument_group(name, group.__doc__)
         for key, info in group.model_fields.items():
-            text = f"{info.description} (default {written(getattr(getattr(config, name), key))})"
+            text = _description(info, getattr(getattr(config, name), key))
             add(section, _flag(name, key), takes(info), text, dest=f"{name}.{key}")
+
+
+def _description(info: FieldInfo, value: Any) -> str:
+    """Returns the description of a key, with its default."""
+    text = str(info.description)
+    if value is not None:
+        return f"{text} (default {default_text(info, value)})"
+    return text if "if not set" in text else f"{text} (not set by default)"
+
+
+def default_text(info: FieldInfo, value: Any) -> str:
+    """Returns a default as a user writes it, times with their unit; "not set" for None.
+
+    Args:
+        info: the field of the key.
+        value: the default.
+    """
+    if value is None:
+        return "not set"
+    return written(value) + "s" * (takes(info) == "TIME")
 
 
 def format_problems(problems: list[str]) -> str:
@@ -452,7 +502,7 @@ def to_toml(config: Config) -> str:
 
 
 def help_text(
-    config: Config, prog: str, *, width: int | None = None, about: str | None = None
+    config: Config, prog: str, *, width: int | None = None, about: str = "", custom: bool = False
 ) -> str:
     """Returns the text of `--help`: every key by group, with its description and default.
 
@@ -460,22 +510,24 @@ def help_text(
         config: the configuration with the defaults to show.
         prog: program name in the usage line.
         width: width in columns; by default the width of the terminal, at most 110.
-        about: description of a custom program, which has no presets and no dry run; None for the
-            commands of threed.
+        about: description of the program.
+        custom: whether this is a custom program, which has no presets and no dry run.
     """
     width = width or min(110, shutil.get_terminal_size().columns)
     start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
-    options = "[--help] [--config FILE.toml]"
-    if about is None:
-        options = "[--preset NAME | --config FILE.toml] [--dry-run] [--world-size N]"
+    dry_run = "" if prog.startswith("threed plan") else "[--dry-run] "
+    options = f"[--preset NAME | --config FILE.toml] {dry_run}[--world-size N]"
+    options = "[--help] [--config FILE.toml]" if custom else options
     usage = f"usage: {start}{prog} {options} [--group.key value …]"
     formatter = functools.partial(argparse.HelpFormatter, max_help_position=34, width=width)
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS, add_help=False, formatter_class=formatter
     )
-    _add_flags(parser, config, program=about is not None)
-    parts = [textwrap.fill(usage, width, subsequent_indent="    "), (about or "").strip()]
-    return "\n\n".join([*filter(None, parts), parser.format_help().strip("\n")]) + "\n"
+    _add_flags(parser, config, custom=custom)
+    usage = textwrap.fill(usage, width, subsequent_indent="    ", break_on_hyphens=False)
+    unset = "The value none unsets a key that is not set by default."
+    parts = [usage, about.strip(), parser.format_help().strip("\n"), unset]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _preset_names(presets: Path) -> list[str]:

@@ -409,8 +409,8 @@ def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
 
 
 def _check_run(config: Config) -> Iterator[str]:
-    if config.run.replicate == "neighbour" and config.checkpoint.memory_every == 0:
-        given = "--run.replicate neighbour with --checkpoint.memory-every 0"
+    if config.run.replicate == "neighbor" and config.checkpoint.memory_every == 0:
+        given = "--run.replicate neighbor with --checkpoint.memory-every 0"
         yield f"{given}: there are no copies in memory; use --checkpoint.memory-every 1, or --run.replicate none"
     optim, steps, stop = config.optim, config.train.steps, config.train.stop_after
     if stop is not None and stop > steps:

@@ -7,16 +7,17 @@ and flags, `threed.config.checks` finds invalid combinations, and `threed.config
 in derived values.
 
 A key is `--group.key` on the command line and `key` under `[group]` in TOML, with hyphens; in
-Python the hyphens are underscores, and `async` is `async_`. On the command line and in TOML, the
-value `none` sets a key to None if None is its default. The descriptions of keys call this "if
-none".
+Python the hyphens are underscores, and `async` is `async_`. The default None means "not set". On
+the command line and in TOML, the value `none` unsets a key with this default.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated, Any, Literal
 
 from threed.config import architectures
+from threed.config.renames import Renames
 from threed.config.schema import BaseModel, ConfigDict, Field, model_validator
 from threed.config.schema import key_name as key_name
 from threed.config.schema import python_name as python_name
@@ -30,7 +31,6 @@ from threed.config.values import (
     FolderName,
     Fraction,
     LayerPattern,
-    LocalPath,
     LossScale,
     MemorySize,
     Natural,
@@ -41,6 +41,7 @@ from threed.config.values import (
     PathText,
     Positive,
     RecomputeOps,
+    ResumeText,
     Scaling,
     Schedule,
     ShardSize,
@@ -49,6 +50,7 @@ from threed.config.values import (
     StepRange,
     Switch,
     Text,
+    TokenizerText,
     ZeroStage,
 )
 from threed.config.values import ParamGroup as ParamGroup
@@ -72,6 +74,15 @@ class ConfigError(PicklableError, ValueError):
         super().__init__("\n".join(self.problems))
 
 
+def _renamed(group: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a group with current keys and values; warns of old ones."""
+    settings = [Renames().current(group, key, value) for key, value in data.items()]
+    for setting in settings:
+        if setting.note:
+            warnings.warn(setting.note, FutureWarning, stacklevel=4)
+    return {setting.key: setting.value for setting in settings}
+
+
 class _Group(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -80,10 +91,12 @@ class _Group(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, data: Any) -> Any:
-        """Replaces the value `none` by None in fields with the default None."""
+        """Replaces the value `none` by None in fields with the default None, and old spellings by
+        new ones."""
         optional = {name for name, field in cls.model_fields.items() if field.default is None}
         if not isinstance(data, dict):
             return data
+        data = _renamed(cls.__name__.removesuffix("Config").lower(), data)
         nones = {key: None for key in optional & data.keys() if data[key] == "none"}
         return data | nones
 
@@ -100,19 +113,19 @@ class ParallelConfig(_Group):
     ep: Count = 1
     """expert-parallel ranks (not supported yet: only 1)"""
     dp: Count | None = None
-    """data-parallel ranks; if none, the world size divided by tp × pp × cp"""
+    """data-parallel ranks; if not set, the world size divided by tp × pp × cp"""
     sequence: Switch | None = None
-    """sequence parallelism: shard norms and dropout over tp along the sequence; if none, on when
+    """sequence parallelism: shard norms and dropout over tp along the sequence; if not set, on when
     tp > 1"""
     schedule: Schedule = "1f1b"
     """pipeline schedule: a built-in name, a custom function, or a CSV file"""
     chunks: Count | None = None
-    """model chunks per pipeline rank; if none, the schedule's default"""
+    """model chunks per pipeline rank; if not set, the schedule's default"""
     partition: Partition = "balanced"
     """layers per stage: balanced (equal cost), uniform (equal count), measured (equal measured
     time), or explicit counts, in which the embedding and the head are layers too"""
     memory_limit_gib: MemorySize | None = None
-    """GiB that the layers of one rank may use when the partition is measured; if none, the
+    """GiB that the layers of one rank may use when the partition is measured; if not set, the
     memory of the GPU"""
     optimistic_step: AutoSwitch = "auto"
     """update before the global gradient norm is known, and undo the update if the norm requires
@@ -134,7 +147,7 @@ class ZeroConfig(_Group):
     offload_params: Place = "none"
     """where sharded parameters are stored: on the device (none), in host memory (cpu), or on a
     drive (nvme)"""
-    nvme_path: LocalPath | None = None
+    nvme_path: PathText | None = None
     """folder for offloaded data, on a fast local NVMe drive; required if something is offloaded
     to nvme"""
     prefetch: Count = 1
@@ -188,10 +201,10 @@ class PrecisionConfig(_Group):
     dtype: DType = "fp32"
     """format of weights and activations"""
     grad_dtype: SumType | None = None
-    """format in which gradients are stored and accumulated; if none, fp32 (fp64 if dtype is
+    """format in which gradients are stored and accumulated; if not set, fp32 (fp64 if dtype is
     fp64)"""
     reduce_dtype: SumType | None = None
-    """format in which gradients are sent between ranks; if none, grad-dtype"""
+    """format in which gradients are sent between ranks; if not set, grad-dtype"""
     loss_scale: LossScale = "dynamic"
     """loss scale under fp16: dynamic, or a constant"""
     cast_inputs: Switch = False
@@ -210,32 +223,32 @@ class ModelConfig(_Group):
     heads: Count = 8
     """attention heads"""
     kv_heads: Count | None = None
-    """key and value heads; if none, as many as heads"""
+    """key and value heads; if not set, as many as heads"""
     head_dim: Count | None = None
-    """size of an attention head; if none, hidden / heads"""
+    """size of an attention head; if not set, hidden / heads"""
     ffn: Count | None = None
-    """inner width of the MLP; if none, 4 hidden (gpt) or 8/3 hidden (gated MLPs)"""
+    """inner width of the MLP; if not set, 4 hidden (gpt) or 8/3 hidden (gated MLPs)"""
     vocab: Count | None = None
-    """vocabulary size; if none, the tokenizer's"""
+    """vocabulary size; if not set, the tokenizer's"""
     seq: Count = 256
     """sequence length of training samples, in tokens"""
     positions: Count | None = None
     """maximum sequence length: the number of learned positions, and the length that exports and
-    rope-scaling assume; if none, seq"""
+    rope-scaling assume; if not set, seq"""
     dropout: Share = 0.0
     """dropout rate"""
     tied: Switch | None = None
-    """share one weight between head and embedding; if none, true for gpt and gemma, else false"""
+    """share one weight between head and embedding; if not set, true for gpt and gemma, else false"""
     bias: Switch | None = None
-    """biases in linear layers; if none, true for gpt, else false"""
+    """biases in linear layers; if not set, true for gpt, else false"""
     mlp_bias: Switch | None = None
-    """biases in the MLP; if none, as bias for gpt and llama, else false"""
+    """biases in the MLP; if not set, as bias for gpt and llama, else false"""
     norm_eps: Positive = 1e-5
     """added to the variance in norms"""
     rope_theta: Positive = 10000.0
     """base of the rotary frequencies"""
     rope_local_theta: Positive | None = None
-    """base of the rotary frequencies in sliding-window layers (gemma3); if none, 10000 for
+    """base of the rotary frequencies in sliding-window layers (gemma3); if not set, 10000 for
     gemma3"""
     rope_scaling: Scaling | None = None
     """rotary scaling for longer sequences: linear, llama3, yarn or longrope, with its keys"""
@@ -244,17 +257,17 @@ class ModelConfig(_Group):
     qk_norm: Switch = False
     """normalize queries and keys per head; only for llama, which becomes a Qwen3 model"""
     window: Natural | None = None
-    """positions that a query attends to in sliding-window layers; 0: all; if none, 4096 for
+    """positions that a query attends to in sliding-window layers; 0: all; if not set, 4096 for
     gemma, else all"""
     layer_pattern: LayerPattern | None = None
-    """kinds of successive layers, repeated: s (sliding window), f (full attention); if none, the
+    """kinds of successive layers, repeated: s (sliding window), f (full attention); if not set, the
     architecture's pattern, such as sf"""
     attention_softcap: NonNegative | None = None
-    """bound on attention scores, by tanh; 0: no bound; if none, 50 for gemma2, else no bound"""
+    """bound on attention scores, by tanh; 0: no bound; if not set, 50 for gemma2, else no bound"""
     logit_softcap: NonNegative | None = None
-    """bound on logits, by tanh; 0: no bound; if none, 30 for gemma2, else no bound"""
+    """bound on logits, by tanh; 0: no bound; if not set, 30 for gemma2, else no bound"""
     query_pre_attn_scalar: Positive | None = None
-    """attention scores are divided by the square root of this number; if none, the head size"""
+    """attention scores are divided by the square root of this number; if not set, the head size"""
 
     @property
     def record(self) -> architectures.Architecture:
@@ -277,7 +290,7 @@ class TrainConfig(_Group):
     steps: Count = 200
     """optimizer steps of the run, which the learning-rate schedule spans"""
     stop_after: Count | None = None
-    """stop after this step, but keep the learning-rate schedule of train.steps; if none, stop after
+    """stop after this step, but keep the learning-rate schedule of train.steps; if not set, stop after
     the last step"""
     global_batch: Count = 16
     """sequences per optimizer step, over all ranks"""
@@ -300,7 +313,7 @@ class TrainConfig(_Group):
     """tokens of text to generate at the end; 0: none"""
     time_limit: Duration | None = None
     """save and stop after this time since the start of the launcher, such as 3h, 90m or 1:30:00;
-    if none, no limit"""
+    if not set, no limit"""
 
 
 class OptimConfig(_Group):
@@ -311,9 +324,9 @@ class OptimConfig(_Group):
     lr: Positive = 1e-3
     """peak learning rate"""
     min_lr: NonNegative | None = None
-    """learning rate at the last step; if none, lr / 10"""
+    """learning rate at the last step; if not set, lr / 10"""
     warmup: Natural | None = None
-    """steps of linear warm-up from 0 to lr, fewer than train.steps; if none, 20, at most half of
+    """steps of linear warm-up from 0 to lr, fewer than train.steps; if not set, 20, at most half of
     train.steps"""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """shape of the learning rate after the warm-up; wsd: constant, then linear decay over the
@@ -335,9 +348,9 @@ class DataConfig(_Group):
     """Training data and tokenizer."""
 
     path: PathText | None = None
-    """.txt or .jsonl file, a folder of them, or Megatron .bin/.idx; if none, the source files of
+    """.txt or .jsonl file, a folder of them, or Megatron .bin/.idx; if not set, the source files of
     Python's standard library"""
-    tokenizer: Text = "bytes"
+    tokenizer: TokenizerText = "bytes"
     """bytes, the folder of a tokenizer, or the path of a tokenizer.json"""
     bos: AutoSwitch = "auto"
     """begin documents with the bos token; auto: if the tokenizer itself adds it to texts"""
@@ -363,11 +376,11 @@ class CheckpointConfig(_Group):
     (auto) or all (true) of the free host memory; false: training waits"""
     memory_every: Natural | None = None
     """steps between checkpoints in host memory, which survive a restart of the ranks; 0: never;
-    if none, 1 with --run.replicate neighbour, else 0"""
+    if not set, 1 with --run.replicate neighbor, else 0"""
     write_limit_mib: MemorySize | None = None
     """maximum speed, in MiB per second, at which all ranks of a machine together write a
-    checkpoint; if none, no limit"""
-    resume: Text = "auto"
+    checkpoint; if not set, no limit"""
+    resume: ResumeText = "auto"
     """auto (the run's newest good checkpoint, if any), none, or the path of a checkpoint or a
     Hugging Face folder; a Hugging Face folder sets the model"""
     export_hf: Switch = False
@@ -384,24 +397,24 @@ class LogConfig(_Group):
     project: Text = "threed"
     """wandb project"""
     profile_steps: StepRange | None = None
-    """steps to record with torch.profiler, counted from 1; if none, no profile"""
+    """steps to record with torch.profiler, counted from 1; if not set, no profile"""
 
 
 class RunConfig(_Group):
     """Folder and name of the run, fault detection, and compilation."""
 
     dir: PathText | None = None
-    """run folder; if none, or if only --run.name is given as a flag: runs/<name>"""
+    """run folder; if not set, or if only --run.name is given as a flag: runs/<name>"""
     name: FolderName | None = None
-    """name of the run; if none, that of the preset or TOML file, else the architecture"""
+    """name of the run; if not set, that of the preset or TOML file, else the architecture"""
     check_replicas: Natural = 0
     """steps between comparisons of replicated state across ranks; 0: never"""
     hang_timeout: DurationOrNone = 600.0
     """time that a rank may spend in one phase before the run ends and reports the rank; 0: no
     limit"""
-    replicate: Literal["none", "neighbour"] = "none"
+    replicate: Literal["none", "neighbor"] = "none"
     """machines that store checkpoints in memory: each rank's own (none), or also the next one
-    (neighbour)"""
+    (neighbor)"""
     recheck_bad_steps: Switch = False
     """compute a skipped step twice, to distinguish a faulty machine from bad data; all steps
     then use deterministic kernels only"""

@@ -14,6 +14,7 @@ from typing import Any
 
 from threed.config.arguments import help_text, load
 from threed.config.groups import Config, ConfigError
+from threed.config.renames import report_renames
 
 
 def program_config(
@@ -45,8 +46,9 @@ def program_config(
     config, options = load(argv, defaults=defaults, presets=Path(), world_size=world_size)
     if options.help:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(help_text(config, prog, about=about))
+            print(help_text(config, prog, about=about, custom=True))
         raise SystemExit(0)
+    report_renames(options.notes)
     if options.dry_run or options.world_size is not None:
         raise ConfigError([f"{prog} has no --dry-run and no --world-size; `threed plan` has them"])
     return config

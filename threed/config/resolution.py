@@ -83,7 +83,7 @@ def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config
         "precision": {"grad_dtype": widest, "reduce_dtype": config.precision.grad_dtype or widest},
         "optim": {"min_lr": config.optim.lr / 10, "warmup": default_warmup(config.train.steps)},
         "run": {"name": name, "dir": f"runs/{name}"},
-        "checkpoint": {"memory_every": int(config.run.replicate == "neighbour")},
+        "checkpoint": {"memory_every": int(config.run.replicate == "neighbor")},
     }
     groups = {group: _fill(getattr(config, group), values) for group, values in derived.items()}
     groups["parallel"] = _resolve_parallel(config, world_size)

@@ -5,10 +5,10 @@ Only this module imports pydantic, so that a missing package has a single error 
 
 from __future__ import annotations
 
-import difflib
 import keyword
 from typing import Any, ClassVar
 
+from threed.core.messages import did_you_mean
 from threed.core.packages import missing
 
 try:
@@ -64,12 +64,6 @@ def written(value: Any, separator: str = ",") -> str:
     if isinstance(value, float):
         return str(value).removesuffix(".0")
     return "none" if value is None else str(value)
-
-
-def did_you_mean(word: str, *names: str) -> str:
-    """Returns " (did you mean NAME?)" with the name closest to `word`, or "" if none is close."""
-    close = difflib.get_close_matches(word, names, 1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def reason(detail: ErrorDetails) -> str:

@@ -20,9 +20,9 @@ from threed.config.schema import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    did_you_mean,
     number,
 )
+from threed.core.messages import did_you_mean
 from threed.core.source import names_model
 from threed.schedules import registry
 
@@ -196,9 +196,13 @@ AutoSwitch = Annotated[
     Literal["auto"] | Switch, _must_be("auto, true or false"), Takes("auto|true|false")
 ]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("TEXT")]
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("PATH")]
-# path on this machine: ~ is expanded to the user's home
-LocalPath = Annotated[PathText, AfterValidator(os.path.expanduser)]
+# ~ at the start of a path is expanded to the user's home
+_Path = Annotated[
+    str, Field(min_length=1), AfterValidator(_without_nul), AfterValidator(os.path.expanduser)
+]
+PathText = Annotated[_Path, Takes("PATH")]
+TokenizerText = Annotated[_Path, Takes("bytes|PATH")]
+ResumeText = Annotated[_Path, Takes("auto|none|PATH")]
 Partition = Annotated[
     Literal["balanced", "uniform", "measured"] | tuple[Count, ...],
     _must_be("balanced, uniform, measured, or the layers of each stage, such as 3,2,2"),
@@ -220,10 +224,14 @@ Optimizer = Annotated[OptimizerName, BeforeValidator(_optimizer)]
 Schedule = Annotated[
     str,
     BeforeValidator(_schedule),
+    AfterValidator(os.path.expanduser),
     Takes("|".join([*get_args(registry.ScheduleName), "FILE.py:FUNCTION", "FILE.csv"])),
 ]
 Architecture = Annotated[
-    str, BeforeValidator(_architecture), Takes("|".join([*architectures.NAMES, "FILE.py:NAME"]))
+    str,
+    BeforeValidator(_architecture),
+    AfterValidator(os.path.expanduser),
+    Takes("|".join([*architectures.NAMES, "FILE.py:NAME"])),
 ]
 LayerPattern = Annotated[str, Field(pattern=r"^[sf]+$"), Takes("TEXT")]
 Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(number), Takes("X")]

@@ -171,7 +171,7 @@ class Memory:
         if self.world.index == 0:
             self.record.write(self.folder)
         self.plan = Plan.of(engine.optimizer, engine.topology, machines)
-        requested = engine.config.run.replicate == "neighbour"
+        requested = engine.config.run.replicate == "neighbor"
         replicate = requested and machines.count > 1
         self.neighbour = Neighbour(engine.topology, machines) if replicate else None
         machine_bytes = [0] * machines.count

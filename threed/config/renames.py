@@ -1,0 +1,120 @@
+"""Keys and values that were renamed or removed. Old spellings still work, with a warning.
+
+    Renames().current("run", "replicate", "neighbour").value        # "neighbor"
+
+The table applies to flags, TOML files, groups that are created in Python, and the configurations in
+checkpoints. To rename a key, add a line to `RENAMES`; to remove one, add it to `REMOVED` with the
+replacement.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from threed.config.schema import key_name, python_name
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A renamed key, or a key with renamed values.
+
+    Attributes:
+        old: the old key, as `group.key`.
+        new: the new key, as `group.key`; the same as `old` if only values were renamed.
+        values: the new value of each renamed value, as users write them.
+    """
+
+    old: str
+    new: str
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
+RENAMES = (Rename("run.replicate", "run.replicate", {"neighbour": "neighbor"}),)
+REMOVED: Mapping[str, str] = {}
+"""Keys without a successor, as `group.key`, with the action to take instead."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key with its value, after renames.
+
+    Attributes:
+        group: group of the key, as a field name.
+        key: the key, as a field name.
+        value: the value.
+        note: the old and the new spelling; "" if nothing was renamed.
+    """
+
+    group: str
+    key: str
+    value: Any
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Renames:
+    """The renamed and removed keys.
+
+    Attributes:
+        renames: renamed keys, and keys with renamed values.
+        removed: keys without a successor, as `group.key`, with the action to take instead.
+    """
+
+    renames: tuple[Rename, ...] = RENAMES
+    removed: Mapping[str, str] = field(default_factory=lambda: REMOVED)
+
+    @property
+    def old_keys(self) -> tuple[str, ...]:
+        """The keys that are no longer in the configuration, as `group.key`."""
+        return (*(rename.old for rename in self.renames if rename.old != rename.new), *self.removed)
+
+    def current(self, group: str, key: str, value: Any = None) -> Setting:
+        """Returns the current key and value of a setting, unless the key was removed."""
+        group, key = python_name(group), python_name(key)
+        old = f"{key_name(group)}.{key_name(key)}"
+        for rename in self.renames:
+            now = rename.values.get(value, value) if isinstance(value, str) else value
+            if rename.old == old and (rename.new, now) != (old, value):
+                changed = ("", "") if now == value else (f" {value}", f" {now}")
+                note = f"--{old}{changed[0]} is now --{rename.new}{changed[1]}"
+                group, _, key = rename.new.partition(".")
+                return Setting(python_name(group), python_name(key), now, note)
+        return Setting(group, key, value)
+
+    def current_name(self, name: str) -> str:
+        """Returns the current name of a flag: `group.field`, or a program option as it is."""
+        group, dot, key = name.partition(".")
+        now = self.current(group, key)
+        return f"{now.group}.{now.key}" if dot else name
+
+    def update(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a saved configuration, {group: {key: value}}, with current keys and values.
+
+        A new key overrides its old spelling. Removed keys are left out.
+        """
+        found: dict[str, Any] = {}
+        old: dict[str, dict[str, Any]] = {}
+        for group, table in config.items():
+            found[group] = {} if isinstance(table, dict) else table
+            for key, value in table.items() if isinstance(table, dict) else ():
+                now = self.current(group, key, value)
+                if f"{group}.{key_name(key)}" not in self.removed:
+                    (old if now.note else found).setdefault(now.group, {})[now.key] = now.value
+        for group, table in old.items():
+            found[group] = table | found.get(group, {})
+        return found
+
+
+def report_renames(notes: Iterable[str]) -> None:
+    """Prints a warning per renamed key in use, on rank 0.
+
+    Args:
+        notes: the old and the new spelling of each.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"threed: warning: {note}", file=sys.stderr, flush=True)
