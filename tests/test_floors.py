@@ -49,6 +49,7 @@ WITHOUT_TORCH = (
     "threed.core.parse",
     "threed.core.process",
     "threed.core.source",
+    "threed.core.svg_style",
     "threed.distributed.grid",
     "threed.distributed.launcher",
     "threed.models.cut",
