@@ -112,6 +112,17 @@ def test_the_range_selects_the_scale(drawn: Drawn, losses: list[float], scale: s
     assert max(losses) < high
 
 
+@pytest.mark.parametrize("decay", [15, 23, 100])
+def test_every_panel_has_two_ticks(drawn: Drawn, decay: int) -> None:
+    rows = [row(step) for step in range(1, 61)]
+    for late in rows:
+        late["train/grad_norm"] = 7 * 10 ** (-late["step"] / decay)
+        late["train/lr"] = 3e-3 * math.sin(late["step"] / 20)
+    for axes in drawn(rows, 10.8, 3.4).axes:
+        low, high = axes.get_ylim()
+        assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 2
+
+
 def test_one_step_is_a_point(drawn: Drawn) -> None:
     figure = drawn([row(7)], 10.8, 3.4)
     assert all(axes.lines[0].get_marker() == "." for axes in figure.axes)
@@ -136,6 +147,12 @@ def test_losses_that_are_not_finite_and_skipped_steps_are_marked(drawn: Drawn) -
     marks = {line.get_label(): list(line.get_xdata()) for line in figure.axes[0].lines}
     assert marks["not finite: 2"] == marks["skipped steps: 3"] == [10, 11]
     assert all(math.isfinite(limit) for panel in range(4) for limit in limits(figure, panel))
+
+
+def test_skipped_steps_are_counted_if_a_resumed_run_counts_from_0(drawn: Drawn) -> None:
+    counts = [0, 2, 2, 0, 0, 1]
+    rows = [row(step, **{"train/skipped_steps": count}) for step, count in enumerate(counts, 1)]
+    assert "skipped steps: 3" in legend(drawn(rows))
 
 
 def test_of_repeated_steps_the_last_row_is_drawn_in_order(drawn: Drawn) -> None:

@@ -97,8 +97,8 @@ def loss_figure(
     Returns:
         Whether the figure was drawn: False without matplotlib or without a finite loss.
     """
-    train, val = _series(rows, "train/loss"), _series(rows, "val/loss")
-    if not _finite(train + val):
+    losses = _series(rows, "train/loss") + _series(rows, "val/loss")
+    if not _finite(losses):
         note("loss figure: no loss in metrics.jsonl yet")
         return False
     levels = [("uniform entropy", uniform_entropy), ("unigram entropy", unigram_entropy)]
@@ -107,29 +107,43 @@ def loss_figure(
 
     def draw(figure: Any) -> None:
         heights = [2.6, *(1 for _ in panels)]
-        main, *others = figure.subplots(
-            len(heights), sharex=True, height_ratios=heights, squeeze=False
-        )[:, 0]
-        _line(main, train, color=style.BLUE, label="train")
-        _line(main, val, color=style.ORANGE, label="validation", marker="o", markersize=4)
-        _fit(main, train + val, "{x:g}", [value for _, value in lines])
-        _levels(main, lines)
-        _marks(main, rows, train + val)
-        main.set_ylabel("cross entropy (nats/token)" if lines else "loss")
-        _legend(main, 4)
-        for axes, (key, label, colour, ticks) in zip(others, panels, strict=True):
-            points = _series(rows, key)
-            _line(axes, points, color=colour)
-            _fit(axes, points, ticks)
-            axes.set_ylabel(label)
-        [main, *others][-1].set_xlabel("step")
-        first, last = (pick(step for step, _ in train + val) for pick in (min, max))
-        room = 0.02 * (last - first) or 1
-        main.set_xlim(first - room, last + room)
-        main.locator_params(axis="x", integer=True)
+        grid = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)
+        main, *others = grid[:, 0]
+        _draw_losses(main, rows, lines)
+        for axes, panel in zip(others, panels, strict=True):
+            _draw_panel(axes, rows, *panel)
+        _draw_steps([main, *others], [step for step, _ in losses])
         figure.align_ylabels()
 
     return _figure(draw, out, 300 + 115 * len(panels), title or "Loss", note)
+
+
+def _draw_losses(axes: Any, rows: Sequence[Row], lines: Sequence[tuple[str, float]]) -> None:
+    train, val = _series(rows, "train/loss"), _series(rows, "val/loss")
+    _line(axes, train, color=style.BLUE, label="train")
+    _line(axes, val, color=style.ORANGE, label="validation", marker="o", markersize=4)
+    _fit(axes, train + val, "{x:g}", [value for _, value in lines])
+    _levels(axes, lines)
+    _marks(axes, rows, train + val)
+    axes.set_ylabel("cross entropy (nats/token)" if lines else "loss")
+    _legend(axes, 4)
+
+
+def _draw_panel(
+    axes: Any, rows: Sequence[Row], key: str, label: str, colour: str, ticks: str
+) -> None:
+    points = _series(rows, key)
+    _line(axes, points, color=colour)
+    _fit(axes, points, ticks)
+    axes.set_ylabel(label)
+
+
+def _draw_steps(stack: Sequence[Any], steps: Sequence[int]) -> None:
+    """Sets limits and ticks of the horizontal axis that the panels share."""
+    room = 0.02 * (max(steps) - min(steps)) or 1
+    stack[0].set_xlim(min(steps) - room, max(steps) + room)
+    stack[0].locator_params(axis="x", integer=True)
+    stack[-1].set_xlabel("step")
 
 
 def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
@@ -157,12 +171,14 @@ def _fit(axes: Any, points: Points, ticks: str, levels: Iterable[float] = ()) ->
     if logarithmic:
         axes.set_yscale("log")
         low, high = (10**limit for limit in _limits([math.log10(value) for value in values]))
+        axes.locator_params(axis="y", subs=(1, 3) if high < 1000 * low else (1,))
         axes.yaxis.set_minor_formatter("")
     else:
         low, high = _limits(values)
         near = [level for level in levels if abs(level - (low + high) / 2) < 1.5 * (high - low)]
         near = [level for level in near if not low < level < high]
         low, high = _limits(sorted([low, high, *near])) if near else (low, high)
+        axes.locator_params(axis="y", min_n_ticks=3)
     axes.set_ylim(low, high)
     axes.yaxis.set_major_formatter(ticks)
     axes.grid(axis="y")
@@ -201,14 +217,14 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
 
 def _marks(axes: Any, rows: Sequence[Row], losses: Points) -> None:
     """Marks losses that are not finite, and steps since which more steps were skipped."""
-    skipped, before = [], 0.0
-    for step, count in _series(rows, "train/skipped_steps"):
-        skipped += [step] if count > before else []
-        before = count
+    counts = _series(rows, "train/skipped_steps")
+    before = [0, *(count for _, count in counts)]
+    more = [(step, count - old) for (step, count), old in zip(counts, before, strict=False)]
+    skipped = {step: count for step, count in more if count > 0}
     bad = [step for step, loss in losses if not math.isfinite(loss)]
     for steps, label, marker, y in (
         (bad, f"not finite: {len(bad)}", "x", 0.04),
-        (skipped, f"skipped steps: {before:g}", "^", 0.1),
+        ([*skipped], f"skipped steps: {sum(skipped.values())}", "^", 0.1),
     ):
         if steps:
             look = {"linestyle": "none", "marker": marker, "color": style.RED, "label": label}

@@ -244,7 +244,7 @@ def _fill(page: _Page, action: Action) -> str:
 
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
-    """Returns the light and dark colours of an action; those of later chunks are paler."""
+    """Returns the light and dark colours of an action. Later chunks have paler colours."""
     colour, share, _ = _STYLES[kind]
     return style.paler(colour, 1 - (1 - share) * (1 - _PALEST * chunk / max(1, chunks - 1)))
 
