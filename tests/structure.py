@@ -8,19 +8,13 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Iterator
-from xml.sax.saxutils import escape
 
 from tests.test_floors import LEVELS, ROOT
+from threed.core import svg_style as style
 
 PICTURE = ROOT / "docs" / "images" / "structure.svg"
-WIDTH, GAP, LINE = 830, 8, 14  # pixels
+WIDTH, GAP, LINE = style.WIDTH, 8, 14  # pixels
 LETTER = 6.1  # width of an average letter of the descriptions, in pixels
-STYLE = """
-.floor { fill: #eef2f7 } .box { fill: #ffffff; stroke: #4477aa } .name { fill: #1f2937 } .text { fill: #4b5563 }
-@media (prefers-color-scheme: dark) {
-  .floor { fill: #1c232d } .box { fill: #0d1117; stroke: #6ea8dc } .name { fill: #e6edf3 } .text { fill: #adbac7 }
-}
-"""
 
 
 def description(name: str) -> str:
@@ -31,16 +25,12 @@ def description(name: str) -> str:
     return text.partition("\n")[0].replace("`", "").rstrip(".")
 
 
-def text(x: float, y: float, content: str, kind: str, more: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}" {more}>{escape(content)}</text>'
-
-
 def draw_box(x: float, y: float, width: float, height: float, name: str) -> Iterator[str]:
     box = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4"'
-    yield f'<rect {box} class="box"/>'
-    yield text(x + 8, y + 18, name, "name", 'font-size="13" font-weight="600"')
+    yield f'<rect {box} fill="{style.PAPER}" stroke="{style.BLUE}"/>'
+    yield style.text(x + 8, y + 18, name, size=13, bold=True)
     for number, line in enumerate(wrapped(name, width)):
-        yield text(x + 8, y + 34 + number * LINE, line, "text", 'font-size="11"')
+        yield style.text(x + 8, y + 34 + number * LINE, line, size=11, fill=style.FAINT)
 
 
 def wrapped(name: str, width: float) -> list[str]:
@@ -52,7 +42,7 @@ def draw_floor(names: tuple[str, ...], y: float) -> tuple[list[str], float]:
     width = (WIDTH - 2 * GAP - (len(names) + 1) * GAP) / len(names)
     height = 28 + LINE * max(len(wrapped(name, width)) for name in names)
     outer = f'x="{GAP}" y="{y:g}" width="{WIDTH - 2 * GAP}" height="{height + 2 * GAP:g}" rx="6"'
-    parts = [f'<rect {outer} class="floor"/>']
+    parts = [f'<rect {outer} fill="{style.SURFACE}"/>']
     for number, name in enumerate(names):
         parts += draw_box(2 * GAP + number * (width + GAP), y + GAP, width, height, name)
     return parts, height + 2 * GAP
@@ -65,11 +55,8 @@ def draw() -> str:
         drawn, height = draw_floor(names, y)
         parts += drawn
         y += height + GAP
-    size = f'viewBox="0 0 {WIDTH} {y:g}" width="{WIDTH}" height="{y:g}"'
-    font = "font-family=\"Inter, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif\""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img" aria-labelledby="t">'
-    title = '<title id="t">Packages of threed; each imports only from packages below it</title>'
-    return "\n".join([head, title, f"<style>{STYLE}</style>", *parts, "</svg>"]) + "\n"
+    title = "Packages of threed; each imports only from packages below it"
+    return style.document(round(y), title, parts)
 
 
 if __name__ == "__main__":

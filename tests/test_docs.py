@@ -20,10 +20,10 @@ import pytest
 
 import threed
 from benchmarks import gpu
-from tests import hf_models, keys, mutants, structure
+from tests import hf_models, keys, mutants, pictures, structure
 from tests.harness import run_ranks, run_script
 from threed import schedules
-from threed.cli import commands, parser
+from threed.cli import parser
 from threed.config.arguments import GROUPS, format_problems, load
 from threed.config.groups import ConfigError, key_name
 from threed.core import source
@@ -41,10 +41,6 @@ EXAMPLE = ROOT / "examples" / "custom_model.py"
 WRAPPING = ROOT / "examples" / "wrap_transformers.py"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FOLDERS = ("threed/", "pretrain/", "examples/", "benchmarks/", "tests/", "docs/", "csrc/", ".ci/")
-PICTURES = (
-    "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
-    "dualpipev", "2bw",
-)  # fmt: skip
 SHIPPED = set(get_args(registry.ScheduleName))
 KEYS = {
     f"--{group}.{key_name(name)}" for group, model in GROUPS.items() for name in model.model_fields
@@ -308,22 +304,27 @@ def run_beside_a_model(block: str, folder: str) -> None:
     exec(block, {"__name__": "page", "model": hf_models.make("gpt2"), "data": data})
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures_of_plans_are_what_the_tool_draws(name: str, tmp_path: Path) -> None:
-    drawn = tmp_path / "plan.svg"
-    assert (
-        commands.main(
-            ["schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(drawn)]
-        )
-        == 0
-    )
-    assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == drawn.read_text()
+@pytest.mark.parametrize("name", pictures.SCHEDULES)
+def test_pictures_of_plans_are_what_the_tool_draws(name: str) -> None:
+    drawn = (pictures.FOLDER / f"{name}.svg").read_text()
+    assert drawn == pictures.draw_schedule(name), "stale: python -m tests.pictures"
+
+
+@pytest.mark.parametrize("name", pictures.BY_HAND)
+def test_pictures_drawn_by_hand_have_the_colours_of_the_palette(name: str) -> None:
+    drawn = (pictures.FOLDER / f"{name}.svg").read_text()
+    assert drawn == pictures.restyled(drawn), "stale: python -m tests.pictures"
+
+
+def test_every_picture_is_drawn_by_a_tool_or_by_hand() -> None:
+    names = {*pictures.SCHEDULES, *pictures.BY_HAND, structure.PICTURE.stem}
+    assert {path.stem for path in pictures.FOLDER.iterdir()} == names
 
 
 def test_the_page_of_schedules_has_each_with_its_simulated_figures() -> None:
     page = (ROOT / "docs" / "guide" / "schedules.md").read_text()
-    assert set(PICTURES) == SHIPPED
-    for name in PICTURES:
+    assert set(pictures.SCHEDULES) == SHIPPED
+    for name in pictures.SCHEDULES:
         timeline = schedules.simulate(schedules.build(name, 4, 8), schedules.Costs(1, 1, 1))
         held, sent = (
             " · ".join(f"{n:g}" for n in of)
@@ -343,7 +344,8 @@ def test_the_picture_of_the_packages_is_new() -> None:
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "docs" / "images").iterdir()), ids=lambda path: path.name
 )
-def test_pictures_are_plain_svg_and_used(path: Path) -> None:
+def test_pictures_are_plain_svg_in_one_style_and_used(path: Path) -> None:
+    pictures.check_style(path.read_text(encoding="utf-8"))
     root = ElementTree.parse(path).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "viewBox" in root.attrib

@@ -52,6 +52,7 @@ WITHOUT_TORCH = (
     "threed.core.parse",
     "threed.core.process",
     "threed.core.source",
+    "threed.core.svg_style",
     "threed.distributed.grid",
     "threed.distributed.launcher",
     "threed.models.pipeline_layout",

@@ -54,7 +54,7 @@ def test_loss_figure_names_its_curves_and_levels(tmp_path: Path) -> None:
     out = tmp_path / "figures" / "loss.svg"
     assert figures.loss_figure(_rows(60), out, math.log(258), 3.2414)
     texts = set(_texts(out))
-    assert {"train", "validation", "step", "loss (nats per token)"} <= texts
+    assert {"train", "validation", "step", "cross entropy (nats/token)"} <= texts
     assert {"uniform entropy 5.55", "unigram entropy 3.24"} <= texts
 
 

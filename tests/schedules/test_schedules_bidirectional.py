@@ -318,7 +318,7 @@ def test_they_have_two_chunks_on_a_rank(name: str) -> None:
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_pair_is_drawn_as_two_halves_and_the_other_way_is_lighter() -> None:
+def test_a_pair_is_drawn_as_two_halves_and_the_other_direction_is_paler() -> None:
     plan = build("dualpipe", 2, 4)
     text = svg(simulate(plan, Costs(1, 1, 1)).spans, ways=plan.ways)
     root = ET.fromstring(text)
@@ -341,10 +341,10 @@ def test_a_pair_is_drawn_as_two_halves_and_the_other_way_is_lighter() -> None:
     assert upper.attrib["fill"] == fills["F1.2"] == "#a2bbd4"  # half white
     assert lower_half.attrib["fill"] == "#3f9c5a"
     words = {element.text for element in root.iter(f"{SVG}text")}
-    assert {"forward with backward", "lighter: the other way", "waiting"} <= words
+    assert {"forward with backward", "paler: the other direction", "idle"} <= words
 
 
-def test_later_chunks_are_lighter() -> None:
+def test_later_chunks_are_paler() -> None:
     text = svg(simulate(build("interleaved", 2, 4, 3), Costs(1, 1, 1)).spans)
-    assert all(fill in text for fill in ("#4477aa", "#7399bf", "#a2bbd4", "lighter: later chunks"))
-    assert "lighter" not in svg(simulate(build("1f1b", 2, 4), Costs(1, 1, 1)).spans)
+    assert all(fill in text for fill in ("#4477aa", "#7399bf", "#a2bbd4", "paler: later chunks"))
+    assert "paler" not in svg(simulate(build("1f1b", 2, 4), Costs(1, 1, 1)).spans)

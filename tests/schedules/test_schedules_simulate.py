@@ -188,7 +188,7 @@ def test_svg_has_a_box_for_every_action_in_its_place() -> None:
     assert {name: len(rects) for name, rects in drawn.items()} == {
         f"{k}0.{mb}": 4 for k in "FB" for mb in range(8)
     }
-    pixels = (1000 - 64 - 22) / 33
+    pixels = (830 - 64 - 22) / 33
     for rank, actions in enumerate(timeline.spans):
         for action, start, end in actions:
             rect = sorted(drawn[str(action)], key=lambda rect: float(rect["y"]))[rank]

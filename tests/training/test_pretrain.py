@@ -15,6 +15,7 @@ import torch
 
 from tests.harness import run_script
 from tests.monitor.test_monitor_wandb import config_of_run
+from tests.pictures import check_style
 from threed.checkpoint import native
 from threed.cli import launch
 from threed.config import Config
@@ -101,7 +102,7 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
     ):
         assert (run / name).exists(), name
     for name in ("loss", "pipeline", "memory"):
-        assert (run / "figures" / f"{name}.svg").read_text().rstrip().endswith("</svg>")
+        check_style((run / "figures" / f"{name}.svg").read_text())
     rows = metrics.read(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 4]
     assert set(rows[-1]) >= EVERYWHERE | {"val/loss", "val/bits_per_byte"}

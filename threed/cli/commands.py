@@ -156,7 +156,8 @@ def _schedule(a: argparse.Namespace) -> None:
         title = f"{Path(a.name).name}: {plan.stages} stages, {plan.microbatches} micro-batches"
         peak = f"at most {max(timeline.peak_activations):g} micro-batches in memory"
         subtitle = f"ends at {timeline.makespan:g}, bubble {timeline.bubble:.1%}, {peak}"
-        a.svg.write_text(schedules.svg(timeline.spans, title, subtitle, ways=plan.ways))
+        unit = f"forward = {a.forward:g}"
+        a.svg.write_text(schedules.svg(timeline.spans, title, subtitle, unit=unit, ways=plan.ways))
     lines = (f"{name:<17} {value}" for name, value in facts.items())
     print(json.dumps(facts) if a.json else "\n".join(lines))
 

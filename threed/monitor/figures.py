@@ -1,4 +1,5 @@
-"""Draws the figures of a run: loss.svg (loss over steps) and memory.svg (bytes per rank).
+"""Draws the figures of a run: loss.svg (loss, learning rate, gradient norm and throughput over steps)
+and memory.svg (bytes per rank).
 
     save_figure_data(run_dir, uniform_entropy=5.55, unigram_entropy=3.26, memory=ranks)     # once, by rank 0
     report(run_dir)                                                                         # draws all figures with data
@@ -19,12 +20,14 @@ Equal data give equal SVG files, byte for byte.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from threed.core import svg_style as style
 from threed.core.atomic import building
 from threed.core.disk import in_units
 from threed.core.parse import read_json
@@ -32,27 +35,39 @@ from threed.monitor import metrics
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-# Okabe and Ito's palette, whose colours colour-blind readers can distinguish, too
-# (https://jfly.uni-koeln.de/color/).
-_BLUE = "#0072B2"
-_ORANGE = "#D55E00"
-_GREEN = "#009E73"
-_SKY = "#56B4E9"
-_YELLOW = "#E69F00"
-_GREY = "#777777"
-_PART_COLOURS = dict(zip(PARTS, (_BLUE, _SKY, _GREEN, _YELLOW, _ORANGE), strict=True))
+_PART_COLOURS = (style.BLUE, style.TEAL, style.GREEN, style.YELLOW, style.ORANGE)
+# Panels below the loss: metric, label with unit, colour, format of the ticks.
+_PANELS = (
+    ("train/lr", "learning rate", style.GREEN, "{x:g}"),
+    ("train/grad_norm", "gradient norm", style.PURPLE, "{x:g}"),
+    ("perf/tokens_per_s", "throughput\n(tokens/s)", style.YELLOW, "{x:,.0f}"),
+)
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "threed",  # deterministic element ids
     "svg.fonttype": "none",  # text as text: smaller, searchable files
-    "font.size": 10,
+    "font.size": 11,
+    "text.color": style.INK,
+    "figure.facecolor": style.PAPER,
+    "figure.constrained_layout.w_pad": 0.12,  # inches
+    "figure.constrained_layout.h_pad": 0.1,
+    "figure.constrained_layout.hspace": 0,
+    "axes.facecolor": style.PAPER,
+    "axes.edgecolor": style.FAINT,
+    "axes.labelcolor": style.INK,
+    "xtick.color": style.FAINT,
+    "ytick.color": style.FAINT,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
+    "grid.color": style.RULE,
 }
+_MOST_BARS = 32  # of two per rank, and of labels, that are legible
+_LOG_RATIO = 20  # a logarithmic axis, if most values spread over more than this factor
+_MARGIN = 3  # an axis ends at most this many times the spread of most values away from them
 
 Row = Mapping[str, Any]
 Note = Callable[[str], None]
+Points = Sequence[tuple[int, float]]
 
 
 def loss_figure(
@@ -61,65 +76,170 @@ def loss_figure(
     uniform_entropy: float | None = None,
     unigram_entropy: float | None = None,
     note: Note = print,
+    title: str = "",
 ) -> bool:
-    """Draws training and validation loss over steps, with two entropies as horizontal lines.
+    """Draws training and validation loss over steps, and below them the learning rate, the
+    gradient norm and the throughput.
+
+    The loss is a cross entropy in nats per token if an entropy is given, and has no unit otherwise.
+    The vertical axes show most values: a few values far from the others, such as a spike, can be
+    outside, and a text states the largest. An axis is logarithmic if the values spread over more
+    than a factor of 20. Crosses mark losses that are not finite, and triangles mark skipped steps.
 
     Args:
-        rows: rows of metrics.jsonl.
+        rows: rows of metrics.jsonl. If steps occur twice, the later row is drawn.
         out: file to write.
         uniform_entropy: loss of a uniform distribution over the vocabulary, in nats per token.
         unigram_entropy: loss of predicting every token with its frequency, in nats per token.
         note: function that prints a message.
+        title: title of the figure, such as the name of the run.
 
     Returns:
         Whether the figure was drawn: False without matplotlib or without a finite loss.
     """
-    train, val = _series(rows, "train/loss"), _series(rows, "val/loss")
-    losses = [loss for _, loss in train + val if math.isfinite(loss)]
-    if not losses:
+    losses = _series(rows, "train/loss") + _series(rows, "val/loss")
+    if not _finite(losses):
         note("loss figure: no loss in metrics.jsonl yet")
         return False
     levels = [("uniform entropy", uniform_entropy), ("unigram entropy", unigram_entropy)]
     lines = [(text, value) for text, value in levels if value is not None]
+    panels = [panel for panel in _PANELS if _finite(_series(rows, panel[0]))]
 
-    def draw(axes: Any) -> None:
-        _line(axes, train, color=_BLUE, label="train", marker="." if len(train) < 20 else None)
-        _line(axes, val, color=_ORANGE, label="validation", marker="o", markersize=4)
-        _levels(axes, lines)
-        axes.set(xlabel="step", ylabel="loss (nats per token)")
-        axes.set_ylim(0, 1.06 * max(losses + [value for _, value in lines]))
-        axes.margins(x=0.02)
-        axes.locator_params(axis="x", integer=True)
-        axes.legend(loc="lower left", frameon=False, ncols=2)
+    def draw(figure: Any) -> None:
+        heights = [2.6, *(1 for _ in panels)]
+        grid = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)
+        main, *others = grid[:, 0]
+        _draw_losses(main, rows, lines)
+        for axes, panel in zip(others, panels, strict=True):
+            _draw_panel(axes, rows, *panel)
+        _draw_steps([main, *others], [step for step, _ in losses])
+        figure.align_ylabels()
 
-    return _figure(draw, out, (7.2, 4.0), note)
+    return _figure(draw, out, 300 + 115 * len(panels), title or "Loss", note)
 
 
-def _line(axes: Any, points: Sequence[tuple[int, float]], **style: Any) -> None:
-    if points:
-        axes.plot(*zip(*points, strict=True), linewidth=1.2, **style)
+def _draw_losses(axes: Any, rows: Sequence[Row], lines: Sequence[tuple[str, float]]) -> None:
+    train, val = _series(rows, "train/loss"), _series(rows, "val/loss")
+    _line(axes, train, color=style.BLUE, label="train")
+    _line(axes, val, color=style.ORANGE, label="validation", marker="o", markersize=4)
+    _fit(axes, train + val, "{x:g}", [value for _, value in lines])
+    _levels(axes, lines)
+    _marks(axes, rows, train + val)
+    axes.set_ylabel("cross entropy (nats/token)" if lines else "loss")
+    _legend(axes, 4)
+
+
+def _draw_panel(
+    axes: Any, rows: Sequence[Row], key: str, label: str, colour: str, ticks: str
+) -> None:
+    points = _series(rows, key)
+    _line(axes, points, color=colour)
+    _fit(axes, points, ticks)
+    axes.set_ylabel(label)
+
+
+def _draw_steps(stack: Sequence[Any], steps: Sequence[int]) -> None:
+    """Sets limits and ticks of the horizontal axis that the panels share."""
+    room = 0.02 * (max(steps) - min(steps)) or 1
+    stack[0].set_xlim(min(steps) - room, max(steps) + room)
+    stack[0].locator_params(axis="x", integer=True)
+    stack[-1].set_xlabel("step")
 
 
 def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[key]) for row in rows if row.get(key) is not None and "step" in row]
+    found = {row["step"]: row[key] for row in rows if row.get(key) is not None and "step" in row}
+    return sorted(found.items())
+
+
+def _finite(points: Points) -> list[float]:
+    return [value for _, value in points if math.isfinite(value)]
+
+
+def _line(axes: Any, points: Points, **look: Any) -> None:
+    if points:
+        marker = "." if len(points) < 20 else None
+        axes.plot(*zip(*points, strict=True), **{"linewidth": 1.3, "marker": marker} | look)
+
+
+def _fit(axes: Any, points: Points, ticks: str, levels: Iterable[float] = ()) -> None:
+    """Sets scale, limits and ticks of a vertical axis for the finite values of points.
+
+    A linear axis may become up to twice as long to contain a level.
+    """
+    values = sorted(_finite(points))
+    logarithmic = values[0] > 0 and _most(values)[1] > _LOG_RATIO * _most(values)[0]
+    if logarithmic:
+        axes.set_yscale("log")
+        low, high = (10**limit for limit in _limits([math.log10(value) for value in values]))
+        axes.locator_params(axis="y", subs=(1, 3) if high < 1000 * low else (1,))
+        axes.yaxis.set_minor_formatter("")
+    else:
+        low, high = _limits(values)
+        near = [level for level in levels if abs(level - (low + high) / 2) < 1.5 * (high - low)]
+        near = [level for level in near if not low < level < high]
+        low, high = _limits(sorted([low, high, *near])) if near else (low, high)
+        axes.locator_params(axis="y", min_n_ticks=3)
+    axes.set_ylim(low, high)
+    axes.yaxis.set_major_formatter(ticks)
+    axes.grid(axis="y")
+    if values[-1] > high:
+        step = next(step for step, value in points if value == values[-1])
+        text = f"above the axis: up to {values[-1]:.4g} (step {step})"
+        place = {"transform": axes.transAxes, "ha": "right", "va": "top"}
+        axes.text(0.995, 0.97, text, color=style.FAINT, **place)
+
+
+def _most(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 5th and 95th percentile of sorted values; of fewer than 10, the extremes."""
+    share = 0.05 * (len(values) - 1) if len(values) >= 10 else 0
+    return values[math.ceil(share)], values[-1 - math.ceil(share)]
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the limits of an axis for sorted values."""
+    low, high = _most(values)
+    spread = (high - low) or math.inf  # a constant with exceptions: all values
+    low, high = max(values[0], low - _MARGIN * spread), min(values[-1], high + _MARGIN * spread)
+    room = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+    return low - room, high + room
 
 
 def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
-    """Draws horizontal lines, each labelled with its name and value at the right."""
-    for text, value in lines:
-        axes.axhline(value, color=_GREY, linewidth=1, linestyle="--")
-        at_right = {
-            "xy": (1, value),
-            "xycoords": axes.get_yaxis_transform(),
-            "ha": "right",
-            "color": _GREY,
-        }
-        axes.annotate(
-            f"{text} {value:.2f}", **at_right, xytext=(0, 3), textcoords="offset points", fontsize=9
-        )
+    """Draws horizontal lines, with their values in the legend; lines off the axis only there."""
+    low, high = axes.get_ylim()
+    for (text, value), dashes in zip(lines, ("--", ":"), strict=False):
+        where = "" if low <= value <= high else " (above)" if value > high else " (below)"
+        look = {"color": style.FAINT, "linewidth": 1.2, "linestyle": dashes}
+        axes.plot([], [], label=f"{text} {value:.2f}{where}", **look)
+        if not where:
+            axes.axhline(value, **look)
 
 
-def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> bool:
+def _marks(axes: Any, rows: Sequence[Row], losses: Points) -> None:
+    """Marks losses that are not finite, and steps since which more steps were skipped."""
+    counts = _series(rows, "train/skipped_steps")
+    before = [0, *(count for _, count in counts)]
+    more = [(step, count - old) for (step, count), old in zip(counts, before, strict=False)]
+    skipped = {step: count for step, count in more if count > 0}
+    bad = [step for step, loss in losses if not math.isfinite(loss)]
+    for steps, label, marker, y in (
+        (bad, f"not finite: {len(bad)}", "x", 0.04),
+        ([*skipped], f"skipped steps: {sum(skipped.values())}", "^", 0.1),
+    ):
+        if steps:
+            look = {"linestyle": "none", "marker": marker, "color": style.RED, "label": label}
+            across = axes.get_xaxis_transform()
+            axes.plot(steps, [y] * len(steps), markersize=5, transform=across, **look)
+
+
+def _legend(axes: Any, columns: int) -> None:
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
+    axes.legend(**place, frameon=False, ncols=columns, columnspacing=1.4, handlelength=1.5)
+
+
+def memory_figure(
+    ranks: Sequence[Row], out: str | Path, note: Note = print, title: str = ""
+) -> bool:
     """Draws the predicted bytes, stacked by category, and the measured bytes of each rank.
 
     Predicted and measured bytes count only tensors, not the memory of Python, torch and the
@@ -130,6 +250,7 @@ def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> 
         ranks: one record per rank; see `memory` in the module's docstring.
         out: file to write.
         note: function that prints a message.
+        title: title of the figure, such as the name of the run.
 
     Returns:
         Whether the figure was drawn: False without matplotlib or without records.
@@ -139,56 +260,56 @@ def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> 
         return False
     unit, name = _unit(max(max(_predicted(rank), rank["measured"]) for rank in ranks))
 
-    def draw(axes: Any) -> None:
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
         _stacks(axes, ranks, unit)
-        right = [i + 0.2 for i in range(len(ranks))]
-        measured = [rank["measured"] / unit for rank in ranks]
-        axes.bar(
-            right,
-            measured,
-            0.36,
-            color="#bbbbbb",
-            hatch="///",
-            edgecolor="white",
-            linewidth=0,
-            label="measured",
-        )
+        colour = _measured(axes, [rank["measured"] / unit for rank in ranks])
         _rank_ticks(axes, ranks)
         axes.set_ylabel(f"{name} per rank")
         away = max(rank["predicted"].get("offloaded", 0) for rank in ranks)
         offloaded = f", without up to {in_units(away)} offloaded\n" if away else "; "
         colours = f"colours: predicted{offloaded}"
         axes.set_xlabel(
-            f"{colours}grey: the peak of live tensors in step {ranks[0]['step']}",
-            color=_GREY,
-            fontsize=9,
+            f"{colours}{colour}: the peak of live tensors in step {ranks[0]['step']}",
+            color=style.FAINT,
         )
         axes.grid(axis="y")
-        axes.figure.legend(
-            loc="outside upper left", frameon=False, ncols=6, fontsize=9, columnspacing=1.4
-        )
+        _legend(axes, 6)
 
-    return _figure(draw, out, (min(max(7.2, 1.5 + 0.75 * len(ranks)), 20), 4.4), note)
+    return _figure(draw, out, 400, title or "Memory", note)
 
 
 def _stacks(axes: Any, ranks: Sequence[Row], unit: float) -> None:
     bottom = [0.0] * len(ranks)
-    for part in PARTS:
+    left, width = (0.2, 0.36) if len(ranks) <= _MOST_BARS else (0.0, 1.0)
+    for part, colour in zip(PARTS, _PART_COLOURS, strict=True):
         heights = [rank["predicted"].get(part, 0) / unit for rank in ranks]
         if any(heights):
-            where = [i - 0.2 for i in range(len(ranks))]
-            axes.bar(where, heights, 0.36, bottom=bottom, color=_PART_COLOURS[part], label=part)
+            where = [i - left for i in range(len(ranks))]
+            axes.bar(where, heights, width, bottom=bottom, color=colour, label=part)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
 
 
+def _measured(axes: Any, values: Sequence[float]) -> str:
+    """Draws measured values as bars, or as a line for many ranks. Returns what it has drawn."""
+    if len(values) <= _MOST_BARS:
+        where = [i + 0.2 for i in range(len(values))]
+        axes.bar(where, values, 0.36, color=style.GREY, label="measured")
+        return "grey"
+    where = [i - 0.5 for i in range(len(values) + 1)]
+    axes.stairs(values, where, color=style.INK, label="measured", linewidth=1.3, baseline=None)
+    return "line"
+
+
 def _rank_ticks(axes: Any, ranks: Sequence[Row]) -> None:
-    every = math.ceil(len(ranks) / 32)  # at most 32 labels are legible
+    every = math.ceil(len(ranks) / _MOST_BARS)
     shown = range(0, len(ranks), every)
     labels = [ranks[i].get("label", "") for i in shown]
     if 6 < len(ranks) <= 16:  # narrow columns: one axis per line
         labels = [label.replace(" ", "\n") for label in labels]
     names = [f"rank {ranks[i]['rank']}\n{label}" for i, label in zip(shown, labels, strict=True)]
-    axes.set_xticks(list(shown), names, fontsize=8, rotation=90 if len(ranks) > 16 else 0)
+    size = style.SMALLEST if len(ranks) > 6 else None
+    axes.set_xticks(list(shown), names, fontsize=size, rotation=90 if len(ranks) > 16 else 0)
     axes.set_xlim(-0.6, len(ranks) - 0.4)
 
 
@@ -202,26 +323,34 @@ def _unit(largest: float) -> tuple[float, str]:
 
 
 def _figure(
-    draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note
+    draw: Callable[[Any], None], out: str | Path, height: int, title: str, note: Note
 ) -> bool:
-    """Draws and saves a figure with one `Axes`, without pyplot and its global state.
+    """Draws and saves a figure, `height` pixels high, without pyplot and its global state.
 
     Returns False, after a note, if matplotlib is not installed.
     """
+    out = Path(out)
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         note(
-            f"{Path(out).name} was not drawn: it needs matplotlib. pip install matplotlib, then: threed report RUN"
+            f"{out.name} was not drawn: it needs matplotlib. pip install matplotlib, then: threed report RUN"
         )
         return False
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure.subplots())
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        dateless = {"Date": None} if Path(out).suffix == ".svg" else None
-        figure.savefig(out, dpi=150, metadata=dateless)
+        # A point of an SVG, 1/72 inch, is shown as a pixel.
+        figure = Figure(figsize=(style.WIDTH / 72, height / 72), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
+        draw(figure)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix != ".svg":
+            figure.savefig(out, dpi=150)
+            return True
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    text = drawn.getvalue().replace('pt"', '"', 2)  # of width and height
+    out.write_text(style.styled(text, title), encoding="utf-8")
     return True
 
 
@@ -270,9 +399,10 @@ def report(run_dir: str | Path, note: Note = print) -> list[Path]:
         raise FileNotFoundError(f"{folder} is not a run folder: it has no metrics.jsonl")
     rows, data = metrics.read(source), load_figure_data(folder)
     loss, memory = folder / "figures" / "loss.svg", folder / "figures" / "memory.svg"
-    drawn = []
-    if loss_figure(rows, loss, data.get("uniform_entropy"), data.get("unigram_entropy"), note):
+    drawn, name = [], folder.resolve().name
+    entropies = data.get("uniform_entropy"), data.get("unigram_entropy")
+    if loss_figure(rows, loss, *entropies, note, name):
         drawn.append(loss)
-    if data.get("memory") and memory_figure(data["memory"], memory, note):
+    if data.get("memory") and memory_figure(data["memory"], memory, note, f"{name}: memory"):
         drawn.append(memory)
     return drawn

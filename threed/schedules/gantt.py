@@ -5,43 +5,41 @@ Use: `svg(simulate(plan, costs).spans, title="1F1B")`. For measured spans, in se
 The chart has one lane per rank. A compute action is a box, with the number of the micro-batch if
 there is room. A forward that runs together with a backward is the upper half of a framed box, and
 the backward is the lower half. Later chunks of a rank, and the second direction of a bidirectional
-plan, have lighter colours. Communication, which overlaps with compute, is a strip at the lower edge
-of the lane. Idle time is grey. On hover, a box shows its action and times.
+plan, have paler colours. Communication, which overlaps with compute, is a strip at the lower edge
+of the lane. Idle time is grey. On hover, a box shows its action and times. Labels that do not fit
+are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import ceil, floor, log10
 
+from threed.core import svg_style as style
 from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.event_simulation import Span
 
-# Fill and meaning. Colour-blind readers can distinguish blue, green and red (Paul Tol's schemes).
+# Colour, its share of background, and meaning.
 _STYLES = {
-    Kind.F: ("#4477aa", "forward"),
-    Kind.B: ("#3f9c5a", "backward"),
-    Kind.I: ("#6fc3b2", "input gradient"),
-    Kind.W: ("#ccbb44", "weight gradient"),
-    Kind.SEND_F: ("#9467bd", "send activation"),
-    Kind.RECV_F: ("#c9b3e0", "receive activation"),
-    Kind.SEND_B: ("#d9622b", "send gradient"),
-    Kind.RECV_B: ("#f2b48f", "receive gradient"),
-    Kind.GATHER: ("#8c8c8c", "gather"),
-    Kind.REDUCE: ("#c0395b", "reduce"),
-    Kind.VALIDATE: ("#4b5563", "validate"),
-    Kind.NORM: ("#a3526e", "begin the norm"),
-    Kind.UPDATE: ("#7a2f4a", "update"),
+    Kind.F: (style.BLUE, 0.0, "forward"),
+    Kind.B: (style.GREEN, 0.0, "backward"),
+    Kind.I: (style.TEAL, 0.0, "input gradient"),
+    Kind.W: (style.YELLOW, 0.0, "weight gradient"),
+    Kind.SEND_F: (style.PURPLE, 0.0, "send activation"),
+    Kind.RECV_F: (style.PURPLE, 0.5, "receive activation"),
+    Kind.SEND_B: (style.ORANGE, 0.0, "send gradient"),
+    Kind.RECV_B: (style.ORANGE, 0.5, "receive gradient"),
+    Kind.GATHER: (style.GREY, 0.0, "gather"),
+    Kind.REDUCE: (style.RED, 0.0, "reduce"),
+    Kind.VALIDATE: (style.SLATE, 0.0, "validate"),
+    Kind.NORM: (style.WINE, 0.4, "begin the norm"),
+    Kind.UPDATE: (style.WINE, 0.0, "update"),
 }
-_IDLE = "#eceff3"
-_INK, _FAINT, _GRID = "#1f2937", "#6b7280", "#d5dae1"
-_FONT = "Inter, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
-_WIDTH, _LEFT, _RIGHT, _GAP = 1000, 64, 22, 5
-_LIGHTEST = 0.5  # fraction of white in the colours of the last chunk
-_EDGES, _NO_EDGE = '<g stroke="#ffffff" stroke-width="0.8">', ' stroke="none"'
-_NUMBERS = '<g font-size="11" text-anchor="middle">'
+_LEFT, _RIGHT = 64, 22
+_PALEST = 0.5  # share of background in the colours of the last chunk
+_EDGES, _NO_EDGE = f'<g stroke="{style.PAPER}" stroke-width="0.8">', ' stroke="none"'
+_LABEL = 11  # font size of the numbers in boxes
 _SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}
 
 
@@ -54,6 +52,7 @@ class _Page:
         extent: the length of time that the width of a lane represents.
         top: y of the first lane, in pixels.
         lane: height of a lane, in pixels.
+        gap: distance between two lanes, in pixels.
         lanes: number of lanes, one per rank.
         strip: height of the communication strip in a lane, in pixels; 0 without communication.
         chunks: number of chunks per rank.
@@ -63,19 +62,20 @@ class _Page:
     extent: float
     top: int
     lane: int
+    gap: int
     lanes: int
     strip: int
     chunks: int
 
     def x(self, time: float) -> float:
-        return _LEFT + (time - self.origin) / self.extent * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + (time - self.origin) / self.extent * (style.WIDTH - _LEFT - _RIGHT)
 
     def y(self, rank: int) -> int:
-        return self.top + rank * (self.lane + _GAP)
+        return self.top + rank * (self.lane + self.gap)
 
     @property
     def bottom(self) -> int:
-        return self.y(self.lanes) - _GAP
+        return self.y(self.lanes) - self.gap
 
 
 def svg(
@@ -87,7 +87,7 @@ def svg(
     ways: int = 1,
     extent: float = 0.0,
 ) -> str:
-    """Returns a Gantt chart as SVG text, 1000 pixels wide.
+    """Returns a Gantt chart as SVG text, 830 pixels wide.
 
     Args:
         spans_per_rank: per rank, (action, start, end). The axis starts at the earliest start.
@@ -108,12 +108,16 @@ def svg(
         if span[2] > span[1]
     ]
     body += [_EDGES, *(_box(page, *each) for each in drawn), "</g>"]
-    body += [_NUMBERS, *(label for each in drawn for label in _labels(page, *each)), "</g>"]
+    body += [
+        '<g text-anchor="middle">',
+        *(label for each in drawn for label in _labels(page, *each)),
+        "</g>",
+    ]
     height = page.bottom + 46
     if legend:
         entries, height = _legend(_entries(spans_per_rank, page.chunks, ways), height)
         body += entries
-    return _document(height, body)
+    return style.document(height, title or "Pipeline schedule", body, _dark(page.chunks))
 
 
 def stack(charts: Sequence[str]) -> str:
@@ -122,58 +126,37 @@ def stack(charts: Sequence[str]) -> str:
     for chart in charts:
         body.append(chart.replace("<svg ", f'<svg y="{top}" ', 1))
         top += int(chart.split('height="', 1)[1].split('"', 1)[0])
-    return _document(top, body)
-
-
-def _document(height: int, body: Sequence[str]) -> str:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        f'font-family="{_FONT}" font-size="12"><rect width="100%" height="100%" fill="#ffffff"/>'
-    )
-    return "\n".join([head, *body, "</svg>\n"])
+    return "\n".join([style.frame(top), *body, "</svg>\n"])
 
 
 def _page(spans_per_rank: Sequence[Sequence[Span]], top: int, least: float) -> _Page:
     spans = [span for rank in spans_per_rank for span in rank]
     origin = min((start for _, start, _ in spans), default=0.0)
     extent = max(least, max((end for _, _, end in spans), default=0.0) - origin)
-    lane = max(16, min(34, 560 // max(1, len(spans_per_rank))))
+    lane = max(6, min(34, 560 // max(1, len(spans_per_rank))))
     communicates = any(action.kind not in COMPUTE and end > start for action, start, end in spans)
     strip = lane // 4 if communicates else 0
     chunks = 1 + max((part.chunk for action, _, _ in spans for part in action.parts), default=0)
-    return _Page(
-        origin, extent if extent > 0 else 1.0, top, lane, len(spans_per_rank), strip, chunks
-    )
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    size: int = 12,
-    fill: str = _INK,
-    anchor: str = "start",
-    weight: int = 400,
-) -> str:
-    bold = "" if weight == 400 else f' font-weight="{weight}"'
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{bold}>'
-        f"{escape(text)}</text>"
-    )
+    gap, lanes = min(5, lane // 4), len(spans_per_rank)
+    return _Page(origin, extent if extent > 0 else 1.0, top, lane, gap, lanes, strip, chunks)
 
 
 def _headings(title: str, subtitle: str) -> Iterator[str]:
     if title:
-        yield _text(_LEFT, 28, title, size=17, weight=600)
+        yield style.text(_LEFT, 28, title, size=16, bold=True)
     if subtitle:
-        yield _text(_LEFT, 22 + 24 * bool(title), subtitle, fill=_FAINT)
+        yield style.text(_LEFT, 22 + 24 * bool(title), subtitle, fill=style.FAINT)
 
 
 def _lanes(page: _Page) -> Iterator[str]:
+    every = ceil(13 / (page.lane + page.gap))  # lanes per label: a label needs 13 pixels
     for rank in range(page.lanes):
         y = page.y(rank)
-        yield f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{page.lane}" fill="{_IDLE}"/>'
-        yield _text(_LEFT - 8, y + page.lane / 2 + 4, f"rank {rank}", fill=_FAINT, anchor="end")
+        yield f'<rect x="{_LEFT}" y="{y}" width="{style.WIDTH - _LEFT - _RIGHT}" height="{page.lane}" fill="{style.SURFACE}"/>'
+        if rank % every == 0:
+            yield style.text(
+                _LEFT - 8, y + page.lane / 2 + 4, f"rank {rank}", fill=style.FAINT, anchor="end"
+            )
 
 
 def _axis(page: _Page, unit: str) -> Iterator[str]:
@@ -182,12 +165,19 @@ def _axis(page: _Page, unit: str) -> Iterator[str]:
     digits = max(0, -floor(log10(step)))
     for index in range(floor(page.extent * factor / step * (1 + 1e-9)) + 1):
         x = page.x(page.origin + index * step / factor)
-        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{page.top}" y2="{page.bottom + 5}" stroke="{_GRID}"/>'
-        yield _text(
-            x, page.bottom + 18, f"{index * step:.{digits}f}", size=11, fill=_FAINT, anchor="middle"
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{page.top}" y2="{page.bottom + 5}" stroke="{style.RULE}"/>'
+        yield style.text(
+            x,
+            page.bottom + 18,
+            f"{index * step:.{digits}f}",
+            size=11,
+            fill=style.FAINT,
+            anchor="middle",
         )
     label = f"time ({name})" if name else "time"
-    yield _text(_WIDTH - _RIGHT, page.bottom + 34, label, size=11, fill=_FAINT, anchor="end")
+    yield style.text(
+        style.WIDTH - _RIGHT, page.bottom + 34, label, size=11, fill=style.FAINT, anchor="end"
+    )
 
 
 def _scale(extent: float, unit: str) -> tuple[float, str]:
@@ -234,7 +224,7 @@ def _box(page: _Page, rank: int, span: Span) -> str:
     if len(places) > 1 and width > 3:
         box += (
             f'<rect x="{x + 0.8:.2f}" y="{y + 0.8:.1f}" width="{width - 1.6:.2f}" '
-            f'height="{len(places) * height - 1.6:.1f}" fill="none" stroke="{_INK}" stroke-width="1.2"/>'
+            f'height="{len(places) * height - 1.6:.1f}" fill="none" stroke="{style.INK}" stroke-width="1.2"/>'
         )
     return box
 
@@ -242,28 +232,33 @@ def _box(page: _Page, rank: int, span: Span) -> str:
 def _labels(page: _Page, rank: int, span: Span) -> Iterator[str]:
     """Yields the micro-batch number of each part of an action whose box is large enough."""
     for part, x, y, width, height in _places(page, rank, span):
-        label, size = str(part.microbatch), 11 if height >= 18 else 9
-        if part.kind in COMPUTE and width >= 0.62 * size * len(label) + 4 and height >= size:
-            size_here = ' font-size="9"' if size == 9 else ""
-            place = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 0.36 * size:.1f}"'
-            yield f'<text {place} fill="{_ink(_fill(page, part))}"{size_here}>{label}</text>'
+        label = str(part.microbatch)
+        fits = width >= 0.62 * _LABEL * len(label) + 3 and height >= _LABEL
+        if part.kind in COMPUTE and fits:
+            place = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 0.36 * _LABEL:.1f}"'
+            yield f'<text {place} font-size="{_LABEL}" fill="{_ink(_fill(page, part))}">{label}</text>'
 
 
 def _fill(page: _Page, action: Action) -> str:
-    return _shade(_STYLES[action.kind][0], action.chunk, page.chunks)
+    return _shade(action.kind, action.chunk, page.chunks)[0]
 
 
-def _shade(fill: str, chunk: int, chunks: int) -> str:
-    """Returns the colour of a chunk; later chunks are lighter."""
-    white = _LIGHTEST * chunk / max(1, chunks - 1)
-    return "#" + "".join(
-        f"{round(value + (255 - value) * white):02x}" for value in bytes.fromhex(fill[1:])
+def _shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
+    """Returns the light and dark colours of an action. Later chunks have paler colours."""
+    colour, share, _ = _STYLES[kind]
+    return style.paler(colour, 1 - (1 - share) * (1 - _PALEST * chunk / max(1, chunks - 1)))
+
+
+def _dark(chunks: int) -> dict[str, str]:
+    """Returns the dark variants of all colours of a chart."""
+    return style.DARK | dict(
+        _shade(kind, chunk, chunks) for kind in _STYLES for chunk in range(chunks)
     )
 
 
 def _ink(fill: str) -> str:
     red, green, blue = bytes.fromhex(fill[1:])
-    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else _INK
+    return style.PAPER if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else style.INK
 
 
 def _entries(
@@ -273,19 +268,20 @@ def _entries(
     actions = [action for spans in spans_per_rank for action, _, _ in spans]
     present = {part.kind for action in actions for part in action.parts}
     entries: list[tuple[tuple[str, ...], str]] = [
-        ((fill,), meaning) for kind, (fill, meaning) in _STYLES.items() if kind in present
+        ((_shade(kind, 0, 1)[0],), meaning)
+        for kind, (_, _, meaning) in _STYLES.items()
+        if kind in present
     ]
     paired = sorted({action.beside.kind for action in actions if action.beside is not None})
     entries += [
-        ((_STYLES[Kind.F][0], _STYLES[kind][0]), f"forward with {_STYLES[kind][1]}")
-        for kind in paired
+        ((style.BLUE, _STYLES[kind][0]), f"forward with {_STYLES[kind][2]}") for kind in paired
     ]
     if chunks > 1:
-        shade = _shade(_STYLES[Kind.F][0], chunks - 1, chunks)
+        shade = _shade(Kind.F, chunks - 1, chunks)[0]
         entries.append(
-            ((shade,), "lighter: the other way" if ways == 2 else "lighter: later chunks")
+            ((shade,), "paler: the other direction" if ways == 2 else "paler: later chunks")
         )
-    return [*entries, ((_IDLE,), "waiting")]
+    return [*entries, ((style.SURFACE,), "idle")]
 
 
 def _legend(entries: Sequence[tuple[tuple[str, ...], str]], y: int) -> tuple[list[str], int]:
@@ -293,14 +289,14 @@ def _legend(entries: Sequence[tuple[tuple[str, ...], str]], y: int) -> tuple[lis
     body, x = [], float(_LEFT)
     for fills, meaning in entries:
         width = 22 + 6.6 * len(meaning) + 18
-        if x + width > _WIDTH:
+        if x + width > style.WIDTH - _RIGHT + 18:
             x, y = float(_LEFT), y + 20
-        edge = _INK if len(fills) > 1 else _GRID
+        edge = style.INK if len(fills) > 1 else style.RULE
         for number, fill in enumerate(fills):
             top, height = y + number * 12 / len(fills), 12 / len(fills)
             body.append(
                 f'<rect x="{x:.1f}" y="{top:g}" width="14" height="{height:g}" rx="2" fill="{fill}" stroke="{edge}"/>'
             )
-        body.append(_text(x + 20, y + 10.5, meaning))
+        body.append(style.text(x + 20, y + 10.5, meaning))
         x += width
     return body, y + 26
