@@ -22,7 +22,7 @@ from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.config.arguments import to_toml
 from threed.data import Data, Prefetcher
 from threed.distributed import collectives
-from threed.engine import LayeredEngine, StepMetrics
+from threed.engine import Engine, StepMetrics
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.monitor import Monitor
 from threed.planner.forecast import Forecast
@@ -61,7 +61,7 @@ class Trainer:
 
     def __init__(
         self,
-        engine: LayeredEngine,
+        engine: Engine,
         data: Data,
         command: Sequence[str] | None = None,
         forecast: Forecast | None = None,

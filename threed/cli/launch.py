@@ -31,7 +31,7 @@ from threed.config.checks import check_vocab
 from threed.config.resolution import resolve
 from threed.core import device
 from threed.core.disk import is_unwritable, why
-from threed.core.source import names_model
+from threed.core.source import is_foreign, names_model
 from threed.data import Data, open_data
 from threed.data import find_problems as find_data_problems
 from threed.distributed import collectives
@@ -295,6 +295,8 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
     try:
         return Forecast.of(config, world)
     except ValueError as error:
+        if is_foreign(error, Path(__file__).parents[1]):  # raised by the code of a custom model
+            raise
         raise ConfigError([str(error)]) from None
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -55,13 +56,56 @@ class Source:
     Attributes:
         file: path of the file.
         name: name of the object in it.
+        given: names of the arguments with which the object is called. It may take fewer of them:
+            an argument is passed if the object's parameter at its place has no default value, or
+            has the argument's name.
     """
 
     file: str
     name: str
+    given: tuple[str, ...]
 
     def __call__(self, *args: Any) -> Any:
-        return getattr(load(self.file), self.name)(*args)
+        return self.found(*args[: self.count()])
+
+    @property
+    def found(self) -> Any:
+        """The object."""
+        return getattr(load(self.file), self.name)
+
+    def count(self) -> int:
+        """Returns the number of arguments with which the object is called.
+
+        Raises:
+            ValueError: if the object needs other arguments.
+        """
+        try:
+            signature = inspect.signature(self.found)
+        except (TypeError, ValueError):  # a callable of C code may have no signature
+            return len(self.given)
+        takes = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+        if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in takes):
+            return len(self.given)
+        wanted = [p.default is p.empty or p.name == n for p, n in zip(takes, self.given)]
+        count = wanted.index(False) if False in wanted else len(wanted)
+        try:
+            signature.bind(*self.given[:count])
+        except TypeError:
+            fewer = (f"{self.name}({', '.join(self.given[:n])})" for n in range(len(self.given) + 1))
+            forms = " or ".join(reversed(list(fewer)))
+            raise ValueError(
+                f"{self.name}{signature} of {self.file} cannot be called as {forms}: give all other"
+                " parameters default values"
+            ) from None
+        return count
+
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+MODEL = ("config", "slicing")  # arguments of a model class
 
 
 def names_model(text: str) -> bool:
@@ -74,13 +118,14 @@ def find_model(target: str) -> Source:
 
     Args:
         target: FILE.py:NAME. NAME is a class or function; it will be called with a `ModelConfig`
-            and a `Slicing`.
+            and a `Slicing`, with a `ModelConfig`, or without arguments.
 
     Returns:
         The class or function as a `Source`.
 
     Raises:
-        ValueError: if the file cannot be imported, or the object does not exist or is not callable.
+        ValueError: if the file cannot be imported, or the object does not exist, is not callable,
+            or needs other arguments.
     """
     file, _, name = target.rpartition(":")
     if not names_model(target):
@@ -91,10 +136,24 @@ def find_model(target: str) -> Source:
         classes = {n: v for n, v in vars(module).items() if inspect.isclass(v)}
         own = ", ".join(n for n, v in classes.items() if v.__module__ == module.__name__)
         raise ValueError(f"{file} has no {name!r} to call; its classes are {own or 'none'}")
-    return Source(file, name)
+    source = Source(file, name, MODEL)
+    source.count()
+    return source
 
 
 def find_batch(target: str) -> Source | None:
     """Returns the function `batch` of the file in FILE.py:NAME, or None if the file has none."""
     file = target.rpartition(":")[0]
-    return Source(file, "batch") if callable(getattr(load(file), "batch", None)) else None
+    has_one = callable(getattr(load(file), "batch", None))
+    return Source(file, "batch", ("config", "step")) if has_one else None
+
+
+def is_foreign(error: BaseException, package: Path) -> bool:
+    """Returns whether an error was raised outside of a package, such as in a user's file.
+
+    Args:
+        error: the error, with its traceback.
+        package: the folder of the package.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and package not in Path(frames[-1].filename).parents

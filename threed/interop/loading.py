@@ -20,7 +20,7 @@ from threed.config.checks import find_problems
 from threed.config.resolution import resolve
 from threed.core.source import names_model
 from threed.distributed.topology import Topology
-from threed.engine import LayeredEngine
+from threed.engine import Engine
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 from threed.interop.pretrained import default_seq
 from threed.layers import Slicing
@@ -36,7 +36,7 @@ def load(
     *,
     build: Build | None = None,
     **changes: Mapping[str, Any],
-) -> LayeredEngine:
+) -> Engine:
     """Loads an engine from a run, a checkpoint or a Hugging Face folder. Collective.
 
     The groups `model`, `precision`, `train`, `optim` and `data` of the configuration are taken from
@@ -86,7 +86,7 @@ def load(
     return engine
 
 
-def build_engine(config: Config, topology: Topology, build: Build = models.build) -> LayeredEngine:
+def build_engine(config: Config, topology: Topology, build: Build = models.build) -> Engine:
     """Builds a model and its engine from a resolved configuration. Collective.
 
     Args:
@@ -99,7 +99,7 @@ def build_engine(config: Config, topology: Topology, build: Build = models.build
     """
     sequence = bool(config.parallel.sequence)
     slicing = Slicing(topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
-    return LayeredEngine(build(config.model, slicing), topology, config)
+    return Engine(build(config.model, slicing), topology, config)
 
 
 def _source(path: Path) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from threed.config import ConfigError, ModelConfig
@@ -14,6 +16,7 @@ from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.layers import Slicing
 from threed.models.decoder import Decoder as Decoder
+from threed.models.token_module import TokenModule as TokenModule
 from threed.models.wrapped import Wrapped as Wrapped
 
 
@@ -70,6 +73,22 @@ def is_layered(model: object) -> bool:
     return has_slicing and not isinstance(model, Wrapped)
 
 
+def find_split_problems(model: object, pp: int, tp: int) -> list[str]:
+    """Returns the problem of splitting an `nn.Module` over pipeline or tensor ranks, with a fix.
+
+    Args:
+        model: a wrapped module, or an `nn.Module` that will be wrapped.
+        pp: number of pipeline ranks.
+        tp: number of tensor ranks.
+    """
+    if pp * tp == 1:
+        return []
+    name = type(model.module if isinstance(model, Wrapped) else model).__name__
+    sizes = f"pp {pp} or tp {tp}"
+    fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
+    return [f"{name} cannot be split by {sizes}: {fix}"]
+
+
 def wrap(model: object, topology: Topology) -> Wrapped:
     """Returns an `nn.Module` as a `Wrapped` model. Collective.
 
@@ -78,15 +97,13 @@ def wrap(model: object, topology: Topology) -> Wrapped:
         ConfigError: if pp or tp is above 1.
         ValueError: on every rank, if some rank cannot wrap its module.
     """
-    if isinstance(model, Wrapped):
-        return model
     if not isinstance(model, nn.Module):
         fix = "pass an nn.Module, or layers with their `slicing`, a layers.Slicing (examples/custom_model.py)"
         raise TypeError(f"{type(model).__name__} is not a model: {fix}")
-    if topology.pp * topology.tp > 1:
-        sizes = f"pp {topology.pp} or tp {topology.tp}"
-        fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
-        raise ConfigError([f"{type(model).__name__} cannot be split by {sizes}: {fix}"])
+    if problems := find_split_problems(model, topology.pp, topology.tp):
+        raise ConfigError(problems)
+    if isinstance(model, Wrapped):
+        return model
     problem = ""
     try:
         wrapped = Wrapped(model)
@@ -99,13 +116,43 @@ def wrap(model: object, topology: Topology) -> Wrapped:
 def build(config: ModelConfig, slicing: Slicing) -> Model:
     """Returns the model of `config.arch`: a decoder, or the model of FILE.py:NAME.
 
+    While the code of the file runs, torch's random generator has the seed of `slicing`.
+
     Raises:
-        ConfigError: if the object of the file does not return a model of pipeline layers.
+        ConfigError: if the object of the file returns neither a model of pipeline layers nor an
+            `nn.Module` that reads token ids.
     """
     if not names_model(config.arch):
         return Decoder(config, slicing)
-    model: Model = find_model(config.arch)(config, slicing)
-    if not is_layered(model):
-        fix = "return an object with `layers()`, `hidden` and `slicing` (docs/own_models.md)"
-        raise ConfigError([f"{config.arch} returned a {type(model).__name__}: {fix}"])
-    return model
+    source = find_model(config.arch)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(slicing.seed)
+        model = source(config, slicing)
+    return for_tokens(model, config.vocab or 0, config.arch)
+
+
+def for_tokens(model: object, vocab: int, name: str) -> Model:
+    """Returns a model that reads a batch of tokens and labels.
+
+    Args:
+        model: a model of pipeline layers, which is returned, or an `nn.Module`.
+        vocab: number of token ids in the data.
+        name: name of the class or function that returned the model, for messages.
+
+    Raises:
+        ConfigError: if the object is not such a model, or if the module cannot be wrapped.
+    """
+    if is_layered(model):
+        return cast(Model, model)
+    if not isinstance(model, nn.Module) or inspect.ismethod(getattr(model, "layers", None)):
+        missing = [key for key in ("layers", "hidden", "slicing") if not hasattr(model, key)]
+        lacks = f" without `{'`, `'.join(missing)}`" if missing else ""
+        fix = (
+            "return an object with `layers()`, `hidden` and `slicing`, or an nn.Module that reads token ids"
+            " (docs/own_models.md)"
+        )
+        raise ConfigError([f"{name} returned a {type(model).__name__}{lacks}: {fix}"])
+    try:
+        return TokenModule(model, vocab, type(model).__name__)
+    except ValueError as error:
+        raise ConfigError([f"{name}: {error}"]) from None

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
+from threed.models.token_module import ForwardError
 from threed.ops import attention
 from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
@@ -306,6 +307,8 @@ class Tracer:
             if key not in self._known:
                 try:
                     self._known[key] = self._run(layer, form, recomputed if recompute else None)
+                except ForwardError:
+                    raise
                 except Exception as error:  # a custom layer may raise anything
                     raise TraceError(
                         f"{title(layer, number)} could not be run on the"
