@@ -62,6 +62,7 @@ GRACE_S = 60  # seconds: process groups time out this much later than the watchd
 # For each type: the exit code, and whether the message includes the command that resumes the run.
 ENDINGS: dict[type[Exception], tuple[int, bool]] = {
     CheckpointError: (2, False),
+    ConfigError: (2, False),
     RunFolderError: (2, False),
     BadStepsError: (2, True),
     ReplicaError: (2, True),

@@ -24,13 +24,13 @@ from threed.models import Model, options_of
 from threed.models.measured_partition import Division, LayerBytes, stage_costs, times_by_flops
 from threed.monitor.meter import peak_tflops
 from threed.ops.precision import dtype
-from threed.pipeline.activation_checkpointing import fully_recomputed, recomputed_layers
+from threed.pipeline.activation_checkpointing import enable, fully_recomputed, recomputed_layers
 from threed.pipeline.trace import LayerCost, TraceError
 from threed.planner.blueprint import Blueprint, Pipeline, step_plan
 from threed.planner.layer_times import division as divided
 from threed.planner.layer_times import layer_times, max_over_ranks, trace_layer_bytes
-from threed.planner.memory_estimate import footprint, order_facts, trace, with_order
-from threed.zero.setup import state_names
+from threed.planner.memory_estimate import decide_order, footprint, order_facts, trace, with_order
+from threed.zero.setup import check_tile, state_names
 
 GIB = 2**30
 # Assumed FLOP/s of compute, as a share of the device's peak. Megatron-LM reached 44 to 52 % of an
@@ -315,14 +315,25 @@ class _Column:
             Slicing(self.topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
         )
         self.note = ""
-        if isinstance(self.model, models.Wrapped):
-            if problems := models.find_split_problems(self.model, grid.pp, grid.tp):
-                raise ConfigError(problems)
-            self.model.to_meta()
         self.layers = self.model.layers()
+        if isinstance(self.model, models.Wrapped):
+            self._prepare_module(self.model)
         self.shapes = tuple(
             tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers
         )
+
+    def _prepare_module(self, model: models.Wrapped) -> None:
+        """Moves a wrapped module to the meta device, and enables its recomputation.
+
+        Raises:
+            ConfigError: if the configuration needs a feature that modules do not have.
+        """
+        if problems := models.find_split_problems(model, self.grid.pp, self.grid.tp):
+            raise ConfigError(problems)
+        check_tile(self.config.zero.tile, 1, wrapped=True)
+        self.config = decide_order(self.config, model, self.layers, self.topology)
+        enable(model.module, self.config)
+        model.to_meta()
 
     @functools.cached_property
     def costs(self) -> list[LayerCost]:

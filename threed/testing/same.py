@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from threed import models
 from threed.config import Config, ConfigError
 from threed.config.resolution import resolve
 from threed.distributed.sharding import ModelError
@@ -31,6 +32,7 @@ from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
 from threed.layers.contract import contract
 from threed.models.buffers import find
+from threed.models.token_module import ForwardError
 from threed.testing import diagnose
 from threed.testing.compare import Finding, Results, agree, differences, results_of
 from threed.testing.diagnose import About, Layers, Seen
@@ -146,7 +148,7 @@ class _Broken(Exception):
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
         text = f"{type(error).__name__}: {error}{_place(error)}"
-        kinds = {ModelError: "model", ValueError: "value", Exception: "other"}
+        kinds = {ModelError: "model", ForwardError: "forward", ValueError: "value", Exception: "other"}
         kind = next(name for cause, name in kinds.items() if isinstance(error, cause))
         about = {"phase": phase, "layer": layer, "kind": kind, "text": text, "layers": layers}
         self.report = {**about, "message": str(error)}
@@ -188,8 +190,9 @@ def same_everywhere(
 
     Args:
         build: function of a `ModelConfig` and a `Slicing` that returns the model, such as a model
-            class. It may return an `nn.Module`, which only data parallelism and ZeRO can train.
-            Must be importable from a module, because ranks are other processes.
+            class. It may return an `nn.Module`, which only data parallelism and ZeRO can train;
+            without `batch`, it must read token ids (`threed.models.TokenModule`). Must be
+            importable from a module, because ranks are other processes.
         batch: function of the `Config` and a step that returns the global batch, tensors by name
             with `config.train.global_batch` rows. Must be importable. By default, random tokens.
         topologies: names of topologies; see `threed.testing.topologies`.
@@ -259,6 +262,8 @@ def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: flo
     is_value = broken["kind"] == "value"
     if broken["kind"] == "model":
         report.add(name, [(*diagnose.named(line, layers), line, math.nan) for line in lines])
+    elif broken["kind"] == "forward":
+        report.refused.append(Refused(name, broken["message"]))
     elif broken["phase"] != "step" and (is_value or name == ALONE):
         report.refused.append(Refused(name, lines[0] if is_value else broken["text"]))
     else:
@@ -338,6 +343,8 @@ def _train(
         _seed(config.train.seed)
         model = task.build(config.model, slicing)
         layers += _layers(model)
+        if isinstance(model, nn.Module) and task.batch is random_tokens:
+            model = models.for_tokens(model, VOCAB, type(model).__name__)
         engine = Engine(model, topology, config)
         watch = Watch(engine, truth.get("seen", {}))
         _seed(seed)
