@@ -132,10 +132,10 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "converts between native checkpoints and Hugging Face folders, and from DeepSpeed and Megatron"
     add = tool("convert", text, _convert)
-    add("src", type=Path)
-    add("dst", type=Path)
-    text = "format of DST; default: hf if SRC is native, else native"
-    add("--to", choices=["native", "hf"], help=text)
+    add("src", type=Path, help="a checkpoint, or a run folder, whose newest checkpoint is used")
+    add("dst", type=Path, help="the folder to write")
+    text = "format of DST; default: native, or hf if SRC is native (safetensors for a custom model)"
+    add("--to", choices=["native", "hf", "safetensors"], help=text)
     text = "bytes, a folder, a tokenizer.json, or none; default: the tokenizer of the folder or run"
     add("--tokenizer", help=text)
     add("--dtype", choices=["fp32", "bf16", "fp16"], help="format of the weights")
@@ -241,6 +241,7 @@ def _tokenize(a: argparse.Namespace) -> None:
 
 
 def _convert(a: argparse.Namespace) -> None:
+    from threed.checkpoint.manifest import MANIFEST
     from threed.interop.convert import convert, kind_of
 
     options = {"allow_pickle": a.allow_pickle, "config": a.config}
@@ -250,7 +251,7 @@ def _convert(a: argparse.Namespace) -> None:
     for note in notes:
         print(f"threed convert: {note.message}", file=sys.stderr)
     print(made)
-    if (kind_of(Path(a.src), a.allow_pickle), kind_of(made)) == ("hf", "native"):
+    if (made / MANIFEST).is_file() and kind_of(a.src, a.allow_pickle) == "hf":
         print("only weights: a run starts from them at step 0, with optimizer states of zero")
 
 

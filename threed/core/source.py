@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +50,50 @@ def load(file: str) -> ModuleType:
     return module
 
 
+MODEL = ("config", "slicing")  # arguments of a model class
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
+def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
+    """Returns the number of arguments with which an object of the user is called.
+
+    It may take fewer arguments than there are: an argument is passed if the object's parameter at
+    its place has no default value, or has the argument's name.
+
+    Args:
+        found: the class or function.
+        given: names of the arguments.
+        file: the file of the object, for the message.
+
+    Raises:
+        ValueError: if the object needs other arguments.
+    """
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # a callable of C code may have no signature
+        return len(given)
+    takes = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in takes):
+        return len(given)
+    wanted = [p.default is p.empty or p.name == n for p, n in zip(takes, given, strict=False)]
+    count = wanted.index(False) if False in wanted else len(wanted)
+    try:
+        signature.bind(*given[:count])
+    except TypeError:
+        name = getattr(found, "__name__", type(found).__name__)
+        forms = [f"{name}({', '.join(given[:n])})" for n in range(len(given), -1, -1)]
+        where = f" of {file}" * bool(file)
+        raise ValueError(
+            f"{name}{signature}{where} cannot be called as {' or '.join(forms)}: give all other"
+            " parameters default values"
+        ) from None
+    return count
+
+
 @dataclass(frozen=True)
 class Source:
     """A callable object of a Python file. The file is imported at the first call in a process.
@@ -56,9 +101,7 @@ class Source:
     Attributes:
         file: path of the file.
         name: name of the object in it.
-        given: names of the arguments with which the object is called. It may take fewer of them:
-            an argument is passed if the object's parameter at its place has no default value, or
-            has the argument's name.
+        given: names of the arguments, of which the object may take fewer (`count_arguments`).
     """
 
     file: str
@@ -74,38 +117,12 @@ class Source:
         return getattr(load(self.file), self.name)
 
     def count(self) -> int:
-        """Returns the number of arguments with which the object is called.
+        """Returns the number of arguments of a call.
 
         Raises:
             ValueError: if the object needs other arguments.
         """
-        try:
-            signature = inspect.signature(self.found)
-        except (TypeError, ValueError):  # a callable of C code may have no signature
-            return len(self.given)
-        takes = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
-        if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in takes):
-            return len(self.given)
-        wanted = [p.default is p.empty or p.name == n for p, n in zip(takes, self.given)]
-        count = wanted.index(False) if False in wanted else len(wanted)
-        try:
-            signature.bind(*self.given[:count])
-        except TypeError:
-            fewer = (f"{self.name}({', '.join(self.given[:n])})" for n in range(len(self.given) + 1))
-            forms = " or ".join(reversed(list(fewer)))
-            raise ValueError(
-                f"{self.name}{signature} of {self.file} cannot be called as {forms}: give all other"
-                " parameters default values"
-            ) from None
-        return count
-
-
-_POSITIONAL = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
-MODEL = ("config", "slicing")  # arguments of a model class
+        return count_arguments(self.found, self.given, self.file)
 
 
 def names_model(text: str) -> bool:

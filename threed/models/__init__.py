@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from threed.config import ConfigError, ModelConfig
-from threed.core.source import find_model, names_model
+from threed.core.source import MODEL, count_arguments, find_model, names_model
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.layers import Slicing
@@ -116,19 +116,40 @@ def wrap(model: object, topology: Topology) -> Wrapped:
 def build(config: ModelConfig, slicing: Slicing) -> Model:
     """Returns the model of `config.arch`: a decoder, or the model of FILE.py:NAME.
 
-    While the code of the file runs, torch's random generator has the seed of `slicing`.
-
     Raises:
-        ConfigError: if the object of the file returns neither a model of pipeline layers nor an
-            `nn.Module` that reads token ids.
+        ConfigError: see `build_custom`.
     """
     if not names_model(config.arch):
         return Decoder(config, slicing)
-    source = find_model(config.arch)
+    return build_custom(find_model(config.arch).found, config, slicing, config.arch)
+
+
+def build_custom(
+    custom: Callable[..., object], config: ModelConfig, slicing: Slicing, name: str = ""
+) -> Model:
+    """Returns the model that a class or function of the user builds.
+
+    While its code runs, torch's random generator on the CPU has the seed of `slicing`.
+
+    Args:
+        custom: called with (config, slicing), (config) or (), depending on its parameters.
+        config: the configuration of the model.
+        slicing: how layers are sharded over tensor ranks.
+        name: name for messages; by default the name of `custom`.
+
+    Raises:
+        ConfigError: if the result is neither a model of pipeline layers nor an `nn.Module` that
+            reads token ids, or if `custom` needs other arguments.
+    """
+    name = name or getattr(custom, "__name__", type(custom).__name__)
+    try:
+        count = count_arguments(custom, MODEL)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(slicing.seed)
-        model = source(config, slicing)
-    return for_tokens(model, config.vocab or 0, config.arch)
+        model = custom(*(config, slicing)[:count])
+    return for_tokens(model, config.vocab or 0, name)
 
 
 def for_tokens(model: object, vocab: int, name: str) -> Model:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from threed import models
 from threed.config import Config, ConfigError
 from threed.config.resolution import resolve
+from threed.core.source import MODEL, count_arguments
 from threed.distributed.sharding import ModelError
 from threed.distributed.topology import Topology
 from threed.engine import Engine, StepMetrics
@@ -189,8 +190,8 @@ def same_everywhere(
     element.
 
     Args:
-        build: function of a `ModelConfig` and a `Slicing` that returns the model, such as a model
-            class. It may return an `nn.Module`, which only data parallelism and ZeRO can train;
+        build: function that returns the model, such as a model class, with the parameters (config,
+            slicing), (config) or (): a `ModelConfig` and a `Slicing`. It may return an `nn.Module`, which only data parallelism and ZeRO can train;
             without `batch`, it must read token ids (`threed.models.TokenModule`). Must be
             importable from a module, because ranks are other processes.
         batch: function of the `Config` and a step that returns the global batch, tensors by name
@@ -341,7 +342,8 @@ def _train(
             topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
         )
         _seed(config.train.seed)
-        model = task.build(config.model, slicing)
+        given = (config.model, slicing)[: count_arguments(task.build, MODEL)]
+        model = task.build(*given)
         layers += _layers(model)
         if isinstance(model, nn.Module) and task.batch is random_tokens:
             model = models.for_tokens(model, VOCAB, type(model).__name__)
