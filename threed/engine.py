@@ -608,7 +608,9 @@ class ModuleEngine(Engine):
     def logits(self, tokens: Tensor) -> Tensor | None:
         if not isinstance(self.model, TokenModule) or self.model.reads_labels:
             name = type(self.module).__name__
-            raise TypeError(f"{name} returns a loss: only a TokenModule that returns logits has them")
+            raise TypeError(
+                f"{name} returns a loss: only a TokenModule that returns logits has them"
+            )
         with self.evaluating(), self.inference():
             return self.model.logits(tokens.to(self.topology.device))
 

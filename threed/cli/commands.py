@@ -165,13 +165,14 @@ def _parser() -> argparse.ArgumentParser:
 def _train(tool: str, *words: str) -> int:
     """Trains or plans a run. Arguments: an architecture or FILE.py:MODEL (optional), then flags."""
     from threed.cli import launch
+    from threed.reliability.failure import refuse
 
     arch = words[0] if words and not words[0].startswith("-") else None
     flags = list(words[arch is not None :])
     if arch is not None and arch not in architectures.NAMES and not source.names_model(arch):
         known = ", ".join(architectures.NAMES)
         problem = f"no such architecture; there are {known}, and FILE.py:MODEL"
-        return launch.refuse(f"threed {tool} {arch}: {problem}")
+        return refuse(f"threed {tool} {arch}: {problem}")
     if tool == "plan":
         return launch.main([*flags, "--dry-run"], arch=arch, prog="threed plan")
     prog = ["-m", "threed", "train", *([arch] if arch else [])]

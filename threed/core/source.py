@@ -17,15 +17,18 @@ from typing import Any
 def load(file: str) -> ModuleType:
     """Imports a Python file as a module and returns the module.
 
-    Adds the file's folder to `sys.path`. During the import standard output goes to standard error.
+    If the file is the running program, returns this module. Otherwise adds the file's folder to
+    `sys.path`. During the import standard output goes to standard error.
 
     Raises:
         ValueError: if the file does not exist or cannot be imported.
     """
     path = Path(file).resolve()
     name = f"threed_user_{path.stem}"
-    if name in sys.modules and sys.modules[name].__file__ == str(path):
-        return sys.modules[name]
+    # The file may be the running program, which must not be imported again.
+    for known in (name, "__main__"):
+        if known in sys.modules and getattr(sys.modules[known], "__file__", None) == str(path):
+            return sys.modules[known]
     if not path.is_file():
         raise ValueError(f"{file}: no such file")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -156,6 +159,22 @@ def find_model(target: str) -> Source:
     source = Source(file, name, MODEL)
     source.count()
     return source
+
+
+def name_of(model: Any) -> str:
+    """Returns the text FILE.py:NAME of a class or function.
+
+    Raises:
+        ValueError: if it is not defined at the top level of a file.
+    """
+    name = getattr(model, "__qualname__", "")
+    try:
+        file = inspect.getsourcefile(model)
+    except TypeError:
+        file = None
+    if file is None or not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"{name or model!r} is not a class or function at the top level of a file")
+    return f"{Path(file).resolve()}:{name}"
 
 
 def find_batch(target: str) -> Source | None:

@@ -6,6 +6,8 @@ parallelism over t tensor ranks, each rank has a part of the sequence, [s/t b h]
 carries a `ShardSpec` and stays on the meta device until its pipeline stage is built.
 """
 
+from threed.distributed.collectives import split
+from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter, vector
 from threed.layers.attention import Attention
 from threed.layers.block import Block, Embedding
 from threed.layers.contract import PipelineLayer
@@ -29,18 +31,25 @@ __all__ = [
     "Dropout",
     "Embedding",
     "GatedMLP",
+    "Init",
     "LanguageModelHead",
     "LayerNorm",
     "MicroBatch",
+    "Piece",
     "PipelineLayer",
     "PositionEmbedding",
     "RMSNorm",
     "Recompute",
     "ReplicatedLinear",
     "RowLinear",
+    "ShardSpec",
     "Slicing",
     "VocabEmbedding",
     "attend",
     "gelu",
+    "matrix",
+    "parameter",
     "rotate",
+    "split",
+    "vector",
 ]

@@ -149,7 +149,12 @@ class _Broken(Exception):
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
         text = f"{type(error).__name__}: {error}{_place(error)}"
-        kinds = {ModelError: "model", ForwardError: "forward", ValueError: "value", Exception: "other"}
+        kinds = {
+            ModelError: "model",
+            ForwardError: "forward",
+            ValueError: "value",
+            Exception: "other",
+        }
         kind = next(name for cause, name in kinds.items() if isinstance(error, cause))
         about = {"phase": phase, "layer": layer, "kind": kind, "text": text, "layers": layers}
         self.report = {**about, "message": str(error)}
@@ -191,9 +196,10 @@ def same_everywhere(
 
     Args:
         build: function that returns the model, such as a model class, with the parameters (config,
-            slicing), (config) or (): a `ModelConfig` and a `Slicing`. It may return an `nn.Module`, which only data parallelism and ZeRO can train;
-            without `batch`, it must read token ids (`threed.models.TokenModule`). Must be
-            importable from a module, because ranks are other processes.
+            slicing), (config) or (): a `ModelConfig` and a `Slicing`. It may return an `nn.Module`,
+            which only data parallelism and ZeRO can train; without `batch`, the module must read
+            token ids (`threed.models.TokenModule`). Must be importable from a module, because ranks
+            are other processes.
         batch: function of the `Config` and a step that returns the global batch, tensors by name
             with `config.train.global_batch` rows. Must be importable. By default, random tokens.
         topologies: names of topologies; see `threed.testing.topologies`.

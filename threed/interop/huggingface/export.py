@@ -221,7 +221,9 @@ def write_weights(
 
     for file, names in zip(files, shards, strict=True):
         slabs = chain.from_iterable(map(rows, names))
-        stream_tensors(folder / file, {name: about[name] for name in names}, slabs, {"format": "pt"})
+        stream_tensors(
+            folder / file, {name: about[name] for name in names}, slabs, {"format": "pt"}
+        )
     if len(files) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
