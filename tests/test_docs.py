@@ -388,7 +388,9 @@ def test_the_changelog_keeps_its_form() -> None:
 # ------------------------------------------------------------------------------------------------------ the examples
 
 
-def run_example(folder: Path, name: str, *flags: str, ranks: int = 1, example: Path = EXAMPLE) -> tuple[str, list[float]]:
+def run_example(
+    folder: Path, name: str, *flags: str, ranks: int = 1, example: Path = EXAMPLE
+) -> tuple[str, list[float]]:
     """The line about the model that an example prints, and the loss and gradient norm of each step."""
     (folder / "text.txt").write_text(
         "".join(f"the square of {n} is {n * n}\n" for n in range(2000))
@@ -420,6 +422,8 @@ def test_a_transformers_model_trains_the_same_on_one_rank_and_on_two(tmp_path: P
     model, alone = run_example(tmp_path, "alone", example=WRAPPING)
     assert len(alone) == 6
     assert 5 <= alone[0] < 6
-    again, sliced = run_example(tmp_path, "sliced", "--train.micro-batch", "4", ranks=2, example=WRAPPING)
+    again, sliced = run_example(
+        tmp_path, "sliced", "--train.micro-batch", "4", ranks=2, example=WRAPPING
+    )
     assert sliced == pytest.approx(alone, abs=2e-5)  # fp32
     assert again == model

@@ -90,7 +90,9 @@ def test_convert_refuses_with_the_fix(step: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=problem):
             convert(src, tmp_path / dst, **options)
     assert not (tmp_path / "x").exists()
-    assert (convert(run, tmp_path / "empty") / "config.json").is_file()  # the run's newest checkpoint
+    assert (
+        convert(run, tmp_path / "empty") / "config.json"
+    ).is_file()  # the run's newest checkpoint
 
 
 def test_all_that_take_a_checkpoint_say_which_one_was_meant(
