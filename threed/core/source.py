@@ -90,8 +90,9 @@ def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
         name = getattr(found, "__name__", type(found).__name__)
         forms = [f"{name}({', '.join(given[:n])})" for n in range(len(given), -1, -1)]
         where = f" of {file}" * bool(file)
+        plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         raise ValueError(
-            f"{name}{signature}{where} cannot be called as {' or '.join(forms)}: give all other"
+            f"{name}{inspect.Signature(plain)}{where} cannot be called as {' or '.join(forms)}: give all other"
             " parameters default values"
         ) from None
     return count
