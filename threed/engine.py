@@ -606,11 +606,8 @@ class ModuleEngine(Engine):
             self.gatherer.release_all()
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        if not isinstance(self.model, TokenModule) or self.model.reads_labels:
-            name = type(self.module).__name__
-            raise TypeError(
-                f"{name} returns a loss: only a TokenModule that returns logits has them"
-            )
+        if not isinstance(self.model, TokenModule) or not self.model.gives_logits:
+            raise TypeError(f"{type(self.module).__name__} returns no logits without labels")
         with self.evaluating(), self.inference():
             return self.model.logits(tokens.to(self.topology.device))
 

@@ -262,6 +262,8 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
         config = config.model_copy(update={"parallel": parallel})
     try:
         return Forecast.of(config, world)
+    except ConfigError:
+        raise
     except ValueError as error:
         if is_foreign(error, Path(__file__).parents[1]):  # raised by the code of a custom model
             raise

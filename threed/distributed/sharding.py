@@ -162,7 +162,7 @@ def spec_of(param: Tensor) -> ShardSpec:
     spec = getattr(param, "spec", None)
     if spec is None:
         raise TypeError(
-            "a parameter without a sharding record: build it with threed.layers or sharding.parameter"
+            "a parameter without a sharding record: build it with threed.layers or layers.parameter"
         )
     return cast(ShardSpec, spec)
 

@@ -7,7 +7,7 @@ carries a `ShardSpec` and stays on the meta device until its pipeline stage is b
 """
 
 from threed.distributed.collectives import split
-from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter, vector
+from threed.distributed.sharding import Init, Piece, ShardSpec, attach, matrix, parameter, vector
 from threed.layers.attention import Attention
 from threed.layers.block import Block, Embedding
 from threed.layers.contract import PipelineLayer
@@ -45,6 +45,7 @@ __all__ = [
     "ShardSpec",
     "Slicing",
     "VocabEmbedding",
+    "attach",
     "attend",
     "gelu",
     "matrix",

@@ -43,13 +43,19 @@ class TokenModule(Wrapped):
         vocab: number of token ids in the data.
         name: name of the module, for messages.
 
+    Attributes:
+        reads_labels: whether the forward gets the labels and returns the loss.
+        gives_logits: whether the forward can be called without labels, to return logits.
+
     Raises:
         ForwardError: if the module's forward cannot be called with token ids.
     """
 
     def __init__(self, module: nn.Module, vocab: int, name: str = "") -> None:
         self.title, self.vocab = name or type(module).__name__, vocab
-        self.reads_labels = _takes_labels(module, self.title) and not shifts_labels(module)
+        labels = _labels_parameter(module, self.title)
+        self.reads_labels = labels is not None and not shifts_labels(module)
+        self.gives_logits = labels is None or labels.default is not labels.empty
         super().__init__(module, count=None if self.reads_labels else _count)
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -90,19 +96,19 @@ class TokenModule(Wrapped):
             raise ForwardError(f"{self.title}: {FORWARD} ({error})") from None
 
 
-def _takes_labels(module: nn.Module, name: str) -> bool:
-    """Returns whether a module's forward has a parameter `labels` besides the token ids.
+def _labels_parameter(module: nn.Module, name: str) -> inspect.Parameter | None:
+    """Returns the parameter `labels` of a module's forward, or None if it has none.
 
     Raises:
         ForwardError: if the forward needs other arguments.
     """
     signature = inspect.signature(module.forward)
-    labels = {"labels": None} if "labels" in signature.parameters else {}
+    labels = signature.parameters.get("labels")
     try:
-        signature.bind("tokens", **labels)
+        signature.bind("tokens", **({} if labels is None else {"labels": None}))
     except TypeError as error:
         raise ForwardError(f"{name}.forward{signature}: {error}; {FORWARD}") from None
-    return bool(labels)
+    return labels
 
 
 def _count(inputs: Mapping[str, Any]) -> Tensor:

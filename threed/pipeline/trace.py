@@ -298,7 +298,8 @@ class Tracer:
             recomputed: the recomputed layers; its `units` are indices in `layers`.
 
         Raises:
-            TraceError: if a layer cannot be run on the meta device.
+            TraceError: if a layer cannot be run on the meta device, or if the last layer returns no
+                loss.
         """
         costs, form, recomputed = [], None, recomputed or Recomputed()
         for number, layer in enumerate(layers):
@@ -317,6 +318,12 @@ class Tracer:
                     ) from error
             cost, form = self._known[key]
             costs.append(cost)
+        if form is not None:
+            raise TraceError(
+                f"{title(layers[-1], len(layers) - 1)} is the last layer and returned tensors of shape"
+                f" {', '.join(str(list(shape)) for shape in form.shapes)} for a batch with labels: return the loss of"
+                " the micro-batch, a scalar, as layers.LanguageModelHead does"
+            )
         return costs
 
     def _run(

@@ -21,6 +21,7 @@ from threed.distributed.topology import Topology, default_device
 from threed.layers import Slicing
 from threed.memory.sizes import regime
 from threed.models import Model, options_of
+from threed.models.check import find_missing_records
 from threed.models.measured_partition import Division, LayerBytes, stage_costs, times_by_flops
 from threed.monitor.meter import peak_tflops
 from threed.ops.precision import dtype
@@ -318,6 +319,8 @@ class _Column:
         self.layers = self.model.layers()
         if isinstance(self.model, models.Wrapped):
             self._prepare_module(self.model)
+        elif problems := list(find_missing_records(self.layers)):
+            raise ConfigError(problems)
         self.shapes = tuple(
             tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers
         )

@@ -16,6 +16,7 @@ from threed.data.tokenizer import EncodeError, Tokenizer
 from threed.distributed import collectives
 from threed.engine import Engine
 from threed.interop.huggingface.export import export_hf
+from threed.models.token_module import ForwardError
 from threed.monitor import figures
 from threed.planner.forecast import Forecast
 from threed.schedules import Plan, idle_shares, replay, stack, svg
@@ -82,7 +83,7 @@ def sample_text(engine: Engine, data: Data, count: int) -> str:
     try:
         prompt = [*data.tokenizer.bos_ids, *data.tokenizer.encode(PROMPT)] or [data.tokenizer.eot]
         return data.tokenizer.decode(generate(engine, prompt, count))
-    except (NotFiniteError, EncodeError, TypeError) as error:
+    except (NotFiniteError, EncodeError, ForwardError, TypeError) as error:
         return f"no sample: {error}"
 
 
