@@ -15,10 +15,6 @@ from torch import Tensor, nn
 import threed
 from threed import layers
 from threed.config import ModelConfig
-from threed.core.packages import needed
-from threed.layers import Init, Piece, ShardSpec, parameter, split, vector
-
-rearrange = needed("einops", "this example").rearrange
 
 
 class ConvolutionStem(nn.Module):
@@ -32,21 +28,20 @@ class ConvolutionStem(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.slicing, self.kernel = name, slicing, kernel
-        first, last = split(channels, slicing.tp.size, slicing.tp.index)
+        first, last = layers.split(channels, slicing.tp.size, slicing.tp.index)
         shape, mine = (channels, hidden, kernel), (last - first, hidden, kernel)
-        weight = Piece(
-            f"{name}.convolution.weight", shape, (first, 0, 0), mine, init=Init(std=0.02)
-        )
-        self.weight = parameter(ShardSpec((weight,)), mine)
-        bias = vector(f"{name}.convolution.bias", channels, (first, last))
-        self.bias = parameter(ShardSpec((bias,), decay=False), (last - first,))
+        init = layers.Init(std=0.02)
+        weight = layers.Piece(f"{name}.convolution.weight", shape, (first, 0, 0), mine, init=init)
+        self.weight = layers.parameter(layers.ShardSpec((weight,)), mine)
+        bias = layers.vector(f"{name}.convolution.bias", channels, (first, last))
+        self.bias = layers.parameter(layers.ShardSpec((bias,), decay=False), (last - first,))
         self.down = layers.RowLinear(f"{name}.down", channels, hidden, slicing)
 
     def forward(self, x: Tensor, micro: layers.MicroBatch) -> Tensor:
         # f: a position needs the positions before it
-        whole = rearrange(self.slicing.gather(x), "s b h -> b h s")
-        y = F.conv1d(F.pad(whole, (self.kernel - 1, 0)), self.weight, self.bias)
-        return x + self.down(rearrange(layers.gelu(y), "b c s -> s b c"))
+        full = self.slicing.gather(x).permute(1, 2, 0)  # [s b h] -> [b h s]
+        y = F.conv1d(F.pad(full, (self.kernel - 1, 0)), self.weight, self.bias)
+        return x + self.down(layers.gelu(y).permute(2, 0, 1))  # [b c s] -> [s b c]
 
 
 class ConvolutionModel:
@@ -83,16 +78,12 @@ class ConvolutionModel:
         )
 
 
-def main() -> None:
-    from custom_model import configure, train  # in the same folder
-
-    config, data = configure()
-    topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-    slicing = threed.Slicing(
-        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
-    )
-    train(threed.Engine(ConvolutionModel(config.model, slicing), topology, config), data)
-
+# Defaults of this program; flags override them.
+DEFAULTS = {
+    "model": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128},
+    "train": {"steps": 20, "global_batch": 16},
+    "optim": {"lr": 3e-3, "warmup": 5},
+}
 
 if __name__ == "__main__":
-    main()
+    threed.Trainer.from_command_line(ConvolutionModel, DEFAULTS, about=__doc__ or "").run()

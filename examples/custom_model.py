@@ -10,19 +10,11 @@ ReLU (arXiv 2109.08668). Losses are the same in every topology.
 
 from __future__ import annotations
 
-import sys
-
 from torch import Tensor, nn
 
 import threed
 from threed import layers
-from threed.cli import launch
-from threed.config import Config, ConfigError, ModelConfig
-from threed.config.arguments import format_problems
-from threed.config.program import program_config
-from threed.config.resolution import resolve
-from threed.data import Data, open_data
-from threed.distributed.launcher import world_size
+from threed.config import ModelConfig
 
 # Defaults of this program; flags override them.
 DEFAULTS = {
@@ -68,47 +60,5 @@ class ParallelModel:
         return [embedding, *blocks, head]
 
 
-def configure() -> tuple[Config, Data]:
-    """Returns the checked configuration of the command line, and the data."""
-    world, about = world_size(), sys.modules["__main__"].__doc__ or ""
-    try:
-        config = program_config(
-            sys.argv[1:], prog=sys.argv[0], about=about, defaults=DEFAULTS, world_size=world
-        )
-    except ConfigError as error:
-        sys.exit(launch.refuse(format_problems(error.problems)))
-    d = config.data
-    spelling = {"bos": d.bos, "special_tokens": d.special_tokens}
-    data = open_data(d.path, d.tokenizer, d.split, config.model.seq, config.train.seed, **spelling)
-    return resolve(config, data.vocab, world), data
-
-
-def train(engine: threed.Engine, data: Data) -> None:
-    """Trains for `train.steps` steps and prints the metrics of each."""
-    topology, train = engine.topology, engine.config.train
-    share = train.global_batch // topology.dp  # sequences per step on this data rank
-    for step in range(train.steps):
-        first = step * train.global_batch + topology.axis("dp").index * share
-        metrics = engine.step(data.train.batch(first, share))
-        if topology.rank == 0:
-            print(
-                f"step {metrics.step} loss {metrics.loss:.5f} norm {metrics.grad_norm:.5f}",
-                flush=True,
-            )
-    weights = engine.full_state_dict()  # global names -> full tensors, on rank 0
-    if topology.rank == 0:
-        print(f"{sum(w.numel() for w in weights.values()):,} parameters in {len(weights)} tensors")
-
-
-def main() -> None:
-    config, data = configure()
-    topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-    slicing = threed.Slicing(
-        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
-    )
-    engine = threed.Engine(ParallelModel(config.model, slicing), topology, config)
-    train(engine, data)
-
-
 if __name__ == "__main__":
-    main()
+    threed.Trainer.from_command_line(ParallelModel, DEFAULTS, about=__doc__ or "").run()

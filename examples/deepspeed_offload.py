@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 
 import threed
-from threed.core.packages import needed
 from threed.data import open_data
 
-transformers = needed("transformers", "this example")
+try:
+    import transformers
+except ImportError:
+    sys.exit("this example needs the package transformers: pip install transformers")
 
 STEPS, SEQ = 20, 128
 

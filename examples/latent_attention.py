@@ -15,9 +15,6 @@ from torch import Tensor, nn
 import threed
 from threed import layers
 from threed.config import ModelConfig
-from threed.core.packages import needed
-
-rearrange = needed("einops", "this example").rearrange
 
 
 class LatentAttention(nn.Module):
@@ -66,8 +63,8 @@ class LatentAttention(nn.Module):
 
     def _attend(self, query: Tensor, keys_values: Tensor, turned: Tensor) -> Tensor:
         """query [s b a/t (d+r)], keys and values [s b 2 a/t d], turned [s b r] -> [s b (a/t d)]."""
-        q = rearrange(query, "s b (a d) -> s b a d", d=self.d + self.r)
-        k, v = rearrange(keys_values, "s b (two a d) -> two s b a d", two=2, d=self.d)
+        q = query.unflatten(-1, (-1, self.d + self.r))  # [s b a/t d+r]
+        k, v = keys_values.unflatten(-1, (2, -1, self.d)).unbind(2)  # each [s b a/t d]
         q = torch.cat((q[..., : self.d], layers.rotate(q[..., self.d :], self.theta)), dim=-1)
         one = layers.rotate(turned.unsqueeze(2), self.theta)
         k = torch.cat((k, one.expand(*k.shape[:3], self.r)), dim=-1)
@@ -115,16 +112,12 @@ class LatentModel:
         )
 
 
-def main() -> None:
-    from custom_model import configure, train  # in the same folder
-
-    config, data = configure()
-    topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-    slicing = threed.Slicing(
-        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
-    )
-    train(threed.Engine(LatentModel(config.model, slicing), topology, config), data)
-
+# Defaults of this program; flags override them.
+DEFAULTS = {
+    "model": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128},
+    "train": {"steps": 20, "global_batch": 16},
+    "optim": {"lr": 3e-3, "warmup": 5},
+}
 
 if __name__ == "__main__":
-    main()
+    threed.Trainer.from_command_line(LatentModel, DEFAULTS, about=__doc__ or "").run()

@@ -83,16 +83,12 @@ class SlidingWindow:
         return layers.Block(name, norms, mixing, mlp, slicing)
 
 
-def main() -> None:
-    from custom_model import configure, train  # in the same folder
-
-    config, data = configure()
-    topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-    slicing = threed.Slicing(
-        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
-    )
-    train(threed.Engine(SlidingWindow(config.model, slicing), topology, config), data)
-
+# Defaults of this program; flags override them.
+DEFAULTS = {
+    "model": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128},
+    "train": {"steps": 20, "global_batch": 16},
+    "optim": {"lr": 3e-3, "warmup": 5},
+}
 
 if __name__ == "__main__":
-    main()
+    threed.Trainer.from_command_line(SlidingWindow, DEFAULTS, about=__doc__ or "").run()

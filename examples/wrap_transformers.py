@@ -15,17 +15,12 @@ import sys
 import torch
 
 import threed
-from threed.cli import launch
-from threed.config import ConfigError, ModelConfig
-from threed.config.arguments import format_problems
-from threed.config.program import program_config
-from threed.config.resolution import resolve
-from threed.core.packages import needed
-from threed.data import open_data
-from threed.distributed.launcher import world_size
-from threed.memory.io import SwapError
+from threed.config import ModelConfig
 
-transformers = needed("transformers", "this example")
+try:
+    import transformers
+except ImportError:
+    sys.exit("this example needs the package transformers: pip install transformers")
 
 # Defaults of this program; flags override them. The default of zero.resident would keep all these parameters full.
 DEFAULTS = {
@@ -33,6 +28,7 @@ DEFAULTS = {
     "zero": {"stage": 3, "resident": 1000},
     "train": {"steps": 20, "global_batch": 16},
     "optim": {"lr": 1e-3, "warmup": 5},
+    "run": {"name": "wrap_transformers"},
 }
 
 
@@ -54,41 +50,5 @@ def build_model(c: ModelConfig) -> torch.nn.Module:
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shapes, **no_dropout, **rest))
 
 
-def main() -> None:
-    world = world_size()
-    config = program_config(
-        sys.argv[1:], prog=sys.argv[0], about=__doc__, defaults=DEFAULTS, world_size=world
-    )
-    if config.parallel.pp * config.parallel.tp > 1:
-        raise ConfigError(["a wrapped module is not cut: use --parallel.pp 1 and --parallel.tp 1"])
-    d, train = config.data, config.train
-    spelling = {"bos": d.bos, "special_tokens": d.special_tokens}
-    data = open_data(d.path, d.tokenizer, d.split, config.model.seq, train.seed, **spelling)
-    config = resolve(config, data.vocab, world)
-    model = build_model(config.model)
-    topology = threed.Topology()
-    engine = threed.Engine(model, topology, config)
-    share = train.global_batch // topology.dp  # sequences per step on this rank
-    for step in range(train.steps):
-        tokens = data.train.batch(step * train.global_batch + topology.rank * share, share)[
-            "tokens"
-        ]
-        # the model shifts the labels itself
-        metrics = engine.step({"input_ids": tokens, "labels": tokens})
-        if topology.rank == 0:
-            print(
-                f"step {metrics.step} loss {metrics.loss:.5f} norm {metrics.grad_norm:.5f}",
-                flush=True,
-            )
-    weights = engine.full_state_dict()  # the module's own names -> full tensors, on rank 0
-    if topology.rank == 0:
-        print(f"{sum(w.numel() for w in weights.values()):,} parameters in {len(weights)} tensors")
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        sys.exit(launch.refuse(format_problems(error.problems)))
-    except SwapError as error:  # an error of the drive
-        sys.exit(str(error))
+    threed.Trainer.from_command_line(build_model, DEFAULTS, about=__doc__ or "").run()

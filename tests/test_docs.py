@@ -400,41 +400,42 @@ def test_the_changelog_keeps_its_form() -> None:
 # ------------------------------------------------------------------------------------------------------ the examples
 
 
-def run_example(folder: Path, *flags: str, ranks: int = 1, example: Path = EXAMPLE) -> list[str]:
-    """The lines that an example prints."""
+def run_example(
+    folder: Path, name: str, *flags: str, ranks: int = 1, example: Path = EXAMPLE
+) -> tuple[str, list[float]]:
+    """The line about the model that an example prints, and the loss and gradient norm of each step."""
     (folder / "text.txt").write_text(
         "".join(f"the square of {n} is {n * n}\n" for n in range(2000))
     )
-    small = "--data.path text.txt --train.steps 3 --train.global-batch 8 --model.hidden 32 --model.seq 32".split()
+    small = (
+        "--data.path text.txt --train.steps 3 --train.global-batch 8 --model.hidden 32 --model.seq 32 --optim.warmup 2"
+        " --log.every 1 --log.wandb off --train.sample-tokens 0 --train.eval-samples 4"
+    ).split()
     done = run_script(
-        ranks, [str(example), *small, *flags], folder, {**os.environ, "THREED_CACHE": str(folder)}
-    )
+        ranks, [str(example), *small, "--run.name", name, *flags], folder,
+        {**os.environ, "THREED_CACHE": str(folder)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if line]
+    (model,) = (line for line in done.stdout.splitlines() if line.startswith("model "))
+    rows = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    return model, [row[key] for row in rows for key in ("train/loss", "train/grad_norm")]
 
 
 def test_the_example_trains_the_same_on_one_rank_and_on_two(tmp_path: Path) -> None:
-    alone = run_example(tmp_path)
-    assert len(alone) == 4
-    assert alone[0].startswith("step 1 loss 5.5")
-    cut = run_example(tmp_path, "--parallel.tp", "2", ranks=2)
-    assert [line.split()[:2] for line in cut] == [line.split()[:2] for line in alone]
-    for mine, theirs in zip(numbers(cut[:3]), numbers(alone[:3]), strict=True):
-        assert mine == pytest.approx(theirs, abs=2e-5)  # fp32, printed with five decimals
-    assert cut[3] == alone[3]
+    model, alone = run_example(tmp_path, "alone")
+    assert len(alone) == 6
+    assert 5.5 <= alone[0] < 5.6
+    again, cut = run_example(tmp_path, "cut", "--parallel.tp", "2", ranks=2)
+    assert cut == pytest.approx(alone, abs=2e-5)  # fp32
+    assert again == model
 
 
 def test_a_transformers_model_trains_the_same_on_one_rank_and_on_two(tmp_path: Path) -> None:
-    alone = run_example(tmp_path, example=WRAPPING)
-    assert len(alone) == 4
-    assert alone[0].startswith("step 1 loss 5.")
-    sliced = run_example(tmp_path, "--train.micro-batch", "4", ranks=2, example=WRAPPING)
-    assert [line.split()[:2] for line in sliced] == [line.split()[:2] for line in alone]
-    # fp32, printed with five decimals
-    assert numbers(sliced[:3]) == pytest.approx(numbers(alone[:3]), abs=2e-5)
-    assert sliced[3] == alone[3]
-
-
-def numbers(lines: list[str]) -> list[float]:
-    """Loss and norm of each line."""
-    return [float(line.split()[i]) for line in lines for i in (3, 5)]
+    model, alone = run_example(tmp_path, "alone", example=WRAPPING)
+    assert len(alone) == 6
+    assert 5 <= alone[0] < 6
+    again, sliced = run_example(
+        tmp_path, "sliced", "--train.micro-batch", "4", ranks=2, example=WRAPPING
+    )
+    assert sliced == pytest.approx(alone, abs=2e-5)  # fp32
+    assert again == model

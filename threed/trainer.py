@@ -1,6 +1,7 @@
 """The trainer: claims the run folder, resumes, trains an engine on data, writes the final report.
 
-    Trainer(engine, data, command).run()
+    Trainer(engine, data).run()
+    Trainer.from_command_line(MyModel).run()        # a program with all flags of `threed train`
 
 Every rank runs the same loop. Logging, evaluation, checkpoints and profiles are callbacks around
 each step (`threed.training`). Only rank 0 writes metrics, figures and notes.
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -19,16 +22,26 @@ from torch import Tensor
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
-from threed.config.arguments import to_toml
-from threed.data import Data
+from threed.config import Config, ConfigError
+from threed.config.arguments import format_problems, to_toml
+from threed.config.checks import find_problems
+from threed.config.program import program_config
+from threed.config.resolution import resolve
+from threed.core.source import name_of, names_model
+from threed.data import Data, open_data
 from threed.data.prefetch import Prefetcher
 from threed.distributed import collectives
-from threed.engine import LayeredEngine, StepMetrics
+from threed.distributed.launcher import world_size
+from threed.distributed.topology import TIMEOUT, Topology
+from threed.engine import Engine, StepMetrics
 from threed.interop.huggingface.folder import is_hf_folder
+from threed.interop.loading import build_engine
+from threed.models import Decoder, Wrapped
 from threed.monitor import Monitor
 from threed.planner.forecast import Forecast
 from threed.reliability import preemption
 from threed.reliability.elastic import Memory, resume
+from threed.reliability.failure import refuse
 from threed.reliability.ownership import Owner, owned, probe
 from threed.reliability.preemption import Preempted, Stop
 from threed.reliability.supervision import Supervision
@@ -44,33 +57,48 @@ from threed.zero.setup import describe_rate
 
 # Seconds that a rank has to complete in-memory checkpoints after another rank has failed.
 BEFORE_EXIT_S = 5.0
+GRACE_S = 60  # seconds: process groups time out this much later than the watchdog
 
 
 class Trainer:
-    """Trains an engine on data as configured.
+    """Trains a model on text: a run with its folder, metrics, evaluation, checkpoints and report.
 
-    Resumes from the newest checkpoint of the run folder, runs all steps, and writes metrics,
-    checkpoints, figures and the final report to the run folder.
+    A trainer for a custom model is created from a command line or from a configuration. Both build
+    data, topology, model and engine. The model is a class or function as for `threed train
+    FILE.py:MODEL` (docs/guide/own_models.md):
+
+        trainer = threed.Trainer.from_command_line(MyModel)             # accepts every flag
+        trainer = threed.Trainer.from_config(config, MyModel)
+        trainer.run()
+
+    `run` resumes from the newest checkpoint in the run folder, trains up to `train.steps`, and
+    writes metrics.jsonl, wandb, checkpoints, figures and the final report as configured.
 
     Args:
         engine: the engine; its configuration names the run folder and the number of steps.
-        data: training and validation data.
+        data: training and validation data, such as `threed.data.open_data` returns.
         command: words of the command line after torchrun, for the hint on how to resume; by
             default the arguments of this process.
-        forecast: memory and time forecast of the run, used on rank 0; computed if None.
+        forecast: memory and time forecast of the run, used on rank 0; by default it is computed
+            for the model of the engine's configuration.
         interrupted: event that is set when the user interrupts the run.
         callbacks: additional callbacks (`threed.training.Callback`). In each step they are called
             before the step's metrics are written, so that they can add metrics.
 
-    Example::
+    Attributes:
+        engine: the engine.
+        data: the data.
+        config: the resolved configuration of the engine.
+        topology: the ranks of the engine.
+        folder: the run folder.
 
-        engine = threed.Engine(model, topology, config)
-        threed.Trainer(engine, data).run()
+    Raises:
+        ConfigError: if the engine's configuration names another model than the engine has.
     """
 
     def __init__(
         self,
-        engine: LayeredEngine,
+        engine: Engine,
         data: Data,
         command: Sequence[str] | None = None,
         forecast: Forecast | None = None,
@@ -83,12 +111,96 @@ class Trainer:
         self.interrupted, self.callbacks = interrupted, callbacks
         self.world = self.topology.axis("world")
         self.folder = Path(self.config.run.dir or "runs")
+        _check_model(engine)
         if self.topology.rank != 0:
             forecast = None
         elif forecast is None:
             division = engine.blueprint.pipeline.division
             forecast = Forecast.of(self.config, self.topology.world, division=division)
         self.forecast = forecast
+
+    @classmethod
+    def from_config(
+        cls, config: Config, model: Callable[..., Any] | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> Trainer:  # fmt: skip
+        """Opens the data, and builds topology, model and engine of a configuration. Collective.
+
+        Args:
+            config: the configuration; derived keys may be missing.
+            model: class or function at the top level of a file, with the parameters (config,
+                slicing), (config) or (): a `ModelConfig` and a `Slicing`. By default the model of
+                `config.model.arch`.
+            callbacks: additional callbacks.
+
+        Returns:
+            The trainer.
+
+        Raises:
+            ConfigError: if the configuration is invalid, or if data or model cannot be built.
+
+        Example::
+
+            config = threed.Config(train={"steps": 100}, data={"path": "text.txt"})
+            threed.Trainer.from_config(config, MyModel).run()
+        """
+        world = world_size()
+        try:
+            if model is not None:
+                arch = {"arch": name_of(model)}
+                config = config.model_copy(update={"model": config.model.model_copy(update=arch)})
+            if problems := find_problems(config, world):
+                raise ConfigError(problems)
+            data = open_configured(config)
+        except (ValueError, OSError) as error:
+            problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+            raise ConfigError(problems) from None
+        engine = start_engine(resolve(config, data.vocab, world))
+        return cls(engine, data, callbacks=callbacks)
+
+    @classmethod
+    def from_command_line(
+        cls, model: Callable[..., Any] | None = None,
+        defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), *, about: str = "",
+        callbacks: Sequence[Callback] = (),
+    ) -> Trainer:  # fmt: skip
+        """Creates a trainer from the flags of this program. Collective.
+
+        The program accepts every flag of `threed train`. With `--help` it prints `about` and all
+        flags, and exits with code 0. If flags, data or model are invalid, it prints all problems
+        once per machine, and exits with code 2.
+
+        Args:
+            model: see `from_config`.
+            defaults: defaults of this program, {group: {key: value}}, which flags override.
+            about: description of the program for `--help`.
+            callbacks: additional callbacks.
+
+        Returns:
+            The trainer.
+
+        Raises:
+            SystemExit: after `--help`, or if something is invalid.
+
+        Example::
+
+            if __name__ == "__main__":
+                threed.Trainer.from_command_line(MyModel, {"model": {"layers": 4}}).run()
+        """
+        groups = {group: dict(keys) for group, keys in defaults.items()}
+        try:
+            if model is not None:
+                groups.setdefault("model", {})["arch"] = name_of(model)
+            config = program_config(
+                sys.argv[1:],
+                prog=sys.argv[0],
+                about=about,
+                defaults=groups,
+                world_size=world_size(),
+            )
+            return cls.from_config(config, model, callbacks)
+        except ConfigError as error:
+            raise SystemExit(refuse(format_problems(error.problems))) from None
 
     def run(self) -> None:
         """Trains up to the last step. Collective.
@@ -184,6 +296,36 @@ class Trainer:
             return [*lines, f"started from the weights of {path}; optimizer moments are zero"]
         source = start.extra.get("resumed", path)
         return lines if source is None else [*lines, f"resumed    {source}"]
+
+
+def open_configured(config: Config) -> Data:
+    """Opens the data of a configuration.
+
+    Raises:
+        ValueError, OSError: if the data cannot be read.
+    """
+    d = config.data
+    return open_data(
+        d.path, d.tokenizer, d.split, config.model.seq, config.train.seed,
+        bos=d.bos, special_tokens=d.special_tokens,
+    )  # fmt: skip
+
+
+def start_engine(config: Config) -> Engine:
+    """Creates the process groups of a resolved configuration, its model and engine. Collective."""
+    p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
+    # At least TIMEOUT, because the watchdog does not watch loading and the end of a run.
+    topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
+    return build_engine(config, topology)
+
+
+def _check_model(engine: Engine) -> None:
+    """Raises ConfigError if an engine has a custom model that its configuration does not name."""
+    arch, model = engine.config.model.arch, engine.model
+    if not names_model(arch) and not isinstance(model, Decoder):
+        fix = "create the trainer by Trainer.from_config(config, MODEL)"
+        name = type(model.module if isinstance(model, Wrapped) else model).__name__
+        raise ConfigError([f"the model is a {name}, but model.arch is {arch}: {fix}"])
 
 
 class Loop:

@@ -212,8 +212,8 @@ def test_without_optional_packages_runs_work_and_what_needs_one_names_it(tmp_pat
         TOOLS | words,
     )
     needs = {
-        "export": "tokenizers", "tokens": "tokenizers", "examples/convolution_stem.py": "einops",
-        "examples/latent_attention.py": "einops", "examples/wrap_transformers.py": "transformers",
+        "export": "tokenizers", "tokens": "tokenizers",
+        "examples/wrap_transformers.py": "transformers",
         "examples/deepspeed_offload.py": "transformers",
     }  # fmt: skip
     fails = {*needs, "verify a model"}  # there is no such file

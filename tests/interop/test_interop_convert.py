@@ -71,7 +71,7 @@ def test_convert_refuses_with_the_fix(step: Path, tmp_path: Path) -> None:
     (tmp_path / "full" / "file").touch()
     for src, dst, options, problem in [
         (step, "back", {"to": "native"}, "is a native checkpoint already"),
-        (run, "x", {}, "did you mean .*checkpoints/step-2"),
+        (step, "x", {"to": "safetensors", "tokenizer": "none"}, "leave it out"),
         (run / "checkpoints", "x", {}, "did you mean .*checkpoints/step-2"),
         (tmp_path / "empty", "x", {}, "neither manifest.json nor config.json"),
         (tmp_path / "nowhere", "x", {}, "nowhere does not exist"),
@@ -90,7 +90,9 @@ def test_convert_refuses_with_the_fix(step: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=problem):
             convert(src, tmp_path / dst, **options)
     assert not (tmp_path / "x").exists()
-    assert (convert(step, tmp_path / "empty") / "config.json").is_file()
+    assert (
+        convert(run, tmp_path / "empty") / "config.json"
+    ).is_file()  # the run's newest checkpoint
 
 
 def test_all_that_take_a_checkpoint_say_which_one_was_meant(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
 
+from tests.harness import run_script
 from tests.training.test_pretrain import environment
+from threed.config import ModelConfig
+from threed.core import source
 
 MODEL = """
 import torch
@@ -47,9 +51,38 @@ class NoModel:
         pass
 
 
+class Other:
+    def __init__(self, hidden, layers, heads):
+        pass
+
+
+class Raises:
+    def __init__(self, config):
+        raise ValueError("an odd width")
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(config.vocab, config.hidden)
+        self.lstm = torch.nn.LSTM(config.hidden, config.hidden, config.layers, batch_first=True)
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.head = torch.nn.Linear(config.hidden, config.vocab)
+
+    def forward(self, tokens):
+        return {"logits": self.scale * self.head(self.lstm(self.embedding(tokens))[0])}
+
+
+class Pooled(Recurrent):
+    def forward(self, tokens):
+        return super().forward(tokens)["logits"].mean(1)
+
+
 if __name__ == "__main__":
-    engine = threed.load("runs/one", build=Parallel)
-    print(engine.steps, sum(p.numel() for p in engine.full_state_dict().values()))
+    full = [threed.load(path, build=Parallel) for path in ("runs/one", "exported")]
+    (trained, weights), (exported, read) = ((e.steps, e.full_state_dict()) for e in full)
+    assert all(torch.equal(weights[name], read[name].to(weights[name])) for name in weights)
+    print(trained, exported, sum(p.numel() for p in weights.values()))
 """
 FLAGS = (
     "--model.layers 3 --model.hidden 32 --model.heads 4 --model.seq 32 --train.global-batch 8 --log.every 1"
@@ -67,15 +100,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def threed(folder: Path, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
-    launcher = (
-        ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-        if ranks > 1
-        else []
-    )
-    command = [sys.executable, "-m", *launcher, "threed", *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300
-    )
+    return run_script(ranks, ["-m", "threed", *words], folder, environment(folder))
 
 
 def losses(folder: Path, name: str) -> list[float]:
@@ -84,32 +109,51 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 def test_a_custom_model_trains_resumes_and_loads_in_any_topology(folder: Path) -> None:
+    """On 1 rank and on 2 × 2, with wandb; resumed from 1 to 2 ranks and from 4 to 1; exported and loaded."""
+    part, split = "--train.stop-after 3", "--parallel.tp 2 --parallel.pp 2"
     for name, ranks, more in (
-        ("one", 1, "--train.steps 3 --log.wandb offline"),
-        ("four", 4, "--train.steps 6 --log.wandb off --parallel.tp 2 --parallel.pp 2 --preset tiny"),
-        ("one", 2, "--train.steps 6 --log.wandb off --zero.stage 3"),
-    ):  # fmt: skip
-        done = threed(
-            folder, ranks, "train", "mine.py:Parallel", "--run.name", name, *more.split(), *FLAGS
-        )
+        ("one", 1, f"{part} --log.wandb offline"),
+        ("four", 4, f"{part} --log.wandb offline {split}"),
+        ("one", 2, "--log.wandb off --zero.stage 3"),
+        ("four", 1, "--log.wandb off"),
+    ):
+        words = ["--run.name", name, "--train.steps", "6", *more.split(), *FLAGS]
+        done = threed(folder, ranks, "train", "mine.py:Parallel", *words)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "model      Parallel, " in done.stdout
         assert "-m threed train mine.py:Parallel --run.name" in done.stdout.splitlines()[-1]
-    # the learning rate of the first three steps is that of a run of three steps
-    assert losses(folder, "one")[0] == pytest.approx(losses(folder, "four")[0], abs=1e-9)
-    assert len(losses(folder, "one")) == len(losses(folder, "four")) == 6
-    assert list((folder / "runs" / "one" / "wandb").iterdir())
-    loaded = subprocess.run(
-        [sys.executable, "mine.py"], cwd=folder, env=environment(folder), capture_output=True, text=True
-    )  # fmt: skip
-    assert loaded.stdout.startswith("6 "), loaded.stdout + loaded.stderr
+    assert len(losses(folder, "one")) == 6
+    assert losses(folder, "four") == pytest.approx(losses(folder, "one"), abs=1e-9)  # fp64
+    for name in ("one", "four"):
+        assert list((folder / "runs" / name / "wandb").iterdir())
+    assert threed(folder, 1, "convert", "runs/one", "exported", "--dtype", "fp32").returncode == 0
+    refused = threed(folder, 1, "convert", "runs/one", "hf", "--to", "hf")
+    assert "mine.py:Parallel, for which Hugging Face has no layout" in refused.stderr
+    with safe_open(folder / "exported" / "model.safetensors", framework="pt") as file:
+        assert "blocks.2.attention.query.weight" in file.keys()  # noqa: SIM118 (not a mapping)
+    text = (folder / "mine.py").read_text().replace(".to(weights[name])", "")
+    (folder / "mine.py").write_text(
+        text.replace("torch.equal(", "torch.allclose(")
+    )  # fp64 and fp32
+    loaded = run_script(1, ["mine.py"], folder, environment(folder))
+    assert loaded.stdout.startswith("6 0 "), loaded.stdout + loaded.stderr
 
 
-def test_losses_of_a_custom_model_are_those_of_one_process(folder: Path) -> None:
-    words = ["train", "mine.py:Parallel", *FLAGS, "--train.steps", "3", "--log.wandb", "off"]
-    threed(folder, 1, *words, "--run.name", "one")
-    threed(folder, 4, *words, "--run.name", "four", "--parallel.tp", "2", "--parallel.pp", "2")
-    assert losses(folder, "four") == pytest.approx(losses(folder, "one"), abs=1e-9)
+def test_a_module_trains_on_data_ranks_and_is_exported(folder: Path) -> None:
+    words = [*FLAGS, "--train.steps", "3", "--log.wandb", "off"]
+    for name, ranks, more in (("one", 1, ""), ("two", 2, "--zero.stage 3 --zero.resident 0")):
+        done = threed(
+            folder, ranks, "train", "mine.py:Recurrent", *words, "--run.name", name, *more.split()
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "the model writes:\ndef " in done.stdout
+        assert "UserWarning" not in done.stderr
+    assert losses(folder, "two") == pytest.approx(losses(folder, "one"), abs=1e-9)  # fp64
+    assert threed(folder, 1, "convert", "runs/two", "exported").returncode == 0
+    module = source.load(str(folder / "mine.py")).Recurrent(
+        ModelConfig(layers=3, hidden=32, vocab=257)
+    )
+    module.double().load_state_dict(load_file(folder / "exported" / "model.safetensors"))
 
 
 def test_a_run_goes_on_after_its_file_moved(folder: Path) -> None:
@@ -129,22 +173,31 @@ def test_the_file_that_a_checkpoint_names_is_not_imported(folder: Path) -> None:
     words = [*FLAGS, "--log.wandb", "off", "--run.name", "one", "--train.steps", "3"]
     assert threed(folder, 1, "train", "mine.py:Parallel", *words).returncode == 0
     (folder / "mine.py").write_text("open('imported', 'w')")
+    (folder / "load.py").write_text("import threed; threed.load('runs/one')")
     step = "runs/one/checkpoints/step-3"
     for command in (
         ["-m", "threed", "convert", step, "out"],
         ["-m", "threed", "plan", "--checkpoint.resume", step],
         ["-m", "threed", "train", "gpt", "--checkpoint.resume", step, *FLAGS],
-        ["-c", "import threed; threed.load('runs/one')"],
+        ["load.py"],
     ):
-        subprocess.run(
-            [sys.executable, *command], cwd=folder, env=environment(folder), capture_output=True
-        )  # fmt: skip
+        run_script(1, command, folder, environment(folder))
         assert not (folder / "imported").exists(), command
 
 
 def test_plan_knows_a_custom_model(folder: Path) -> None:
     done = threed(
-        folder, 1, "plan", "mine.py:Parallel", *FLAGS, "--parallel.pp", "2", "--world-size", "4"
+        folder,
+        1,
+        "plan",
+        "mine.py:Parallel",
+        *FLAGS,
+        "--preset",
+        "tiny",
+        "--parallel.pp",
+        "2",
+        "--world-size",
+        "4",
     )
     assert "model      Parallel, " in done.stdout, done.stderr
     assert "ranks      pp 2 × dp 2" in done.stdout
@@ -153,16 +206,28 @@ def test_plan_knows_a_custom_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "more", "message"),
     [
-        ("mine.py:Missing", "", "mine.py has no 'Missing' to call; its classes are Block, Parallel, NoModel"),
+        ("mine.py:Missing", "", "mine.py has no 'Missing' to call; its classes are Block, Parallel, NoModel, "),
         ("gone.py:Parallel", "", "gone.py: no such file"),
-        ("mine.py:NoModel", "", "returned a NoModel: return an object with `layers()`"),
+        ("mine.py:NoModel", "", "returned a NoModel without `layers`, `hidden`, `slicing`: return an object with `la"),
+        ("mine.py:Other", "", "Other(hidden, layers, heads) of mine.py cannot be called as Other(config, slicing) or"),
+        ("mine.py:Pooled", "", "Pooled returned (2, 257) for token ids (2, 32): its forward must take token ids"),
+        ("mine.py:Recurrent", "--parallel.tp 2 --world-size 2", "Recurrent cannot be split by pp 1 or tp 2: build it"),
+        ("mine.py:Recurrent", "--parallel.pp 2 --world-size 2", "Recurrent cannot be split by pp 2 or tp 1: build it"),
+        ("mine.py:Recurrent", "--recompute.mode full", "Recurrent has no gradient_checkpointing_enable()"),
         ("mine.py:Parallel", "--checkpoint.export-hf true", "the Hugging Face layout cannot express that"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_in_one_line(
     folder: Path, target: str, more: str, message: str
 ) -> None:
-    done = threed(folder, 1, "plan", target, *FLAGS, *more.split(), "--world-size", "1")
+    done = threed(folder, 1, "plan", target, *FLAGS, "--world-size", "1", *more.split())
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_error_in_the_constructor_keeps_its_traceback(folder: Path) -> None:
+    done = threed(folder, 1, "plan", "mine.py:Raises", *FLAGS)
+    assert done.returncode == 1
+    assert 'mine.py", line ' in done.stderr
+    assert "ValueError: an odd width" in done.stderr

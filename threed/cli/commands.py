@@ -190,6 +190,7 @@ def _tokenize(a: argparse.Namespace) -> None:
 
 
 def _convert(a: argparse.Namespace) -> None:
+    from threed.checkpoint.manifest import MANIFEST
     from threed.interop.convert import convert, kind_of
 
     options = {"allow_pickle": a.allow_pickle, "config": a.config}
@@ -199,7 +200,7 @@ def _convert(a: argparse.Namespace) -> None:
     for note in notes:
         print(f"threed convert: {note.message}", file=sys.stderr)
     print(made)
-    if (kind_of(Path(a.src), a.allow_pickle), kind_of(made)) == ("hf", "native"):
+    if (made / MANIFEST).is_file() and kind_of(a.src, a.allow_pickle) == "hf":
         print("only weights: a run starts from them at step 0, with optimizer states of zero")
 
 

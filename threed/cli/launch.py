@@ -15,10 +15,8 @@ import os
 import platform
 import shlex
 import signal
-import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 from threed.checkpoint import native
@@ -32,8 +30,8 @@ from threed.config.renames import report_renames
 from threed.config.resolution import resolve
 from threed.core import device
 from threed.core.disk import is_unwritable, why
-from threed.core.source import names_model
-from threed.data import Data, open_data
+from threed.core.source import is_foreign, names_model
+from threed.data import Data
 from threed.data.dataset import find_problems as find_data_problems
 from threed.distributed import collectives
 from threed.distributed.launcher import (
@@ -43,26 +41,22 @@ from threed.distributed.launcher import (
     join,
     without_srun,
 )
-from threed.distributed.topology import TIMEOUT, Topology
 from threed.interop import pretrained
 from threed.interop.huggingface.folder import is_hf_folder
-from threed.interop.loading import build_engine
 from threed.memory.io import SwapError
 from threed.planner.forecast import Forecast, checkpoint_bytes
 from threed.reliability import recheck
-from threed.reliability.failure import LostContact, wait_for_first_rank, write_error_file
+from threed.reliability.failure import LostContact, refuse
 from threed.reliability.preemption import PREEMPTED, Preempted
-from threed.trainer import Trainer
+from threed.trainer import Trainer, open_configured, start_engine
 from threed.zero.replicas import ReplicaError
 from threed.zero.step_metrics import BadStepsError
-
-GRACE_S = 60  # seconds: process groups time out this much later than the watchdog
-
 
 # Errors that all ranks raise together, and that end a run with a message instead of a traceback.
 # For each type: the exit code, and whether the message includes the command that resumes the run.
 ENDINGS: dict[type[Exception], tuple[int, bool]] = {
     CheckpointError: (2, False),
+    ConfigError: (2, False),
     RunFolderError: (2, False),
     BadStepsError: (2, True),
     ReplicaError: (2, True),
@@ -190,13 +184,10 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise SIGINT is ignored
         signal.signal(signal.SIGINT, interrupt)
-    p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
     if config.run.recheck_bad_steps:
         recheck.configure_cublas()
     try:
-        # At least TIMEOUT, because the watchdog does not watch loading and the end of a run.
-        topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
-        Trainer(build_engine(config, topology), data, command, forecast, interrupted).run()
+        Trainer(start_engine(config), data, command, forecast, interrupted).run()
     except RuntimeError:
         # If a peer was interrupted, collectives fail here, and this rank's own interrupt may follow
         # within a moment. The event is checked, because autograd loses a KeyboardInterrupt that is
@@ -270,32 +261,9 @@ def _print_once(text: str) -> int:
     return 0
 
 
-def refuse(text: str, code: int = 2, shared: bool = True) -> int:
-    """Prints why this process ends, and writes it to torchrun's error file. Returns `code`.
-
-    A launcher ends all ranks of a machine when the first one ends. So the other ranks wait until
-    local rank 0 has printed the message.
-
-    Args:
-        text: message to print.
-        code: exit code to return.
-        shared: whether all ranks of the machine end for this reason.
-    """
-    if shared and _local_rank() > 0:
-        wait_for_first_rank()
-    else:
-        print(text, file=sys.stderr, flush=True)
-    write_error_file(" ".join(text.split()))
-    return code
-
-
 def _open(config: Config) -> Data:
-    d = config.data
     try:
-        return open_data(
-            d.path, d.tokenizer, d.split, config.model.seq, config.train.seed,
-            bos=d.bos, special_tokens=d.special_tokens,
-        )  # fmt: skip
+        return open_configured(config)
     except (ValueError, OSError) as error:
         raise ConfigError([str(error)]) from None
 
@@ -320,7 +288,11 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
         config = config.model_copy(update={"parallel": parallel})
     try:
         return Forecast.of(config, world)
+    except ConfigError:
+        raise
     except ValueError as error:
+        if is_foreign(error, Path(__file__).parents[1]):  # raised by the code of a custom model
+            raise
         raise ConfigError([str(error)]) from None
 
 

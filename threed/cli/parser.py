@@ -168,8 +168,8 @@ def _convert(add: Add) -> None:
     text = "step-N folder, Hugging Face folder, or checkpoint of DeepSpeed or Megatron"
     add("src", type=path, metavar="SRC", help=text)
     add("dst", type=path, metavar="DST", help="folder to write; must not exist yet")
-    text = "format of DST (default: hf if SRC is native, else native)"
-    add("--to", choices=["native", "hf"], help=text)
+    text = "format of DST (default: native, or hf if SRC is native; safetensors for a custom model)"
+    add("--to", choices=["native", "hf", "safetensors"], help=text)
     text = (
         "bytes, a folder, a tokenizer.json, or none (default: the tokenizer of the folder or run)"
     )

@@ -6,6 +6,8 @@ import contextlib
 import importlib.util
 import inspect
 import sys
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,15 +17,18 @@ from typing import Any
 def load(file: str) -> ModuleType:
     """Imports a Python file as a module and returns the module.
 
-    Adds the file's folder to `sys.path`. During the import standard output goes to standard error.
+    If the file is the running program, returns this module. Otherwise adds the file's folder to
+    `sys.path`. During the import standard output goes to standard error.
 
     Raises:
         ValueError: if the file does not exist or cannot be imported.
     """
     path = Path(file).resolve()
     name = f"threed_user_{path.stem}"
-    if name in sys.modules and sys.modules[name].__file__ == str(path):
-        return sys.modules[name]
+    # The file may be the running program, which must not be imported again.
+    for known in (name, "__main__"):
+        if known in sys.modules and getattr(sys.modules[known], "__file__", None) == str(path):
+            return sys.modules[known]
     if not path.is_file():
         raise ValueError(f"{file}: no such file")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -48,6 +53,51 @@ def load(file: str) -> ModuleType:
     return module
 
 
+MODEL = ("config", "slicing")  # arguments of a model class
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
+def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
+    """Returns the number of arguments with which an object of the user is called.
+
+    It may take fewer arguments than there are: an argument is passed if the object's parameter at
+    its place has no default value, or has the argument's name.
+
+    Args:
+        found: the class or function.
+        given: names of the arguments.
+        file: the file of the object, for the message.
+
+    Raises:
+        ValueError: if the object needs other arguments.
+    """
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # a callable of C code may have no signature
+        return len(given)
+    takes = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in takes):
+        return len(given)
+    wanted = [p.default is p.empty or p.name == n for p, n in zip(takes, given, strict=False)]
+    count = wanted.index(False) if False in wanted else len(wanted)
+    try:
+        signature.bind(*given[:count])
+    except TypeError:
+        name = getattr(found, "__name__", type(found).__name__)
+        forms = [f"{name}({', '.join(given[:n])})" for n in range(len(given), -1, -1)]
+        where = f" of {file}" * bool(file)
+        plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        raise ValueError(
+            f"{name}{inspect.Signature(plain)}{where} cannot be called as {' or '.join(forms)}: give all other"
+            " parameters default values"
+        ) from None
+    return count
+
+
 @dataclass(frozen=True)
 class Source:
     """A callable object of a Python file. The file is imported at the first call in a process.
@@ -55,13 +105,28 @@ class Source:
     Attributes:
         file: path of the file.
         name: name of the object in it.
+        given: names of the arguments, of which the object may take fewer (`count_arguments`).
     """
 
     file: str
     name: str
+    given: tuple[str, ...]
 
     def __call__(self, *args: Any) -> Any:
-        return getattr(load(self.file), self.name)(*args)
+        return self.found(*args[: self.count()])
+
+    @property
+    def found(self) -> Any:
+        """The object."""
+        return getattr(load(self.file), self.name)
+
+    def count(self) -> int:
+        """Returns the number of arguments of a call.
+
+        Raises:
+            ValueError: if the object needs other arguments.
+        """
+        return count_arguments(self.found, self.given, self.file)
 
 
 def names_model(text: str) -> bool:
@@ -74,13 +139,14 @@ def find_model(target: str) -> Source:
 
     Args:
         target: FILE.py:NAME. NAME is a class or function; it will be called with a `ModelConfig`
-            and a `Slicing`.
+            and a `Slicing`, with a `ModelConfig`, or without arguments.
 
     Returns:
         The class or function as a `Source`.
 
     Raises:
-        ValueError: if the file cannot be imported, or the object does not exist or is not callable.
+        ValueError: if the file cannot be imported, or the object does not exist, is not callable,
+            or needs other arguments.
     """
     file, _, name = target.rpartition(":")
     if not names_model(target):
@@ -91,10 +157,40 @@ def find_model(target: str) -> Source:
         classes = {n: v for n, v in vars(module).items() if inspect.isclass(v)}
         own = ", ".join(n for n, v in classes.items() if v.__module__ == module.__name__)
         raise ValueError(f"{file} has no {name!r} to call; its classes are {own or 'none'}")
-    return Source(file, name)
+    source = Source(file, name, MODEL)
+    source.count()
+    return source
+
+
+def name_of(model: Any) -> str:
+    """Returns the text FILE.py:NAME of a class or function.
+
+    Raises:
+        ValueError: if it is not defined at the top level of a file.
+    """
+    name = getattr(model, "__qualname__", "")
+    try:
+        file = inspect.getsourcefile(model)
+    except TypeError:
+        file = None
+    if file is None or not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"{name or model!r} is not a class or function at the top level of a file")
+    return f"{Path(file).resolve()}:{name}"
 
 
 def find_batch(target: str) -> Source | None:
     """Returns the function `batch` of the file in FILE.py:NAME, or None if the file has none."""
     file = target.rpartition(":")[0]
-    return Source(file, "batch") if callable(getattr(load(file), "batch", None)) else None
+    has_one = callable(getattr(load(file), "batch", None))
+    return Source(file, "batch", ("config", "step")) if has_one else None
+
+
+def is_foreign(error: BaseException, package: Path) -> bool:
+    """Returns whether an error was raised outside of a package, such as in a user's file.
+
+    Args:
+        error: the error, with its traceback.
+        package: the folder of the package.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and package not in Path(frames[-1].filename).parents

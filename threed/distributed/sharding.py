@@ -123,7 +123,15 @@ def parameter(spec: ShardSpec, shape: Sequence[int]) -> nn.Parameter:
 
 
 def attach(param: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
-    """Sets the record of a parameter; returns the parameter."""
+    """Sets the sharding record of a parameter that was created without one.
+
+    Args:
+        param: this rank's shard.
+        spec: its sharding record.
+
+    Returns:
+        `param`.
+    """
     param.spec = spec  # type: ignore[attr-defined]
     return param
 
@@ -168,7 +176,7 @@ def spec_of(param: Tensor) -> ShardSpec:
     spec = getattr(param, "spec", None)
     if spec is None:
         raise TypeError(
-            "a parameter without a sharding record: build it with threed.layers or sharding.parameter"
+            "a parameter without a sharding record: build it with threed.layers or layers.parameter"
         )
     return cast(ShardSpec, spec)
 

@@ -1,6 +1,7 @@
 """Conversion between checkpoint formats; implements `threed convert SRC DST`.
 
     convert("runs/gpt/checkpoints/step-200", "gpt", dtype="bf16")  # native -> Hugging Face
+    convert("runs/mine", "mine")                                   # a custom model -> safetensors
     convert("Llama-3.1-8B", "llama")                               # Hugging Face -> native, weights
     convert("Llama-3.1-8B", "llama-fp16", dtype="fp16", to="hf")   # new dtype, files up to 5 GB
     convert("zero/global_step100", "llama", allow_pickle=True)     # DeepSpeed, with moments
@@ -16,6 +17,8 @@ from typing import Any
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.retention import candidates
+from threed.core.source import names_model
 from threed.data.tokenizer import Tokenizer, TokenizerJson, load_tokenizer
 from threed.data.tokenizer_files import TokenizerFiles, find_files, folder_files
 from threed.interop.deepspeed.checkpoint import DeepSpeedCheckpoint, step_folder
@@ -25,6 +28,7 @@ from threed.interop.huggingface.folder import CONFIG, HFFolder, has_weights, is_
 from threed.interop.huggingface.native_writer import write_native
 from threed.interop.huggingface.weights import import_hf, record_of_folder
 from threed.interop.megatron.checkpoint import MegatronCheckpoint, is_dist, is_legacy
+from threed.interop.safetensors_folder import export_safetensors
 
 
 def convert(
@@ -34,14 +38,16 @@ def convert(
     """Converts the checkpoint folder `src` into the new folder `dst`.
 
     Args:
-        src: the folder of a native, Hugging Face, DeepSpeed or Megatron-LM checkpoint.
+        src: the folder of a native, Hugging Face, DeepSpeed or Megatron-LM checkpoint, or a run
+            folder, whose newest checkpoint is converted.
         dst: the folder to write; it must be empty or not exist.
         dtype: dtype of the written weights, a key of `precision.DTYPES`; None keeps the source's
             dtypes.
         tokenizer: "bytes", a folder, the path of a tokenizer.json, or "none". None means the
             tokenizer of the Hugging Face folder, or of the run that wrote the native checkpoint;
             for DeepSpeed and Megatron-LM checkpoints it means "none".
-        to: "native" or "hf"; None means "hf" for a native checkpoint and "native" for any other.
+        to: "native", "hf" or "safetensors" (weights under threed's names, and config.toml). None
+            means "native", but for a native checkpoint "hf", or "safetensors" for a custom model.
         allow_pickle: whether to read the pickle-based checkpoints of DeepSpeed and Megatron-LM.
         config: the transformers config.json of a DeepSpeed checkpoint's model, or the folder that
             contains it; None searches the checkpoint folder and its parent.
@@ -52,12 +58,20 @@ def convert(
     Raises:
         CheckpointError: if the checkpoint cannot be converted; the message contains the fix.
     """
-    src, dst = Path(src), Path(dst)
+    src, dst = _newest(Path(src)), Path(dst)
     kind = kind_of(src, allow_pickle)
-    to = to or ("hf" if kind == "native" else "native")
+    to = to or (_default_format(src) if kind == "native" else "native")
     if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
         fix = "give DST an unused name, or an empty folder"
         raise CheckpointError(f"{dst} exists already: {fix}")
+    if to == "safetensors":
+        if kind != "native":
+            fix = "convert it to a native checkpoint first, and that one to safetensors"
+            raise CheckpointError(f"{src} is a {kind} checkpoint: {fix}")
+        if tokenizer is not None:
+            fix = "leave it out; config.toml names the tokenizer of the run"
+            raise CheckpointError(f"--tokenizer {tokenizer}: a safetensors folder has none: {fix}")
+        return export_safetensors(src, dst, dtype)
     if kind == "hf":
         return _from_hf(HFFolder(src), dst, to, dtype, tokenizer)
     if kind == to:
@@ -75,6 +89,18 @@ def convert(
     found = DeepSpeedCheckpoint(src, _config_of(src, config))
     record = folder_record.record_of(found.config, None, hashes or {})
     return write_native(found, dst, dtype, path, {"tokenizer": hashes, "hf": record})
+
+
+def _newest(src: Path) -> Path:
+    """Returns the newest checkpoint of a run folder; any other path is returned unchanged."""
+    return src if (src / native.MANIFEST).exists() else next(candidates(src, "auto"), src)
+
+
+def _default_format(src: Path) -> str:
+    """Returns "hf" for a native checkpoint whose model has a Hugging Face layout, else
+    "safetensors"."""
+    arch = str(native.read_manifest(src)["config"]["model"]["arch"])
+    return "safetensors" if names_model(arch) else "hf"
 
 
 def _config_of(path: Path, given: str | Path | None) -> Path:
@@ -99,6 +125,11 @@ def _config_of(path: Path, given: str | Path | None) -> Path:
 
 
 def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> Path:
+    arch = str(native.read_manifest(src)["config"]["model"]["arch"])
+    if names_model(arch):
+        why = f"its model is the code {arch}, for which Hugging Face has no layout"
+        fix = "--to safetensors writes its weights under their own names"
+        raise CheckpointError(f"{src}: {why}: {fix}")
     if spec is not None:
         return export_hf(src, dst, _tokenizer(spec), dtype)
     manifest = native.read_manifest(src)

@@ -16,17 +16,22 @@ from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.manifest import MANIFEST
 from threed.checkpoint.retention import candidates
-from threed.config import Config, ConfigError, ModelConfig
+from threed.config import Config, ConfigError
 from threed.config.checks import find_problems
 from threed.config.resolution import resolve
 from threed.core.source import names_model
 from threed.distributed.topology import Topology
-from threed.engine import Engine, LayeredEngine
+from threed.engine import Engine
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 from threed.interop.pretrained import default_seq
+from threed.interop.safetensors_folder import (
+    SafetensorsFolder,
+    is_safetensors_folder,
+    read_settings,
+)
 from threed.layers import Slicing
 
-Build = Callable[[ModelConfig, Slicing], models.Model]
+Build = Callable[..., Any]
 # Groups of keys that define the training. The other groups define where and how it runs.
 TRAINED = ("model", "precision", "train", "optim", "data")
 
@@ -58,19 +63,19 @@ def load(
     *,
     build: Build | None = None,
     **changes: Mapping[str, Any],
-) -> LayeredEngine:
-    """Loads an engine from a run, a checkpoint or a Hugging Face folder. Collective.
+) -> Engine:
+    """Loads an engine from a run, a checkpoint, an export or a Hugging Face folder. Collective.
 
     The groups `model`, `precision`, `train`, `optim` and `data` of the configuration are taken from
-    the checkpoint; all other groups have their defaults. A Hugging Face folder has only weights:
-    optimizer states start at zero.
+    the checkpoint; all other groups have their defaults. A Hugging Face folder, and a safetensors
+    folder that `threed convert` wrote, have only weights: optimizer states start at zero.
 
     Args:
-        path: a run folder (its newest checkpoint is loaded), a checkpoint, or a Hugging Face
-            folder.
+        path: a run folder (its newest checkpoint is loaded), a checkpoint, a safetensors folder, or
+            a Hugging Face folder.
         topology: topology of all ranks; by default, every rank is a data-parallel rank.
-        build: class or function that builds a custom model from its configuration. For a custom
-            model either this is required or `model={"arch": "FILE.py:NAME"}`: the file that a
+        build: class or function that builds a custom model, with the parameters (config, slicing),
+            (config) or (). For a custom model either this is required or `model={"arch": "FILE.py:NAME"}`: the file that a
             checkpoint names is not imported.
         changes: keys of the configuration to override, by group, such as `zero={"stage": 3}`.
 
@@ -103,30 +108,44 @@ def load(
     if problems := find_problems(config, topology.world):
         raise ConfigError(problems)
     config = resolve(config, config.model.vocab or 1, topology.world)
-    engine = build_engine(config, topology, build or models.build)
-    engine.load(source)
+    engine = build_engine(config, topology, build)
+    if is_safetensors_folder(source):
+        _load_weights(engine, source)
+    else:
+        engine.load(source)
     return engine
 
 
-def build_engine(config: Config, topology: Topology, build: Build = models.build) -> LayeredEngine:
+def build_engine(config: Config, topology: Topology, build: Build | None = None) -> Engine:
     """Builds a model and its engine from a resolved configuration. Collective.
 
     Args:
         config: the resolved configuration.
         topology: topology of all ranks.
-        build: function that builds the model from its configuration.
+        build: class or function that builds a custom model (`models.build_custom`); by default the
+            model of `config.model`.
 
     Returns:
         The engine.
     """
     sequence = bool(config.parallel.sequence)
     slicing = Slicing(topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
-    return LayeredEngine(build(config.model, slicing), topology, config)
+    if build is None:
+        return Engine(models.build(config.model, slicing), topology, config)
+    return Engine(models.build_custom(build, config.model, slicing), topology, config)
+
+
+def _load_weights(engine: Engine, folder: Path) -> None:
+    """Loads the weights of a folder of safetensors. Collective."""
+    try:
+        engine.load_full_state_dict(SafetensorsFolder(folder))
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {error.args[0]}") from None
 
 
 def _source(path: Path) -> Path:
     """Returns the folder to load; for a run folder, its newest checkpoint."""
-    if (path / MANIFEST).is_file() or is_hf_folder(path):
+    if (path / MANIFEST).is_file() or is_hf_folder(path) or is_safetensors_folder(path):
         return path
     newest = next(candidates(path, "auto"), None)
     if newest is None:
@@ -145,5 +164,6 @@ def _saved(source: Path) -> dict[str, Any]:
     if is_hf_folder(source):
         model = HFFolder(source).model
         return {"model": {**dict(model), "seq": default_seq(model)}}
-    config = native.read_manifest(source)["config"]
-    return {name: config[name] for name in TRAINED}
+    is_export = is_safetensors_folder(source)
+    config = read_settings(source) if is_export else native.read_manifest(source)["config"]
+    return {name: config.get(name, {}) for name in TRAINED}

@@ -7,7 +7,7 @@ carries a `ShardSpec` and stays on the meta device until its pipeline stage is b
 """
 
 from threed.distributed.collectives import copy_to, gather_from, reduce_from, scatter_to, split
-from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter, vector
+from threed.distributed.sharding import Init, Piece, ShardSpec, attach, matrix, parameter, vector
 from threed.layers.attention import Attention
 from threed.layers.block import Block, Embedding
 from threed.layers.contract import PipelineLayer
@@ -26,5 +26,5 @@ __all__ = [
     "Slicing", "MicroBatch", "PipelineLayer", "Embedding", "Block", "LanguageModelHead", "Attention", "Causal",
     "attend", "rotate", "MLP", "GatedMLP", "gelu", "LayerNorm", "RMSNorm", "Dropout", "VocabEmbedding",
     "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec", "Piece", "Init",
-    "parameter", "matrix", "vector", "copy_to", "reduce_from", "gather_from", "scatter_to", "split",
+    "parameter", "matrix", "vector", "attach", "copy_to", "reduce_from", "gather_from", "scatter_to", "split",
 ]  # fmt: skip

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from threed.config import ConfigError, ModelConfig
-from threed.core.source import find_model, names_model
+from threed.core.source import MODEL, count_arguments, find_model, names_model
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.layers import Slicing
 from threed.models.decoder import Decoder
+from threed.models.token_module import TokenModule
 from threed.models.wrapped import Wrapped
 
 __all__ = ["Model", "ModelOptions", "Decoder", "Wrapped", "build"]
@@ -72,6 +75,22 @@ def is_layered(model: object) -> bool:
     return has_slicing and not isinstance(model, Wrapped)
 
 
+def find_split_problems(model: object, pp: int, tp: int) -> list[str]:
+    """Returns the problem of splitting an `nn.Module` over pipeline or tensor ranks, with a fix.
+
+    Args:
+        model: a wrapped module, or an `nn.Module` that will be wrapped.
+        pp: number of pipeline ranks.
+        tp: number of tensor ranks.
+    """
+    if pp * tp == 1:
+        return []
+    name = type(model.module if isinstance(model, Wrapped) else model).__name__
+    sizes = f"pp {pp} or tp {tp}"
+    fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
+    return [f"{name} cannot be split by {sizes}: {fix}"]
+
+
 def wrap(model: object, topology: Topology) -> Wrapped:
     """Returns an `nn.Module` as a `Wrapped` model. Collective.
 
@@ -80,15 +99,13 @@ def wrap(model: object, topology: Topology) -> Wrapped:
         ConfigError: if pp or tp is above 1.
         ValueError: on every rank, if some rank cannot wrap its module.
     """
-    if isinstance(model, Wrapped):
-        return model
     if not isinstance(model, nn.Module):
         fix = "pass an nn.Module, or layers with their `slicing`, a layers.Slicing (examples/custom_model.py)"
         raise TypeError(f"{type(model).__name__} is not a model: {fix}")
-    if topology.pp * topology.tp > 1:
-        sizes = f"pp {topology.pp} or tp {topology.tp}"
-        fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
-        raise ConfigError([f"{type(model).__name__} cannot be split by {sizes}: {fix}"])
+    if problems := find_split_problems(model, topology.pp, topology.tp):
+        raise ConfigError(problems)
+    if isinstance(model, Wrapped):
+        return model
     problem = ""
     try:
         wrapped = Wrapped(model)
@@ -106,12 +123,63 @@ def build(config: ModelConfig, slicing: Slicing) -> Model:
         slicing: parallel layout.
 
     Raises:
-        ConfigError: if the object of the file does not return a model of pipeline layers.
+        ConfigError: see `build_custom`.
     """
     if not names_model(config.arch):
         return Decoder(config, slicing)
-    model: Model = find_model(config.arch)(config, slicing)
-    if not is_layered(model):
-        fix = "return an object with `layers()`, `hidden` and `slicing` (docs/guide/own_models.md)"
-        raise ConfigError([f"{config.arch} returned a {type(model).__name__}: {fix}"])
-    return model
+    return build_custom(find_model(config.arch).found, config, slicing, config.arch)
+
+
+def build_custom(
+    custom: Callable[..., object], config: ModelConfig, slicing: Slicing, name: str = ""
+) -> Model:
+    """Returns the model that a class or function of the user builds.
+
+    While its code runs, torch's random generator on the CPU has the seed of `slicing`.
+
+    Args:
+        custom: called with (config, slicing), (config) or (), depending on its parameters.
+        config: the configuration of the model.
+        slicing: how layers are sharded over tensor ranks.
+        name: name for messages; by default the name of `custom`.
+
+    Raises:
+        ConfigError: if the result is neither a model of pipeline layers nor an `nn.Module` that
+            reads token ids, or if `custom` needs other arguments.
+    """
+    name = name or getattr(custom, "__name__", type(custom).__name__)
+    try:
+        count = count_arguments(custom, MODEL)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(slicing.seed)
+        model = custom(*(config, slicing)[:count])
+    return for_tokens(model, config.vocab or 0, name)
+
+
+def for_tokens(model: object, vocab: int, name: str) -> Model:
+    """Returns a model that reads a batch of tokens and labels.
+
+    Args:
+        model: a model of pipeline layers, which is returned, or an `nn.Module`.
+        vocab: number of token ids in the data.
+        name: name of the class or function that returned the model, for messages.
+
+    Raises:
+        ConfigError: if the object is not such a model, or if the module cannot be wrapped.
+    """
+    if is_layered(model):
+        return cast(Model, model)
+    if not isinstance(model, nn.Module) or inspect.ismethod(getattr(model, "layers", None)):
+        missing = [key for key in ("layers", "hidden", "slicing") if not hasattr(model, key)]
+        lacks = f" without `{'`, `'.join(missing)}`" if missing else ""
+        fix = (
+            "return an object with `layers()`, `hidden` and `slicing`, or an nn.Module that reads token ids"
+            " (docs/guide/own_models.md)"
+        )
+        raise ConfigError([f"{name} returned a {type(model).__name__}{lacks}: {fix}"])
+    try:
+        return TokenModule(model, vocab, type(model).__name__)
+    except ValueError as error:
+        raise ConfigError([f"{name}: {error}"]) from None

@@ -99,14 +99,13 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> 
                     f"{name}: parameter {path} is sharded over {spec.over!r}: this must be {topology.data_name!r} or"
                     f" blocks of it, such as '{topology.data_name}/2'"
                 )
-            if spec is None:
-                problems.append(
-                    f"{name}: parameter {path} has no sharding record: make it by threed.layers or sharding.parameter,"
-                    " or attach a record with sharding.attach"
-                )
-            else:
+            if spec is not None:
                 uses.append(Use(name, path, param, spec))
-    problems += [*_duplicate_names(uses), *_conflicting_records(uses)]
+    problems += [
+        *find_missing_records(layers),
+        *_duplicate_names(uses),
+        *_conflicting_records(uses),
+    ]
     text = json.dumps([[u.layer, u.path, u.spec.over or u.spec.name, u.facts()] for u in uses])
     digest, description = hashlib.sha256(text.encode()).hexdigest(), json.loads(text)
     results = collectives.exchange([problems, digest], world)
@@ -119,6 +118,17 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> 
     if found:
         more = [f"... and {len(found) - MAX_LISTED} more"] if len(found) > MAX_LISTED else []
         raise ModelError("\n".join(found[:MAX_LISTED] + more))
+
+
+def find_missing_records(layers: Sequence[nn.Module]) -> Iterator[str]:
+    """Yields a problem for each parameter without a sharding record."""
+    for number, layer in enumerate(layers):
+        for path, param in layer.named_parameters(remove_duplicate=False):
+            if not hasattr(param, "spec"):
+                yield (
+                    f"{title(layer, number)}: parameter {path} has no sharding record: make it by threed.layers or"
+                    " layers.parameter, or attach a record with layers.attach (docs/guide/own_models.md)"
+                )
 
 
 def _duplicate_names(uses: Iterable[Use]) -> Iterator[str]:

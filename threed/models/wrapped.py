@@ -31,6 +31,7 @@ from threed.distributed.sharding import (
     few,
     is_managed,
     slices,
+    spec_of,
 )
 from threed.distributed.topology import Axis
 from threed.layers.contract import PipelineLayer
@@ -175,13 +176,17 @@ class Wrapped(PipelineLayer):
         weight = micro.weight
         items = self.count if isinstance(self.count, Items) else None
         with nullcontext() if items is None else items.observing(inputs), with_dtype_note(inputs):
-            loss = self.loss(self.module(**inputs))
+            loss = self.mean_loss(micro)
         loss = loss if loss.dtype == torch.float64 else loss.float()
         if weight is None:
             return loss
         weight = weight if items is None else items.select_weight(weight)
         # The mean over no items may be NaN. Its weight is zero, but NaN * 0 would be NaN.
         return torch.where(weight > 0, loss, 0.0) * weight.to(loss.dtype)
+
+    def mean_loss(self, micro: MicroBatch) -> Tensor:
+        """Runs the module on a micro-batch, and returns its mean loss, a scalar."""
+        return self.loss(self.module(**(micro.inputs or {})))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -213,6 +218,20 @@ class Wrapped(PipelineLayer):
             else self._initialised_unit(self._unit_of[piece.name].name, seed)[piece.name]
         )
         return values[slices(piece.start, piece.size)]
+
+    def to_meta(self) -> None:
+        """Moves the parameters to the meta device, for a forecast: their values are dropped."""
+        self._original.clear()
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for owner in self.module.modules():
+            for key, param in owner._parameters.items():
+                if param is None:
+                    continue
+                if param not in made:
+                    empty = torch.empty_like(param, device="meta")
+                    made[param] = nn.Parameter(empty, param.requires_grad)
+                    attach(made[param], spec_of(param))
+                owner._parameters[key] = made[param]
 
     def agree(self, axis: Axis, device: torch.device) -> None:
         """Broadcasts the original parameter values from the first rank of the axis. Collective.

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
+from threed.models.token_module import ForwardError
 from threed.ops import attention
 from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
@@ -297,7 +298,8 @@ class Tracer:
             recomputed: the recomputed layers; its `units` are indices in `layers`.
 
         Raises:
-            TraceError: if a layer cannot be run on the meta device.
+            TraceError: if a layer cannot be run on the meta device, or if the last layer returns no
+                loss.
         """
         costs, form, recomputed = [], None, recomputed or Recomputed()
         for number, layer in enumerate(layers):
@@ -306,6 +308,8 @@ class Tracer:
             if key not in self._known:
                 try:
                     self._known[key] = self._run(layer, form, recomputed if recompute else None)
+                except ForwardError:
+                    raise
                 except Exception as error:  # a custom layer may raise anything
                     raise TraceError(
                         f"{title(layer, number)} could not be run on the"
@@ -314,6 +318,12 @@ class Tracer:
                     ) from error
             cost, form = self._known[key]
             costs.append(cost)
+        if form is not None:
+            raise TraceError(
+                f"{title(layers[-1], len(layers) - 1)} is the last layer and returned tensors of shape"
+                f" {', '.join(str(list(shape)) for shape in form.shapes)} for a batch with labels: return the loss of"
+                " the micro-batch, a scalar, as layers.LanguageModelHead does"
+            )
         return costs
 
     def _run(

@@ -302,6 +302,16 @@ class Blueprint:
         number of its ZeRO unit."""
         return [number for chunk in self.chunks for number in chunk]
 
+    def units_of(self, layer: int) -> range:
+        """Returns the ZeRO units of a layer: all units for a wrapped module, else one.
+
+        Args:
+            layer: index of the layer among this rank's layers.
+        """
+        if isinstance(self.model, Wrapped):
+            return range(len(self.model.units))
+        return range(layer, layer + 1)
+
     @property
     def fully_recomputed(self) -> list[int]:
         """The numbers of the layers that are recomputed in full."""

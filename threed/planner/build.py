@@ -30,8 +30,8 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
 
     Raises:
         ModelError: if the model would give wrong results in this topology.
-        ValueError: if the model has no trainable parameters.
-        ConfigError: if a wrapped module is to run in several chunks.
+        ConfigError: if the model has no trainable parameters, or if a wrapped module is to run in
+            several chunks.
     """
     wrapped, chunks = isinstance(model, Wrapped), config.parallel.chunks or 1
     if wrapped and chunks > 1:
@@ -49,7 +49,7 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
     pipeline = Pipeline.of(layers, topology, config, costs, divide)
     blueprint = Blueprint.build(model, layers, topology, config, pipeline)
     if not any(collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))):
-        raise ValueError("the model has no parameter to train: all have requires_grad off")
+        raise ConfigError(["the model has no parameter to train: all have requires_grad off"])
     return config, blueprint
 
 

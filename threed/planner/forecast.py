@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import cast
 
 from threed import models, schedules
-from threed.config import Config
+from threed.config import Config, ConfigError
 from threed.core.device import name as device_name
 from threed.distributed.grid import AXES, Grid
 from threed.distributed.sharding import spec_of
@@ -21,17 +21,18 @@ from threed.distributed.topology import Topology, default_device
 from threed.layers import Slicing
 from threed.memory.sizes import regime
 from threed.models import Model, options_of
+from threed.models.check import find_missing_records
 from threed.models.measured_partition import Division, LayerBytes, stage_costs, times_by_flops
 from threed.monitor.meter import peak_tflops
 from threed.ops.precision import dtype
-from threed.pipeline.activation_checkpointing import fully_recomputed, recomputed_layers
-from threed.pipeline.trace import LayerCost
+from threed.pipeline.activation_checkpointing import enable, fully_recomputed, recomputed_layers
+from threed.pipeline.trace import LayerCost, TraceError
 from threed.planner.blueprint import Blueprint, Pipeline, step_plan
 from threed.planner.layer_times import division as divided
 from threed.planner.layer_times import layer_times, max_over_ranks, trace_layer_bytes
-from threed.planner.memory_estimate import footprint, order_facts, trace, with_order
+from threed.planner.memory_estimate import decide_order, footprint, order_facts, trace, with_order
 from threed.schedules import registry, simulation
-from threed.zero.setup import state_names
+from threed.zero.setup import check_tile, state_names
 
 GIB = 2**30
 # Assumed FLOP/s of compute, as a share of the device's peak. Megatron-LM reached 44 to 52 % of an
@@ -81,6 +82,7 @@ class Forecast:
         measured_s: simulated time of a step's forwards and backwards in seconds, if it follows from
             measured times of layers; otherwise None.
         device: name of this machine's GPU, or None.
+        note: why the memory of activations is not known and not included, or an empty text.
     """
 
     config: Config
@@ -97,6 +99,7 @@ class Forecast:
     step_flops: float | None = None
     measured_s: float | None = None
     device: str | None = None
+    note: str = ""
 
     @classmethod
     def of(
@@ -163,7 +166,7 @@ class Forecast:
             fmean(simulation.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
             step_flops=None if division or custom_costs else timeline.makespan / grid.tp,
             measured_s=timeline.makespan if division and not unsharded_times else None,
-            device=device_name(default_device()),
+            device=device_name(default_device()), note=columns[0].note,
         )  # fmt: skip
 
     @property
@@ -237,6 +240,7 @@ class Forecast:
             ),
             *([f"order      {_order_text(self.microbatches)}"] if c.zero.order == "layer" else []),
             *([f"recompute  {_recompute_text(c)}"] if c.recompute.mode != "none" else []),
+            *([f"memory     {self.note}"] if self.note else []),
             *([f"traffic    up to {sent} GiB sent per rank and step"] if sent else []),
             *_lines(self.ranks),
         ]
@@ -308,16 +312,43 @@ class _Column:
         self.model = build(
             Slicing(self.topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
         )
+        self.note = ""
         self.layers = self.model.layers()
+        if isinstance(self.model, models.Wrapped):
+            self._prepare_module(self.model)
+        elif problems := list(find_missing_records(self.layers)):
+            raise ConfigError(problems)
         self.shapes = tuple(
             tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers
         )
+
+    def _prepare_module(self, model: models.Wrapped) -> None:
+        """Moves a wrapped module to the meta device, and enables its recomputation.
+
+        Raises:
+            ConfigError: if the configuration needs a feature that modules do not have.
+        """
+        if problems := models.find_split_problems(model, self.grid.pp, self.grid.tp):
+            raise ConfigError(problems)
+        check_tile(self.config.zero.tile, 1, wrapped=True)
+        self.config = decide_order(self.config, model, self.layers, self.topology)
+        enable(model.module, self.config)
+        model.to_meta()
 
     @functools.cached_property
     def costs(self) -> list[LayerCost]:
         """The traced costs of all layers of the model, on a rank of this column."""
         recomputed = recomputed_layers(self.config, self.layers)
-        return trace(self.model, self.layers, self.config, self.topology, recomputed)
+        try:
+            return trace(self.model, self.layers, self.config, self.topology, recomputed)
+        except TraceError as error:
+            if not isinstance(self.model, models.Wrapped):
+                raise
+            # A single layer needs no partition by costs. Its FLOPs are estimated from the number
+            # of parameters (arXiv 2001.08361, section 2.1).
+            self.note = f"of activations is not known: {error.__cause__} (on the meta device)"
+            tokens = self.config.train.micro_batch * self.config.model.seq
+            return [LayerCost(2 * self.parameters * tokens)]
 
     @property
     def flops(self) -> list[float]:

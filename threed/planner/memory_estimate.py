@@ -407,7 +407,10 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
         {group: 1 for group in layout.groups if group.key.trainable and not group.sliced}
     )
     for number, chunk in enumerate(blueprint.chunks):
-        units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
+        units = [
+            _gathered_by(layout, blueprint.units_of(layer))
+            for layer in range(first, first + len(chunk))
+        ]
         reads = [
             contract(blueprint.layers[n]).backward_reads_weights or n in blueprint.fully_recomputed
             for n in chunk
@@ -451,12 +454,12 @@ def _tile_bytes(layout: Layout) -> int:
     return sum(tiles) * layout.policy.param_dtype.itemsize
 
 
-def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:
-    """Returns the groups that a unit gathers before it runs, with their numbers of elements."""
+def _gathered_by(layout: Layout, units: range) -> dict[Group, int]:
+    """Returns the groups that units gather before they run, with their numbers of elements."""
     groups = [
         group
         for group in layout.groups
-        if group.key.tile is None and unit in (group.key.units or ())
+        if group.key.tile is None and any(unit in units for unit in group.key.units or ())
     ]
     return {group: group.numel for group in groups}
 
@@ -495,7 +498,7 @@ class _Reductions:
 
     Attributes:
         always: whether every backward reduces gradients (ZeRO-2 and 3), or only the last one.
-        during: per unit (layer), peak bytes of the reducer while the unit's backward runs.
+        during: per layer, peak bytes of the reducer while the layer's backward runs.
         kept_between: bytes that the reducer keeps between two backwards, if `always`.
         waiting: bytes that the reducer keeps while the rank waits for other stages at the end of a
             step.
@@ -534,7 +537,7 @@ class _Reductions:
             last = sum(len(chunk) for chunk in blueprint.chunks)
             for chunk in reversed(range(len(blueprint.chunks))):
                 first = last - len(blueprint.chunks[chunk])
-                self._backward(reducer, blueprint.layout, range(first, last), watch)
+                self._backward(reducer, blueprint, range(first, last), watch)
                 reducer.pass_ended(chunk)
                 last = first
         self.kept_between = watch.begin()
@@ -546,14 +549,18 @@ class _Reductions:
         finish()
         self.end = watch.most
 
-    def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:
-        """Adds a gradient for every use of a parameter in these units, in reverse order."""
+    def _backward(
+        self, reducer: Reducer, blueprint: Blueprint, layers: range, watch: Watch
+    ) -> None:
+        """Adds a gradient for every use of a parameter in these layers, in reverse order."""
+        layout = blueprint.layout
         found = torch.empty((), dtype=layout.policy.grad_dtype, device=META)
-        for unit in reversed(units):
+        for layer in reversed(layers):
             watch.begin()
-            for slot in reversed(layout.slots):
-                for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
-                    reducer.sink_of(slot).add(found.expand(slot.param.shape))
-            if not self.always:
-                reducer.unit_ended(unit)
-            self.during[unit] = watch.most
+            for unit in reversed(blueprint.units_of(layer)):
+                for slot in reversed(layout.slots):
+                    for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
+                        reducer.sink_of(slot).add(found.expand(slot.param.shape))
+                if not self.always:
+                    reducer.unit_ended(unit)
+            self.during[layer] = watch.most

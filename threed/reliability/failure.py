@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -127,6 +128,25 @@ def write_error_file(text: str) -> None:
         about = {"message": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(about))
+
+
+def refuse(text: str, code: int = 2, shared: bool = True) -> int:
+    """Prints why this process ends, and writes it to torchrun's error file. Returns `code`.
+
+    A launcher ends all ranks of a machine when the first one ends. So the other ranks wait until
+    local rank 0 has printed the message.
+
+    Args:
+        text: message to print.
+        code: exit code to return.
+        shared: whether all ranks of the machine end for this reason.
+    """
+    if shared and int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        wait_for_first_rank()
+    else:
+        print(text, file=sys.stderr, flush=True)
+    write_error_file(" ".join(text.split()))
+    return code
 
 
 def wait_for_first_rank() -> None:

@@ -23,15 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from threed import models
 from threed.config import Config, ConfigError
 from threed.config.resolution import resolve
 from threed.core.errors import PicklableError
+from threed.core.source import MODEL, count_arguments
 from threed.distributed.sharding import ModelError
 from threed.distributed.topology import Topology
 from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
 from threed.layers.contract import contract
 from threed.models.buffers import find
+from threed.models.token_module import ForwardError
 from threed.testing import diagnose
 from threed.testing.compare import Finding, Results, agree, differences, results_of
 from threed.testing.diagnose import About, Layers, Seen
@@ -147,7 +150,12 @@ class _Broken(PicklableError):
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
         text = f"{type(error).__name__}: {error}{_place(error)}"
-        kinds = {ModelError: "model", ValueError: "value", Exception: "other"}
+        kinds = {
+            ModelError: "model",
+            ForwardError: "forward",
+            ValueError: "value",
+            Exception: "other",
+        }
         kind = next(name for cause, name in kinds.items() if isinstance(error, cause))
         about = {"phase": phase, "layer": layer, "kind": kind, "text": text, "layers": layers}
         self.report = {**about, "message": str(error)}
@@ -188,9 +196,11 @@ def same_everywhere(
     element.
 
     Args:
-        build: function of a `ModelConfig` and a `Slicing` that returns the model, such as a model
-            class. It may return an `nn.Module`, which only data parallelism and ZeRO can train.
-            Must be importable from a module, because ranks are other processes.
+        build: function that returns the model, such as a model class, with the parameters (config,
+            slicing), (config) or (): a `ModelConfig` and a `Slicing`. It may return an `nn.Module`,
+            which only data parallelism and ZeRO can train; without `batch`, the module must read
+            token ids (`threed.models.TokenModule`). Must be importable from a module, because ranks
+            are other processes.
         batch: function of the `Config` and a step that returns the global batch, tensors by name
             with `config.train.global_batch` rows. Must be importable. By default, random tokens.
         topologies: names of topologies; see `threed.testing.topologies`.
@@ -260,6 +270,8 @@ def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: flo
     is_value = broken["kind"] == "value"
     if broken["kind"] == "model":
         report.add(name, [(*diagnose.named(line, layers), line, math.nan) for line in lines])
+    elif broken["kind"] == "forward":
+        report.refused.append(Refused(name, broken["message"]))
     elif broken["phase"] != "step" and (is_value or name == ALONE):
         report.refused.append(Refused(name, lines[0] if is_value else broken["text"]))
     else:
@@ -337,8 +349,11 @@ def _train(
             topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
         )
         _seed(config.train.seed)
-        model = task.build(config.model, slicing)
+        given = (config.model, slicing)[: count_arguments(task.build, MODEL)]
+        model = task.build(*given)
         layers += _layers(model)
+        if isinstance(model, nn.Module) and task.batch is random_tokens:
+            model = models.for_tokens(model, VOCAB, type(model).__name__)
         engine = Engine(model, topology, config)
         watch = Watch(engine, truth.get("seen", {}))
         _seed(seed)

@@ -8,7 +8,7 @@ from typing import Any
 
 from threed.config import Config
 from threed.data import Data
-from threed.engine import LayeredEngine, StepMetrics
+from threed.engine import Engine, StepMetrics
 from threed.monitor import Monitor
 from threed.planner.forecast import Forecast
 from threed.reliability.preemption import Stop
@@ -51,7 +51,7 @@ class Run:
         last: number of the last step of this process.
     """
 
-    engine: LayeredEngine
+    engine: Engine
     data: Data
     folder: Path
     forecast: Forecast | None

@@ -14,8 +14,9 @@ from threed.core.packages import MissingPackageError
 from threed.data import Data
 from threed.data.tokenizer import EncodeError, Tokenizer
 from threed.distributed import collectives
-from threed.engine import LayeredEngine
+from threed.engine import Engine
 from threed.interop.huggingface.export import export_hf
+from threed.models.token_module import ForwardError
 from threed.monitor import figures
 from threed.planner.forecast import Forecast
 from threed.schedules import Plan, svg
@@ -73,7 +74,7 @@ def finish(
     run.note(f"resume     torchrun {ranks} {shlex.join([*command, *resuming_flags(config)])}")
 
 
-def sample_text(engine: LayeredEngine, data: Data, count: int) -> str:
+def sample_text(engine: Engine, data: Data, count: int) -> str:
     """Returns a prompt and its continuation by the model, or the reason why it failed. Collective.
 
     Args:
@@ -84,7 +85,7 @@ def sample_text(engine: LayeredEngine, data: Data, count: int) -> str:
     try:
         prompt = [*data.tokenizer.bos_ids, *data.tokenizer.encode(PROMPT)] or [data.tokenizer.eot]
         return data.tokenizer.decode(generate(engine, prompt, count))
-    except (NotFiniteError, EncodeError) as error:
+    except (NotFiniteError, EncodeError, ForwardError, TypeError) as error:
         return f"no sample: {error}"
 
 

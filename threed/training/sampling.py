@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from threed.distributed import collectives
-from threed.engine import LayeredEngine
+from threed.engine import Engine
 
 
 class NotFiniteError(RuntimeError):
@@ -14,7 +14,7 @@ class NotFiniteError(RuntimeError):
 
 
 def generate(
-    engine: LayeredEngine, prompt: list[int], count: int, temperature: float = 0.8, seed: int = 0
+    engine: Engine, prompt: list[int], count: int, temperature: float = 0.8, seed: int = 0
 ) -> list[int]:
     """Continues a prompt. Collective; returns the same tokens on every rank.
 
@@ -49,7 +49,7 @@ def generate(
 
 
 def _next(
-    engine: LayeredEngine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator
+    engine: Engine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator
 ) -> int:
     """Samples the next token on the last stage and broadcasts it to the other stages. Returns the
     token, or -1 if the logits are not finite."""
@@ -64,7 +64,7 @@ def _next(
     return int(collectives.broadcast(chosen, pp, last))
 
 
-def _gather(engine: LayeredEngine, shard: Tensor) -> Tensor:
+def _gather(engine: Engine, shard: Tensor) -> Tensor:
     """Gathers logits [v] from vocabulary shards [v/t], whose sizes may differ by one."""
     axis, vocab = engine.topology.axis("tp"), engine.config.model.vocab or 0
     widths = [b - a for a, b in (collectives.split(vocab, axis.size, i) for i in range(axis.size))]

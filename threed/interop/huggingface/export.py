@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from torch import Tensor
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, cut, new_folder, stream_tensors
 from threed.checkpoint.finite import Tally, narrowed
-from threed.checkpoint.lazy_tensors import TensorSource, read_slabs
+from threed.checkpoint.lazy_tensors import LazyTensor, TensorSource, read_all, read_slabs
 from threed.checkpoint.reading import Reader
 from threed.config import ModelConfig
 from threed.config.resolution import resolve_model
@@ -126,7 +126,13 @@ def write_folder(
     to = {entry.name: _dtype(dtype, entry, source) for entry in table}
     nbytes, tally = sum(_nbytes(entry, to[entry.name]) for entry in table), Tally()
     with new_folder(out, "config.json", "Hugging Face folder", nbytes) as building:
-        _write_weights(building, table, source, to, shard_bytes, tally)
+        by_name = {entry.name: entry for entry in table}
+        about = {name: (to[name], entry.shape) for name, entry in by_name.items()}
+        write_weights(
+            building, about,
+            lambda name: by_name[name].to_hf(lambda weight: source.tensor(WEIGHT, weight)),
+            tally, shard_bytes,
+        )  # fmt: skip
         name = str(to[table[0].name]).removeprefix("torch.")
         texts = {"config.json": {**config, "dtype": name, "torch_dtype": name}, **files}
         for file, content in texts.items():
@@ -186,34 +192,39 @@ def _nbytes(entry: Entry, dtype: torch.dtype) -> int:
     return math.prod(entry.shape) * dtype.itemsize
 
 
-def _write_weights(
+def write_weights(
     folder: Path,
-    table: Sequence[Entry],
-    source: TensorSource,
-    to: Mapping[str, torch.dtype],
-    shard_bytes: int,
+    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensor_of: Callable[[str], LazyTensor],
     tally: Tally,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the weights as one file, or as numbered shards with an index.
+    """Writes tensors as model.safetensors, or as numbered shards with an index.
 
-    tally: counts values that are not finite.
+    Args:
+        folder: the folder of the files.
+        about: dtype and shape of each tensor, by name.
+        tensor_of: returns a tensor by name, in any dtype.
+        tally: counts values that are not finite.
+        shard_bytes: limit on the size of a file, in bytes.
     """
-    shards = cut({entry.name: _nbytes(entry, to[entry.name]) for entry in table}, shard_bytes)
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in about.items()}
+    shards = cut(sizes, shard_bytes)
     files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     files = files if len(files) > 1 else ["model.safetensors"]
-    by_name = {entry.name: entry for entry in table}
 
     def rows(name: str) -> Iterator[Tensor]:
-        tensor = by_name[name].to_hf(lambda weight: source.tensor(WEIGHT, weight))
-        for values in read_slabs(tensor, to[name].itemsize):
-            yield tally.passed(name, narrowed(name, values, to[name]))
+        (to, shape), tensor = about[name], tensor_of(name)
+        slabs = read_slabs(tensor, to.itemsize) if shape else iter([read_all(tensor)])
+        for values in slabs:
+            yield tally.passed(name, narrowed(name, values, to))
 
     for file, names in zip(files, shards, strict=True):
-        about = {name: (to[name], by_name[name].shape) for name in names}
         slabs = chain.from_iterable(map(rows, names))
-        stream_tensors(folder / file, about, slabs, {"format": "pt"})
+        stream_tensors(
+            folder / file, {name: about[name] for name in names}, slabs, {"format": "pt"}
+        )
     if len(files) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        total = sum(_nbytes(entry, to[entry.name]) for entry in table)
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")

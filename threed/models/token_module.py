@@ -1,0 +1,115 @@
+"""Any `nn.Module` that reads token ids, as a model for text: `threed train FILE.py:MODULE`.
+
+    model = TokenModule(module, vocab=260)
+
+The loss comes from the module's forward, or from the logits that it returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threed.layers.slicing import MicroBatch
+from threed.models.loss_items import count_items, shifts_labels
+from threed.models.wrapped import Wrapped, loss_of
+
+FORWARD = (
+    "its forward must take token ids, int64 [b s], and return logits [b s v], or take also `labels`, int64 [b s],"
+    " and return their mean loss"
+)
+
+
+class ForwardError(ValueError):
+    """Raised if the forward of a module takes or returns something else than a `TokenModule`
+    needs. The message states what it needs."""
+
+
+class TokenModule(Wrapped):
+    """An `nn.Module` that reads token ids, as a model with a single pipeline layer.
+
+    The first parameter of the module's forward gets the token ids. If the forward has a parameter
+    `labels`, it gets the labels (the tokens shifted by one position; labels below 0 are ignored),
+    and returns the mean loss as `wrapped.loss_of` describes. Otherwise it returns logits: a tensor,
+    the attribute or entry `logits` of its output, or the first element of a tuple. A causal model
+    of `transformers` shifts labels itself, so its logits are used.
+
+    Args:
+        module: the module.
+        vocab: number of token ids in the data.
+        name: name of the module, for messages.
+
+    Attributes:
+        reads_labels: whether the forward gets the labels and returns the loss.
+        gives_logits: whether the forward can be called without labels, to return logits.
+
+    Raises:
+        ForwardError: if the module's forward cannot be called with token ids.
+    """
+
+    def __init__(self, module: nn.Module, vocab: int, name: str = "") -> None:
+        self.title, self.vocab = name or type(module).__name__, vocab
+        labels = _labels_parameter(module, self.title)
+        self.reads_labels = labels is not None and not shifts_labels(module)
+        self.gives_logits = labels is None or labels.default is not labels.empty
+        super().__init__(module, count=None if self.reads_labels else _count)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Returns the logits [b s v] of tokens [b s].
+
+        Raises:
+            ForwardError: if the module returns no logits without labels.
+        """
+        output = self.module(tokens)
+        found = getattr(output, "logits", None)
+        if found is None and isinstance(output, Mapping):
+            found = output.get("logits")
+        if found is None and isinstance(output, tuple) and output:
+            found = output[0]
+        found = output if found is None else found
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if not isinstance(found, Tensor) or found.dim() != 3 or found.shape[:2] != tokens.shape:
+            given = f"returned {shape} for token ids {tuple(tokens.shape)}"
+            raise ForwardError(f"{self.title} {given}: {FORWARD}")
+        if found.shape[-1] < self.vocab:
+            fix = "use the number `config.vocab` of the class's first argument"
+            sizes = f"{found.shape[-1]} token ids, the data have {self.vocab}"
+            raise ForwardError(f"{self.title} returns logits of {sizes}: {fix}")
+        return found
+
+    def mean_loss(self, micro: MicroBatch) -> Tensor:
+        given = {"tokens": micro.tokens, "labels": micro.labels, **(micro.inputs or {})}
+        tokens, labels = given["tokens"], given["labels"]
+        if not self.reads_labels:
+            logits = self.logits(tokens)
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            ids = labels.masked_fill(labels < 0, -100).flatten()
+            return nn.functional.cross_entropy(wide.flatten(0, 1), ids, ignore_index=-100)
+        output = self.module(tokens, labels=labels)
+        try:
+            return loss_of(output)
+        except ValueError as error:
+            raise ForwardError(f"{self.title}: {FORWARD} ({error})") from None
+
+
+def _labels_parameter(module: nn.Module, name: str) -> inspect.Parameter | None:
+    """Returns the parameter `labels` of a module's forward, or None if it has none.
+
+    Raises:
+        ForwardError: if the forward needs other arguments.
+    """
+    signature = inspect.signature(module.forward)
+    labels = signature.parameters.get("labels")
+    try:
+        signature.bind("tokens", **({} if labels is None else {"labels": None}))
+    except TypeError as error:
+        raise ForwardError(f"{name}.forward{signature}: {error}; {FORWARD}") from None
+    return labels
+
+
+def _count(inputs: Mapping[str, Any]) -> Tensor:
+    return count_items(inputs, shifted=False)
