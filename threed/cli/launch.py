@@ -34,6 +34,7 @@ from threed.core.disk import is_unwritable, why
 from threed.core.source import names_model
 from threed.data import Data, open_data
 from threed.data import find_problems as find_data_problems
+from threed.data.tokenizer_files import PUBLISHED, how_to_download
 from threed.distributed import collectives
 from threed.distributed.launcher import (
     LauncherError,
@@ -121,7 +122,7 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
     problems += _device_problems(ranks.local_world or 1)
     # A dry run may be for another machine, so problems of this machine are only reported.
     if options.dry_run:
-        text = [] if forecast is None else [forecast.text()]
+        text = [] if forecast is None else [forecast.text(), *_tokenizer_note(config)]
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
@@ -129,6 +130,8 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
         return refuse(format_problems(problems))
     if note := without_srun():
         _print_once(f"threed: {note}")
+    for line in _tokenizer_note(config):
+        _print_once(line)
     words = _resume_words(config, options) if options.pretrained else None
     command = [*shlex.split(prog), *(words or argv)]
     # The partition follows from times that all ranks will measure; then the trainer forecasts.
@@ -261,6 +264,15 @@ def refuse(text: str, code: int = 2, shared: bool = True) -> int:
         print(text, file=sys.stderr, flush=True)
     write_error_file(" ".join(text.split()))
     return code
+
+
+def _tokenizer_note(config: Config) -> list[str]:
+    """Returns a line if a model with the vocabulary of a published tokenizer trains on bytes."""
+    vocab = config.model.vocab
+    if config.data.tokenizer != "bytes" or vocab not in PUBLISHED:
+        return []
+    note = f"bytes: 257 of the model's {vocab} token ids are used. For its published tokenizer"
+    return [f"tokenizer  {note}: {how_to_download(vocab)}"]
 
 
 def _open(config: Config) -> Data:
