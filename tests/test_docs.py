@@ -26,6 +26,7 @@ from threed.cli import commands
 from threed.config.arguments import GROUPS, format_problems, load
 from threed.config.groups import ConfigError, key_name
 from threed.core import source
+from threed.data.tokenizer_files import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -177,6 +178,8 @@ def check_command(words: list[str]) -> None:
             check_training(rest[at], rest[at + 1 :], world_of(rest[:at]))
     elif program == "threed":
         check_tool(rest)
+    elif program == "hf":
+        assert (rest[0], rest[1] in PUBLISHED.values()) == ("download", True), words
     elif program == "pip":
         assert rest[0] == "install", words
     elif program == ".":

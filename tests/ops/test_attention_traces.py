@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from threed.ops.attention import CHUNKS_OF_A_TRACE, Causal, _chunks
+from threed.ops.attention import CHUNKS_OF_A_TRACE, _chunks
 
 
 def test_a_trace_of_a_long_sequence_has_few_chunks() -> None:
