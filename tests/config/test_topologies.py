@@ -37,8 +37,9 @@ def file(tmp_path: Path) -> list[str]:
 
 
 def test_the_number_of_ranks_selects_a_topology(file: list[str]) -> None:
-    config, _ = load(file, world_size=8)
+    config, options = load(file, world_size=8)
     assert (config.parallel.tp, config.parallel.sequence, config.zero.stage) == (2, True, 3)
+    assert options.notice == ""
     assert (config.parallel.pp, config.train.micro_batch) == (1, 4)
     config, _ = load([*file, "--world-size", "64"], world_size=1)  # the flag comes before the ranks
     assert (config.parallel.pp, config.parallel.schedule) == (4, "gpipe")
@@ -48,8 +49,10 @@ def test_the_number_of_ranks_selects_a_topology(file: list[str]) -> None:
 
 def test_without_a_table_for_the_ranks_the_other_keys_apply(file: list[str]) -> None:
     for world in (None, 1, 16):
-        config, _ = load(file, world_size=world, choose_topology=True)
+        config, options = load(file, world_size=world, choose_topology=True)
         assert (config.parallel.tp, config.parallel.pp, config.zero.stage) == (1, 1, 1)
+        notice = f"topology   mine has none for {world} ranks, only for 8, 64: its other keys apply"
+        assert options.notice == (notice if world else "")
     config, _ = load(
         [*file, "--train.global-batch", "20"], world_size=15, choose_topology=True
     )  # chosen as for a file without tables

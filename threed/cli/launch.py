@@ -122,7 +122,7 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
     problems += _device_problems(ranks.local_world or 1)
     # A dry run may be for another machine, so problems of this machine are only reported.
     if options.dry_run:
-        text = [] if forecast is None else [forecast.text(), *_tokenizer_note(config)]
+        text = [] if forecast is None else [forecast.text(), *_notes(config, options)]
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
@@ -130,7 +130,7 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
         return refuse(format_problems(problems))
     if note := without_srun():
         _print_once(f"threed: {note}")
-    for line in _tokenizer_note(config):
+    for line in _notes(config, options):
         _print_once(line)
     words = _resume_words(config, options) if options.pretrained else None
     command = [*shlex.split(prog), *(words or argv)]
@@ -266,13 +266,14 @@ def refuse(text: str, code: int = 2, shared: bool = True) -> int:
     return code
 
 
-def _tokenizer_note(config: Config) -> list[str]:
-    """Returns a line if a model with the vocabulary of a published tokenizer trains on bytes."""
-    vocab = config.model.vocab
-    if config.data.tokenizer != "bytes" or vocab not in PUBLISHED:
-        return []
-    note = f"bytes: 257 of the model's {vocab} token ids are used. For its published tokenizer"
-    return [f"tokenizer  {note}: {how_to_download(vocab)}"]
+def _notes(config: Config, options: Options) -> list[str]:
+    """Returns lines about a missing topology, and about a model with the vocabulary of a published
+    tokenizer that trains on bytes."""
+    lines, vocab = [options.notice] if options.notice else [], config.model.vocab
+    if config.data.tokenizer == "bytes" and vocab in PUBLISHED:
+        note = f"bytes: 257 of the model's {vocab} token ids are used. For its published tokenizer"
+        lines.append(f"tokenizer  {note}: {how_to_download(vocab)}")
+    return lines
 
 
 def _open(config: Config) -> Data:

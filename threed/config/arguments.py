@@ -62,6 +62,7 @@ class Options:
         help: whether `--help` was given.
         flags: keys that were given as flags, as `group.field`.
         pretrained: whether the model comes from the folder that the run starts from.
+        notice: a line for the user about the topologies of the preset or file; may be empty.
     """
 
     dry_run: bool = False
@@ -69,6 +70,7 @@ class Options:
     help: bool = False
     flags: frozenset[str] = frozenset()
     pretrained: bool = False
+    notice: str = ""
 
 
 def load(
@@ -118,7 +120,7 @@ def load(
     asked = draft.world_size(given)
     # An elastic job uses the topology of its maximum size, so that all its sizes use the same.
     most = (local_world or 1) * machines[1] if machines and not asked else asked or world_size
-    draft.put_topology(source, most)
+    notice = draft.put_topology(source, most)
     draft.put_flags(given)
     draft.reset_long_warmup({PROGRAM, *([str(source)] if "preset" in given else [])})
     config = draft.validate()
@@ -128,7 +130,7 @@ def load(
     if choose_topology and machines is None and (ranks := asked or world_size):
         config = draft.choose_topology(config, ranks)
     flags = frozenset(given)
-    options = Options("dry_run" in flags, asked, False, flags, "model" in found)
+    options = Options("dry_run" in flags, asked, False, flags, "model" in found, notice)
     problems = list(draft.problems)
     if world_size is not None and draft.complete:
         here = (None, None) if asked else (local_world, machines)
@@ -290,10 +292,19 @@ class _Draft:
                 )
             self.put(group, key, value, str(path))
 
-    def put_topology(self, source: Path | None, ranks: int | None) -> None:
-        """Sets the values of the file's table [topology.N] for N = `ranks`, if it has one."""
+    def put_topology(self, source: Path | None, ranks: int | None) -> str:
+        """Sets the values of the file's table [topology.N] for N = `ranks`, if it has one.
+
+        Returns:
+            A notice if the file has such tables only for other numbers of ranks, else "".
+        """
+        if source is None or ranks is None or not self.topologies:
+            return ""
         for group, keys in self.topologies.get(str(ranks), {}).items():
-            self._put_table(source or Path(), group, keys)
+            self._put_table(source, group, keys)
+        known = ", ".join(sorted(self.topologies, key=int))
+        notice = f"topology   {source.stem} has none for {ranks} ranks, only for {known}: its other keys apply"
+        return "" if str(ranks) in self.topologies else notice
 
     def reset_long_warmup(self, suggested: set[str]) -> None:
         """Resets the warm-up to its default if it is not shorter than the run.

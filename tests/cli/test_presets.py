@@ -1,4 +1,4 @@
-"""What a command reports about tokenizers that the user has to download."""
+"""What a command reports about presets: tokenizers that the user has to download, and missing topologies."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ def test_a_preset_that_trains_on_bytes_names_its_tokenizer(
     assert note.endswith("then --data.tokenizer gpt2")
     assert main(["plan", "gpt", "--preset", "tiny"]) == 0
     assert "tokenizer" not in capsys.readouterr().out
+
+
+def test_a_preset_without_a_topology_for_the_ranks_is_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = "--model.layers 1 --model.vocab 257 --train.global-batch 32".split()
+    assert main(["plan", "--preset", "mistral-7b", "--world-size", "16", *small]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "topology   mistral-7b has none for 16 ranks, only for 8, 64, 512: its other keys apply"
+    )
 
 
 def test_a_missing_tokenizer_is_refused_with_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
