@@ -27,6 +27,7 @@ from threed.cli import parser
 from threed.config.arguments import GROUPS, format_problems, load
 from threed.config.groups import ConfigError, key_name
 from threed.core import source
+from threed.data.tokenizer_files import PUBLISHED
 from threed.schedules import registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,6 +177,8 @@ def check_command(words: list[str]) -> None:
             check_training(rest[at], rest[at + 1 :], world_of(rest[:at]))
     elif program == "threed":
         check_tool(rest)
+    elif program == "hf":
+        assert (rest[0], rest[1] in PUBLISHED.values()) == ("download", True), words
     elif program == "pip":
         assert rest[0] == "install", words
     elif program == ".":

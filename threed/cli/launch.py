@@ -33,6 +33,7 @@ from threed.core.disk import is_unwritable, why
 from threed.core.source import is_foreign, names_model
 from threed.data import Data
 from threed.data.dataset import find_problems as find_data_problems
+from threed.data.tokenizer_files import PUBLISHED, how_to_download
 from threed.distributed import collectives
 from threed.distributed.launcher import (
     LauncherError,
@@ -123,7 +124,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
         if unusable := _named_checkpoint_problems(config, data):
             return refuse(format_problems(unusable))
         # A dry run may be for another machine, so other problems of this machine are only reported.
-        text = [] if forecast is None else [forecast.text()]
+        text = [] if forecast is None else [forecast.text(), *_notes(config, options)]
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
@@ -131,6 +132,8 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
         return refuse(format_problems(problems))
     if note := without_srun():
         _print_once(f"threed: {note}")
+    for line in _notes(config, options):
+        _print_once(line)
     words = _resume_words(config, options) if options.pretrained else None
     command = [*shlex.split(prog), *(words or argv)]
     # The partition follows from times that all ranks will measure; then the trainer forecasts.
@@ -259,6 +262,16 @@ def _print_once(text: str) -> int:
     if _local_rank() == 0:
         print(text)
     return 0
+
+
+def _notes(config: Config, options: Options) -> list[str]:
+    """Returns lines about a missing topology, and about a model with the vocabulary of a published
+    tokenizer that trains on bytes."""
+    lines, vocab = [options.notice] if options.notice else [], config.model.vocab
+    if config.data.tokenizer == "bytes" and vocab in PUBLISHED:
+        note = f"bytes: 257 of the model's {vocab} token ids are used. For its published tokenizer"
+        lines.append(f"tokenizer  {note}: {how_to_download(vocab)}")
+    return lines
 
 
 def _open(config: Config) -> Data:

@@ -36,6 +36,7 @@ from threed.config.schema import (
     reason,
     written,
 )
+from threed.config.topologies import Topologies, read_topologies
 from threed.config.values import Takes
 from threed.core.parse import ParseError, read_toml
 from threed.core.source import find_model, names_model
@@ -64,6 +65,7 @@ class Options:
         flags: keys that were given as flags, as `group.field`.
         pretrained: whether the model comes from the folder that the run starts from.
         notes: old spellings in use, with the new ones.
+        notice: a line for the user about the topologies of the preset or file; may be empty.
     """
 
     dry_run: bool = False
@@ -72,6 +74,7 @@ class Options:
     flags: frozenset[str] = frozenset()
     pretrained: bool = False
     notes: tuple[str, ...] = ()
+    notice: str = ""
 
 
 def load(
@@ -97,8 +100,8 @@ def load(
             such a folder. These values override the preset or file, except `seq`, `dropout` and
             `tokenizer`. A flag that contradicts the folder's model is a problem. May raise
             ConfigError.
-        world_size: number of ranks, unless `--world-size` is given. If None, combinations of keys
-            are not checked.
+        world_size: number of ranks, unless `--world-size` is given. It selects the table
+            [topology.N] of the preset or file. If None, combinations of keys are not checked.
         local_world: number of ranks on this machine.
         machines: minimum and maximum number of machines of an elastic job.
         choose_topology: whether to choose `parallel.pp` if no key gives a topology and the global
@@ -120,9 +123,13 @@ def load(
         return draft.validate(), Options(help=True)
     given = draft.split(argv)
     source = draft.read_file(given, presets)
+    asked = draft.world_size(given)
+    # An elastic job uses the topology of its maximum size, so that all its sizes use the same.
+    most = (local_world or 1) * machines[1] if machines and not asked else asked or world_size
+    notice = draft.put_topology(source, most)
     draft.put_flags(given)
     draft.reset_long_warmup({PROGRAM, *([str(source)] if "preset" in given else [])})
-    asked, config = draft.world_size(given), draft.validate()
+    config = draft.validate()
     found = {} if draft.problems else begin(config)
     config = draft.begin(found, config)
     draft.find_custom_model(config)
@@ -130,7 +137,7 @@ def load(
         config = draft.choose_topology(config, ranks)
     flags = frozenset(map(renames.current_name, given))
     notes = tuple(dict.fromkeys(draft.notes))
-    options = Options("dry_run" in flags, asked, False, flags, "model" in found, notes)
+    options = Options("dry_run" in flags, asked, False, flags, "model" in found, notes, notice)
     problems = list(draft.problems)
     if world_size is not None and draft.complete:
         here = (None, None) if asked else (local_world, machines)
@@ -153,6 +160,7 @@ class _Draft:
         sources: source of each value, by (group, field).
         spellings: each key as it was given, by (group, field).
         notes: old spellings in use, with the new ones.
+        topologies: values of the tables [topology.N] of the preset or file, by N, group and field.
         problems: problems found so far.
         suspects: invalid flags, and flags that may be meant by a misspelt one. An invalid
             combination with one of these flags is not reported, because it may only be a
@@ -165,6 +173,7 @@ class _Draft:
     sources: dict[tuple[str, str], str] = field(default_factory=dict)
     spellings: dict[tuple[str, str], str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    topologies: Topologies = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
     complete: bool = True
@@ -294,21 +303,38 @@ class _Draft:
             self.problems.append(f"{error}; correct it there")
             self.complete = False
             return
+        self.topologies, problems = read_topologies(tables.pop("topology", {}))
+        self.problems += [f"{path}: {problem}" for problem in problems]
         for group, keys in tables.items():
-            if not isinstance(keys, dict):
+            if isinstance(keys, dict):
+                self._put_table(path, group, keys)
+            else:
                 self.problems.append(
                     f"{path}: {group} is outside any group; put it under one, such as [train]"
                 )
-                continue
-            for key, value in keys.items():
-                spellings = sorted(
-                    other for other in keys if python_name(other) == python_name(key)
+
+    def _put_table(self, path: Path, group: str, keys: Mapping[str, Any]) -> None:
+        for key, value in keys.items():
+            spellings = sorted(other for other in keys if python_name(other) == python_name(key))
+            if key != spellings[0]:
+                self.problems.append(
+                    f"{path}: {group} has both {spellings[0]} and {key}, which are one key; remove one"
                 )
-                if key != spellings[0]:
-                    self.problems.append(
-                        f"{path}: {group} has both {spellings[0]} and {key}, which are one key; remove one"
-                    )
-                self.put(group, key, value, str(path))
+            self.put(group, key, value, str(path))
+
+    def put_topology(self, source: Path | None, ranks: int | None) -> str:
+        """Sets the values of the file's table [topology.N] for N = `ranks`, if it has one.
+
+        Returns:
+            A notice if the file has such tables only for other numbers of ranks, else "".
+        """
+        if source is None or ranks is None or not self.topologies:
+            return ""
+        for group, keys in self.topologies.get(str(ranks), {}).items():
+            self._put_table(source, group, keys)
+        known = ", ".join(sorted(self.topologies, key=int))
+        notice = f"topology   {source.stem} has none for {ranks} ranks, only for {known}: its other keys apply"
+        return "" if str(ranks) in self.topologies else notice
 
     def reset_long_warmup(self, suggested: set[str]) -> None:
         """Resets the warm-up to its default if it is not shorter than the run.
@@ -453,7 +479,8 @@ def _add_flags(
     add(options, "--config", "FILE.toml", text)
     if not custom:
         names = ", ".join(_preset_names(PRESETS))
-        add(options, "--preset", "NAME", f"start from a preset: {names}")
+        text = "start from a preset, with its topology for the number of ranks, if it has one"
+        add(options, "--preset", "NAME", f"{text}: {names}")
         add(options, "--world-size", "N", "ranks to assume in a dry run")
         text = "check the configuration, print rank map, bytes and bubble, and exit"
         options.add_argument("--dry-run", help=text, **bare)

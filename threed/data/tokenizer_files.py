@@ -36,6 +36,26 @@ PATTERNS = (
     "chat_templates/*.jinja", "additional_chat_templates/*.jinja", "*preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 
+# Repositories at huggingface.co with published tokenizers, by the vocabulary size of their models.
+PUBLISHED = {
+    32768: "mistralai/Mistral-7B-v0.3",
+    50257: "openai-community/gpt2",
+    128256: "meta-llama/Meta-Llama-3-8B",
+    151936: "Qwen/Qwen3-8B-Base",
+    262208: "google/gemma-3-12b-pt",
+}
+
+
+def how_to_download(vocab: int = 50257) -> str:
+    """Returns the command that downloads a published tokenizer, and the flag that selects it.
+
+    Args:
+        vocab: vocabulary size of the model, a key of `PUBLISHED`; by default that of GPT-2.
+    """
+    folder = PUBLISHED[vocab].rpartition("/")[2].lower()
+    command = f"hf download {PUBLISHED[vocab]} --include 'tokenizer*' --local-dir {folder}"
+    return f"{command}, then --data.tokenizer {folder}"
+
 
 @dataclass(frozen=True)
 class TokenizerFiles:
@@ -119,7 +139,7 @@ def find_files(spec: str) -> TokenizerFiles:
     if not path.is_file():
         raise ValueError(
             f"tokenizer {spec!r} does not exist. Use --data.tokenizer bytes, the folder of a tokenizer, or the path of"
-            " a tokenizer.json; nothing is downloaded"
+            f" a tokenizer.json. threed does not download it; for that of GPT-2, for example: {how_to_download()}"
         )
     found = folder_files(path.parent)
     if path.name in found.files and path.name != JSON:

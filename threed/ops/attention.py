@@ -42,6 +42,7 @@ FUSED = (
 )
 # scores per chunk: 128 MiB in fp32; on a CPU 2 MiB, which fit into a cache
 SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19
+CHUNKS_OF_A_TRACE = 64  # maximum on the meta device
 
 
 # ----------------------------------------------------------------------------------- full sequences
@@ -161,6 +162,9 @@ def _chunks(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
     window = window or s
     most = SCORES_ON_CPU if _on_cpu(q) else SCORES
     count = min(max(16, most // (b * a * min(s, 2 * window))), max(window, 64))
+    # Traces of long sequences take few chunks, because each operation takes a fraction of a
+    # millisecond to trace.
+    count = max(count, -(-s // CHUNKS_OF_A_TRACE)) if q.is_meta else count
     for first in range(0, s, count):
         last = min(s, first + count)
         # Cost traces, which run on the meta device, count all pairs of positions.

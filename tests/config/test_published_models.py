@@ -1,0 +1,64 @@
+"""The presets of published models have the shapes of the published configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from threed.config import architectures
+from threed.config.architectures import spelling
+from threed.config.arguments import load
+from threed.config.resolution import resolve_model
+
+_LLAMA = {
+    "model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 8192, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+}  # fmt: skip
+_QWEN = {
+    "model_type": "qwen3", "head_dim": 128, "hidden_act": "silu", "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000, "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": None,
+    "vocab_size": 151936, "attention_bias": False,
+}  # fmt: skip
+# The keys with an influence on the model, of config.json in the repositories at huggingface.co:
+# meta-llama/Meta-Llama-3-8B and -70B, Qwen/Qwen3-8B-Base and Qwen3-32B, google/gemma-3-12b-pt
+# (text_config, with the defaults of its keys in transformers), mistralai/Mistral-7B-v0.3
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama3-8b": _LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+    },
+    "llama3-70b": _LLAMA | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80,
+    },
+    "qwen3-8b": _QWEN | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_hidden_layers": 36,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3-32b": _QWEN | {
+        "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64,
+        "max_position_embeddings": 40960,
+    },
+    "gemma3-12b": {
+        "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
+        "num_hidden_layers": 48, "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 262208,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0, "sliding_window": 1024, "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "mistral-7b": {
+        "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None,
+        "tie_word_embeddings": False, "vocab_size": 32768,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_published_shapes(name: str) -> None:
+    record = architectures.of_type(PUBLISHED[name]["model_type"])
+    given = load(["--preset", name])[0].model
+    read = {**spelling.read(record, PUBLISHED[name]), "seq": given.seq}
+    published = resolve_model(type(given).model_validate({**read, "arch": record.name}))
+    assert resolve_model(given) == published
