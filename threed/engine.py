@@ -369,7 +369,9 @@ class Engine:
         checkpoint is complete.
 
         Args:
-            path, extra, hurries: see `save`.
+            path: see `save`.
+            extra: see `save`.
+            hurries: see `save`.
             before_publishing: called on rank 0 in the writing thread, after all files are written.
 
         Raises:
