@@ -150,7 +150,8 @@ def entry(package: str, name: str, value: object) -> str:
         path = f"{value.__module__}.{value.__qualname__}"
     for other in PACKAGES[1:]:
         if other != package and path.startswith(f"{other}.") and name in names_of(other):
-            return f"## {public}\n\nSee [`{other}.{name}`]({other}.md#{other}.{name})."
+            anchor = f'<a id="{public}"></a>'
+            return f"{anchor}\n\n## {public}\n\nSee [`{other}.{name}`]({other}.md#{other}.{name})."
     if path == public:
         return f"::: {path}"
     options = f"    options:\n      heading: {public}\n      toc_label: {name}"
