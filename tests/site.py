@@ -10,6 +10,7 @@ file of the repository becomes a link to this file on the web page of the reposi
 from __future__ import annotations
 
 import contextlib
+import html
 import importlib
 import inspect
 import io
@@ -41,6 +42,7 @@ TOOLS = ("train", "schedule", "tokenize", "convert", "inspect", "report", "verif
 MOVED = {"CONTRIBUTING.md": "internals/contributing.md", "CHANGELOG.md": "internals/changelog.md"}
 INTRODUCTION = """The help texts of `threed`, and of `threed TOOL` for each tool. `plan` has the keys of `train`, which
 [All keys](configuration.md) lists in tables."""
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)")
 
 
@@ -52,7 +54,7 @@ def write(folder: Path = SOURCES) -> None:
         shutil.copyfile(ROOT / name, folder / place)
     for page in sorted(folder.rglob("*.md")):
         place = str(page.relative_to(folder))
-        page.write_text(with_links(with_pipes(page.read_text()), place))
+        page.write_text(with_links(with_code(page.read_text()), place))
     for place, text in generated():
         (folder / place).parent.mkdir(exist_ok=True)
         (folder / place).write_text(text)
@@ -69,9 +71,25 @@ def generated() -> Iterator[tuple[str, str]]:
 # ------------------------------------------------------------------------------------------------------ links and tables
 
 
-def with_pipes(text: str) -> str:
-    """A page without the backslashes that GitHub needs before a | in the code of a table."""
-    return re.sub(r"`[^`\n]*`", lambda match: match[0].replace("\\|", "|"), text)
+def with_code(text: str) -> str:
+    """A page whose inline code is written for Python-Markdown.
+
+    GitHub needs a backslash before a | in the code of a table, Python-Markdown prints it. Flags
+    and lists of choices are marked, so that browsers break lines at the right places.
+    """
+    parts = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [CODE.sub(lambda match: new_code(match[1]), part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def new_code(words: str) -> str:
+    """Inline code in the site: HTML, in which a line may break after each |, for a list of choices."""
+    words = words.replace("\\|", "|")
+    if words.count("|") > 1:
+        return (
+            f'<code class="choices">{"&#124;<wbr>".join(map(html.escape, words.split("|")))}</code>'
+        )
+    return f"`{words}`" + ("{.flag}" if words.startswith("--") and len(words) <= 40 else "")
 
 
 def with_links(text: str, place: str) -> str:
@@ -189,7 +207,7 @@ def help_text(*words: str) -> str:
     """A code block with the output of `threed WORDS --help`."""
     printed = io.StringIO()
     with (
-        mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1"),
+        mock.patch.dict(os.environ, COLUMNS="84", NO_COLOR="1"),
         contextlib.redirect_stdout(printed),
         contextlib.suppress(SystemExit),
     ):

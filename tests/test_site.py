@@ -154,4 +154,10 @@ def test_links_of_pages() -> None:
     )
     elsewhere = move("../../README.md", "docs/guide/zero.md", "guide/zero.md")
     assert elsewhere == f"{site.repository()}/blob/main/README.md"
-    assert site.with_pipes("| `a\\|b` | c\\|d |") == "| `a|b` | c\\|d |"
+
+
+def test_inline_code_of_pages() -> None:
+    assert site.with_code("| `a\\|b` | c\\|d |") == "| `a|b` | c\\|d |"
+    assert site.with_code("`--zero.stage 3`, `tp`") == "`--zero.stage 3`{.flag}, `tp`"
+    assert site.with_code("`a|b|N,N`") == '<code class="choices">a&#124;<wbr>b&#124;<wbr>N,N</code>'
+    assert site.with_code(block := "```sh\necho `--help`\n```\n") == block
