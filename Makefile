@@ -62,7 +62,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m tests.site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "threed").symlink_to(ROOT / "threed")
     site.write(home / "build" / "docs")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"],
+        [sys.executable, "-m", "mkdocs", "build", "--strict"],
         cwd=home,
         env={**os.environ, **OFFLINE, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -81,6 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Documentation built" in done.stderr  # with --quiet, --strict would ignore warnings
     return home / "site"
 
 
