@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -139,6 +140,13 @@ def test_docstrings_are_parsed(folder: Path) -> None:
     text = (folder / "api" / "threed.html").read_text()
     for section in ("Parameters:", "Returns:", "Raises:", "Attributes:"):
         assert section in text
+    for page in (folder / "api").glob("*.html"):
+        assert "::</p>" not in page.read_text(), (
+            f"{page.name}: Markdown: 'Example:', not 'Example::'"
+        )
+        names = re.findall(r"<b><code>(?:<span[^>]*>)?([^<]+)<", page.read_text())
+        wrong = [name for name in names if not name.lstrip("*").isidentifier()]
+        assert wrong == [], f"{page.name}: one entry of Args or Attributes per name"
 
 
 def test_links_of_pages() -> None:
