@@ -3,6 +3,7 @@
 # make test-fast   the same without the slow ones: about two minutes
 # make test-lowest   the fast tests with the oldest torch and pydantic that pyproject.toml allows, in .venv-lowest
 # make check   set up, then check format, lint and types
+# make docs    set up, then build the documentation site: open site/index.html
 # make bench   set up, then run the benchmarks
 # make clean   remove the virtual environment and what tools left behind; runs/ stays
 #
@@ -33,7 +34,7 @@ PARALLEL  := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # pytest's status where a selection leaves a phase without tests
 OR_NONE   := || [ $$? -eq 5 ]
 
-.PHONY: train test test-fast test-lowest check bench clean setup
+.PHONY: train test test-fast test-lowest check docs bench clean setup
 
 train: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 pretrain/gpt.py --preset tiny --parallel.tp 2 --parallel.pp 2 $(ARGS)
@@ -58,6 +59,10 @@ check: $(STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+
+docs: $(STAMP)
+	$(BIN)/python -m tests.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)
@@ -87,5 +92,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-lowest-torch build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-lowest-torch build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

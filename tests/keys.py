@@ -22,7 +22,7 @@ This page is generated from `threed/config/groups.py` by `python -m tests.keys`;
 
 A key is `--group.key value` as a flag, and `key = value` under `[group]` in a TOML file (`--config FILE.toml`).
 Flags override the preset or file; the last of repeated flags applies. A table such as `[topology.8]` in a preset or file
-has values for 8 ranks ([recipes](recipes.md#your-own-topologies)). In Python a hyphen is an underscore:
+has values for 8 ranks ([recipes](../guide/recipes.md#your-own-topologies)). In Python a hyphen is an underscore:
 `config.train.global_batch`.
 
 Keys without a default are *not set*; on the command line and in a file, the value `none` unsets them.

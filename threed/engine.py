@@ -94,7 +94,7 @@ class Engine:
         ValueError: if the module cannot be wrapped, or if model or configuration differ between
             ranks.
 
-    Example::
+    Example:
 
         engine = threed.Engine(model, threed.Topology(pp=2, tp=2), config)
         for batch in batches:
@@ -559,7 +559,7 @@ class ModuleEngine(Engine):
     Attributes:
         accumulating: True between `begin` and `update`.
 
-    Example::
+    Example:
 
         engine.begin(microbatches=4)
         for inputs in micro_batches:

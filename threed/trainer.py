@@ -139,7 +139,7 @@ class Trainer:
         Raises:
             ConfigError: if the configuration is invalid, or if data or model cannot be built.
 
-        Example::
+        Example:
 
             config = threed.Config(train={"steps": 100}, data={"path": "text.txt"})
             threed.Trainer.from_config(config, MyModel).run()
@@ -182,7 +182,7 @@ class Trainer:
         Raises:
             SystemExit: after `--help`, or if something is invalid.
 
-        Example::
+        Example:
 
             if __name__ == "__main__":
                 threed.Trainer.from_command_line(MyModel, {"model": {"layers": 4}}).run()

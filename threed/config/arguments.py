@@ -36,7 +36,7 @@ from threed.config.schema import (
     reason,
     written,
 )
-from threed.config.topologies import Topologies, read_topologies
+from threed.config.topologies import Topologies, choose_sizes, read_topologies
 from threed.config.values import Takes
 from threed.core.parse import ParseError, read_toml
 from threed.core.source import find_model, names_model
@@ -134,7 +134,7 @@ def load(
     config = draft.begin(found, config)
     draft.find_custom_model(config)
     if choose_topology and machines is None and (ranks := asked or world_size):
-        config = draft.choose_topology(config, ranks)
+        config = choose_sizes(config, ranks)
     flags = frozenset(map(renames.current_name, given))
     notes = tuple(dict.fromkeys(draft.notes))
     options = Options("dry_run" in flags, asked, False, flags, "model" in found, notes, notice)
@@ -213,23 +213,6 @@ class _Draft:
             find_model(arch)
         except ValueError as error:
             self.problems.append(f"--model.arch {arch}: {error}")
-
-    def choose_topology(self, config: Config, ranks: int) -> Config:
-        """Returns the configuration with as many data-parallel ranks as the batch allows.
-
-        The remaining factor of the number of ranks becomes `parallel.pp`. The configuration is
-        unchanged if a size is given, if it has problems with the chosen sizes, under ZeRO-3 (which
-        would have fewer ranks to shard over), and for custom models, whose number of layers is not
-        known.
-        """
-        p, batch, step = config.parallel, config.train.global_batch, config.train.micro_batch
-        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0 and batch % (step * n) == 0]
-        given = (p.tp, p.pp, p.cp, p.dp) != (1, 1, 1, None)
-        if given or not divisors or config.zero.stage == 3 or names_model(config.model.arch):
-            return config
-        sizes = p.model_copy(update={"pp": ranks // max(divisors)})
-        chosen = config.model_copy(update={"parallel": sizes})
-        return config if find_problems(chosen, ranks) else chosen
 
     def value(self, group: str, key: str) -> Any:
         """Returns a value as it was given, or None if it was not given."""

@@ -443,7 +443,7 @@ class Config(BaseModel):
         log: metrics, wandb and the profiler.
         run: run folder, fault detection and compilation.
 
-    Example::
+    Example:
 
         config = Config(parallel=ParallelConfig(tp=2), train=TrainConfig(steps=100))
     """

@@ -1,4 +1,6 @@
-"""Reads the tables [topology.N] of a preset or TOML file: values of keys for a run of N ranks.
+"""Topologies for a number of ranks: the tables [topology.N] of a file, and a default.
+
+A table has the values of keys for a run of N ranks:
 
 [topology.8]
 parallel.tp = 2
@@ -13,12 +15,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from threed.config.checks import find_problems
+from threed.config.groups import Config
 from threed.config.schema import key_name
+from threed.core.source import names_model
 
 # The keys that a topology may set: all keys of these groups, and `train.micro-batch`. They do not
 # change the batches, the model and the optimizer, so a run may resume with another number of ranks.
 GROUPS = ("parallel", "zero", "recompute")
 Topologies = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+def choose_sizes(config: Config, ranks: int) -> Config:
+    """Returns the configuration with as many data-parallel ranks as the batch allows.
+
+    The remaining factor of the number of ranks becomes `parallel.pp`. The configuration is
+    unchanged if a size is given, if it has problems with the chosen sizes, under ZeRO-3 (which
+    would have fewer ranks to shard over), and for custom models, whose number of layers is not
+    known.
+    """
+    p, batch, step = config.parallel, config.train.global_batch, config.train.micro_batch
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0 and batch % (step * n) == 0]
+    given = (p.tp, p.pp, p.cp, p.dp) != (1, 1, 1, None)
+    if given or not divisors or config.zero.stage == 3 or names_model(config.model.arch):
+        return config
+    sizes = p.model_copy(update={"pp": ranks // max(divisors)})
+    chosen = config.model_copy(update={"parallel": sizes})
+    return config if find_problems(chosen, ranks) else chosen
 
 
 def read_topologies(tables: Any) -> tuple[Topologies, list[str]]:

@@ -236,7 +236,9 @@ class Topology:
     Attributes:
         world: number of ranks.
         rank: global rank of this process.
-        pp, dp, tp: sizes of the axes.
+        pp: number of pipeline stages.
+        dp: number of data-parallel ranks.
+        tp: number of tensor-parallel ranks.
         grid: all sizes.
         coordinates: position of this rank on each axis, by name.
         traffic: bytes sent by this rank, by axis label.

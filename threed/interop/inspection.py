@@ -94,7 +94,7 @@ def inspect(path: str | Path) -> CheckpointInfo:
         CheckpointError: if the folder is not a checkpoint, or is damaged; the message lists all
             problems.
 
-    Example::
+    Example:
 
         info = threed.checkpoint.inspect("runs/tiny/checkpoints/step-200")
         print(info.steps, info.parameters)

@@ -86,7 +86,7 @@ def load(
         CheckpointError: if the checkpoint is missing or damaged, or does not match the model.
         ConfigError: if the configuration is invalid for the topology.
 
-    Example::
+    Example:
 
         engine = threed.load("runs/tiny/hf", threed.Topology(tp=2), train={"global_batch": 8})
     """

@@ -125,7 +125,7 @@ class Wrapped(PipelineLayer):
     Raises:
         ValueError: if the module cannot be wrapped; the message names the cause.
 
-    Example::
+    Example:
 
         model = Wrapped(autoencoder, loss=lambda output: output.error.square().mean())
         engine = threed.Engine(model, threed.Topology(), config)

@@ -216,7 +216,7 @@ def same_everywhere(
             processes.
         ConfigError: if the configuration cannot be compared.
 
-    Example::
+    Example:
 
         report = same_everywhere(MyModel)
         assert report.same, report

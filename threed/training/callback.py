@@ -102,7 +102,7 @@ class Callback:
     collectives. Whether it calls a collective must not depend on a value that differs between
     ranks: otherwise the run hangs.
 
-    Example::
+    Example:
 
         class WeightNorm(threed.training.Callback):
             def after_step(self, run, metrics, row):

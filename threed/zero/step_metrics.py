@@ -199,7 +199,7 @@ class StepMetrics:
         DataError: the data of this step, or of an earlier one that was not reported, were invalid.
         BadStepsError: at least `max_bad_steps` consecutive steps were skipped (see `bad_steps`).
 
-    Example::
+    Example:
 
         metrics = engine.step(batch)
         print(metrics.step, metrics.loss, metrics.grad_norm, metrics.lr)
