@@ -130,7 +130,7 @@ class Engine:
         self.faults = Faults(flags, topology.device, warns=topology.rank == 0)
         wrapped = self.model if isinstance(self.model, Wrapped) else None
         self.buffers = buffers.build(
-            blueprint.layers, blueprint.pipeline.cut, topology, blueprint.fully_recomputed,
+            blueprint.layers, blueprint.pipeline.layout, topology, blueprint.fully_recomputed,
             None if wrapped is None else wrapped.module,
         )  # fmt: skip
         codec = setup.weight_codec(config)

@@ -185,7 +185,7 @@ class StepMetrics:
 
     Reading a property, except `loss_tensor`, waits for the device. After an optimistic or
     asynchronous update, the first read also waits for the other ranks. `loss` and `grad_norm` raise
-    the errors below. `repr(metrics)` shows all values without waiting for other ranks.
+    the errors below. `repr(metrics)` shows the values that need no wait for other ranks.
 
     Attributes:
         step: number of the step, from 1.
