@@ -105,6 +105,7 @@ class Engine:
     wraps_module: ClassVar[bool]
 
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
+        """Returns a `LayeredEngine` for a model of pipeline layers, else a `ModuleEngine`."""
         kind = LayeredEngine if is_layered(model) else ModuleEngine
         # Code that copies an engine calls `__new__` with the subclass.
         return super().__new__(kind if cls is Engine else cls)

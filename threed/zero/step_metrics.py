@@ -196,8 +196,10 @@ class StepMetrics:
             no limit.
 
     Raises:
-        DataError: the data of this step, or of an earlier one that was not reported, were invalid.
-        BadStepsError: at least `max_bad_steps` consecutive steps were skipped (see `bad_steps`).
+        DataError: a ValueError; the data of this step, or of an earlier one that was not reported,
+            were invalid.
+        BadStepsError: a RuntimeError; at least `max_bad_steps` consecutive steps were skipped (see
+            `bad_steps`).
 
     Example::
 
