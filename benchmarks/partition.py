@@ -151,7 +151,7 @@ def work(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     summaries = {cut: summary(cut, rounds, division.gains) for cut in CUTS}
     counts = {
-        cut: [len(part) for part in engines[cut].trainer.blueprint.pipeline.cut.ranges]
+        cut: [len(part) for part in engines[cut].trainer.blueprint.pipeline.layout.ranges]
         for cut in CUTS
     }
     machine = {

@@ -162,7 +162,7 @@ def gradients(engine: Engine, case: Case) -> dict[str, int]:
         dtype(name or "fp32").itemsize
         for name in (engine.config.precision.reduce_dtype, case.dtype)
     )
-    each = case.passes // engine.blueprint.pipeline.cut.ways
+    each = case.passes // engine.blueprint.pipeline.layout.ways
     for bucket in engine.layout.buckets:
         group, window = bucket.group, bucket.last - bucket.first
         sums = each * len(group.key.chunks) if case.zero >= 2 else 1
@@ -216,7 +216,7 @@ def measure(case: Case) -> Sent:
     engine.step(data(config, engine))
     counted = {k: v - before.get(k, 0) for k, v in engine.topology.traffic.items()}
     engine.optimizer.wait()
-    few, each = messages(engine, case), case.microbatches // engine.blueprint.pipeline.cut.ways
+    few, each = messages(engine, case), case.microbatches // engine.blueprint.pipeline.layout.ways
     passing = [activations(case, config, stage, each) for stage in engine.blueprint.chunks]
     parts = *passing, gradients(engine, case), few
     exact = {label: sum(part.get(label, 0) for part in parts) for label in few}

@@ -100,13 +100,14 @@ def _module_name(root: Path, path: Path) -> str:
 
 
 def _export_blocks(tree: ast.Module) -> list[ast.If]:
-    """The `if TYPE_CHECKING` blocks of a package whose names are exported by `lazy`."""
-    lazy = any(
-        isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("lazy(__name__")
+    """The blocks `if TYPE_CHECKING: import the names, else: lazy(...)` of a package."""
+    return [
+        node
         for node in tree.body
-    )
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and lazy]
-    return [node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING"]
+        if isinstance(node, ast.If)
+        and ast.unparse(node.test) == "TYPE_CHECKING"
+        and "= lazy(__name__" in "".join(map(ast.unparse, node.orelse))
+    ]
 
 
 def _lazy_exports(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
@@ -345,7 +346,8 @@ PLANTED = {
 LAZY = """
 if TYPE_CHECKING:
     from threed.interop.loading import load
-__getattr__, __dir__ = lazy(__name__, {"load": "threed.interop.loading"})
+else:
+    __getattr__, __dir__ = lazy(__name__, {"load": "threed.interop.loading"})
 """
 
 

@@ -14,6 +14,15 @@ imported on first use, so that `threed.schedules` and `threed.config` do not imp
 from threed.core.exports import lazy
 
 TYPE_CHECKING = False
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config", "Topology", "Engine", "LayeredEngine", "ModuleEngine", "StepMetrics", "Trainer", "load", "Slicing",
+    "MicroBatch", "initialize",
+    "layers", "models", "schedules", "data", "checkpoint", "testing", "config", "interop",
+]  # fmt: skip
+
 if TYPE_CHECKING:
     from threed import checkpoint, config, data, interop, layers, models, schedules, testing
     from threed.config.groups import Config
@@ -24,29 +33,21 @@ if TYPE_CHECKING:
     from threed.layers.slicing import MicroBatch, Slicing
     from threed.trainer import Trainer
     from threed.zero.step_metrics import StepMetrics
-
-__version__ = "0.1.0"
-
-__all__ = [
-    "Config", "Topology", "Engine", "LayeredEngine", "ModuleEngine", "StepMetrics", "Trainer", "load", "Slicing",
-    "MicroBatch", "initialize",
-    "layers", "models", "schedules", "data", "checkpoint", "testing", "config", "interop",
-]  # fmt: skip
-
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "Config": "threed.config.groups",
-        "Topology": "threed.distributed.topology",
-        "Engine": "threed.engine",
-        "LayeredEngine": "threed.engine",
-        "ModuleEngine": "threed.engine",
-        "StepMetrics": "threed.zero.step_metrics",
-        "Trainer": "threed.trainer",
-        "load": "threed.interop.loading",
-        "Slicing": "threed.layers.slicing",
-        "MicroBatch": "threed.layers.slicing",
-        "initialize": "threed.interop.deepspeed.initialize",
-    },
-    ("layers", "models", "schedules", "data", "checkpoint", "testing", "config", "interop"),
-)
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "Config": "threed.config.groups",
+            "Topology": "threed.distributed.topology",
+            "Engine": "threed.engine",
+            "LayeredEngine": "threed.engine",
+            "ModuleEngine": "threed.engine",
+            "StepMetrics": "threed.zero.step_metrics",
+            "Trainer": "threed.trainer",
+            "load": "threed.interop.loading",
+            "Slicing": "threed.layers.slicing",
+            "MicroBatch": "threed.layers.slicing",
+            "initialize": "threed.interop.deepspeed.initialize",
+        },
+        ("layers", "models", "schedules", "data", "checkpoint", "testing", "config", "interop"),
+    )

@@ -106,6 +106,7 @@ class Engine:
     wraps_module: ClassVar[bool]
 
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
+        """Returns a `LayeredEngine` for a model of pipeline layers, else a `ModuleEngine`."""
         kind = LayeredEngine if is_layered(model) else ModuleEngine
         # Code that copies an engine calls `__new__` with the subclass.
         return super().__new__(kind if cls is Engine else cls)
@@ -131,7 +132,7 @@ class Engine:
         self.faults = Faults(flags, topology.device, warns=topology.rank == 0)
         wrapped = self.model if isinstance(self.model, Wrapped) else None
         self.buffers = buffers.build(
-            blueprint.layers, blueprint.pipeline.cut, topology, blueprint.fully_recomputed,
+            blueprint.layers, blueprint.pipeline.layout, topology, blueprint.fully_recomputed,
             None if wrapped is None else wrapped.module,
         )  # fmt: skip
         codec = setup.weight_codec(config)

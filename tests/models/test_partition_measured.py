@@ -294,7 +294,7 @@ def sleepers(cases: Sequence[Case]) -> list[Run]:
         engine = Engine(Sleepers(Slicing(topology.axis("tp"))), topology, settings)
         for step in range(2):
             engine.step(share(batch(step, settings.train.global_batch), topology))
-        cut, division = engine.blueprint.pipeline.cut.ranges, engine.blueprint.pipeline.division
+        cut, division = engine.blueprint.pipeline.layout.ranges, engine.blueprint.pipeline.division
         times, gains = (list(division.times), dict(division.gains)) if division else ([], {})
         found.append(
             Run([(part.start, part.stop) for part in cut], times, gains, engine.full_state_dict())
@@ -356,5 +356,5 @@ def test_tensor_ranks_measure_together_and_agree() -> None:
 def test_one_stage_has_nothing_to_divide() -> None:
     engine = engine_of(config(Case(dtype="fp32")))
     assert engine.blueprint.pipeline.division is None
-    assert engine.blueprint.pipeline.cut.ranges == (range(5),)
+    assert engine.blueprint.pipeline.layout.ranges == (range(5),)
     assert balanced([1, 1, 1], 1) == uniform(3, 1)

@@ -13,22 +13,22 @@ readers and writers, and copies of the training state in memory.
 from threed.core.exports import lazy
 
 TYPE_CHECKING = False
+__all__ = ["save", "load", "inspect", "CheckpointInfo", "convert", "CheckpointError"]
+
 if TYPE_CHECKING:
     from threed.checkpoint.files import CheckpointError
     from threed.interop.convert import convert
     from threed.interop.inspection import CheckpointInfo, inspect
     from threed.interop.loading import load, save
-
-__all__ = ["save", "load", "inspect", "CheckpointInfo", "convert", "CheckpointError"]
-
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "save": "threed.interop.loading",
-        "load": "threed.interop.loading",
-        "inspect": "threed.interop.inspection",
-        "CheckpointInfo": "threed.interop.inspection",
-        "convert": "threed.interop.convert",
-        "CheckpointError": "threed.checkpoint.files",
-    },
-)
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "save": "threed.interop.loading",
+            "load": "threed.interop.loading",
+            "inspect": "threed.interop.inspection",
+            "CheckpointInfo": "threed.interop.inspection",
+            "convert": "threed.interop.convert",
+            "CheckpointError": "threed.checkpoint.files",
+        },
+    )

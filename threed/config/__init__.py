@@ -11,28 +11,6 @@ pydantic.
 from threed.core.exports import lazy
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from threed.config.arguments import to_toml
-    from threed.config.checks import find_problems
-    from threed.config.groups import (
-        CheckpointConfig,
-        Config,
-        ConfigError,
-        DataConfig,
-        LogConfig,
-        ModelConfig,
-        OptimConfig,
-        ParallelConfig,
-        PrecisionConfig,
-        RecomputeConfig,
-        RunConfig,
-        TrainConfig,
-        ZeroConfig,
-    )
-    from threed.config.program import program_config
-    from threed.config.resolution import resolve
-    from threed.config.values import ParamGroup
-
 __all__ = [
     "Config",
     "ParallelConfig",
@@ -54,14 +32,36 @@ __all__ = [
     "to_toml",
 ]
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        **dict.fromkeys(__all__, "threed.config.groups"),
-        "ParamGroup": "threed.config.values",
-        "program_config": "threed.config.program",
-        "find_problems": "threed.config.checks",
-        "resolve": "threed.config.resolution",
-        "to_toml": "threed.config.arguments",
-    },
-)
+if TYPE_CHECKING:
+    from threed.config.arguments import to_toml
+    from threed.config.checks import find_problems
+    from threed.config.groups import (
+        CheckpointConfig,
+        Config,
+        ConfigError,
+        DataConfig,
+        LogConfig,
+        ModelConfig,
+        OptimConfig,
+        ParallelConfig,
+        PrecisionConfig,
+        RecomputeConfig,
+        RunConfig,
+        TrainConfig,
+        ZeroConfig,
+    )
+    from threed.config.program import program_config
+    from threed.config.resolution import resolve
+    from threed.config.values import ParamGroup
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            **dict.fromkeys(__all__, "threed.config.groups"),
+            "ParamGroup": "threed.config.values",
+            "program_config": "threed.config.program",
+            "find_problems": "threed.config.checks",
+            "resolve": "threed.config.resolution",
+            "to_toml": "threed.config.arguments",
+        },
+    )

@@ -1,10 +1,14 @@
 """Exports of a package that are imported on first use.
 
-    __getattr__, __dir__ = lazy(__name__, {"Config": "threed.config.groups"})
+    __all__ = ["Config"]
 
-So an import of the package does not import torch or pydantic. The package also lists the names in
-`__all__`, and imports them under `if TYPE_CHECKING:` for type checkers and editors.
-tests/test_public_api.py checks that the three lists agree.
+    if TYPE_CHECKING:
+        from threed.config.groups import Config
+    else:
+        __getattr__, __dir__ = lazy(__name__, {"Config": "threed.config.groups"})
+
+So an import of the package does not import torch or pydantic, and type checkers and editors know
+the names. tests/test_public_api.py checks that the three lists agree.
 """
 
 import importlib

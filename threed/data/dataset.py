@@ -107,7 +107,7 @@ def open_data(
             default corpus they are files that are chosen by a hash of their path.
         seq: sample length in tokens.
         seed: seed of the training order.
-        cache: see `cache_folder`.
+        cache: folder of tokenized text. Default: THREED_CACHE, or `~/.cache/threed`.
         bos: see `load_tokenizer`.
         special_tokens: see `load_tokenizer`.
 

@@ -29,16 +29,16 @@ Packages that the engine is built from do not import this package. The engine do
 from threed.core.exports import lazy
 
 TYPE_CHECKING = False
+__all__ = ["initialize", "DeepSpeedEngine"]
+
 if TYPE_CHECKING:
     from threed.interop.deepspeed.engine import DeepSpeedEngine
     from threed.interop.deepspeed.initialize import initialize
-
-__all__ = ["initialize", "DeepSpeedEngine"]
-
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "initialize": "threed.interop.deepspeed.initialize",
-        "DeepSpeedEngine": "threed.interop.deepspeed.engine",
-    },
-)
+else:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "initialize": "threed.interop.deepspeed.initialize",
+            "DeepSpeedEngine": "threed.interop.deepspeed.engine",
+        },
+    )

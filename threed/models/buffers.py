@@ -1,6 +1,6 @@
 """The buffers of the modules on a rank: their names, and their synchronization over data ranks.
 
-    buffers = build(layers, cut, topology)
+    buffers = build(layers, stages, topology)
     buffers.begin()                                        # move to the device, broadcast
     buffers.begin_step() · buffers.end_step() · buffers.agree()
 
@@ -368,14 +368,14 @@ def _changed(value: Tensor, before: Observation | None) -> bool:
 
 
 def build(
-    layers: Sequence[nn.Module], cut: PipelineLayout, topology: Topology, recomputed: Collection[int] = (),
+    layers: Sequence[nn.Module], stages: PipelineLayout, topology: Topology, recomputed: Collection[int] = (),
     wrapped: nn.Module | None = None,
 ) -> Buffers:  # fmt: skip
     """Returns the buffers of a wrapped module, or of a model's pipeline layers.
 
     Args:
         layers: all layers of the model.
-        cut: the layers of each stage.
+        stages: the layers of each stage.
         topology: the ranks.
         recomputed: numbers of the layers that are recomputed in full.
         wrapped: the wrapped module; `layers` is then ignored.
@@ -395,7 +395,10 @@ def build(
             " and the engine moves them"
         )
     names = {place.name for number in recomputed for place in find([roots[number]])}
-    numbers = [[n for chunk in cut.chunks(rank) for n in chunk] for rank in range(topology.pp)]
+    numbers = [[n for chunk in stages.chunks(rank) for n in chunk] for rank in range(topology.pp)]
     return Buffers(
-        [[roots[number] for number in stage] for stage in numbers], topology, names, cut.ways == 2
+        [[roots[number] for number in stage] for stage in numbers],
+        topology,
+        names,
+        stages.ways == 2,
     )

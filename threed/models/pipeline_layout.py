@@ -1,9 +1,9 @@
 """The layers on each pipeline rank: ranges of layers (stages), placed on ranks as chunks.
 
-cut = PipelineLayout.of(ranges, plan)  # one range per stage of the model, in order
-cut.chunks(0)                          # the ranges on pipeline rank 0
-cut.ends                               # the ranks with the last stage
-cut.ties(names)                        # the parameters that several ranks hold
+layout = PipelineLayout.of(ranges, plan)  # one range per stage of the model, in order
+layout.chunks(0)                          # the ranges on pipeline rank 0
+layout.ends                               # the ranks with the last stage
+layout.ties(names)                        # the parameters that several ranks hold
 """
 
 from __future__ import annotations

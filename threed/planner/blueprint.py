@@ -53,7 +53,7 @@ class Pipeline:
     Attributes:
         schedule: name of the schedule.
         plan: compute actions of a step, for every pipeline rank.
-        cut: the partition of layers into stages, and the ranks of the stages.
+        layout: the partition of layers into stages, and the ranks of the stages.
         costs: times of the stages, if the schedule plans by times.
         limit: limit on micro-batches in memory per rank, if the schedule plans by times.
         division: the partition by measured times, if configured.
@@ -61,7 +61,7 @@ class Pipeline:
 
     schedule: str
     plan: Plan
-    cut: PipelineLayout
+    layout: PipelineLayout
     costs: Costs | None = None
     limit: float | None = None
     division: Division | None = None
@@ -150,12 +150,12 @@ def _divide_by_cost(
     ranges = partition(
         p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again)
     )
-    cut = PipelineLayout.of(ranges, plan)
+    stages = PipelineLayout.of(ranges, plan)
     if p.partition != "balanced" or p.pp == 1 or not registry.plans_by_times(name):
-        return Pipeline(name, plan, cut)
+        return Pipeline(name, plan, stages)
     times = stage_costs(times_by_flops(flops(), again), ranges)
     return Pipeline(
-        name, schedules.build(name, p.pp, plan.microbatches, plan.chunks, times), cut, times
+        name, schedules.build(name, p.pp, plan.microbatches, plan.chunks, times), stages, times
     )
 
 
@@ -203,15 +203,15 @@ class Blueprint:
             ConfigError: if the configuration does not fit the model.
             ValueError: if the parameters cannot be laid out.
         """
-        wrapped, cut = model if isinstance(model, Wrapped) else None, pipeline.cut
-        ties = cut.ties([names(layer) for layer in layers])
+        wrapped, stages = model if isinstance(model, Wrapped) else None, pipeline.layout
+        ties = stages.ties([names(layer) for layer in layers])
         overs = set() if wrapped else dealt_over(layers)
         shard_axes = [setup.shard_axes(config, topology, over) for over in (None, *overs)]
         axes = {name for names in shard_axes for name in names if name}
         if pipeline.plan.pairs and is_accelerator(topology.device):
             axes.add("tp" + SECOND)
-        topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
-        parts = cut.chunks(topology.axis("pp").index)
+        topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], stages.links)
+        parts = stages.chunks(topology.axis("pp").index)
         held: Sequence[HasModules] = [layers[n] for part in parts for n in part]
         units = wrapped.units if wrapped else held
         chunks = None if wrapped else [number for number, part in enumerate(parts) for _ in part]
@@ -222,7 +222,7 @@ class Blueprint:
         if wrapped and (problems := find_problems(wrapped.module, topology.dp)):
             raise ConfigError(problems)
         rank_layout = layout.build(
-            units, ties, topology, setup.policy(config, topology, cut.ways, overs), chunks
+            units, ties, topology, setup.policy(config, topology, stages.ways, overs), chunks
         )
         setup.size_buffers(rank_layout, config, len(setup.state_names(config.optim)))
         return cls(
@@ -245,7 +245,7 @@ class Blueprint:
             training: False for a plan with forwards only, as in evaluation and sampling.
             part: `part(plan)` selects a part of an asynchronous plan; by default the full plan.
         """
-        gathers, placement = self.config.zero.stage == 3, self.pipeline.cut.one_way
+        gathers, placement = self.config.zero.stage == 3, self.pipeline.layout.one_way
         if not training:
             plan = all_forward_all_backward.forward_only(len(placement), microbatches, placement)
             return schedules.lower(plan, gathers)
@@ -294,7 +294,7 @@ class Blueprint:
     @property
     def chunks(self) -> tuple[range, ...]:
         """For each chunk of this rank, the numbers of its layers."""
-        return self.pipeline.cut.chunks(self.topology.axis("pp").index)
+        return self.pipeline.layout.chunks(self.topology.axis("pp").index)
 
     @property
     def held(self) -> list[int]:

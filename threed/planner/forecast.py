@@ -151,7 +151,7 @@ class Forecast:
         for rank in range(world):
             position = grid.coordinates(rank)
             sizes = footprints[columns[position["tp"]]][position["pp"]]
-            layers = pipeline.cut.chunks(position["pp"])
+            layers = pipeline.layout.chunks(position["pp"])
             ranks.append(RankForecast(rank, grid.label(rank), layers, sizes.bytes, sizes.sends))
         costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
         timeline = schedules.simulate(pipeline.plan, costs)
@@ -383,7 +383,7 @@ class _Column:
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
         """Returns the times of the stages, in FLOPs or in the unit of the model's custom costs."""
         again = fully_recomputed(self.config, self.layers)
-        return stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
+        return stage_costs(times_by_flops(flops, again), pipeline.layout.ranges)
 
     def blueprint(self, stage: int, pipeline: Pipeline) -> Blueprint:
         """Returns the blueprint of the first rank of a stage in this column."""

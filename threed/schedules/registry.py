@@ -184,17 +184,17 @@ def build(
     name: str, stages: int, microbatches: int, chunks: int | None = None,
     costs: Costs | None = None, limit: float | None = None,
 ) -> Plan:  # fmt: skip
-    """Returns the plan of a schedule: compute actions only, checked by `legal`.
+    """Returns the plan of a schedule: its compute actions, which are checked.
 
     Args:
         name: one of `available()`, FILE.py:function or FILE.csv.
         stages: number of pipeline ranks.
         microbatches: number of micro-batches per step.
         chunks: model stages per rank; None: the schedule's default.
-        costs: times of the stages. Allowed only if `plans_by_times(name)` is true.
+        costs: times of the stages. Allowed only for a schedule that is planned by times: zb-auto.
         limit: upper limit of the live activations per rank, in micro-batches (see
-            `peak_activations`). It has an effect only if it is below the schedule's default limit.
-            Allowed only if `plans_by_times(name)` is true.
+            `Timeline.peak_activations`). It has an effect only if it is below the schedule's
+            default limit. Allowed only for zb-auto.
 
     Raises:
         SizesError: the schedule has no plan for these sizes.

@@ -103,9 +103,9 @@ class Timeline:
         span: the longest time of any rank from its first start to its last end.
         bubble: idle fraction of the rank with the longest span, within its span (as in arXiv
             2401.10241, section 5).
-        peak_activations: per rank, the maximum of live activations, in micro-batches (see the
-            function `peak_activations`). Activations are live from the start of F to the end of B
-            or W.
+        peak_activations: per rank, the maximum of live activations, in micro-batches. Activations
+            are live from the start of F to the end of B or W. Those of one of a rank's V chunks
+            count as 1/V of a micro-batch (2/V in a bidirectional plan).
         messages: per rank, the number of sends per step.
         spans: per rank, (action, start, end) of every compute action.
     """

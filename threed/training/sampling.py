@@ -60,7 +60,7 @@ def _next(
         shares = torch.softmax(scores, 0)
         finite = bool(shares.isfinite().all())
         chosen += int(torch.multinomial(shares, 1, generator=draw)) if finite else -1
-    pp, last = engine.topology.axis("pp"), engine.blueprint.pipeline.cut.ends[0]
+    pp, last = engine.topology.axis("pp"), engine.blueprint.pipeline.layout.ends[0]
     return int(collectives.broadcast(chosen, pp, last))
 
 

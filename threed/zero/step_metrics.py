@@ -185,7 +185,7 @@ class StepMetrics:
 
     Reading a property, except `loss_tensor`, waits for the device. After an optimistic or
     asynchronous update, the first read also waits for the other ranks. `loss` and `grad_norm` raise
-    the errors below. `repr(metrics)` shows all values without waiting for other ranks.
+    the errors below. `repr(metrics)` shows the values that need no wait for other ranks.
 
     Attributes:
         step: number of the step, from 1.
@@ -196,8 +196,10 @@ class StepMetrics:
             no limit.
 
     Raises:
-        DataError: the data of this step, or of an earlier one that was not reported, were invalid.
-        BadStepsError: at least `max_bad_steps` consecutive steps were skipped (see `bad_steps`).
+        DataError: a ValueError; the data of this step, or of an earlier one that was not reported,
+            were invalid.
+        BadStepsError: a RuntimeError; at least `max_bad_steps` consecutive steps were skipped (see
+            `bad_steps`).
 
     Example:
 
