@@ -28,7 +28,7 @@ OFFLINE = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.
 
 
 class Page(HTMLParser):
-    """What the tests read of a page.
+    """The parts of a page that the tests read.
 
     Attributes:
         ids: the anchors of the page.
