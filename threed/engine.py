@@ -369,13 +369,19 @@ class Engine:
         checkpoint is complete.
 
         Args:
-            path: see `save`.
-            extra: see `save`.
+            path: the folder.
+            extra: values for the manifest, as JSON; `load` returns them.
+            before_publishing: called on rank 0 in the writing thread, after all files are written
+                and before the folder gets its name.
             hurries: see `save`.
-            before_publishing: called on rank 0 in the writing thread, after all files are written.
+
+        Returns:
+            The save, with `wait()`, which is collective, and `done`.
 
         Raises:
-            CheckpointError, DataError: see `save`.
+            CheckpointError: on every rank, if a problem is found before this call returns; `wait`
+                raises later problems.
+            DataError: see `save`.
         """
         return self.saver.start(
             Path(path), self.counters(extra), self.extras, now=self.wraps_module,
