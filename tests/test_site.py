@@ -23,12 +23,12 @@ built = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in NEEDED),
     reason="needs mkdocs-material and mkdocstrings[python]: pip install 'threed[docs]'",
 )
-# An address where no proxy listens: a download would fail.
+# No proxy listens on this address, so a download fails.
 OFFLINE = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
 
 
 class Page(HTMLParser):
-    """What the tests read of a page.
+    """The parts of a page that the tests read.
 
     Attributes:
         ids: the anchors of the page.
