@@ -316,7 +316,12 @@ def _checkpoint_facts(path: Path) -> str:
     from threed.checkpoint.files import CheckpointError
     from threed.checkpoint.reading import Reader
     from threed.interop.huggingface.folder import is_hf_folder
+    from threed.interop.safetensors_folder import SafetensorsFolder, is_safetensors_folder
 
+    if is_safetensors_folder(path):
+        weights = SafetensorsFolder(path)
+        shapes = [f"{name:<44} {list(weights[name].shape)}" for name in sorted(weights)]
+        return "\n".join([f"{path}: a safetensors folder; it has no hashes", *shapes])
     if is_hf_folder(path):
         return _folder_facts(path)
     manifest = native.read_manifest(path)

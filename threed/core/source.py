@@ -174,7 +174,9 @@ def name_of(model: Any) -> str:
     except TypeError:
         file = None
     if file is None or not file.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{name or model!r} is not a class or function at the top level of a file")
+        raise ValueError(
+            f"{name or repr(model)} is not a class or function at the top level of a file"
+        )
     return f"{Path(file).resolve()}:{name}"
 
 
