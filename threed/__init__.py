@@ -38,6 +38,7 @@ _SUBMODULES = (
     "planner",
     "schedules",
     "testing",
+    "training",
 )
 __all__ = [*_MODULE_OF, *_SUBMODULES]
 

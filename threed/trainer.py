@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
@@ -160,7 +161,8 @@ class Trainer:
     @classmethod
     def from_command_line(
         cls, model: Callable[..., Any] | None = None,
-        defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), *, about: str = "",
+        defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), *,
+        about: str | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> Trainer:  # fmt: skip
         """Creates a trainer from the flags of this program. Collective.
@@ -308,11 +310,18 @@ def open_configured(config: Config) -> Data:
 
 
 def start_engine(config: Config) -> Engine:
-    """Creates the process groups of a resolved configuration, its model and engine. Collective."""
+    """Creates the process groups of a resolved configuration, its model and engine. Collective.
+
+    If the model is an `nn.Module`, seeds torch's random generator.
+    """
     p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
     # At least TIMEOUT, because the watchdog does not watch loading and the end of a run.
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
-    return build_engine(config, topology)
+    engine = build_engine(config, topology)
+    if engine.wraps_module:
+        # Its dropout uses torch's generator; the masks of data ranks must differ.
+        torch.manual_seed(config.train.seed + topology.rank)
+    return engine
 
 
 def _check_model(engine: Engine) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import threed
 from tests.harness import run_ranks
@@ -14,6 +16,7 @@ from threed import layers
 from threed.checkpoint import native
 from threed.config import Config, ConfigError, ModelConfig
 from threed.core.source import name_of
+from threed.trainer import start_engine
 from threed.training import Callback
 
 
@@ -29,6 +32,16 @@ class Shallow:
         table = "embedding.word.weight"
         head = layers.LanguageModelHead("head", table, norm, c.vocab or 0, c.hidden, slicing)
         return [layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing), head]
+
+
+class Tokens(torch.nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(config.vocab or 0, config.vocab or 0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.embedding(tokens)
+        return out
 
 
 class Count(Callback):
@@ -84,6 +97,20 @@ def refusals(folder: Path) -> list[str]:
     return [*found, str(caught.value)]
 
 
+def seeds(folder: Path) -> tuple[int, float]:
+    """The seed of a module's dropout after two starts, and the sum of its initial values."""
+    data = open_text(folder)
+    config = configuration(folder, data, world=2, model={"arch": name_of(Tokens)})
+    weights = start_engine(config).full_state_dict()
+    return torch.initial_seed(), float(sum(w.sum() for w in weights.values()))
+
+
+def test_the_random_numbers_of_a_module_are_seeded(tmp_path: Path) -> None:
+    first, second = (run_ranks(2, seeds, tmp_path) for _ in range(2))
+    assert [seed for seed, _ in first] == [1234, 1235]
+    assert first == second
+
+
 def test_a_trainer_of_a_configuration_trains_a_users_model(tmp_path: Path) -> None:
     assert run_ranks(1, work, tmp_path) == [name_of(Shallow)]
 
@@ -101,3 +128,15 @@ def test_a_trainer_refuses_what_it_cannot_train(tmp_path: Path) -> None:
         strict=True,
     ):
         assert expected in problem
+
+
+def test_examples_import_public_packages_only() -> None:
+    public = {"threed", *(f"threed.{name}" for name in threed.__all__)}
+    examples = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+    assert examples
+    for path in examples:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        imported |= {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+        own = {name for name in imported if name.split(".")[0] == "threed"}
+        assert own <= public, path.name

@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "trains a model in every topology and compares with one process: exit code 0 same, 1 differs, 2 not compared"
     add = tool("verify", f"{text}; takes flags of training too")
-    add("model", metavar="FILE.py:NAME", help="class or function of a ModelConfig and a Slicing")
+    add("model", metavar="FILE.py:NAME", help="model class or function, as for train")
     text = "such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN microN seq zeroN recompute offload"
     add("--topologies", help=text)
     add("--timeout", type=float, default=120, help="seconds per topology (default 120)")
