@@ -28,7 +28,7 @@ from threed.config.arguments import format_problems, to_toml
 from threed.config.checks import find_problems
 from threed.config.program import program_config
 from threed.config.resolution import resolve
-from threed.core.source import name_of, names_model
+from threed.core.source import is_foreign, name_of, names_model
 from threed.data import Data, Prefetcher, open_data
 from threed.distributed import collectives
 from threed.distributed.launcher import world_size
@@ -156,7 +156,12 @@ class Trainer:
             problems = error.problems if isinstance(error, ConfigError) else [str(error)]
             raise ConfigError(problems) from None
         engine = start_engine(resolve(config, data.vocab, world))
-        return cls(engine, data, callbacks=callbacks)
+        try:
+            return cls(engine, data, callbacks=callbacks)
+        except ValueError as error:
+            if isinstance(error, ConfigError) or is_foreign(error, Path(__file__).parent):
+                raise
+            raise ConfigError([str(error)]) from None  # the model cannot be forecast
 
     @classmethod
     def from_command_line(
@@ -192,7 +197,7 @@ class Trainer:
             config = program_config(
                 sys.argv[1:],
                 prog=sys.argv[0],
-                about=about,
+                about=about or "",
                 defaults=groups,
                 world_size=world_size(),
             )
