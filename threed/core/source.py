@@ -17,8 +17,8 @@ from typing import Any
 def load(file: str) -> ModuleType:
     """Imports a Python file as a module and returns the module.
 
-    If the program has imported the file already, returns this module. Otherwise adds the file's folder to
-    `sys.path`. During the import standard output goes to standard error.
+    If the program has imported the file already, returns this module. Otherwise adds the file's
+    folder to `sys.path`. During the import standard output goes to standard error.
 
     Raises:
         ValueError: if the file does not exist or cannot be imported.
