@@ -86,4 +86,4 @@ DEFAULTS = {
 }
 
 if __name__ == "__main__":
-    threed.Trainer.from_command_line(ConvolutionModel, DEFAULTS, about=__doc__ or "").run()
+    threed.Trainer.from_command_line(ConvolutionModel, DEFAULTS, about=__doc__).run()

@@ -61,4 +61,4 @@ class ParallelModel:
 
 
 if __name__ == "__main__":
-    threed.Trainer.from_command_line(ParallelModel, DEFAULTS, about=__doc__ or "").run()
+    threed.Trainer.from_command_line(ParallelModel, DEFAULTS, about=__doc__).run()

@@ -120,4 +120,4 @@ DEFAULTS = {
 }
 
 if __name__ == "__main__":
-    threed.Trainer.from_command_line(LatentModel, DEFAULTS, about=__doc__ or "").run()
+    threed.Trainer.from_command_line(LatentModel, DEFAULTS, about=__doc__).run()

@@ -91,4 +91,4 @@ DEFAULTS = {
 }
 
 if __name__ == "__main__":
-    threed.Trainer.from_command_line(SlidingWindow, DEFAULTS, about=__doc__ or "").run()
+    threed.Trainer.from_command_line(SlidingWindow, DEFAULTS, about=__doc__).run()

@@ -51,4 +51,4 @@ def build_model(c: ModelConfig) -> torch.nn.Module:
 
 
 if __name__ == "__main__":
-    threed.Trainer.from_command_line(build_model, DEFAULTS, about=__doc__ or "").run()
+    threed.Trainer.from_command_line(build_model, DEFAULTS, about=__doc__).run()

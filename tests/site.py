@@ -34,6 +34,7 @@ PACKAGES = (
     "threed.schedules",
     "threed.data",
     "threed.checkpoint",
+    "threed.training",
     "threed.testing",
     "threed.config",
     "threed.interop",

@@ -20,11 +20,21 @@ __version__ = "0.1.0"
 __all__ = [
     "Config", "Topology", "Engine", "LayeredEngine", "ModuleEngine", "StepMetrics", "Trainer", "load", "Slicing",
     "MicroBatch", "initialize",
-    "layers", "models", "schedules", "data", "checkpoint", "testing", "config", "interop",
+    "layers", "models", "schedules", "data", "checkpoint", "training", "testing", "config", "interop",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from threed import checkpoint, config, data, interop, layers, models, schedules, testing
+    from threed import (
+        checkpoint,
+        config,
+        data,
+        interop,
+        layers,
+        models,
+        schedules,
+        testing,
+        training,
+    )
     from threed.config.groups import Config
     from threed.distributed.topology import Topology
     from threed.engine import Engine, LayeredEngine, ModuleEngine
@@ -49,5 +59,15 @@ else:
             "MicroBatch": "threed.layers.slicing",
             "initialize": "threed.interop.deepspeed.initialize",
         },
-        ("layers", "models", "schedules", "data", "checkpoint", "testing", "config", "interop"),
+        (
+            "layers",
+            "models",
+            "schedules",
+            "data",
+            "checkpoint",
+            "training",
+            "testing",
+            "config",
+            "interop",
+        ),
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
@@ -27,7 +28,7 @@ from threed.config.arguments import format_problems, to_toml
 from threed.config.checks import find_problems
 from threed.config.program import program_config
 from threed.config.resolution import resolve
-from threed.core.source import name_of, names_model
+from threed.core.source import is_foreign, name_of, names_model
 from threed.data import Data, open_data
 from threed.data.prefetch import Prefetcher
 from threed.distributed import collectives
@@ -156,12 +157,18 @@ class Trainer:
             problems = error.problems if isinstance(error, ConfigError) else [str(error)]
             raise ConfigError(problems) from None
         engine = start_engine(resolve(config, data.vocab, world))
-        return cls(engine, data, callbacks=callbacks)
+        try:
+            return cls(engine, data, callbacks=callbacks)
+        except ValueError as error:
+            if isinstance(error, ConfigError) or is_foreign(error, Path(__file__).parent):
+                raise
+            raise ConfigError([str(error)]) from None  # the model cannot be forecast
 
     @classmethod
     def from_command_line(
         cls, model: Callable[..., Any] | None = None,
-        defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), *, about: str = "",
+        defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), *,
+        about: str | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> Trainer:  # fmt: skip
         """Creates a trainer from the flags of this program. Collective.
@@ -194,7 +201,7 @@ class Trainer:
             config = program_config(
                 sys.argv[1:],
                 prog=sys.argv[0],
-                about=about,
+                about=about or "",
                 defaults=groups,
                 world_size=world_size(),
             )
@@ -312,11 +319,18 @@ def open_configured(config: Config) -> Data:
 
 
 def start_engine(config: Config) -> Engine:
-    """Creates the process groups of a resolved configuration, its model and engine. Collective."""
+    """Creates the process groups of a resolved configuration, its model and engine. Collective.
+
+    If the model is an `nn.Module`, seeds torch's random generator.
+    """
     p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
     # At least TIMEOUT, because the watchdog does not watch loading and the end of a run.
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
-    return build_engine(config, topology)
+    engine = build_engine(config, topology)
+    if engine.wraps_module:
+        # Its dropout uses torch's generator; the masks of data ranks must differ.
+        torch.manual_seed(config.train.seed + topology.rank)
+    return engine
 
 
 def _check_model(engine: Engine) -> None:

@@ -51,8 +51,7 @@ def test_the_name_of_a_class_is_its_file_and_its_name() -> None:
             name_of(other)
 
 
-def test_the_running_program_is_not_imported_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])
+def test_a_module_of_the_program_is_not_imported_again() -> None:
     assert load(__file__) is sys.modules[__name__]
 
 

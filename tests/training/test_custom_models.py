@@ -73,6 +73,28 @@ class Recurrent(torch.nn.Module):
         return {"logits": self.scale * self.head(self.lstm(self.embedding(tokens))[0])}
 
 
+class Branching(Recurrent):
+    def forward(self, tokens):
+        return super().forward(tokens) if tokens.sum() > 0 else None
+
+
+class Frozen(Recurrent):
+    def __init__(self, config):
+        super().__init__(config)
+        self.requires_grad_(False)
+
+
+class Headless(Parallel):
+    def layers(self):
+        return super().layers()[:-1]
+
+
+class Bare(Parallel):
+    def layers(self):
+        first, *others = super().layers()
+        return [first, torch.nn.Linear(self.hidden, self.hidden), *others]
+
+
 class Pooled(Recurrent):
     def forward(self, tokens):
         return super().forward(tokens)["logits"].mean(1)
@@ -201,6 +223,16 @@ def test_plan_knows_a_custom_model(folder: Path) -> None:
     )
     assert "model      Parallel, " in done.stdout, done.stderr
     assert "ranks      pp 2 × dp 2" in done.stdout
+    done = threed(folder, 1, "plan", "mine.py:Branching", *FLAGS)
+    assert "memory     of activations is not known: " in done.stdout, done.stderr
+    assert "rank 0" in done.stdout
+
+
+def test_a_model_that_an_engine_refuses_ends_the_run_without_a_traceback(folder: Path) -> None:
+    done = threed(folder, 1, "train", "mine.py:Frozen", *FLAGS, "--log.wandb", "off")
+    assert done.returncode == 2
+    assert "threed: the model has no parameter to train" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -211,6 +243,8 @@ def test_plan_knows_a_custom_model(folder: Path) -> None:
         ("mine.py:NoModel", "", "returned a NoModel without `layers`, `hidden`, `slicing`: return an object with `la"),
         ("mine.py:Other", "", "Other(hidden, layers, heads) of mine.py cannot be called as Other(config, slicing) or"),
         ("mine.py:Pooled", "", "Pooled returned (2, 257) for token ids (2, 32): its forward must take token ids"),
+        ("mine.py:Headless", "", "blocks.2 (Block) is the last layer and returned tensors of shape [32, 2, 32] for a"),
+        ("mine.py:Bare", "", "layer 1 (Linear): parameter weight has no sharding record: make it by threed.layers or"),
         ("mine.py:Recurrent", "--parallel.tp 2 --world-size 2", "Recurrent cannot be split by pp 1 or tp 2: build it"),
         ("mine.py:Recurrent", "--parallel.pp 2 --world-size 2", "Recurrent cannot be split by pp 2 or tp 1: build it"),
         ("mine.py:Recurrent", "--recompute.mode full", "Recurrent has no gradient_checkpointing_enable()"),

@@ -47,6 +47,10 @@ NAMES = {
     torch.uint8: "U8",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+# Further dtypes of buffers in exports.
+EXPORTED = NAMES | {
+    torch.bool: "BOOL", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.complex64: "C64",
+}  # fmt: skip
 MOST_HEADER = 10**8  # bytes; the limit of the safetensors library
 About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape, by name
 Metadata = Mapping[str, str]
@@ -300,7 +304,11 @@ def _safetensors(about: About, tensors: Iterable[Tensor], metadata: Metadata) ->
     end = 0
     for name, (dtype, shape) in about.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": EXPORTED[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text

@@ -17,18 +17,18 @@ from typing import Any
 def load(file: str) -> ModuleType:
     """Imports a Python file as a module and returns the module.
 
-    If the file is the running program, returns this module. Otherwise adds the file's folder to
-    `sys.path`. During the import standard output goes to standard error.
+    If the program has imported the file already, returns this module. Otherwise adds the file's
+    folder to `sys.path`. During the import standard output goes to standard error.
 
     Raises:
         ValueError: if the file does not exist or cannot be imported.
     """
     path = Path(file).resolve()
     name = f"threed_user_{path.stem}"
-    # The file may be the running program, which must not be imported again.
-    for known in (name, "__main__"):
-        if known in sys.modules and getattr(sys.modules[known], "__file__", None) == str(path):
-            return sys.modules[known]
+    # The file may be the running program or a module of it, which must not be imported again.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("__file__") == str(path):
+            return module
     if not path.is_file():
         raise ValueError(f"{file}: no such file")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -174,7 +174,9 @@ def name_of(model: Any) -> str:
     except TypeError:
         file = None
     if file is None or not file.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{name or model!r} is not a class or function at the top level of a file")
+        raise ValueError(
+            f"{name or repr(model)} is not a class or function at the top level of a file"
+        )
     return f"{Path(file).resolve()}:{name}"
 
 

@@ -28,7 +28,7 @@ from threed.interop.huggingface.folder import CONFIG, HFFolder, has_weights, is_
 from threed.interop.huggingface.native_writer import write_native
 from threed.interop.huggingface.weights import import_hf, record_of_folder
 from threed.interop.megatron.checkpoint import MegatronCheckpoint, is_dist, is_legacy
-from threed.interop.safetensors_folder import export_safetensors
+from threed.interop.safetensors_folder import export_safetensors, is_safetensors_folder
 
 
 def convert(
@@ -97,10 +97,10 @@ def _newest(src: Path) -> Path:
 
 
 def _default_format(src: Path) -> str:
-    """Returns "hf" for a native checkpoint whose model has a Hugging Face layout, else
-    "safetensors"."""
-    arch = str(native.read_manifest(src)["config"]["model"]["arch"])
-    return "safetensors" if names_model(arch) else "hf"
+    """Returns "safetensors" for a native checkpoint of a custom model or module, else "hf"."""
+    model = native.read_manifest(src)["config"]["model"]
+    # The engine of a module without token ids saves a vocabulary of 0.
+    return "safetensors" if names_model(str(model["arch"])) or model["vocab"] == 0 else "hf"
 
 
 def _config_of(path: Path, given: str | Path | None) -> Path:
@@ -190,6 +190,11 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
     if not path.is_dir():
         fix = native.did_you_mean(path) or "give that"
         raise CheckpointError(f"{path} is a file: a checkpoint is a folder, {fix}")
+    if is_safetensors_folder(path):
+        fix = "threed.load(PATH, build=MODEL) loads its weights; convert the checkpoint of the run"
+        raise CheckpointError(
+            f"{path} is a safetensors folder of threed, which is not converted: {fix}"
+        )
     other = _other_program(path)
     if other is not None and allow_pickle:
         return other

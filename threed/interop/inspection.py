@@ -8,40 +8,53 @@ print(info)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.reading import Reader
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
+from threed.interop.safetensors_folder import (
+    SafetensorsFolder,
+    is_safetensors_folder,
+    read_settings,
+)
 
 Shape = tuple[int, ...]
+_TITLES = {
+    "hf": "a Hugging Face folder; its tensors match its configuration; it has no hashes",
+    "safetensors": "an exported custom model; it has no hashes",
+}
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """The contents of a native checkpoint or a Hugging Face folder.
+    """The contents of a native checkpoint, a Hugging Face folder or an exported custom model.
 
     `str(info)` is the text that `threed inspect` prints.
 
     Attributes:
         path: the folder.
+        format: "native", "hf" (Hugging Face) or "safetensors" (an exported custom model).
         arch: architecture of the model, a value of `--model.arch`.
         weights: shape of each weight, by name.
         buffers: dtype and shape of each persistent buffer, by name; a Hugging Face folder has none.
-        dtypes: dtypes of the weights of a Hugging Face folder; empty for a native checkpoint, whose
-            weights are the optimizer's (fp32 or fp64).
-        files: number of files that the manifest lists; None for a Hugging Face folder.
-        nbytes: size of these files in bytes; None for a Hugging Face folder.
-        steps: number of completed optimizer steps; None for a Hugging Face folder.
-        consumed: number of samples of these steps; None for a Hugging Face folder.
-        topology: size of each axis of the ranks that saved the checkpoint, such as {"pp": 2,
-            "dp": 2, "tp": 1}; empty for a Hugging Face folder.
+        dtypes: dtypes of the tensors; empty for a native checkpoint, whose weights are the
+            optimizer's (fp32 or fp64).
+        files: number of files that the manifest of a native checkpoint lists, else None.
+        nbytes: size of these files in bytes.
+        steps: number of completed optimizer steps of a native checkpoint, else None.
+        consumed: number of samples of these steps.
+        topology: size of each axis of the ranks that saved a native checkpoint, such as {"pp": 2,
+            "dp": 2, "tp": 1}, else None.
     """
 
     path: Path
+    format: str
     arch: str
     weights: Mapping[str, Shape]
     buffers: Mapping[str, tuple[str, Shape]]
@@ -60,8 +73,8 @@ class CheckpointInfo:
     def __str__(self) -> str:
         """Returns the text that `threed inspect` prints."""
         weights = [f"{name:<44} {list(shape)}" for name, shape in sorted(self.weights.items())]
-        if self.files is None:
-            title = "a Hugging Face folder; its tensors match its configuration; it has no hashes"
+        if self.format != "native":
+            title = _TITLES[self.format]
             model = f"model {self.arch}, {self.parameters:,} parameters, {', '.join(self.dtypes)}"
             return "\n".join([f"{self.path}: {title}", model, *weights])
         sizes = " × ".join(f"{a} {n}" for a, n in (self.topology or {}).items() if n > 1)
@@ -78,14 +91,15 @@ class CheckpointInfo:
 
 
 def inspect(path: str | Path) -> CheckpointInfo:
-    """Checks a checkpoint or a Hugging Face folder, and returns its contents.
+    """Checks a checkpoint, a Hugging Face folder or an exported model, and returns its contents.
 
     No process group is required. Weights are not loaded. For a native checkpoint, the hashes of all
     files are checked, which reads every file. A Hugging Face folder has no hashes: the names and
     shapes of its tensors are compared with its config.json.
 
     Args:
-        path: the folder of a native checkpoint, or a Hugging Face folder.
+        path: the folder of a native checkpoint, a Hugging Face folder, or the export of a custom
+            model by `convert`.
 
     Returns:
         The contents; `print(inspect(path))` shows them.
@@ -100,6 +114,8 @@ def inspect(path: str | Path) -> CheckpointInfo:
         print(info.steps, info.parameters)
     """
     path = Path(path)
+    if is_safetensors_folder(path):
+        return _of_export(path)
     return _of_folder(path) if is_hf_folder(path) else _of_checkpoint(path)
 
 
@@ -110,6 +126,7 @@ def _of_checkpoint(path: Path) -> CheckpointInfo:
     reader = Reader(path, manifest)
     return CheckpointInfo(
         path,
+        "native",
         manifest["config"]["model"]["arch"],
         reader.shapes,
         {name: (dtype, tuple(shape)) for name, (_, dtype, shape) in reader.buffers.items()},
@@ -121,10 +138,21 @@ def _of_checkpoint(path: Path) -> CheckpointInfo:
     )
 
 
+def _of_export(path: Path) -> CheckpointInfo:
+    tensors = SafetensorsFolder(path)
+    shapes = {name: tuple(tensors[name].shape) for name in tensors}
+    arch = read_settings(path)["model"]["arch"]
+    return CheckpointInfo(path, "safetensors", arch, shapes, {}, _dtypes(tensors.values()))
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+    return tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+
+
 def _of_folder(path: Path) -> CheckpointInfo:
     folder = HFFolder(path)
     if problems := list(folder.problems()):
         raise CheckpointError("\n".join(problems))
-    dtypes = {folder.tensor("weight", name).dtype for name in folder.shapes}
-    names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return CheckpointInfo(path, folder.model.arch, folder.shapes, {}, tuple(names))
+    dtypes = {str(folder.tensor("weight", name).dtype) for name in folder.shapes}
+    names = tuple(sorted(dtype.removeprefix("torch.") for dtype in dtypes))
+    return CheckpointInfo(path, "hf", folder.model.arch, folder.shapes, {}, names)

@@ -161,9 +161,9 @@ def _saved(source: Path) -> dict[str, Any]:
 
     For a Hugging Face folder, this is only the group `model`.
     """
-    if is_hf_folder(source):
+    is_export = is_safetensors_folder(source)
+    if is_hf_folder(source) and not is_export:
         model = HFFolder(source).model
         return {"model": {**dict(model), "seq": default_seq(model)}}
-    is_export = is_safetensors_folder(source)
     config = read_settings(source) if is_export else native.read_manifest(source)["config"]
     return {name: config.get(name, {}) for name in TRAINED}

@@ -23,6 +23,7 @@ from threed.config import Config, ConfigError, ModelConfig
 from threed.config.resolution import spelt_as
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
+from threed.interop.safetensors_folder import is_safetensors_folder
 
 SEQ = 256  # default sequence length for models that have as many positions
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
@@ -117,6 +118,11 @@ def _open(path: Path) -> HFFolder | NativeFolder | None:
     Raises:
         CheckpointError: if the folder cannot be read.
     """
+    if is_safetensors_folder(path):
+        fix = "resume from the checkpoints of the run that it was converted from"
+        raise CheckpointError(
+            f"it is a safetensors folder of threed, from which no run starts: {fix}"
+        )
     if is_hf_folder(path):
         return HFFolder(path)
     if not (path / MANIFEST).is_file():

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, new_folder, plain
+from threed.checkpoint.files import EXPORTED, CheckpointError, new_folder, plain
 from threed.checkpoint.finite import Tally
 from threed.checkpoint.lazy_tensors import LazyTensor, MemoryTensor
 from threed.checkpoint.reading import Reader
@@ -57,14 +57,13 @@ def export_safetensors(
     manifest = native.read_manifest(checkpoint)
     if problems := native.verify(checkpoint, manifest, thorough=True):
         raise CheckpointError("; ".join(problems))
-    try:
-        settings = to_toml(Config.model_validate(manifest["config"]))
-    except ValueError as error:
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"{checkpoint}: its configuration is not valid: {text}") from None
-    tally = Tally()
+    settings, tally = _settings(checkpoint, manifest["config"]), Tally()
     with Reader(checkpoint, manifest) as reader:
         buffers = {name: reader.buffer(name) for name in reader.buffers}
+        for name, values in buffers.items():
+            if values.dtype not in EXPORTED:
+                what = f"buffer {name} is {values.dtype}, which safetensors files of threed do not have"
+                raise CheckpointError(f"{checkpoint}: {what}: register it with persistent=False")
 
         def tensor_of(name: str) -> LazyTensor:
             return MemoryTensor(buffers[name]) if name in buffers else reader.tensor(WEIGHT, name)
@@ -81,6 +80,17 @@ def export_safetensors(
             publish(building, out)
     tally.tell(out)
     return out
+
+
+def _settings(checkpoint: Path, config: Mapping[str, Any]) -> str:
+    """Returns the configuration of a checkpoint as TOML."""
+    # A module in a loop of the user has no vocabulary: the engine saves 0.
+    model = {**config["model"], "vocab": config["model"]["vocab"] or None}
+    try:
+        return to_toml(Config.model_validate({**config, "model": model}))
+    except ValueError as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{checkpoint}: its configuration is not valid: {text}") from None
 
 
 def is_safetensors_folder(path: Path) -> bool:

@@ -217,7 +217,8 @@ def write_weights(
         (to, shape), tensor = about[name], tensor_of(name)
         slabs = read_slabs(tensor, to.itemsize) if shape else iter([read_all(tensor)])
         for values in slabs:
-            yield tally.passed(name, narrowed(name, values, to))
+            kept = values if values.dtype == to else narrowed(name, values, to)
+            yield tally.passed(name, kept)
 
     for file, names in zip(files, shards, strict=True):
         slabs = chain.from_iterable(map(rows, names))
