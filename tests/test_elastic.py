@@ -399,7 +399,7 @@ def test_keys_that_copies_do_not_go_with() -> None:
         ),
         ({"train": {"global_batch": 24}}, 1, ""),
         ({"train": {"global_batch": 48}}, 2, ""),
-        ({"parallel": {"tp": 2}}, 1, "may give 1 ranks, not a multiple of tp 2 × pp 1"),
+        ({"parallel": {"tp": 2}}, 1, "may give 1 rank, not a multiple of tp 2 × pp 1"),
         ({"parallel": {"dp": 2}, "train": {"global_batch": 24}}, 1, "leave --parallel.dp out"),
     ],
 )

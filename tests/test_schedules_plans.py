@@ -296,8 +296,8 @@ def test_messages_missing_or_out_of_place_are_reported(
         (("F0.0 W0.0 I0.0", "F0.0 B0.0"), r"rank 0: W0\.0 appears before I0\.0"),
         (("F0.0 I0.0 F0.1 B0.1", "F0.0 B0.0 F0.1 B0.1"), r"rank 0: W0\.0 is missing"),
         (("F0.0 B0.0 F0.1 B0.1", "F0.0 F0.1"), r"rank 1: B0\.0 is missing"),
-        (("F1.0 B1.0", "F0.0 B0.0"), r"rank 0: F1\.0: there are 1 chunks and 2 micro-batches"),
-        (("F0.2 B0.2", "F0.0 B0.0"), r"rank 0: F0\.2: there are 1 chunks and 2 micro-batches"),
+        (("F1.0 B1.0", "F0.0 B0.0"), r"rank 0: F1\.0: the plan has 1 chunk and 2 micro-batches"),
+        (("F0.2 B0.2", "F0.0 B0.0"), r"rank 0: F0\.2: the plan has 1 chunk and 2 micro-batches"),
     ],
 )
 def test_illegal_plans_name_rank_and_action(ranks: tuple[str, ...], message: str) -> None:

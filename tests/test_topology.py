@@ -62,7 +62,7 @@ def test_products_and_blocks_of_axes() -> None:
     assert grid.ranks(5, "dp*cp/4") == (1, 3, 5, 7)
     assert grid.ranks(5, "dp*cp%4") == (5, 13)
     assert grid.stage_ranks(5, (0, 1)) == (5, 21)
-    with pytest.raises(ValueError, match=r"axis 'dp/3': 4 ranks are not a multiple of 3"):
+    with pytest.raises(ValueError, match=r"axis 'dp/3': 4 ranks, not a multiple of 3"):
         grid.ranks(5, "dp/3")
     with pytest.raises(ValueError, match=r"there is no axis 'xp'"):
         grid.ranks(5, "xp")
@@ -110,7 +110,8 @@ def test_sizes_make_up_the_world_or_are_refused(
             ValueError, match=f"world size {world} is not tp {tp} x pp {pp} x cp {cp}"
         ) as caught:
             Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp)
-        assert f"start {pp * tp * cp * (dp or 1)} ranks" in str(caught.value)
+        needed = pp * tp * cp * (dp or 1)
+        assert f"start {needed} rank{'' if needed == 1 else 's'}, or" in str(caught.value)
         assert dp is None or f"x dp {dp} = {pp * tp * cp * dp}" in str(caught.value)
 
 

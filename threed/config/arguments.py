@@ -37,6 +37,7 @@ from threed.config.schema import (
     written,
 )
 from threed.config.values import Takes
+from threed.core.messages import counted
 from threed.core.parse import ParseError, read_toml
 from threed.core.source import find_model, names_model
 
@@ -276,9 +277,13 @@ class _Draft:
         elif preset is not None and preset not in _preset_names(presets):
             self.problems.append(f"--preset {preset}: no such preset; there are {names}")
         elif path is not None and not source.is_file():
-            self.problems.append(
-                f"--config {path}: no such file; presets are named with --preset ({names})"
+            run = source / "config.toml"
+            fix = (
+                f"did you mean {run}?"
+                if run.is_file()
+                else f"presets are named with --preset ({names})"
             )
+            self.problems.append(f"--config {path}: no such file; {fix}")
         elif preset or path:
             self._read_toml(source)
             if self.value("run", "name") is None:
@@ -486,8 +491,7 @@ def default_text(info: FieldInfo, value: Any) -> str:
 
 def format_problems(problems: list[str]) -> str:
     """Returns the report to print: the number of problems, then one line per problem."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    head = f"threed: {count} in the configuration; nothing was started"
+    head = f"threed: {counted(len(problems), 'problem')} in the configuration; nothing was started"
     return "\n  - ".join([head, *problems])
 
 

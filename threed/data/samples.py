@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from threed.core.messages import counted
 from threed.data.tokenizer import Tokens
 
 # Number of Feistel rounds. With four rounds, the permutations of fewer than ten windows are visibly
@@ -53,7 +54,7 @@ class Samples:
             raise ValueError(f"sequence length {seq}: must be at least 1")
         if len(tokens) < seq + 1:
             raise ValueError(
-                f"{name}: {len(tokens)} tokens, and one sample of sequence length {seq} takes {seq + 1}"
+                f"{name}: {counted(len(tokens), 'token')}, and one sample of sequence length {seq} takes {seq + 1}"
             )
         self.tokens = tokens
         self.seq = seq

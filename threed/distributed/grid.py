@@ -17,6 +17,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from threed.core.messages import counted
+
 AXES = ("pp", "dp", "cp", "tp")
 _NAME = re.compile(r"((?:pp|dp|cp|tp)(?:\*(?:pp|dp|cp|tp))*)(?:([/%])(\d+))?(?:@\w+)?")
 
@@ -84,7 +86,7 @@ class Grid:
                 f" x dp {dp} = {rest * dp}" if dp else f" = {rest}, times dp"
             )
             raise ValueError(
-                f"world size {world} is not {need}: start {rest * (dp or 1)} ranks, or change the sizes"
+                f"world size {world} is not {need}: start {counted(rest * (dp or 1), 'rank')}, or change the sizes"
             )
         return cls(pp, dp, cp, tp)
 
@@ -143,7 +145,9 @@ class Grid:
         if width is None:
             return line
         if len(line) % width:
-            raise ValueError(f"axis {name!r}: {len(line)} ranks are not a multiple of {width}")
+            raise ValueError(
+                f"axis {name!r}: {counted(len(line), 'rank')}, not a multiple of {width}"
+            )
         index = line.index(rank)
         return (
             line[index % width :: width] if kind == "%" else line[index // width * width :][:width]

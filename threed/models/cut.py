@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from threed.core.messages import counted
 from threed.models.partition import balanced, explicit, uniform
 from threed.schedules.plan import Plan
 
@@ -58,7 +59,7 @@ class Cut:
         """
         if len(ranges) != plan.total_stages:
             raise ValueError(
-                f"{len(ranges)} ranges of layers for the {plan.total_stages} stages of plan {plan.name}"
+                f"{counted(len(ranges), 'range')} of layers for the {plan.total_stages} stages of plan {plan.name}"
             )
         placement = [
             tuple(plan.stage_of(rank, chunk) for chunk in range(plan.chunks))

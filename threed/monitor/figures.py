@@ -267,7 +267,10 @@ def report(run_dir: str | Path, note: Note = print) -> list[Path]:
     folder = Path(run_dir)
     source = folder / "metrics.jsonl"
     if not source.exists():
-        raise FileNotFoundError(f"{folder} is not a run folder: it has no metrics.jsonl")
+        parents = [path for path in folder.parents if (path / "metrics.jsonl").exists()]
+        hint = f"; did you mean {parents[0]}?" if parents else ""
+        why = "it has no metrics.jsonl" if folder.exists() else "it does not exist"
+        raise FileNotFoundError(f"{folder} is not a run folder: {why}{hint}")
     rows, data = metrics.read(source), load_figure_data(folder)
     loss, memory = folder / "figures" / "loss.svg", folder / "figures" / "memory.svg"
     drawn = []

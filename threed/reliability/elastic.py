@@ -38,6 +38,7 @@ from threed.checkpoint.node_memory import (
 from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.checkpoint.union import Found, load_copy, look
 from threed.core.disk import why
+from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.engine import Engine
 from threed.interop.huggingface.folder import is_hf_folder
@@ -375,7 +376,7 @@ def _grouped(refused: list[tuple[str, str]]) -> list[str]:
 
 
 def _machines(count: int) -> str:
-    return f"{count} machine{'s' * (count > 1)}"
+    return counted(count, "machine")
 
 
 def _step(path: str) -> int:

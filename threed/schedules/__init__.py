@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
+from threed.core.messages import counted
 from threed.schedules import draw, from_file
 from threed.schedules.action import Action, Kind, together
 from threed.schedules.all_forward_all_backward import forward_only, gpipe
@@ -230,7 +231,7 @@ def build(
     entry = _entry(name)
     if min(stages, microbatches) < 1:
         raise ValueError(
-            f"schedule {name}: {stages} stages and {microbatches} micro-batches: both must be at least 1"
+            f"schedule {name}: {counted(stages, 'stage')} and {counted(microbatches, 'micro-batch')}: both must be at least 1"
         )
     if entry.chunks is not None and chunks not in (None, entry.chunks):
         problem = f"schedule {name}: chunks is {chunks}; this schedule has {entry.chunks}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from threed.core.messages import counted
 from threed.schedules.action import Action, Kind
 
 # Stage offset of the consumer of each action's result, and of the producer of its input.
@@ -30,8 +31,9 @@ class SizesError(ValueError):
     """
 
     def __init__(self, problem: str, **needs: int) -> None:
-        fix = " and ".join(f"{n} {name}" for name, n in needs.items())
-        super().__init__(f"{problem}: use {fix}".replace("microbatches", "micro-batches"))
+        nouns = {"stages": "stage", "microbatches": "micro-batch", "chunks": "chunk"}
+        fix = " and ".join(counted(n, nouns[name]) for name, n in needs.items())
+        super().__init__(f"{problem}: use {fix}")
         self.problem, self.needs = problem, needs
 
 
