@@ -149,7 +149,7 @@ def resolves(name: str) -> bool:
 @page
 def test_every_flag_is_a_key(path: Path) -> None:
     flags = re.findall(r"(?<![\w-])--[a-z]+\.[a-z][\w-]*", path.read_text())
-    # a pattern, and one misspelt on purpose
+    # a pattern, and one misspelled on purpose
     assert not set(flags) - KEYS - {"--group.key", "--optim.lrr"}
 
 

@@ -345,7 +345,7 @@ def test_the_number_of_microbatches_that_a_refusal_names_is_accepted(
             build(name, stages, int(number))
 
 
-def test_misspelt_schedules_get_a_suggestion() -> None:
+def test_misspelled_schedules_get_a_suggestion() -> None:
     with pytest.raises(ValueError, match=r"no schedule '1f1': did you mean '1f1b'\?"):
         build("1f1", 2, 2)
     with pytest.raises(ValueError, match=r"no schedule 'qqqq': available: gpipe, 1f1b"):

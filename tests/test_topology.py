@@ -197,14 +197,14 @@ def check_links(pp: int, tp: int) -> None:
 
 def talk(topology: Topology, stage: int, pp: int) -> None:
     """Every stage sends both ways before it receives anything."""
-    neighbours = [n for n in (stage - 1, stage + 1) if 0 <= n < pp]
+    neighbors = [n for n in (stage - 1, stage + 1) if 0 <= n < pp]
     works = []
-    for n in neighbours:
+    for n in neighbors:
         link = topology.link(stage, n)
         works.append(
             dist.isend(torch.tensor([100.0 * stage + n]), link.peer, group=link.axis.group)
         )
-    for n in neighbours:
+    for n in neighbors:
         link, got = topology.link(n, stage), torch.zeros(1)
         dist.recv(got, link.peer, group=link.axis.group)
         assert got.item() == 100.0 * n + stage
@@ -213,7 +213,7 @@ def talk(topology: Topology, stage: int, pp: int) -> None:
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (4, 2)])
-def test_neighbours_have_one_channel_a_direction(pp: int, tp: int) -> None:
+def test_neighbors_have_one_channel_a_direction(pp: int, tp: int) -> None:
     """pp = 2 is the trap: the previous rank is also the next, and one channel for both would mix them up."""
     run_ranks(pp * tp, check_links, pp, tp)
 
@@ -233,7 +233,7 @@ def check_blocks() -> None:
     assert members_met(block.group, 2, topology.rank) == block.ranks
 
 
-def test_a_block_of_an_axis_is_its_neighbours() -> None:
+def test_a_block_of_an_axis_is_its_neighbors() -> None:
     run_ranks(4, check_blocks)
     run_ranks(8, check_blocks)  # with dp 2
 

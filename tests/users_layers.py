@@ -223,7 +223,7 @@ class After(Before):
 
 
 def pool(x: Tensor) -> Tensor:
-    """Means of neighbouring positions: [s b h] -> [s/2 b h]."""
+    """Means of neighboring positions: [s b h] -> [s/2 b h]."""
     return x.unflatten(0, (-1, 2)).mean(1)
 
 
@@ -334,7 +334,7 @@ class Join(nn.Module):
 class Supervised(nn.Module):
     """A layer on (x, loss so far), which adds a loss of its own; an exit of the model at this depth, if it has a head.
 
-    Without one, the loss is the mean square of its output over all labelled tokens.
+    Without one, the loss is the mean square of its output over all labeled tokens.
     """
 
     def __init__(

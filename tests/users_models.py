@@ -59,7 +59,7 @@ class Decoder:
 
 
 class TwoTies(Decoder):
-    """Word table and a projection, both tied between the ends (as ALBERT factorises them, arXiv 1909.11942)."""
+    """Word table and a projection, both tied between the ends (as ALBERT factorizes them, arXiv 1909.11942)."""
 
     def layers(self) -> list[nn.Module]:
         e = self.hidden // 2

@@ -155,7 +155,7 @@ class _Draft:
         spellings: each key as it was given, by (group, field).
         notes: old spellings in use, with the new ones.
         problems: problems found so far.
-        suspects: invalid flags, and flags that may be meant by a misspelt one. An invalid
+        suspects: invalid flags, and flags that may be meant by a misspelled one. An invalid
             combination with one of these flags is not reported, because it may only be a
             consequence.
         complete: whether all sources could be read.
@@ -547,7 +547,7 @@ def _in(source: str) -> str:
 
 
 def _close_flags(name: str) -> list[str]:
-    """Returns flags that a misspelt flag `name` may mean, at most three.
+    """Returns flags that a misspelled flag `name` may mean, at most three.
 
     They have the same key in another group, or a similar spelling.
     """

@@ -161,7 +161,7 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
     return model.model_copy(update=derived)
 
 
-def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
+def spelled_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
     """Returns a saved model configuration in the form of `model`, for a comparison of the two.
 
     A Qwen3 without windows becomes a Llama with `qk_norm` if `model` is a Llama with `qk_norm`.

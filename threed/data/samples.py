@@ -22,7 +22,7 @@ from threed.data.tokenizer import Tokens
 # Number of Feistel rounds. With four rounds, the permutations of fewer than ten windows are visibly
 # not uniform over the epochs; with six rounds they are.
 ROUNDS = 6
-# The multipliers of splitmix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+# The multipliers of splitmix64's finalizer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
 # number generators").
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 

@@ -5,7 +5,7 @@ axes.
     grid.coordinates(5)                         # {"pp": 0, "dp": 1, "cp": 0, "tp": 1}
     grid.ranks(5, "tp")                         # (4, 5, 6, 7)
 
-In rank order tp is the fastest axis, then cp, dp and pp, so that tensor-parallel neighbours are on
+In rank order tp is the fastest axis, then cp, dp and pp, so that tensor-parallel neighbors are on
 the same node.
 """
 
@@ -129,7 +129,7 @@ class Grid:
             rank: the rank.
             name: name of an axis: the ranks that differ from `rank` only in this coordinate. A
                 product such as "dp*cp": the ranks that differ only in these coordinates, with the
-                last axis fastest. With "/n": of these ranks, the block of n neighbours that
+                last axis fastest. With "/n": of these ranks, the block of n neighbors that
                 contains `rank`. With "%n": of these ranks, the ones at a distance of a multiple of
                 n from `rank`. A suffix "@word" is ignored.
 

@@ -93,7 +93,7 @@ class Cut:
 
     @property
     def links(self) -> list[tuple[int, int]]:
-        """The pairs of pipeline ranks that send to each other: they hold neighbouring stages."""
+        """The pairs of pipeline ranks that send to each other: they hold neighboring stages."""
         pairs = pairwise(self.holders(stage) for stage in range(len(self.ranges)))
         passes = [
             (a, b) for stage, next_stage in pairs for a, b in zip(stage, next_stage, strict=True)

@@ -32,7 +32,7 @@ from threed.monitor import metrics
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-# Okabe and Ito's palette, whose colours colour-blind readers can distinguish, too
+# Okabe and Ito's palette, whose colors color-blind readers can distinguish, too
 # (https://jfly.uni-koeln.de/color/).
 _BLUE = "#0072B2"
 _ORANGE = "#D55E00"
@@ -40,7 +40,7 @@ _GREEN = "#009E73"
 _SKY = "#56B4E9"
 _YELLOW = "#E69F00"
 _GREY = "#777777"
-_PART_COLOURS = dict(zip(PARTS, (_BLUE, _SKY, _GREEN, _YELLOW, _ORANGE), strict=True))
+_PART_COLORS = dict(zip(PARTS, (_BLUE, _SKY, _GREEN, _YELLOW, _ORANGE), strict=True))
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "threed",  # deterministic element ids
     "svg.fonttype": "none",  # text as text: smaller, searchable files
@@ -105,7 +105,7 @@ def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
 
 
 def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
-    """Draws horizontal lines, each labelled with its name and value at the right."""
+    """Draws horizontal lines, each labeled with its name and value at the right."""
     for text, value in lines:
         axes.axhline(value, color=_GREY, linewidth=1, linestyle="--")
         at_right = {
@@ -157,9 +157,9 @@ def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> 
         axes.set_ylabel(f"{name} per rank")
         away = max(rank["predicted"].get("offloaded", 0) for rank in ranks)
         offloaded = f", without up to {in_units(away)} offloaded\n" if away else "; "
-        colours = f"colours: predicted{offloaded}"
+        colors = f"colors: predicted{offloaded}"
         axes.set_xlabel(
-            f"{colours}grey: the peak of live tensors in step {ranks[0]['step']}",
+            f"{colors}gray: the peak of live tensors in step {ranks[0]['step']}",
             color=_GREY,
             fontsize=9,
         )
@@ -177,7 +177,7 @@ def _stacks(axes: Any, ranks: Sequence[Row], unit: float) -> None:
         heights = [rank["predicted"].get(part, 0) / unit for rank in ranks]
         if any(heights):
             where = [i - 0.2 for i in range(len(ranks))]
-            axes.bar(where, heights, 0.36, bottom=bottom, color=_PART_COLOURS[part], label=part)
+            axes.bar(where, heights, 0.36, bottom=bottom, color=_PART_COLORS[part], label=part)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
 
 

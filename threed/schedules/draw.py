@@ -5,8 +5,8 @@ Use: `svg(simulate(plan, costs).spans, title="1F1B")`. For measured spans, in se
 The chart has one lane per rank. A compute action is a box, with the number of the micro-batch if
 there is room. A forward that runs together with a backward is the upper half of a framed box, and
 the backward is the lower half. Later chunks of a rank, and the second direction of a bidirectional
-plan, have lighter colours. Communication, which overlaps with compute, is a strip at the lower edge
-of the lane. Idle time is grey. On hover, a box shows its action and times.
+plan, have lighter colors. Communication, which overlaps with compute, is a strip at the lower edge
+of the lane. Idle time is gray. On hover, a box shows its action and times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import ceil, floor, log10
 from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.play import Span
 
-# Fill and meaning. Colour-blind readers can distinguish blue, green and red (Paul Tol's schemes).
+# Fill and meaning. Color-blind readers can distinguish blue, green and red (Paul Tol's schemes).
 _STYLES = {
     Kind.F: ("#4477aa", "forward"),
     Kind.B: ("#3f9c5a", "backward"),
@@ -39,7 +39,7 @@ _IDLE = "#eceff3"
 _INK, _FAINT, _GRID = "#1f2937", "#6b7280", "#d5dae1"
 _FONT = "Inter, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 _WIDTH, _LEFT, _RIGHT, _GAP = 1000, 64, 22, 5
-_LIGHTEST = 0.5  # fraction of white in the colours of the last chunk
+_LIGHTEST = 0.5  # fraction of white in the colors of the last chunk
 _EDGES, _NO_EDGE = '<g stroke="#ffffff" stroke-width="0.8">', ' stroke="none"'
 _NUMBERS = '<g font-size="11" text-anchor="middle">'
 _SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}
@@ -254,7 +254,7 @@ def _fill(page: _Page, action: Action) -> str:
 
 
 def _shade(fill: str, chunk: int, chunks: int) -> str:
-    """Returns the colour of a chunk; later chunks are lighter."""
+    """Returns the color of a chunk; later chunks are lighter."""
     white = _LIGHTEST * chunk / max(1, chunks - 1)
     return "#" + "".join(
         f"{round(value + (255 - value) * white):02x}" for value in bytes.fromhex(fill[1:])
@@ -269,7 +269,7 @@ def _ink(fill: str) -> str:
 def _entries(
     spans_per_rank: Sequence[Sequence[Span]], chunks: int, ways: int
 ) -> list[tuple[tuple[str, ...], str]]:
-    """Returns the entries of the legend: (the colours of a box from top to bottom, meaning)."""
+    """Returns the entries of the legend: (the colors of a box from top to bottom, meaning)."""
     actions = [action for spans in spans_per_rank for action, _, _ in spans]
     present = {part.kind for action in actions for part in action.parts}
     entries: list[tuple[tuple[str, ...], str]] = [

@@ -152,14 +152,14 @@ class Plan:
 
         Returns None if the action has no consumer.
         """
-        return self._neighbours.get((rank, action.chunk, _CONSUMER.get(action.kind, 0)))
+        return self._neighbors.get((rank, action.chunk, _CONSUMER.get(action.kind, 0)))
 
     def producer(self, rank: int, action: Action) -> Place | None:
         """Returns the (rank, chunk) that computes the input of an F, B or I, or sends to a receive.
 
         Returns None if the action has no producer.
         """
-        return self._neighbours.get((rank, action.chunk, _PRODUCER.get(action.kind, 0)))
+        return self._neighbors.get((rank, action.chunk, _PRODUCER.get(action.kind, 0)))
 
     @cached_property
     def _places(self) -> dict[tuple[int, int], Place]:
@@ -170,7 +170,7 @@ class Plan:
         }
 
     @cached_property
-    def _neighbours(self) -> dict[tuple[int, int, int], Place]:
+    def _neighbors(self) -> dict[tuple[int, int, int], Place]:
         """(rank, chunk, +1 or -1) -> (rank, chunk) of the next or previous stage, per direction."""
         return {
             (rank, chunk, step): self._places[stage + step, way]

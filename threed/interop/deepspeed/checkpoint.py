@@ -59,7 +59,7 @@ UNSUPPORTED = {  # unsupported kinds of checkpoints, by the pattern of their fil
     "layer_*-model_*states.pt": "a checkpoint of a PipelineModule, with layer numbers instead of names",
     "expp_rank_*": "a checkpoint with experts (MoE)",
 }
-NAMES = {name: spelt for spelt, name in DTYPES.items()}
+NAMES = {name: spelled for spelled, name in DTYPES.items()}
 Parts = dict[str, LazyTensor]  # by part: weight, exp_avg, exp_avg_sq
 Table = dict[str, Any]
 

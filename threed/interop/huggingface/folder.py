@@ -135,7 +135,7 @@ class HFTensors(ABC):
             yield f"{HEAD} is missing in {self.path}: a base model has no head; save the model with its language head"
         for name in wanted:
             if name in found and found[name][0] not in DTYPES:
-                yield f"{name} in {self.path} is {plain(found[name][0])}: supported are {', '.join(DTYPES)}; dequantise it"
+                yield f"{name} in {self.path} is {plain(found[name][0])}: supported are {', '.join(DTYPES)}; dequantize it"
                 return
         has_extra_head = self.model.tied and HEAD in found and HEAD not in wanted
         if has_extra_head and read.keys() == wanted.keys():
