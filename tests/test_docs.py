@@ -23,6 +23,7 @@ from tests import hf_models, keys, mutants, structure
 from tests.harness import run_ranks, run_script
 from threed import schedules
 from threed.cli import commands
+from threed.cli.parser import make_parser
 from threed.config.arguments import GROUPS, format_problems, load
 from threed.config.groups import ConfigError, key_name
 from threed.core import source
@@ -241,9 +242,9 @@ def check_tool(words: list[str], world: int = 1) -> None:
         arch = words.pop(1) if custom or words[1] in ("gpt", "llama") else "gpt"
         load(words[1:], defaults={"model": {"arch": arch}}, world_size=world)
     elif words[0] == "verify":
-        load(commands._parser().parse_known_args(words)[1], world_size=1)
+        load(make_parser({}, words[0]).parse_known_args(words)[1], world_size=1)
     else:
-        commands._parser().parse_args(words)
+        make_parser({}, words[0]).parse_args(words)
 
 
 def test_make_train_runs_the_command_of_the_readme() -> None:
