@@ -134,7 +134,7 @@ class Batches:
         rows, data = self.rows(batch), self.topology.axis("dp")
         if training and data.size > 1 and rows != self.global_batch // data.size:
             raise ValueError(
-                f"data rank {data.index} got a batch of {counted(rows, 'row')}; each data rank of {data.size} must get"
+                f"data rank {data.index} got a batch of {counted(rows, 'row')}; each of the {data.size} data ranks must get"
                 f" train.global_batch / dp = {self.global_batch // data.size}"
             )
         self._check_ids(batch)
