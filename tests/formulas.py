@@ -89,7 +89,7 @@ class Decoder:
 
     element_bytes: of the compute dtype. positions: how many learned ones (0: rotary or none). tensor, tensor_rank: t
     and which of them; the vocabulary and f need not be divisible by t. sequence: between matmuls each tensor rank
-    holds s/t positions. fused_norm: RMSNorm keeps its input only; torch's composed one also keeps the normalised
+    holds s/t positions. fused_norm: RMSNorm keeps its input only; torch's composed one also keeps the normalized
     input, both at least in fp32. recompute: operations that blocks compute again (attention, activation, norm).
     """
 
@@ -281,7 +281,7 @@ def _block_partial_elements(dims: Decoder) -> int:
 def _norm_bytes(dims: Decoder, kind: str, tokens: int, width: int, input_kept: bool = False) -> int:
     """What a norm keeps: its input, unless another operation keeps it anyway, and statistics per row.
 
-    Torch's composed RMSNorm works in fp32 at least: it keeps a 16-bit input as an fp32 copy, and the normalised input
+    Torch's composed RMSNorm works in fp32 at least: it keeps a 16-bit input as an fp32 copy, and the normalized input
     too.
     """
     elements, kept_input = tokens * width, 0 if input_kept else dims.element_bytes

@@ -1,8 +1,8 @@
-"""Draws docs/images/: the schedules, and the dark colours of the pictures that are drawn by hand.
+"""Draws docs/images/: the schedules, and the dark colors of the pictures that are drawn by hand.
 
 python -m tests.pictures         # after threed/schedules/gantt.py, threed/core/svg_style.py or a picture changed
 
-A picture drawn by hand has the light colours of `threed.core.svg_style`, and an element `<style></style>`.
+A picture drawn by hand has the light colors of `threed.core.svg_style`, and an element `<style></style>`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def restyled(picture: str) -> str:
 
 
 def check_style(picture: str) -> None:
-    """Raises AssertionError if a picture has no title, no dark colours, or text below 10 pixels.
+    """Raises AssertionError if a picture has no title, no dark colors, or text below 10 pixels.
 
     Text is measured as it is shown at the width of `svg_style.WIDTH`.
     """
@@ -64,15 +64,15 @@ def _texts(element: ElementTree.Element, size: float) -> list[tuple[float, str]]
     return found + [text for child in element for text in _texts(child, size)]
 
 
-def luminance(colour: str) -> float:
-    """Returns the relative luminance of a colour, as WCAG 2.2 defines it."""
-    parts = [value / 255 for value in bytes.fromhex(colour[1:])]
+def luminance(color: str) -> float:
+    """Returns the relative luminance of a color, as WCAG 2.2 defines it."""
+    parts = [value / 255 for value in bytes.fromhex(color[1:])]
     linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
     return sum(weight * v for weight, v in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def contrast(one: str, other: str) -> float:
-    """Returns the contrast of two colours, from 1 to 21, as WCAG 2.2 defines it."""
+    """Returns the contrast of two colors, from 1 to 21, as WCAG 2.2 defines it."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 

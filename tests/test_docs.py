@@ -149,7 +149,7 @@ def resolves(name: str) -> bool:
 @page
 def test_every_flag_is_a_key(path: Path) -> None:
     flags = re.findall(r"(?<![\w-])--[a-z]+\.[a-z][\w-]*", path.read_text())
-    # a pattern, and one misspelt on purpose
+    # a pattern, and one misspelled on purpose
     assert not set(flags) - KEYS - {"--group.key", "--optim.lrr"}
 
 
@@ -314,7 +314,7 @@ def test_pictures_of_plans_are_what_the_tool_draws(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", pictures.BY_HAND)
-def test_pictures_drawn_by_hand_have_the_colours_of_the_palette(name: str) -> None:
+def test_pictures_drawn_by_hand_have_the_colors_of_the_palette(name: str) -> None:
     drawn = (pictures.FOLDER / f"{name}.svg").read_text()
     assert drawn == pictures.restyled(drawn), "stale: python -m tests.pictures"
 

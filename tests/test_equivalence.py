@@ -77,7 +77,7 @@ def make(values: Values) -> Case | None:
         v["zero"] = 1  # nobody to share with, and no other place
     v["tile"], v["prefetch"] = (v["tile"], v["prefetch"]) if v["zero"] == 3 else (1, 1)
     v["shard"] = v["shard"] if dp == 4 and v["zero"] else "all"
-    # with the ends of the model, two chunks on each of four ranks; a layer with neighbours on both sides where they count
+    # with the ends of the model, two chunks on each of four ranks; a layer with neighbors on both sides where they count
     few = pp == 1 and v["zero"] != 3 and v["model"] != "gemma3"
     v["layers"] = 6 if v["schedule"] in CHUNKS else 2 if few else 3
     if v["recompute"] == "sliced" and (tp == 1 or v["sequence"]):

@@ -48,7 +48,7 @@ Write = Callable[[Path], None]
 
 
 def strings(count: int, seed: int) -> list[str]:
-    """Random texts: words, white space, special tokens spelt out, and characters of any plane."""
+    """Random texts: words, white space, special tokens spelled out, and characters of any plane."""
     draw = random.Random(seed)
     words = [
         *" ".join(CORPUS[:3]).split(),

@@ -54,7 +54,7 @@ def leave(x: Tensor, slicing: Slicing) -> Tensor:
     )
 
 
-class FactorisedEmbedding(nn.Module):
+class FactorizedEmbedding(nn.Module):
     """Word vectors of a small width e, then up to h: tokens -> [s b h]."""
 
     name = "embedding"
@@ -67,7 +67,7 @@ class FactorisedEmbedding(nn.Module):
         return F.linear(self.word(micro.tokens), self.up)
 
 
-class FactorisedHead(nn.Module):
+class FactorizedHead(nn.Module):
     """From h down to e by the embedding's projection, transposed; then the head on e."""
 
     name = "head"
@@ -223,7 +223,7 @@ class After(Before):
 
 
 def pool(x: Tensor) -> Tensor:
-    """Means of neighbouring positions: [s b h] -> [s/2 b h]."""
+    """Means of neighboring positions: [s b h] -> [s/2 b h]."""
     return x.unflatten(0, (-1, 2)).mean(1)
 
 
@@ -334,7 +334,7 @@ class Join(nn.Module):
 class Supervised(nn.Module):
     """A layer on (x, loss so far), which adds a loss of its own; an exit of the model at this depth, if it has a head.
 
-    Without one, the loss is the mean square of its output over all labelled tokens.
+    Without one, the loss is the mean square of its output over all labeled tokens.
     """
 
     def __init__(

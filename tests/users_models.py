@@ -59,7 +59,7 @@ class Decoder:
 
 
 class TwoTies(Decoder):
-    """Word table and a projection, both tied between the ends (as ALBERT factorises them, arXiv 1909.11942)."""
+    """Word table and a projection, both tied between the ends (as ALBERT factorizes them, arXiv 1909.11942)."""
 
     def layers(self) -> list[nn.Module]:
         e = self.hidden // 2
@@ -67,7 +67,7 @@ class TwoTies(Decoder):
         first, last = (
             own.whole("embedding.up.weight", (self.hidden, e), self.slicing) for _ in range(2)
         )
-        ends = own.FactorisedEmbedding(word, first), own.FactorisedHead(last, self.head(width=e))
+        ends = own.FactorizedEmbedding(word, first), own.FactorizedHead(last, self.head(width=e))
         return [ends[0], self.block("blocks.0"), self.block("blocks.1"), ends[1]]
 
 

@@ -156,7 +156,7 @@ def cast(w: Weights, batch: Batch, run: Run) -> Tensor:
 
 
 def pool(x: Tensor) -> Tensor:
-    """Means of neighbouring positions: [b s h] -> [b s/2 h]."""
+    """Means of neighboring positions: [b s h] -> [b s/2 h]."""
     return (x[:, 0::2] + x[:, 1::2]) / 2
 
 

@@ -151,7 +151,7 @@ class Engine:
         )
         self.saver = Saver(self.optimizer, topology, self.config)
         agreement.check_buckets(self.layout, topology)
-        self._initialise()
+        self._initialize()
         self.reducer = Reducer(
             self.layout, setup.gradient_codecs(config), self.wraps_module, blueprint.layer_major,
             early=self.optimizer.early, unused=self.optimizer.unused,
@@ -194,7 +194,7 @@ class Engine:
         """Returns the model to train and its resolved configuration. Collective."""
         raise NotImplementedError
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         """Sets the weights to their initial values. Collective."""
         raise NotImplementedError
 
@@ -534,9 +534,9 @@ class LayeredEngine(Engine):
         setup.check_tile(config.zero.tile, layered.slicing.tile, wrapped=False)
         return layered, config
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         values = functools.partial(initial, seed=self.config.train.seed)
-        records.initialise(self.optimizer, values, again=True)
+        records.initialize(self.optimizer, values, again=True)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Returns logits [b s v/t] on the last pipeline stage, else None. Collective.
@@ -588,11 +588,11 @@ class ModuleEngine(Engine):
         activation_checkpointing.enable(wrapped.module, config)
         return wrapped, config
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         values = functools.partial(self.model.initial, seed=self.config.train.seed)
         self.model.agree(self.topology.data, self.topology.device)
-        records.initialise(self.optimizer, values, again=False)
-        self.model.initialised(self.topology.device, self.batches.dtype)
+        records.initialize(self.optimizer, values, again=False)
+        self.model.initialized(self.topology.device, self.batches.dtype)
         self.gatherer.changes.begin()
 
     def begin(self, microbatches: int | None = 1) -> None:

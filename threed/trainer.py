@@ -285,7 +285,7 @@ class Trainer:
         lines += [f"changed    {line}" for line in run.start.extra["changes"]]
         if run.start.step >= self.config.train.steps:
             lines.append(
-                f"all {self.config.train.steps} steps are done; a larger --train.steps continues,"
+                f"all steps are done ({self.config.train.steps}); a larger --train.steps continues,"
                 " --checkpoint.resume none starts over"
             )
         for line in lines:

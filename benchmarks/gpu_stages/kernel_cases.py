@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threed.ops import activation, adam, cross_entropy, dropout, norm, quantise, rotary, sums
+from threed.ops import activation, adam, cross_entropy, dropout, norm, quantize, rotary, sums
 from threed.ops.positions import Positions
 from threed.ops.update import StepScalars
 
@@ -174,7 +174,7 @@ def _norm(layer: bool, residual: bool) -> Callable[..., Any]:
         other, (weight, *bias) = (rest[:1], rest[1:]) if residual else ((), rest)
         total = x + other[0] if residual else x
         if residual and total.dtype == torch.float64:
-            # all sides normalise the rounded sum
+            # all sides normalize the rounded sum
             total = total + (total.bfloat16().double() - total).detach()
         y = (
             F.layer_norm(total, weight.shape, weight, bias[0], EPS)
@@ -440,25 +440,25 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
     ]
 
 
-def quantisations(s: Sizes, device: torch.device) -> list[Case]:
+def quantizations(s: Sizes, device: torch.device) -> list[Case]:
     """To 8 and 4 bits and back, the latter a sum over 8 ranks."""
     cases, ranks = [], 8
-    x = bf16(s.blocks * quantise.BLOCK, device=device)
-    for bits in quantise.TOPS:
-        whole, scales = quantise.quantise_reference(x.float(), bits)
-        q = quantise.packed(whole, bits).expand(ranks, -1, -1).contiguous()
+    x = bf16(s.blocks * quantize.BLOCK, device=device)
+    for bits in quantize.TOPS:
+        whole, scales = quantize.quantize_reference(x.float(), bits)
+        q = quantize.packed(whole, bits).expand(ranks, -1, -1).contiguous()
         spread = scales * torch.linspace(0.5, 2, ranks, device=device).view(-1, 1)
         cases += [
             Case(
-                f"quantise to {bits} bits", ("quantise",), x.numel() * (16 + bits) // 8, (x,),
-                lambda x, bits=bits: lambda: quantise.quantise(x, bits),
-                call(lambda x, bits=bits: quantise.quantise_reference(_wide(x), bits)),
+                f"quantize to {bits} bits", ("quantize",), x.numel() * (16 + bits) // 8, (x,),
+                lambda x, bits=bits: lambda: quantize.quantize(x, bits),
+                call(lambda x, bits=bits: quantize.quantize_reference(_wide(x), bits)),
                 seen=lambda results, bits=bits: (results[1], _worst(x, results[0], results[1], bits)),
             ),
             Case(
-                f"sum of {ranks} dequantised, {bits} bits", ("dequantise",), x.numel() * (16 + ranks * bits) // 8,
-                (q, spread), lambda q, scales, bits=bits: lambda: (quantise.dequantise(q, scales, bits),),
-                call(lambda q, scales, bits=bits: quantise.dequantise_reference(q, scales, bits)),
+                f"sum of {ranks} dequantized, {bits} bits", ("dequantize",), x.numel() * (16 + ranks * bits) // 8,
+                (q, spread), lambda q, scales, bits=bits: lambda: (quantize.dequantize(q, scales, bits),),
+                call(lambda q, scales, bits=bits: quantize.dequantize_reference(q, scales, bits)),
             ),
         ]  # fmt: skip
     return cases
@@ -469,9 +469,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _worst(x: Tensor, whole: Any, scales: Any, bits: int) -> Tensor:
-    """The largest error of quantised numbers, in parts of their scale: half of it, whichever way a tie goes."""
-    found = quantise.unpacked(whole, bits) if whole.dtype == torch.uint8 else whole
-    return (found - x.view(-1, quantise.BLOCK).to(scales.dtype) / scales.view(-1, 1)).abs().max()
+    """The largest error of quantized numbers, in parts of their scale: half of it, whichever way a tie goes."""
+    found = quantize.unpacked(whole, bits) if whole.dtype == torch.uint8 else whole
+    return (found - x.view(-1, quantize.BLOCK).to(scales.dtype) / scales.view(-1, 1)).abs().max()
 
 
 # Makers, and not cases: one set of inputs is alive at a time.
@@ -483,7 +483,7 @@ FAMILIES = (
     updates,
     sums_of,
     rotaries,
-    quantisations,
+    quantizations,
 )
 
 

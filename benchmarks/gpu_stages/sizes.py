@@ -1,4 +1,4 @@
-"""threed on one GPU in bf16: right to bf16's precision, tokens/s and model FLOPs utilisation of three models.
+"""threed on one GPU in bf16: right to bf16's precision, tokens/s and model FLOPs utilization of three models.
 
     python -m benchmarks.gpu_stages.sizes --sizes small     # one of them
 
@@ -63,7 +63,7 @@ def check(stage: Stage) -> float:
 
 
 def measure(stage: Stage, config: GPTConfig, batch: int, micro: int) -> dict[str, Any]:
-    """Tokens/s, utilisation and peak memory of one size."""
+    """Tokens/s, utilization and peak memory of one size."""
     free()
     if stage.cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -195,7 +195,7 @@ class Bench:
         return found
 
     def speed(self, seconds: list[float]) -> dict[str, Any]:
-        """Tokens/s and utilisation of a side, from its blocks."""
+        """Tokens/s and utilization of a side, from its blocks."""
         middle, config = statistics.median(seconds), self.plan.config
         rate = self.plan.tokens / middle
         tflops = rate * config.flops_per_token() / 1e12

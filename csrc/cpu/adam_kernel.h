@@ -1,4 +1,4 @@
-// AdamW on one part of the arrays, in plain loops over short blocks that the compiler vectorises.
+// AdamW on one part of the arrays, in plain loops over short blocks that the compiler vectorizes.
 // adam.cpp includes this file once per instruction set, each in another namespace and target, so it
 // has no include guard.
 //

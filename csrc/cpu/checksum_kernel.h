@@ -1,4 +1,4 @@
-// Two NH sums of a chunk of 32-bit words: sums of products of neighbouring (word + key), modulo
+// Two NH sums of a chunk of 32-bit words: sums of products of neighboring (word + key), modulo
 // 2^64. The second sum uses keys that are shifted by four words.
 
 inline void two_sums(const uint64_t* RESTRICT words, const uint64_t* RESTRICT keys, uint64_t* RESTRICT out) {

@@ -1,7 +1,7 @@
 // Activations and cross entropy on rows of fp32 or bf16, computed in fp32. The file is included
 // once per instruction set, so it has no include guard.
 //
-// Loops over short blocks that the compiler vectorises: widen a block, compute, narrow. Every
+// Loops over short blocks that the compiler vectorizes: widen a block, compute, narrow. Every
 // product and sum is rounded separately (no fused multiply-add), so that all instruction sets
 // produce the same bits. Sums of a row use LANES accumulators.
 

@@ -1,4 +1,4 @@
-// Number formats: converts bf16 and fp16 to and from fp32 in integer arithmetic, which vectorises
+// Number formats: converts bf16 and fp16 to and from fp32 in integer arithmetic, which vectorizes
 // on any machine. Rounding is to nearest, ties to even. NaN stays NaN. Subnormal numbers are kept,
 // as in torch.
 #pragma once

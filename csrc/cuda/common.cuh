@@ -7,7 +7,7 @@
 // fixed order, so that a result never depends on the order of blocks.
 //
 // A launcher is a C function. Its arguments are pointers, integers as int64_t, other numbers as
-// double, and the stream last. It does not allocate or synchronise, reads no device memory, and
+// double, and the stream last. It does not allocate or synchronize, reads no device memory, and
 // returns CUDA's error code. Python checks the arguments.
 #pragma once
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ uint4 pack(const float (&x)[PACK]) {
   return make_uint4(pair(x[0], x[1]), pair(x[2], x[3]), pair(x[4], x[5]), pair(x[6], x[7]));
 }
 
-// Stores each lane's eight floats at to + PACK at, for at < packs. Neighbouring lanes swap halves
+// Stores each lane's eight floats at to + PACK at, for at < packs. Neighboring lanes swap halves
 // first, so that a store of the warp fills complete sectors. All lanes must participate, and `at`
 // must have the parity of the lane.
 __device__ __forceinline__ void store_floats(float* to, const float (&x)[PACK], int64_t at, int64_t packs) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ float sum_over_block(float x, float* scratch) {
   const int lane = threadIdx.x % WARP;
   if (lane == 0) scratch[threadIdx.x / WARP] = x;
   __syncthreads();
-  x = scratch[lane % WARPS];  // every WARPS neighbouring lanes hold the sums of all warps
+  x = scratch[lane % WARPS];  // every WARPS neighboring lanes hold the sums of all warps
 #pragma unroll
   for (int step = WARPS / 2; step; step /= 2) x += __shfl_xor_sync(EVERY_LANE, x, step);
   return x;

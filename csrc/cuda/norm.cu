@@ -123,7 +123,7 @@ __device__ __forceinline__ void write_part(float* parts, float (&mine)[PACKS][PA
 }
 
 // The sums that a row's gradient needs: plain = sum of w dy, scaled = sum of w dy times the
-// normalised x.
+// normalized x.
 struct Sums {
   float plain, scaled;
 };

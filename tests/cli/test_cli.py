@@ -216,7 +216,7 @@ def test_tokenize_writes_a_pair_that_trains(
 ) -> None:
     (tmp_path / "a.txt").write_text("some text " * 200)
     assert main(["tokenize", str(tmp_path / "a.txt"), str(tmp_path / "out")]) == 0
-    assert "1 documents, 2,001 tokens" in capsys.readouterr().out
+    assert "1 document, 2,001 tokens" in capsys.readouterr().out
     assert (tmp_path / "out.bin").exists()
     assert (tmp_path / "out.idx").exists()
     assert main(["tokenize", str(tmp_path / "missing.txt"), str(tmp_path / "other")]) == 2

@@ -1,4 +1,4 @@
-"""The command line as an impatient user types it: help, misspelt words, missing values, contradictions."""
+"""The command line as an impatient user types it: help, misspelled words, missing values, contradictions."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("threed")
 
 
-# Misspelt words and missing values
+# Misspelled words and missing values
 
 
 def test_an_unknown_tool(capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,7 +237,7 @@ import threed.config.groups, threed.config.checks, threed.config.arguments"""
         ("--optim.momentum 1", ["--optim.momentum 1", "less than 1"]),
         (
             "--optim.name muon",
-            ["orthogonalises full matrices", "shard", "use adamw, sgd or lion"],
+            ["orthogonalizes full matrices", "shard", "use adamw, sgd or lion"],
         ),
         ("--optim.name adam", ["must be adamw, sgd or lion", "did you mean adamw?"]),
         ("--optim.name shampoo", ["must be adamw, sgd or lion"]),
@@ -312,7 +312,7 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         "--optim.lrr",
         "--model.hidden x",
     ]
-    # heads was misspelt and tp is no number: what follows from their defaults is nobody's mistake
+    # heads was misspelled and tp is no number: what follows from their defaults is nobody's mistake
     assert len(problems("--model.headz 6 --model.seq 96 --parallel.tp 3", world_size=3)) == 1
     assert len(problems("--parallel.tp x --parallel.dp 2", world_size=8)) == 1
 

@@ -103,7 +103,7 @@ def test_a_key_that_a_family_does_not_have_is_refused_with_those_that_have_it(
         ("yarn: factor=2", "yarn needs original_max_position_embeddings"),
         ("linear: factor=-2", "must be greater than 0"),
         ("linear: factor=2, beta-fast=3", "linear has no beta_fast"),
-        ("linear: factor=2, colour=3", "colour of 'linear': no such setting; there are factor, "),
+        ("linear: factor=2, color=3", "color of 'linear': no such setting; there are factor, "),
         ("linear: factor=2, factor=3", "has factor twice"),
         (
             "llama3: factor=8, low-freq-factor=4, high-freq-factor=1, original-max-position-embeddings=8",

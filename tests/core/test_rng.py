@@ -154,8 +154,8 @@ def test_streams_of_other_names_and_seeds_are_independent() -> None:
     stacked = torch.stack(draws)
     correlation = torch.corrcoef(stacked) - torch.eye(len(draws))
     assert correlation.abs().max() < 4.5 / math.sqrt(100_000)
-    neighbours = torch.corrcoef(torch.stack([draws[0][:-1], draws[0][1:]]))[0, 1]
-    assert abs(neighbours) < 4.5 / math.sqrt(100_000)
+    neighbors = torch.corrcoef(torch.stack([draws[0][:-1], draws[0][1:]]))[0, 1]
+    assert abs(neighbors) < 4.5 / math.sqrt(100_000)
     assert rng.key(1, "2a") != rng.key(12, "a")
 
 

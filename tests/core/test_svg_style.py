@@ -1,4 +1,4 @@
-"""The style of pictures: dark variants of all colours, contrast of text, titles."""
+"""The style of pictures: dark variants of all colors, contrast of text, titles."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.mark.parametrize("text", [style.INK, style.FAINT])
 @pytest.mark.parametrize("ground", [style.PAPER, style.SURFACE])
-def test_text_has_the_contrast_that_wcag_requires_in_both_colour_schemes(
+def test_text_has_the_contrast_that_wcag_requires_in_both_color_schemes(
     text: str, ground: str
 ) -> None:
     assert contrast(text, ground) >= 4.5
     assert contrast(style.DARK[text], style.DARK[ground]) >= 4.5
 
 
-@pytest.mark.parametrize("colour", sorted({*style.DARK} - {style.PAPER, style.SURFACE, style.RULE}))
-def test_colours_are_visible_on_both_backgrounds(colour: str) -> None:
-    assert contrast(colour, style.PAPER) >= 3
-    assert contrast(style.DARK[colour], style.DARK[style.PAPER]) >= 3
+@pytest.mark.parametrize("color", sorted({*style.DARK} - {style.PAPER, style.SURFACE, style.RULE}))
+def test_colors_are_visible_on_both_backgrounds(color: str) -> None:
+    assert contrast(color, style.PAPER) >= 3
+    assert contrast(style.DARK[color], style.DARK[style.PAPER]) >= 3
 
 
 def test_dark_rules_select_attributes_and_inline_styles() -> None:
@@ -42,12 +42,12 @@ def test_dark_rules_select_attributes_and_inline_styles() -> None:
     assert style.GREEN not in rules  # not used
 
 
-def test_a_colour_without_a_dark_variant_is_refused() -> None:
+def test_a_color_without_a_dark_variant_is_refused() -> None:
     with pytest.raises(KeyError, match="#123456"):
         style.document(20, "title", ['<rect fill="#123456"/>'])
 
 
-def test_paler_mixes_with_the_background_of_each_colour_scheme() -> None:
+def test_paler_mixes_with_the_background_of_each_color_scheme() -> None:
     assert style.paler(style.BLUE, 0) == (style.BLUE, style.DARK[style.BLUE])
     assert style.paler(style.BLUE, 1) == (style.PAPER, style.DARK[style.PAPER])
     assert style.paler(style.BLUE, 0.5)[0] == "#a2bbd4"

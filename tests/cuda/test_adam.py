@@ -107,7 +107,7 @@ def test_stochastic_rounding_is_right_on_average() -> None:
             out = torch.empty(n, dtype=torch.bfloat16)
             zero = [torch.zeros(n) for _ in range(3)]
             update([p.clone(), *zero[:2]], zero[2], out, now(step), Adam(), 0.0, stream=(5, 7))
-        low, high = _neighbours(p)
+        low, high = _neighbors(p)
         assert ((out == low) | (out == high)).all()
         total += out.double()
     gap = (high.double() - low.double()).abs().clamp(min=1e-30)
@@ -116,7 +116,7 @@ def test_stochastic_rounding_is_right_on_average() -> None:
     assert torch.equal(total[:2] / tries, p[:2].double())
 
 
-def _neighbours(p: Tensor) -> tuple[Tensor, Tensor]:
+def _neighbors(p: Tensor) -> tuple[Tensor, Tensor]:
     """bf16 numbers at p, or on both sides of it."""
     bits = p.view(torch.int32)
     low = (bits & -65536).view(torch.float32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.cuda.cases import devices, in_every_order, integers
 from tests.cuda.emulator import COMPILER
-from threed.ops import cross_entropy, dropout, quantise, sums
+from threed.ops import cross_entropy, dropout, quantize, sums
 from threed.ops.positions import Positions
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
@@ -62,19 +62,19 @@ def test_dropout(p: float) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantising_there_and_back(bits: int) -> None:
+def test_quantizing_there_and_back(bits: int) -> None:
     """The largest number of a block is that of the format: the scale is 1."""
-    top = quantise.TOPS[bits]
-    x = whole(9, quantise.BLOCK, below=top + 1)
+    top = quantize.TOPS[bits]
+    x = whole(9, quantize.BLOCK, below=top + 1)
     x[:, 3] = top
     x = x.flatten()
 
     def work(machine: object) -> tuple[Tensor, ...]:
-        q, scales = quantise.quantise(x, bits)
-        back = quantise.dequantise(torch.stack((q, q)), torch.stack((scales, 2 * scales)), bits)
+        q, scales = quantize.quantize(x, bits)
+        back = quantize.dequantize(torch.stack((q, q)), torch.stack((scales, 2 * scales)), bits)
         return q, scales, back
 
     q, scales, back = in_every_order(work)
     assert torch.equal(scales, torch.ones(9))
-    assert torch.equal(quantise.unpacked(q, bits).flatten(), x.to(torch.int8))
+    assert torch.equal(quantize.unpacked(q, bits).flatten(), x.to(torch.int8))
     assert torch.equal(back, (3 * x.double()).bfloat16())

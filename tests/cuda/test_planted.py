@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.cuda import emulator
 from tests.cuda.cases import bf16
 from tests.cuda.emulator import COMPILER, ORDERS, SOURCES, Fault, Order, emulated
-from threed.ops import activation, adam, cross_entropy, dropout, norm, quantise, rotary, sums
+from threed.ops import activation, adam, cross_entropy, dropout, norm, quantize, rotary, sums
 from threed.ops.positions import Positions
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -74,14 +74,14 @@ def updated() -> Tensor:
     return p
 
 
-def quantised() -> Tensor:
+def quantized() -> Tensor:
     """To 8 and 4 bits and back, a sum over nine ranks."""
     x, out = bf16(9 * 256), []
     for bits in (8, 4):
-        q, scales = quantise.quantise(x, bits)
+        q, scales = quantize.quantize(x, bits)
         both = torch.stack([scales * (1 + rank) for rank in range(9)])
         out.append(
-            quantise.dequantise(torch.stack([q.roll(rank, 0) for rank in range(9)]), both, bits)
+            quantize.dequantize(torch.stack([q.roll(rank, 0) for rank in range(9)]), both, bits)
         )
     return torch.cat(out)
 
@@ -148,14 +148,14 @@ FAULTS = {
         "adam.cu", "i += int64_t(gridDim.x) * THREADS", "i += int64_t(gridDim.x - 1) * THREADS", updated, "race"
     ),
     "a lane's share for another's": Planted(
-        "quantise.cu", "out += lane % LANES * PACKS<BITS>", "out += lane % LANES / 2 * PACKS<BITS>",
-        quantised, "race",
+        "quantize.cu", "out += lane % LANES * PACKS<BITS>", "out += lane % LANES / 2 * PACKS<BITS>",
+        quantized, "race",
     ),
-    "the sign of a number": Planted("quantise.cu", "SIGNS = 0x80808080u", "SIGNS = 0x00808080u", quantised, None),
-    "the place of a number": Planted("quantise.cu", "0x5140u", "0x5041u", quantised, None),
-    "all but eight ranks": Planted("quantise.cu", "rank < ranks; rank", "rank < min(ranks, 8); rank", quantised, None),
-    "an offset left out": Planted("quantise.cu", "MINUS_EIGHTS = 0xf8f8u", "MINUS_EIGHTS = 0u", quantised, None),
-    "another rank's scale": Planted("quantise.cu", "0x7632u", "0x3276u", quantised, None),
+    "the sign of a number": Planted("quantize.cu", "SIGNS = 0x80808080u", "SIGNS = 0x00808080u", quantized, None),
+    "the place of a number": Planted("quantize.cu", "0x5140u", "0x5041u", quantized, None),
+    "all but eight ranks": Planted("quantize.cu", "rank < ranks; rank", "rank < min(ranks, 8); rank", quantized, None),
+    "an offset left out": Planted("quantize.cu", "MINUS_EIGHTS = 0xf8f8u", "MINUS_EIGHTS = 0u", quantized, None),
+    "another rank's scale": Planted("quantize.cu", "0x7632u", "0x3276u", quantized, None),
     "a part is left out": Planted("sums.cu", "part = warp;", "part = warp + 1;", summed, None),
     "columns beyond the last": Planted("sums.cu", "row < rows && at < packs", "row < rows", summed, BEYOND),
 }  # fmt: skip

@@ -32,9 +32,9 @@ NARROW = {
     "cross_entropy.gradient": {"LDG 32": ROW},
     "norm.backward": {"LDG 32": ROW},
     "norm.forward": {"STG 32": ROW},
-    "quantise.dequantise": {"LDG 32": ROW},
-    "quantise.quantise<4>": {"STG 32": WORD},
-    "quantise.quantise<8>": {"STG 32": ROW, "STG 64": WORD},
+    "quantize.dequantize": {"LDG 32": ROW},
+    "quantize.quantize<4>": {"STG 32": WORD},
+    "quantize.quantize<8>": {"STG 32": ROW, "STG 64": WORD},
     "sums.sum_parts": {"LDG 32": "a thousand numbers, the parts of one sum"},
 }
 # One warp that sums a thousand numbers in fp64, and has nothing to stream.

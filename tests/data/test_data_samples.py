@@ -59,7 +59,7 @@ def test_every_window_comes_equally_often_at_every_position(size: int) -> None:
     )
 
 
-def test_neighbours_do_not_stay_neighbours() -> None:
+def test_neighbors_do_not_stay_neighbors() -> None:
     order = permute(identity(10_000), 10_000, 1, 0).astype(np.int64)
     assert (np.diff(order) == 1).sum() < 10  # a random order has one on average
     assert abs(np.corrcoef(np.arange(10_000), order)[0, 1]) < 0.04  # four standard deviations

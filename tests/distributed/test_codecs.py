@@ -17,7 +17,7 @@ from threed.config.checks import find_problems
 from threed.distributed import collectives
 from threed.distributed.collectives import EXACT, Cast, Codec, Pending
 from threed.distributed.topology import Axis, Topology
-from threed.ops.quantise import Int8Blocks
+from threed.ops.quantize import Int8Blocks
 
 INT8 = Int8Blocks()
 

@@ -62,7 +62,7 @@ def test_products_and_blocks_of_axes() -> None:
     assert grid.ranks(5, "dp*cp/4") == (1, 3, 5, 7)
     assert grid.ranks(5, "dp*cp%4") == (5, 13)
     assert grid.stage_ranks(5, (0, 1)) == (5, 21)
-    with pytest.raises(ValueError, match=r"axis 'dp/3': 4 ranks are not a multiple of 3"):
+    with pytest.raises(ValueError, match=r"axis 'dp/3': 4 ranks, not a multiple of 3"):
         grid.ranks(5, "dp/3")
     with pytest.raises(ValueError, match=r"there is no axis 'xp'"):
         grid.ranks(5, "xp")
@@ -110,7 +110,8 @@ def test_sizes_make_up_the_world_or_are_refused(
             ValueError, match=f"world size {world} is not tp {tp} x pp {pp} x cp {cp}"
         ) as caught:
             Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp)
-        assert f"start {pp * tp * cp * (dp or 1)} ranks" in str(caught.value)
+        needed = pp * tp * cp * (dp or 1)
+        assert f"start {needed} rank{'' if needed == 1 else 's'}, or" in str(caught.value)
         assert dp is None or f"x dp {dp} = {pp * tp * cp * dp}" in str(caught.value)
 
 
@@ -196,14 +197,14 @@ def check_links(pp: int, tp: int) -> None:
 
 def talk(topology: Topology, stage: int, pp: int) -> None:
     """Every stage sends both ways before it receives anything."""
-    neighbours = [n for n in (stage - 1, stage + 1) if 0 <= n < pp]
+    neighbors = [n for n in (stage - 1, stage + 1) if 0 <= n < pp]
     works = []
-    for n in neighbours:
+    for n in neighbors:
         link = topology.link(stage, n)
         works.append(
             dist.isend(torch.tensor([100.0 * stage + n]), link.peer, group=link.axis.group)
         )
-    for n in neighbours:
+    for n in neighbors:
         link, got = topology.link(n, stage), torch.zeros(1)
         dist.recv(got, link.peer, group=link.axis.group)
         assert got.item() == 100.0 * n + stage
@@ -212,7 +213,7 @@ def talk(topology: Topology, stage: int, pp: int) -> None:
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (4, 2)])
-def test_neighbours_have_one_channel_a_direction(pp: int, tp: int) -> None:
+def test_neighbors_have_one_channel_a_direction(pp: int, tp: int) -> None:
     """pp = 2 is the trap: the previous rank is also the next, and one channel for both would mix them up."""
     run_ranks(pp * tp, check_links, pp, tp)
 
@@ -232,7 +233,7 @@ def check_blocks() -> None:
     assert members_met(block.group, 2, topology.rank) == block.ranks
 
 
-def test_a_block_of_an_axis_is_its_neighbours() -> None:
+def test_a_block_of_an_axis_is_its_neighbors() -> None:
     run_ranks(4, check_blocks)
     run_ranks(8, check_blocks)  # with dp 2
 

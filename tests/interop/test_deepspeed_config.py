@@ -419,7 +419,7 @@ def test_every_key_of_the_optimizer_without_effect_is_named(key: str) -> None:
     assert notes(t, key) == [f"no effect: {keys.NO_EFFECT[key]}"]
 
 
-def misspelt(ds: dict[str, Any]) -> bool:
+def misspelled(ds: dict[str, Any]) -> bool:
     try:
         translate(ds, 4)
     except ConfigError as error:
@@ -441,7 +441,7 @@ def test_deepspeeds_own_keys_are_all_known() -> None:
     }  # fmt: skip
     for place, model in models.items():
         for key, field in model.model_fields.items():
-            assert not misspelt(at(".".join((*place, field.alias or key)), "?")), (place, key)
+            assert not misspelled(at(".".join((*place, field.alias or key)), "?")), (place, key)
 
 
 def test_deepspeeds_top_level_keys_are_all_known() -> None:
@@ -455,7 +455,7 @@ def test_deepspeeds_top_level_keys_are_all_known() -> None:
         " USE_DATA_BEFORE_EXPERT_PARALLEL"
     )
     for name in names.split():
-        assert not misspelt(config(**{getattr(constants, name): "?"})), name
+        assert not misspelled(config(**{getattr(constants, name): "?"})), name
 
 
 def test_all_problems_at_once() -> None:

@@ -119,7 +119,7 @@ def fail(engine: DeepSpeedEngine, parts: list[dict[str, Tensor]], deep: dict[int
     lost = [
         note
         for note in getattr(caught.value, "__notes__", ())
-        if "1 earlier micro-batches of 2" in note
+        if "1 earlier micro-batch of 2" in note
     ]
     assert len(lost) == len(done)
 

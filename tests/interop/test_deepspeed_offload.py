@@ -207,7 +207,7 @@ FP16 = {
 
 
 def test_zero_infinity_of_deepspeeds_examples() -> None:
-    """DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3/examples/ds_zero_stage_infinity_config.json. It has a misspelt key
+    """DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3/examples/ds_zero_stage_infinity_config.json. It has a misspelled key
     that DeepSpeed passes over in silence, so that its threshold never applied; here it is found."""
     ds = {
         "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "steps_per_print": 1,

@@ -111,7 +111,7 @@ def test_all_that_take_a_checkpoint_say_which_one_was_meant(
         assert commands.main(["inspect", str(path)]) == 2
         assert capsys.readouterr().err.rstrip().endswith(hint)
         resume = ["--checkpoint.resume", str(path), "--preset", "tiny", "--world-size", "1"]
-        assert commands.main(["plan", *resume]) == 0
-        assert capsys.readouterr().out.rstrip().endswith(hint)
+        assert commands.main(["plan", *resume]) == 2
+        assert capsys.readouterr().err.rstrip().endswith(hint)
     assert commands.main(["inspect", str(tmp_path)]) == 2
     assert capsys.readouterr().err.rstrip().endswith("is not a checkpoint: it has no manifest.json")

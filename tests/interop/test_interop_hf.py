@@ -1,7 +1,7 @@
 """Exports load in `transformers`, strictly, and give our logits; what a layout cannot express is refused by name.
 
 The checkpoints come from two steps of training on 2 pipeline x 2 tensor ranks. Weights are drawn large beforehand: with
-freshly initialised ones attention is nearly uniform, and a permuted query would hardly show.
+freshly initialized ones attention is nearly uniform, and a permuted query would hardly show.
 """
 
 from __future__ import annotations

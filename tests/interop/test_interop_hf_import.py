@@ -300,8 +300,8 @@ def test_weights_alone_begin_a_run_in_an_engine_that_has_trained(
     assert all(one == found[0] for one in found)
 
 
-def spelt_twice(place: Path) -> list[Any]:
-    """Weights of a Llama with `qk_norm`; and of engines that begin from its export and from that converted, spelt as a
+def spelled_twice(place: Path) -> list[Any]:
+    """Weights of a Llama with `qk_norm`; and of engines that begin from its export and from that converted, spelled as a
     Llama and as the Qwen3 that the export is."""
     llama = configs.config_of(Case(model="qwen-tied", dtype="fp32"))
     engine = engine_of(llama)
@@ -317,7 +317,7 @@ def spelt_twice(place: Path) -> list[Any]:
 
 
 def test_a_llama_with_head_norms_begins_from_the_folder_that_it_exports(tmp_path: Path) -> None:
-    (found,) = run_ranks(1, spelt_twice, tmp_path)
+    (found,) = run_ranks(1, spelled_twice, tmp_path)
     for weights in found:
         assert weights.keys() == found[0].keys()
         assert all(torch.equal(weights[name], value) for name, value in found[0].items())
@@ -508,7 +508,7 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], dict[str, Any]
     "other angles": (
         "llama", lambda w: None, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"
     ),
-    "quantised": ("llama", lambda w: None, {"quantization_config": {"bits": 4}}, "quantization_config"),
+    "quantized": ("llama", lambda w: None, {"quantization_config": {"bits": 4}}, "quantization_config"),
 }  # fmt: skip
 
 

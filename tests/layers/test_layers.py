@@ -443,7 +443,7 @@ def columns(full: Tensor, layer: nn.Module, case: Case, row: bool) -> Tensor:
     return torch.cat([full[..., first:last] for first, last in spans], -1)
 
 
-def localise(
+def localize(
     full: Tensor, how: str, layer: nn.Module, case: Case, slicing: Slicing, row: bool
 ) -> Tensor:
     if how == "rows":
@@ -482,19 +482,19 @@ def check(name: str, tp: int, sequence: bool, sinks: bool) -> None:
     dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     want.backward(dy)
 
-    x = localise(full_x, case.into, layer, case, slicing, row=True).clone()
+    x = localize(full_x, case.into, layer, case, slicing, row=True).clone()
     x = x if case.into == "tokens" else x.requires_grad_()
     y = case.call(layer, x)
     close(
         y.detach(),
-        localise(want.detach(), case.out, layer, case, slicing, row=False),
+        localize(want.detach(), case.out, layer, case, slicing, row=False),
         f"{name}: forward",
     )
-    y.backward(localise(dy, case.out, layer, case, slicing, row=False))
+    y.backward(localize(dy, case.out, layer, case, slicing, row=False))
     if twin_x.grad is not None:
         assert x.grad is not None
         close(
-            x.grad, localise(twin_x.grad, case.into, layer, case, slicing, row=True), f"{name}: dx"
+            x.grad, localize(twin_x.grad, case.into, layer, case, slicing, row=True), f"{name}: dx"
         )
     seen = set()
     for param, grad in grads_of_buffers(reducer) if reducer else grads_alone(layer, topology):
@@ -544,7 +544,7 @@ def test_heads_of_a_rank_are_those_that_its_layers_hold(count: int, ranks: int) 
     if count >= ranks:
         assert [first for first, _ in held[1:]] == [last for _, last in held[:-1]]  # each once
     else:
-        # shared by neighbours
+        # shared by neighbors
         assert [first for first, _ in held] == [i // (ranks // count) for i in range(ranks)]
 
 

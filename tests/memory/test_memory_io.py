@@ -92,7 +92,7 @@ def test_every_length_from_any_address(
     for place in (before, after):
         found = torch.empty_like(guard)
         disk.read(place, found).wait()
-        assert torch.equal(found, guard), "a neighbour in the file was overwritten"
+        assert torch.equal(found, guard), "a neighbor in the file was overwritten"
 
 
 def test_the_rest_of_the_last_block_is_zero(make: Maker) -> None:

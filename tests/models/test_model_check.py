@@ -148,7 +148,7 @@ def refused(names: list[str], tp: int) -> None:
     if tp > 1:
         with pytest.raises(
             ModelError,
-            match="the model's Slicing has 1 tensor ranks, the topology has 2: build the mo",
+            match="the model's Slicing has 1 tensor rank, the topology has 2: build the mo",
         ):
             build(Case(tp=tp), Model, Slicing())
 

@@ -100,7 +100,7 @@ def test_rows_that_a_disk_did_not_take_are_written_when_it_does(
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("metrics: ")]
     assert "No space left on device: " in said[0]
     assert " are free at " in said[0]
-    assert said[1].endswith("is written again, with the 3 rows that were kept")
+    assert said[1].endswith("is written again, with the 3 kept rows")
     assert len(said) == 2
 
 

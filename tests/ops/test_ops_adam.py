@@ -203,7 +203,7 @@ def test_instruction_sets_agree_bit_for_bit(
 def test_every_16_bit_number_is_read_and_every_rounding_is_torchs(
     narrow: torch.dtype, instructions: str
 ) -> None:
-    """All 65536 gradients; as results, numbers between neighbours, at the middle, subnormal, infinite and NaN."""
+    """All 65536 gradients; as results, numbers between neighbors, at the middle, subnormal, infinite and NaN."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow)
     tensors = [torch.zeros(2**16) for _ in range(3)]
     adam = Adam(0.0, 0.0, 1.0)  # m becomes the gradient

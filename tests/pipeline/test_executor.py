@@ -341,7 +341,7 @@ class ComesAndGoes(AlwaysGathered):
 
 
 @pytest.mark.parametrize(("apart", "graphs"), [(None, 1), (0, 2), (1, 3), (LAYERS - 1, 2)])
-def test_neighbours_that_stay_whole_share_a_graph(apart: int | None, graphs: int) -> None:
+def test_neighbors_that_stay_whole_share_a_graph(apart: int | None, graphs: int) -> None:
     stage = Stage(model(), AlwaysGathered() if apart is None else ComesAndGoes(apart))
     with mock.patch.object(torch.autograd, "backward", wraps=torch.autograd.backward) as backward:
         for micro in micros(2):

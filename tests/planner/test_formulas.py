@@ -415,5 +415,5 @@ def test_a_fused_rms_norm_keeps_its_input_and_one_number_per_row() -> None:
         dataclasses.replace(LLAMA, element_bytes=2, fused_norm=fused) for fused in (False, True)
     )
     saved = block_cost(composed).activation_bytes - block_cost(fused).activation_bytes
-    # two norms: fp32 copy and normalised input, instead of the 16-bit input
+    # two norms: fp32 copy and normalized input, instead of the 16-bit input
     assert saved == 2 * 16 * 3 * 32 * (4 + 4 - 2)

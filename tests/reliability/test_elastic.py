@@ -44,7 +44,7 @@ from threed.training.checkpoints import Checkpoints
 STEPS, BROKEN = 10, 7  # a run ends after so many, and broken off before this one
 Keys = dict[str, dict[str, Any]]
 SLICED: Keys = {"zero": {"stage": 1, "bucket_mib": 0.01}}
-NEIGHBOUR: Keys = {"run_keys": {"replicate": "neighbor"}}
+NEIGHBOR: Keys = {"run_keys": {"replicate": "neighbor"}}
 
 
 def keys_of(folder: Path, keys: Keys, world: int) -> Keys:
@@ -132,20 +132,20 @@ CHECKPOINT = "the newest checkpoint is step 4"
 FROM_ONE = f"step 6 from the memory of 1 machine; {CHECKPOINT}"
 TWO_LAYERS = {"layers": 2, "hidden": 16, "heads": 2, "seq": 16}
 FEWER: dict[str, tuple[Keys, str]] = {
-    "slices, a neighbour": ({**SLICED, **NEIGHBOUR}, FROM_ONE),
+    "slices, a neighbor": ({**SLICED, **NEIGHBOR}, FROM_ONE),
     "slices alone": (SLICED, "step-4"),
     "whole states": ({"zero": {"stage": 0}}, FROM_ONE),
     "tensor ranks, ZeRO 3": (
-        {"zero": {"stage": 3, "resident": 0}, "parallel": {"tp": 2}, **NEIGHBOUR},
+        {"zero": {"stage": 3, "resident": 0}, "parallel": {"tp": 2}, **NEIGHBOR},
         FROM_ONE,
     ),
     "slices in groups of a machine": (
         {"zero": {"stage": 2, "shard_size": 2, "bucket_mib": 0.01}},
         FROM_ONE,
     ),
-    "stages": ({"parallel": {"pp": 2}, "model": TWO_LAYERS, **NEIGHBOUR}, FROM_ONE),
+    "stages": ({"parallel": {"pp": 2}, "model": TWO_LAYERS, **NEIGHBOR}, FROM_ONE),
     "every third step": (
-        {**SLICED, **NEIGHBOUR, "checkpoint": {"memory_every": 3, "every": 0}},
+        {**SLICED, **NEIGHBOR, "checkpoint": {"memory_every": 3, "every": 0}},
         "step 6 from the memory of 1 machine; there is no checkpoint",
     ),
 }
@@ -250,7 +250,7 @@ def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]])
 
 
 def failures(folder: Path) -> dict[str, str]:
-    """Runs of which rank 1 cannot write its copy of step 4, nor then its neighbour's; cannot make a folder; cannot
+    """Runs of which rank 1 cannot write its copy of step 4, nor then its neighbor's; cannot make a folder; cannot
     make its machine's folder."""
     write, mkdir, count = sections.stream_tensors, Path.mkdir, [0]
     end, sizes = elastic.Memory._end, list[int]()
@@ -275,7 +275,7 @@ def failures(folder: Path) -> dict[str, str]:
         files = self.place.folder.rglob("*.safetensors")
         sizes.append(sum(file.stat().st_size for file in files))
 
-    keys: Keys = {**SLICED, **NEIGHBOUR}
+    keys: Keys = {**SLICED, **NEIGHBOR}
     said = {}
     for name, patch in {
         "full": mock.patch.object(sections, "stream_tensors", full),
@@ -399,7 +399,7 @@ def test_keys_that_copies_do_not_go_with() -> None:
         ),
         ({"train": {"global_batch": 24}}, 1, ""),
         ({"train": {"global_batch": 48}}, 2, ""),
-        ({"parallel": {"tp": 2}}, 1, "may give 1 ranks, not a multiple of tp 2 × pp 1"),
+        ({"parallel": {"tp": 2}}, 1, "may give 1 rank, not a multiple of tp 2 × pp 1"),
         ({"parallel": {"dp": 2}, "train": {"global_batch": 24}}, 1, "leave --parallel.dp out"),
     ],
 )

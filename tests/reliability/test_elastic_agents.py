@@ -68,7 +68,7 @@ MEMORY = r"resumed    step 6 from the memory of {} machine.*; the newest checkpo
 SAVED = r"resumed    runs/tiny/checkpoints/step-\d+"
 STORIES = [
     Story("lost", MEMORY.format(1), lost="b", always=True),
-    Story("lost-without-neighbour", SAVED, lost="b", flags=ALONE),
+    Story("lost-without-neighbor", SAVED, lost="b", flags=ALONE),
     Story("lost-whole-states", MEMORY.format(1), lost="b", flags=(*ALONE, "--zero.stage", "0")),
     Story("lost-tensor-ranks", MEMORY.format(1), lost="b", ranks=2, flags=(*NEXT_ONE, "--parallel.tp", "2")),
     Story("lost-rank-0", MEMORY.format(1), lost="a", store=True),
@@ -165,7 +165,7 @@ def step_of(entry: Path) -> int:
 
 
 def whole(story: Story, folder: Path, step: int) -> bool:
-    """Whether a step is in the memory of all machines, and of their neighbours where they keep copies."""
+    """Whether a step is in the memory of all machines, and of their neighbors where they keep copies."""
     copied = len(story.begin) > 1 and story.flags[:2] == NEXT_ONE
     files = folder.glob("memory-*/threed-*/*/[01]/entry-*.json")
     return [step_of(file) for file in files].count(step) == len(story.begin) * story.ranks * (

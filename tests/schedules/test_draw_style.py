@@ -1,4 +1,4 @@
-"""Gantt charts in the style of all pictures: dark colours, legible text, labels only where they fit."""
+"""Gantt charts in the style of all pictures: dark colors, legible text, labels only where they fit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_communication_and_stacked_charts_have_the_style() -> None:
     assert heights[0] == sum(heights[1:])
 
 
-def test_ranks_are_labelled_where_there_is_room() -> None:
+def test_ranks_are_labeled_where_there_is_room() -> None:
     for stages in (4, 16, 64, 200):
         places = [
             float(text.attrib["y"])
@@ -56,7 +56,7 @@ def test_ranks_are_labelled_where_there_is_room() -> None:
         assert min(b - a for a, b in pairwise(places)) >= 12
 
 
-def test_numbers_in_boxes_contrast_with_them_in_both_colour_schemes() -> None:
+def test_numbers_in_boxes_contrast_with_them_in_both_color_schemes() -> None:
     picture = chart("dualpipe", 4, 8)
     dark = dict(re.findall(r'\[fill="(#\w+)"\]{fill:(#\w+)!', picture))
     boxes = [

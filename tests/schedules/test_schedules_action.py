@@ -1,4 +1,4 @@
-"""Actions and plans: text form, places of stages, neighbours."""
+"""Actions and plans: text form, places of stages, neighbors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_stages_lie_round_robin_unless_placed() -> None:
             wrong.locate(6)
 
 
-def test_neighbours_follow_the_model_and_end_with_it() -> None:
+def test_neighbors_follow_the_model_and_end_with_it() -> None:
     plan = Plan("v", 2, 1, 2, ((), ()), placement=((0, 3), (1, 2)))
     assert plan.consumer(0, Action.parse("F0.0")) == (1, 0)
     assert plan.consumer(1, Action.parse("F0.0")) == (1, 1)  # the turn of the V stays on its rank

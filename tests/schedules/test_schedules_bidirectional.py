@@ -268,7 +268,7 @@ def test_any_size_and_any_costs_play_out_and_lower(
             7,
             r"schedule chimera: 7 micro-batches; .* must be even: use 8 micro-batches",
         ),
-        ("dualpipe", 1, 4, r"schedule dualpipe: 1 stages; .* must be even: use 2 stages"),
+        ("dualpipe", 1, 4, r"schedule dualpipe: 1 stage; .* must be even: use 2 stages"),
         (
             "dualpipe",
             4,
@@ -279,7 +279,7 @@ def test_any_size_and_any_costs_play_out_and_lower(
             "dualpipe",
             4,
             1,
-            r"schedule dualpipe: 1 micro-batches; 4 stages need at least 8: use 8 micro-batches",
+            r"schedule dualpipe: 1 micro-batch; 4 stages need at least 8: use 8 micro-batches",
         ),
         (
             "dualpipe",
@@ -297,7 +297,7 @@ def test_any_size_and_any_costs_play_out_and_lower(
             "dualpipev",
             1,
             1,
-            r"schedule dualpipev: 1 micro-batches; 1 stages need at least 2: use 2 micro-batches",
+            r"schedule dualpipev: 1 micro-batch; 1 stage needs at least 2: use 2 micro-batches",
         ),
     ],
 )

@@ -176,7 +176,7 @@ WRONG_FUNCTIONS = (
     ("sends", None, r"plan gpipe: rank 0: SF0\.0: use compute actions only"),
     ("fails", None, r"fails\(2, 4\): ZeroDivisionError at line \d+ of mine\.py: "),
     ("of_any", None, r"of_any\(stages, microbatches, chunks\): it needs a number of chunks"),
-    ("of_any", 2, r"of_any: a plan of 1 chunks, not 2"),
+    ("of_any", 2, r"of_any: a plan of 1 chunk, not 2: use 1 chunk"),
     ("unnamed", 3, r"unnamed: a plan of 2 chunks, not 3"),
     ("rounds", 3, r"rounds: chunks is 3; this schedule has 2"),
     (
@@ -267,7 +267,7 @@ WRONG_TEXTS = (
         "0F0,1F0,1B0,0B0\n2F0,2B0",
         "row 1 has 2 stages and row 2 has 1; all ranks must have the same number",
     ),
-    ("0F0,0F2,0B0,0B2", "stage 0 has no F of micro-batch 1; there are 2 micro-batches"),
+    ("0F0,0F2,0B0,0B2", "stage 0 has no F of micro-batch 1; the plan has 2 micro-batches"),
     ("0F0,0F999999999,0B0,0B999999999", "stage 0 has no F of micro-batch 1"),
     ("0F0,0F1,0B0,0B1\n1F0,1B0", "stage 1 has no F of micro-batch 1"),
     ("0F0", "stage 0 has no B, or I and W, of micro-batch 0"),

@@ -64,7 +64,7 @@ def two_way_plans(draw: st.DrawFn) -> Plan:
 
 
 def with_pairs(plan: Plan, draw: random.Random) -> Plan:
-    """Some neighbours, a forward and a backward, as pairs; the plan as it is where that would stall."""
+    """Some neighbors, a forward and a backward, as pairs; the plan as it is where that would stall."""
     ranks = []
     for actions in plan.ranks:
         out: list[Action] = []

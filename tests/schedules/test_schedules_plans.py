@@ -299,8 +299,8 @@ def test_messages_missing_or_out_of_place_are_reported(
         (("F0.0 W0.0 I0.0", "F0.0 B0.0"), r"rank 0: W0\.0 appears before I0\.0"),
         (("F0.0 I0.0 F0.1 B0.1", "F0.0 B0.0 F0.1 B0.1"), r"rank 0: W0\.0 is missing"),
         (("F0.0 B0.0 F0.1 B0.1", "F0.0 F0.1"), r"rank 1: B0\.0 is missing"),
-        (("F1.0 B1.0", "F0.0 B0.0"), r"rank 0: F1\.0: there are 1 chunks and 2 micro-batches"),
-        (("F0.2 B0.2", "F0.0 B0.0"), r"rank 0: F0\.2: there are 1 chunks and 2 micro-batches"),
+        (("F1.0 B1.0", "F0.0 B0.0"), r"rank 0: F1\.0: the plan has 1 chunk and 2 micro-batches"),
+        (("F0.2 B0.2", "F0.0 B0.0"), r"rank 0: F0\.2: the plan has 1 chunk and 2 micro-batches"),
     ],
 )
 def test_illegal_plans_name_rank_and_action(ranks: tuple[str, ...], message: str) -> None:
@@ -348,7 +348,7 @@ def test_the_number_of_microbatches_that_a_refusal_names_is_accepted(
             build(name, stages, int(number))
 
 
-def test_misspelt_schedules_get_a_suggestion() -> None:
+def test_misspelled_schedules_get_a_suggestion() -> None:
     with pytest.raises(ValueError, match=r"no schedule '1f1': did you mean '1f1b'\?"):
         build("1f1", 2, 2)
     with pytest.raises(ValueError, match=r"no schedule 'qqqq': available: gpipe, 1f1b"):

@@ -45,7 +45,7 @@ def test_a_step_waits_for_nothing_and_holds_what_1f1b_does() -> None:
     for p, m in itertools.product((1, 2, 3, 4, 8, 16), (1, 2, 3, 4, 8, 16, 32)):
         if m < p:
             with pytest.raises(
-                ValueError, match=f"{m} micro-batches; {p} stages need at least {p}"
+                ValueError, match=f"{m} micro-batch(es)?; {p} stages need at least {p}"
             ):
                 schedules.build("2bw", p, m)
             continue
@@ -100,7 +100,7 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
         ),
         "rank 0: B0.-2 is missing": replace(bare, begun=(2, 0)),
         "rank 0: B0.1 belongs to the next plan": replace(bare, left=(2, 0)),
-        "left is (4, 0): there are 3 micro-batches": replace(bare, left=(4, 0)),
+        "left is (4, 0): the plan has 3 micro-batches": replace(bare, left=(4, 0)),
     }
     for message, one in wrong.items():
         with pytest.raises(ValueError, match=re.escape(message)):

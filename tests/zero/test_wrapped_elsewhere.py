@@ -79,7 +79,7 @@ def following(step: int) -> dict[str, Tensor]:
     return pairs()[step]
 
 
-def unlabelled(step: int) -> dict[str, Tensor]:
+def unlabeled(step: int) -> dict[str, Tensor]:
     return masked(step, -1)
 
 
@@ -87,7 +87,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor
     "teacher": (taught, following),
     "clipped": (Clipped, following),
     "batch norm": (Sinusoid, tokens),
-    "masked mean": (MaskedMean, unlabelled),
+    "masked mean": (MaskedMean, unlabeled),
     "causal": (tuned, answers),
 }
 HERE = range(4)

@@ -470,7 +470,7 @@ def test_what_would_be_lost_is_refused() -> None:
     run_ranks(2, check_refused)
 
 
-class Renormalised(nn.Module):
+class Renormalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.out = nn.Embedding(VOCAB, 8, max_norm=0.5), nn.Linear(8, VOCAB)
@@ -484,10 +484,10 @@ def tokens(step: int) -> dict[str, Tensor]:
     return {key: torch.randint(0, VOCAB, (ROWS, WIDTH), generator=draw) for key in ("x", "labels")}
 
 
-def test_an_embedding_that_renormalises_its_rows() -> None:
-    want = plain_steps(made(Renormalised), [tokens(step) for step in range(STEPS)])
+def test_an_embedding_that_renormalizes_its_rows() -> None:
+    want = plain_steps(made(Renormalized), [tokens(step) for step in range(STEPS)])
     for zero in ({}, {"offload_optimizer": "cpu"}, {"offload_params": "cpu"}):
-        engine = engine_of(made(Renormalised), 3 if "offload_params" in zero else 1, zero=zero)
+        engine = engine_of(made(Renormalized), 3 if "offload_params" in zero else 1, zero=zero)
         same(
             ([engine.step(tokens(step)).loss for step in range(STEPS)], engine.full_state_dict()),
             want,

@@ -1,4 +1,4 @@
-"""Modules built on the meta device: initialised by their own methods, unit by unit, alike whatever the topology."""
+"""Modules built on the meta device: initialized by their own methods, unit by unit, alike whatever the topology."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_same_weights_whatever_the_stage_and_the_ranks(name: str) -> None:
         assert other_loss == pytest.approx(loss, rel=1e-6)
         assert weights.keys() == first.keys()
         assert all(torch.equal(weights[key], first[key]) for key in first)
-    # The module's own initialisation: about as large as that of one built the usual way, and no two alike.
+    # The module's own initialization: about as large as that of one built the usual way, and no two alike.
     usual = dict(hf_models.make(name).named_parameters())
     assert first.keys() == usual.keys()
     for key, values in first.items():

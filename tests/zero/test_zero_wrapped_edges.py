@@ -322,7 +322,7 @@ class Recurrent(nn.Module):
         return F.mse_loss(self.lstm(x.unsqueeze(0))[0].squeeze(0), y)  # one position, so many rows
 
 
-class Regularised(nn.Module):
+class Regularized(nn.Module):
     """Goes over its own parameters, for a penalty and for their device."""
 
     def __init__(self) -> None:
@@ -346,7 +346,7 @@ def run_kind(
 
 
 @pytest.mark.parametrize(
-    "kind", [UsesReturned, Direct, DirectReentrant, Fused, Recurrent, Regularised]
+    "kind", [UsesReturned, Direct, DirectReentrant, Fused, Recurrent, Regularized]
 )
 def test_unusual_uses_are_those_of_one_process(kind: type[nn.Module]) -> None:
     ((losses, weights),) = run_kind(kind, (0,))

@@ -8,7 +8,7 @@ A copy is a `Save` into a folder in memory (tmpfs). Its files are not flushed, a
 manifest. Each share of a section (see `sections`) has its own file, so that files from several
 machines can be combined, whichever machines are lost (`loading_copies`). Each machine stores all
 states that its ranks hold; if several of its ranks hold the same portion, only one of them writes
-each share. With a `Neighbour`, files that no other machine has are then also sent to the next
+each share. With a `Neighbor`, files that no other machine has are then also sent to the next
 machine, over process groups of two ranks.
 
 Two copies exist at a time: the newest complete copy, and the copy in progress, which overwrites the
@@ -110,13 +110,13 @@ class Copy(Save):
     Attributes:
         save: [epoch, step]; the epoch counts the starts of the run (`node_memory.Epochs`).
         alone: names of the files that no other machine has.
-        neighbour: exchange with neighbouring machines; None if files are not sent to others.
+        neighbor: exchange with neighboring machines; None if files are not sent to others.
         entry: description of the files that this rank has written.
     """
 
     save: list[int] = field(default_factory=list)
     alone: set[str] = field(default_factory=set)
-    neighbour: Neighbour | None = None
+    neighbor: Neighbor | None = None
     entry: dict[str, Any] = field(default_factory=dict)
     purpose: ClassVar[str] = "memory"
     durable: ClassVar[bool] = False
@@ -129,7 +129,7 @@ class Copy(Save):
 
     def write(self, values: Iterable[Tensor]) -> None:
         """Writes this rank's files and entry; does not raise, but sets `problem`. Not collective."""
-        # `commit` must run after an error too, because the neighbours wait for this rank's message.
+        # `commit` must run after an error too, because the neighbors wait for this rank's message.
         with suppress(Exception):
             super().write(values)
 
@@ -137,24 +137,24 @@ class Copy(Save):
         self.path.mkdir(parents=True, exist_ok=True)
         # removes the entries of the older copy in this slot, because its files are overwritten now
         self._entry_file(self.everyone.index).unlink(missing_ok=True)
-        for source, _ in self.neighbour.sources if self.neighbour else ():
+        for source, _ in self.neighbor.sources if self.neighbor else ():
             _copied_entry(self.path, source).unlink(missing_ok=True)
         self.entry = {**super()._write_files(values), "head": self.head, "save": self.save}
         return self.entry
 
     def commit(self, patience: float = 0.0) -> None:
-        """Exchanges files with the neighbour machines, if this copy has a neighbour."""
-        if self.neighbour is None:
+        """Exchanges files with the neighbor machines, if this copy has a neighbor."""
+        if self.neighbor is None:
             return
         entry = self.entry if self.problem is None else {"files": []}
         sent = {**entry, "files": [file for file in entry["files"] if file["file"] in self.alone]}
-        problem = self.neighbour.exchange(self.path, sent)
+        problem = self.neighbor.exchange(self.path, sent)
         if problem and not self.problem:
-            self.problem = f"rank {self.everyone.index} could not copy to its neighbour: {problem}"
+            self.problem = f"rank {self.everyone.index} could not copy to its neighbor: {problem}"
 
 
 def _copied_entry(folder: Path, source: int) -> Path:
-    """Returns the path of a rank's entry on its neighbour machine."""
+    """Returns the path of a rank's entry on its neighbor machine."""
     return folder / f"entry-{source:05d}-copy.json"
 
 
@@ -179,11 +179,11 @@ def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: b
     return staged + COPIES * file.nbytes * (2 if config.run.replicate == "neighbor" else 1)
 
 
-# --------------------------------------------------------------------------------------------------------- neighbour
+# --------------------------------------------------------------------------------------------------------- neighbor
 
 
-class Neighbour:
-    """The exchange of copies between a rank and ranks of the neighbouring machines.
+class Neighbor:
+    """The exchange of copies between a rank and ranks of the neighboring machines.
 
     Each rank sends its files to one rank of the next machine, and stores the files of zero or more
     ranks of the previous machine. The constructor is collective. Call `exchange` from one thread at
@@ -191,9 +191,9 @@ class Neighbour:
     """
 
     def __init__(self, topology: Topology, machines: Machines) -> None:
-        pairs = [(rank, machines.neighbour(rank)) for rank in range(topology.world)]
+        pairs = [(rank, machines.neighbor(rank)) for rank in range(topology.world)]
         links, me = topology.host_links(pairs), topology.rank
-        self.to = links[me, machines.neighbour(me)]
+        self.to = links[me, machines.neighbor(me)]
         self.sources = [(source, links[source, me]) for source, target in pairs if target == me]
 
     def exchange(self, folder: Path, entry: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError, fill, plain
+from threed.core.messages import counted
 from threed.distributed.sharding import intersect, slices
 from threed.zero.state import PREVIOUS, WEIGHT
 
@@ -278,7 +279,9 @@ class Reshaped:
     def __post_init__(self) -> None:
         if (math.prod(self.shape),) != self.flat.shape:
             numel = math.prod(self.flat.shape)
-            raise CheckpointError(f"a tensor of shape {list(self.shape)} has {numel} elements")
+            raise CheckpointError(
+                f"a tensor of shape {list(self.shape)} has {counted(numel, 'element')}"
+            )
 
     @property
     def dtype(self) -> torch.dtype:

@@ -396,6 +396,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def _not_a_checkpoint(path: Path, why: str) -> str:
     hint = did_you_mean(path)
+    if path.name.endswith(".tmp"):
+        hint = "it is the unfinished save of a run that was killed, or that is saving now"
     return f"{path} is not a checkpoint: {why}{hint and f'; {hint}'}"
 
 

@@ -41,7 +41,7 @@ from threed.zero.records import (
     PREVIOUS,
     WEIGHT,
     fill_in_place,
-    initialise,
+    initialize,
     read,
     records,
     records_of,
@@ -211,7 +211,7 @@ def _overwrite(
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
     except CheckpointError:  # raised on every rank
         if initial is not None:
-            initialise(optimizer, initial, again=True, everything=True)
+            initialize(optimizer, initial, again=True, everything=True)
         raise
 
 

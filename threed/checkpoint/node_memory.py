@@ -8,7 +8,7 @@
     <token>/launcher.json                      process that started the ranks, and its start time
     <token>/<slot>/<section>-<number>.safetensors
     <token>/<slot>/entry-00003-own.json        entry of rank 3
-    <token>/<slot>/entry-00003-copy.json       entry of rank 3 on its neighbour machine
+    <token>/<slot>/entry-00003-copy.json       entry of rank 3 on its neighbor machine
 
 An entry lists the files of one rank, with step and epoch of the copy; the epoch counts the starts
 of the run. An entry is written after its files, so a file is complete if an entry lists it. Copies
@@ -225,7 +225,7 @@ class Machines:
         """Whether this rank is the first on its machine."""
         return self.ranks[self.mine][0] == self.rank
 
-    def neighbour(self, rank: int) -> int:
+    def neighbor(self, rank: int) -> int:
         """Returns the rank that stores the second copy of `rank`'s files, on the next machine."""
         targets = self.ranks[(self.of[rank] + 1) % self.count]
         return targets[self.ranks[self.of[rank]].index(rank) % len(targets)]

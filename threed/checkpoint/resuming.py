@@ -22,7 +22,7 @@ from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import parts_of
 from threed.config.arguments import GROUPS
 from threed.config.groups import Config, ModelConfig, OptimConfig, key_name, python_name
-from threed.config.resolution import resolve_model, spelt_as
+from threed.config.resolution import resolve_model, spelled_as
 from threed.config.schema import written
 from threed.core.source import names_model
 from threed.data import Data
@@ -255,7 +255,7 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
     # wrote the checkpoint; then the saved values are compared as they are.
     with suppress(ValueError):
         resolved = resolve_model(ModelConfig.model_validate(saved))
-        saved = spelt_as(resolved, config.model).model_dump(mode="json")
+        saved = spelled_as(resolved, config.model).model_dump(mode="json")
     if all(names_model(str(model.get("arch"))) for model in (saved, wanted)):
         # the file may have moved; shapes are compared when the checkpoint is loaded
         saved["arch"], wanted["arch"] = (m["arch"].rpartition(":")[2] for m in (saved, wanted))

@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 import time
 import warnings
@@ -29,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 from threed.cli import parser
 from threed.config import architectures
 from threed.core import source
-from threed.core.messages import did_you_mean
+from threed.core.messages import counted, did_you_mean
 from threed.core.packages import MissingPackageError
-from threed.distributed.launcher import exits_on_broken_pipe
+from threed.distributed.launcher import end_by_signal, exits_on_broken_pipe
 
 if TYPE_CHECKING:
     from threed.schedules import Costs, Plan
@@ -61,8 +62,18 @@ def main(argv: list[str] | None = None) -> int:
             arguments = tools.parse_args(argv)
             arguments.run(arguments)
     except (ValueError, OSError, RuntimeError, MissingPackageError) as error:
-        return _refuse(argv[0], str(error))
+        return _refuse(argv[0], _problem(error))
+    except KeyboardInterrupt:
+        _refuse(argv[0], "interrupted")
+        end_by_signal(signal.SIGINT)
     return 0
+
+
+def _problem(error: Exception) -> str:
+    """Returns the text of an error; without the number of an error of the operating system."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _refuse(tool: str, problem: str) -> int:
@@ -153,8 +164,9 @@ def _schedule(a: argparse.Namespace) -> None:
     if a.csv:
         a.csv.write_text(schedules.to_csv(plan))
     if a.svg:
-        title = f"{Path(a.name).name}: {plan.stages} stages, {plan.microbatches} micro-batches"
-        peak = f"at most {max(timeline.peak_activations):g} micro-batches in memory"
+        counts = f"{counted(plan.stages, 'stage')}, {counted(plan.microbatches, 'micro-batch')}"
+        title = f"{Path(a.name).name}: {counts}"
+        peak = f"at most {counted(max(timeline.peak_activations), 'micro-batch', 'g')} in memory"
         subtitle = f"ends at {timeline.makespan:g}, bubble {timeline.bubble:.1%}, {peak}"
         unit = f"forward = {a.forward:g}"
         a.svg.write_text(schedules.svg(timeline.spans, title, subtitle, unit=unit, ways=plan.ways))
@@ -180,11 +192,14 @@ def _plan(a: argparse.Namespace, costs: Costs) -> Plan:
 def _tokenize(a: argparse.Namespace) -> None:
     from threed.data import load_tokenizer, tokenize_to_megatron
 
+    if not Path(a.src).expanduser().exists():
+        raise ValueError(f"{a.src} does not exist")
     bos: Any = {"true": True, "false": False}.get(a.bos, "auto")
     tokenizer = load_tokenizer(a.tokenizer, bos, a.special_tokens)
     made = tokenize_to_megatron(a.src, a.dst, tokenizer)
     files = ", ".join(map(str, made.files))
-    print(f"{made.documents:,} documents, {made.tokens:,} tokens: {files}")
+    counts = f"{counted(made.documents, 'document', ',')}, {counted(made.tokens, 'token', ',')}"
+    print(f"{counts}: {files}")
     begin = f"with {list(tokenizer.bos_ids)} (bos)" if tokenizer.bos_ids else "without bos"
     print(f"documents begin {begin} and end with {tokenizer.eot}")
 
@@ -228,7 +243,7 @@ def _machine_facts(drive: str) -> str:
     for name in packages.split():
         lines.append(f"{name:<12} {provenance.version(name)}")
     gpus = [torch.device("cuda", i) for i in range(device.count())]
-    cpu = f"CPU, {torch.get_num_threads()} threads in this process"
+    cpu = f"CPU, {counted(torch.get_num_threads(), 'thread')} in this process"
     lines.append(f"devices      {', '.join(str(device.name(gpu)) for gpu in gpus) or cpu}")
     lines.append(f"backends     {', '.join(backends()) or 'none'}")
     for name, found in native.status().items():

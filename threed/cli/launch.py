@@ -30,6 +30,7 @@ from threed.config.renames import report_renames
 from threed.config.resolution import resolve
 from threed.core import device
 from threed.core.disk import is_unwritable, why
+from threed.core.messages import counted
 from threed.core.source import is_foreign, names_model
 from threed.data import Data
 from threed.data.dataset import find_problems as find_data_problems
@@ -409,7 +410,5 @@ def _device_problems(local_world: int) -> list[str]:
     one_visible = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     if 0 < count < local_world and not one_visible:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
-        return [
-            f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"
-        ]
+        return [f"{local_world} ranks on a machine with {counted(count, 'GPU')}: {fix}"]
     return []

@@ -158,9 +158,7 @@ def _tokenize(add: Add) -> None:
     add("--tokenizer", default="bytes", metavar="bytes|PATH", help=text)
     text = "begin documents with the bos token (default auto: if the tokenizer itself adds it to texts)"
     add("--bos", choices=["auto", "true", "false"], default="auto", help=text)
-    text = (
-        "encode a special token that is spelt out in a text as ordinary text (default), or parse it"
-    )
+    text = "encode a special token that is spelled out in a text as ordinary text (default), or parse it"
     add("--special-tokens", choices=["text", "parse"], default="text", help=text)
 
 

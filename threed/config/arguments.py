@@ -38,6 +38,7 @@ from threed.config.schema import (
 )
 from threed.config.topologies import Topologies, choose_sizes, read_topologies
 from threed.config.values import Takes
+from threed.core.messages import counted
 from threed.core.parse import ParseError, read_toml
 from threed.core.source import find_model, names_model
 
@@ -162,7 +163,7 @@ class _Draft:
         notes: old spellings in use, with the new ones.
         topologies: values of the tables [topology.N] of the preset or file, by N, group and field.
         problems: problems found so far.
-        suspects: invalid flags, and flags that may be meant by a misspelt one. An invalid
+        suspects: invalid flags, and flags that may be meant by a misspelled one. An invalid
             combination with one of these flags is not reported, because it may only be a
             consequence.
         complete: whether all sources could be read.
@@ -268,9 +269,13 @@ class _Draft:
         elif preset is not None and preset not in _preset_names(presets):
             self.problems.append(f"--preset {preset}: no such preset; there are {names}")
         elif path is not None and not source.is_file():
-            self.problems.append(
-                f"--config {path}: no such file; presets are named with --preset ({names})"
+            run = source / "config.toml"
+            fix = (
+                f"did you mean {run}?"
+                if run.is_file()
+                else f"presets are named with --preset ({names})"
             )
+            self.problems.append(f"--config {path}: no such file; {fix}")
         elif preset or path:
             self._read_toml(source)
             if self.value("run", "name") is None:
@@ -496,8 +501,7 @@ def default_text(info: FieldInfo, value: Any) -> str:
 
 def format_problems(problems: list[str]) -> str:
     """Returns the report to print: the number of problems, then one line per problem."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    head = f"threed: {count} in the configuration; nothing was started"
+    head = f"threed: {counted(len(problems), 'problem')} in the configuration; nothing was started"
     return "\n  - ".join([head, *problems])
 
 
@@ -553,7 +557,7 @@ def _in(source: str) -> str:
 
 
 def _close_flags(name: str) -> list[str]:
-    """Returns flags that a misspelt flag `name` may mean, at most three.
+    """Returns flags that a misspelled flag `name` may mean, at most three.
 
     They have the same key in another group, or a similar spelling.
     """

@@ -29,6 +29,7 @@ from threed.config.groups import (
 )
 from threed.config.resolution import derive_dp, schedule_problem
 from threed.config.schema import written
+from threed.core.messages import counted
 from threed.schedules import registry
 
 MOST_MICROBATCHES = 100_000  # per step; more of them take more time and memory to plan
@@ -323,15 +324,15 @@ def find_partition_problems(
         return
     given, total = f"--parallel.partition {written(p.partition)}", sum(p.partition)
     if stages is not None and len(p.partition) != stages:
-        fix = f"give {stages} numbers, one for each of {named_stages(p, stages)}"
-        yield f"{given} is for {len(p.partition)} stages: {fix}"
+        fix = f"give {counted(stages, 'number')}, one for each of {named_stages(p, stages)}"
+        yield f"{given} is for {counted(len(p.partition), 'stage')}: {fix}"
     if total != layers:
         yield f"{given} makes {total} layers: {layers} are needed, embedding and head included"
 
 
 def named_stages(p: ParallelConfig, stages: int) -> str:
     """Returns the flags that determine the number of stages, for a message."""
-    chunks = f" × {stages // p.pp} chunks of --parallel.schedule {p.schedule}"
+    chunks = f" × {counted(stages // p.pp, 'chunk')} of --parallel.schedule {p.schedule}"
     return f"--parallel.pp {p.pp}{chunks if stages != p.pp else ''}"
 
 
@@ -343,9 +344,7 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
     known = dp is not None and train.global_batch % rows == 0
     count = train.global_batch // rows if known else 2 * p.pp
     if count > MOST_MICROBATCHES:
-        given = (
-            f"--train.global-batch {train.global_batch} makes {count} micro-batches per data rank"
-        )
+        given = f"--train.global-batch {train.global_batch} makes {counted(count, 'micro-batch')} per data rank"
         yield f"{given}: a plan has at most {MOST_MICROBATCHES}; use a larger --train.micro-batch"
         return
     try:
@@ -464,8 +463,10 @@ def _check_positions(model: ModelConfig) -> Iterator[str]:
     pairs = int(d * model.partial_rotary_factor) // 2
     for name in ("short_factor", "long_factor"):
         if (numbers := getattr(scaling, name)) is not None and len(numbers) != pairs:
-            given = f"--model.rope-scaling with {len(numbers)} numbers of {key_name(name)}"
-            yield f"{given}: a head turns {pairs} pairs; give {pairs} numbers"
+            given = (
+                f"--model.rope-scaling with {counted(len(numbers), 'number')} of {key_name(name)}"
+            )
+            yield f"{given}: a head turns {counted(pairs, 'pair')}; give {counted(pairs, 'number')}"
 
 
 def _check_export(config: Config) -> Iterator[str]:
@@ -506,7 +507,8 @@ def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterat
         return
     if invalid := [size for size in sizes if size % model_ranks]:
         factors = f"tp {p.tp} × pp {p.pp}"
-        yield f"{flag} may give {invalid[0]} ranks, not a multiple of {factors}: start a multiple of it on each machine"
+        found = f"{flag} may give {counted(invalid[0], 'rank')}"
+        yield f"{found}, not a multiple of {factors}: start a multiple of it on each machine"
         return
     ranks_of = [size // model_ranks for size in sizes]
     fits = [dp for dp in ranks_of if train.global_batch % (train.micro_batch * dp) == 0]

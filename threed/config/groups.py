@@ -355,7 +355,7 @@ class DataConfig(_Group):
     bos: AutoSwitch = "auto"
     """begin documents with the bos token; auto: if the tokenizer itself adds it to texts"""
     special_tokens: Literal["text", "parse"] = "text"
-    """encode a special token that is spelt out in a text as ordinary text, or parse it as the
+    """encode a special token that is spelled out in a text as ordinary text, or parse it as the
     token"""
     split: Annotated[Share, Field(gt=0)] = 0.05
     """fraction of the data used for validation: the last tokens, or some files of the default

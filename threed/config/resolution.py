@@ -11,6 +11,7 @@ from typing import Any
 from threed import schedules
 from threed.config.groups import Config, ConfigError, DType, ModelConfig
 from threed.config.schema import BaseModel
+from threed.core.messages import counted
 from threed.core.source import names_model
 from threed.schedules import registry
 
@@ -44,11 +45,13 @@ def derive_dp(config: Config, world_size: int) -> int:
     if world_size % model_ranks == 0:
         raise ConfigError(
             [
-                f"{problem}: use --parallel.dp {world_size // model_ranks}, or start {model_ranks * dp} ranks"
+                f"{problem}: use --parallel.dp {world_size // model_ranks}, or start {counted(model_ranks * dp, 'rank')}"
             ]
         )
     raise ConfigError(
-        [f"{problem}: start {model_ranks * dp} ranks, or {model_ranks} with --parallel.dp 1"]
+        [
+            f"{problem}: start {counted(model_ranks * dp, 'rank')}, or {model_ranks} with --parallel.dp 1"
+        ]
     )
 
 
@@ -159,7 +162,7 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
     return model.model_copy(update=derived)
 
 
-def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
+def spelled_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
     """Returns a saved model configuration in the form of `model`, for a comparison of the two.
 
     A Qwen3 without windows becomes a Llama with `qk_norm` if `model` is a Llama with `qk_norm`.

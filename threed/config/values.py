@@ -149,7 +149,7 @@ def _architecture(value: object) -> object:
 def _optimizer(value: object) -> object:
     if value == "muon":
         raise ValueError(
-            "muon orthogonalises full matrices, but ZeRO and tensor parallelism shard them; use adamw, sgd or lion"
+            "muon orthogonalizes full matrices, but ZeRO and tensor parallelism shard them; use adamw, sgd or lion"
         )
     return value
 

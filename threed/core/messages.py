@@ -8,17 +8,18 @@ did_you_mean("trian", "train", "plan")  # " (did you mean train?)"
 from __future__ import annotations
 
 
-def counted(count: int, noun: str) -> str:
-    """Returns a number with its noun in singular or plural, such as "1 rank" or "2,000 ranks".
+def counted(count: float, noun: str, spec: str = "") -> str:
+    """Returns a number with its noun in singular or plural, such as "1 rank" or "2 ranks".
 
     Args:
         count: the number.
         noun: the noun in singular; its plural must be regular.
+        spec: format of the number, such as "," for thousands.
     """
     ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     if noun.endswith("y") and noun[-2:-1] not in "aeiou":
         noun, ending = (noun, "") if count == 1 else (noun[:-1], "ies")
-    return f"{count:,} {noun}{'' if count == 1 else ending}"
+    return f"{count:{spec}} {noun}{'' if count == 1 else ending}"
 
 
 def did_you_mean(word: str, *names: str) -> str:

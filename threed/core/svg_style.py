@@ -1,8 +1,8 @@
 """The style of all pictures: palette with dark variants, font and width. Pictures are SVG files.
 
-A picture is written in its light colours. `styled` adds the dark variants as CSS rules under
-`@media (prefers-color-scheme: dark)`, so a browser shows the picture in its colour scheme, also in
-an `<img>`. Programs that ignore CSS show the light colours. The rules select elements by colour, in
+A picture is written in its light colors. `styled` adds the dark variants as CSS rules under
+`@media (prefers-color-scheme: dark)`, so a browser shows the picture in its color scheme, also in
+an `<img>`. Programs that ignore CSS show the light colors. The rules select elements by color, in
 attributes (`fill="#4477aa"`) and in the inline styles that matplotlib writes (`fill: #4477aa`).
 """
 
@@ -17,42 +17,42 @@ SMALLEST = 10  # font size in pixels; text that does not fit in this size is lef
 FONT = "Inter, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
 PAPER, INK, FAINT, RULE, SURFACE = "#ffffff", "#1f2937", "#57606a", "#d5dae1", "#eceff3"
-# Readers with a colour vision deficiency can distinguish blue, green and red (Paul Tol's schemes).
+# Readers with a color vision deficiency can distinguish blue, green and red (Paul Tol's schemes).
 BLUE, GREEN, TEAL, YELLOW = "#4477aa", "#3f9c5a", "#1f9e97", "#a98b12"
 PURPLE, ORANGE, RED, WINE = "#9467bd", "#d9622b", "#c0395b", "#7a2f4a"
-GREY, SLATE = "#8c8c8c", "#4b5563"
+GRAY, SLATE = "#8c8c8c", "#4b5563"
 
 DARK = {
     PAPER: "#0d1117", INK: "#e6edf3", FAINT: "#9aa7b4", RULE: "#3a4350", SURFACE: "#1c232d",
     BLUE: "#6ea8dc", GREEN: "#5cbd7a", TEAL: "#45c4bb", YELLOW: "#d6bb4a",
     PURPLE: "#b794dd", ORANGE: "#f08a5d", RED: "#e8718d", WINE: "#b05a7d",
-    GREY: "#7d8590", SLATE: "#8793a3",
+    GRAY: "#7d8590", SLATE: "#8793a3",
 }  # fmt: skip
 
 
-def paler(colour: str, share: float) -> tuple[str, str]:
-    """Returns a mixture of a colour and the background, as its (light, dark) variants.
+def paler(color: str, share: float) -> tuple[str, str]:
+    """Returns a mixture of a color and the background, as its (light, dark) variants.
 
     Args:
-        colour: a colour of the palette.
+        color: a color of the palette.
         share: fraction of the background, from 0 to 1.
     """
-    return _mix(colour, PAPER, share), _mix(DARK[colour], DARK[PAPER], share)
+    return _mix(color, PAPER, share), _mix(DARK[color], DARK[PAPER], share)
 
 
-def _mix(colour: str, other: str, share: float) -> str:
-    pairs = zip(bytes.fromhex(colour[1:]), bytes.fromhex(other[1:]), strict=True)
+def _mix(color: str, other: str, share: float) -> str:
+    pairs = zip(bytes.fromhex(color[1:]), bytes.fromhex(other[1:]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
 
 def document(height: int, title: str, body: Sequence[str], dark: Mapping[str, str] = DARK) -> str:
-    """Returns an SVG document, WIDTH pixels wide, on the background colour.
+    """Returns an SVG document, WIDTH pixels wide, on the background color.
 
     Args:
         height: height in pixels.
         title: title for screen readers.
         body: elements.
-        dark: dark variants of the colours of `body`.
+        dark: dark variants of the colors of `body`.
     """
     paper = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
     return styled("\n".join([frame(height), paper, *body, "</svg>\n"]), title, dark)
@@ -65,27 +65,27 @@ def frame(height: int) -> str:
 
 
 def styled(text: str, title: str, dark: Mapping[str, str] = DARK) -> str:
-    """Returns an SVG document with a title, the font, and the dark variants of its colours.
+    """Returns an SVG document with a title, the font, and the dark variants of its colors.
 
     Args:
         text: the document.
         title: title for screen readers, the first child of the root element.
-        dark: dark variants of the document's colours.
+        dark: dark variants of the document's colors.
 
     Raises:
-        KeyError: if `dark` lacks a colour of the document.
+        KeyError: if `dark` lacks a color of the document.
     """
     head = f"\n<title>{escape(title, quote=False)}</title>\n{style(text, dark)}"
     return re.sub(r"<svg\b[^>]*>", lambda tag: tag[0] + head, text, count=1)
 
 
 def style(text: str, dark: Mapping[str, str] = DARK) -> str:
-    """Returns the `<style>` element for an SVG document: its font, and its dark colours."""
+    """Returns the `<style>` element for an SVG document: its font, and its dark colors."""
     used = sorted(set(re.findall(r'\b(fill|stroke)(="|: )(#[0-9a-f]{6})', text)))
     rules = [
-        (f'[{name}="{colour}"]' if sign == '="' else f'[style*="{name}: {colour}"]')
-        + f"{{{name}:{dark[colour]}!important}}"
-        for name, sign, colour in used
+        (f'[{name}="{color}"]' if sign == '="' else f'[style*="{name}: {color}"]')
+        + f"{{{name}:{dark[color]}!important}}"
+        for name, sign, color in used
     ]
     media = "\n".join(["@media (prefers-color-scheme: dark) {", *rules, "}"])
     return f"<style>\ntext{{font-family:{FONT}!important}}\n{media}\n</style>"
@@ -107,7 +107,7 @@ def text(
         y: vertical position of the base line, in pixels.
         content: the text.
         size: font size, in pixels.
-        fill: colour.
+        fill: color.
         anchor: start, middle or end.
         bold: whether the text is bold.
     """

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threed.core.atomic import building
+from threed.core.messages import counted
 from threed.data.encode import encode
 from threed.data.sources import find_text
 from threed.data.tokenizer import Tokenizer, Tokens, token_dtype
@@ -101,7 +102,7 @@ def read_index(path: Path) -> MegatronIndex:
         expected = head + 12 * sequences + 8 * indices
         if size != expected:
             raise ValueError(
-                f"{path}: {size} bytes, but {sequences} sequences and {indices} document indices need "
+                f"{path}: {counted(size, 'byte')}, but {sequences} sequences and {indices} document indices need "
                 f"{expected}: truncated, damaged, or multimodal (not supported)"
             )
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from threed.core.messages import counted
 from threed.data.tokenizer import Tokens
 
 # Number of Feistel rounds. With four rounds, the permutations of fewer than ten windows are visibly
 # not uniform over the epochs; with six rounds they are.
 ROUNDS = 6
-# The multipliers of splitmix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+# The multipliers of splitmix64's finalizer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
 # number generators").
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -53,7 +54,7 @@ class Samples:
             raise ValueError(f"sequence length {seq}: must be at least 1")
         if len(tokens) < seq + 1:
             raise ValueError(
-                f"{name}: {len(tokens)} tokens, and one sample of sequence length {seq} takes {seq + 1}"
+                f"{name}: {counted(len(tokens), 'token')}, and one sample of sequence length {seq} takes {seq + 1}"
             )
         self.tokens = tokens
         self.seq = seq

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
+from threed.core.messages import counted
 from threed.core.parse import ParseError, parse_json, plain
 
 PIECE_BYTES = 1 << 20
@@ -145,7 +146,7 @@ def find_text(path: Path) -> TextSource:
         names = _list_files(path)
         ignored = [name for name in names if not name.endswith(TEXT_ENDINGS)]
         files = tuple(TextFile(name, path / name) for name in names if name.endswith(TEXT_ENDINGS))
-        description = f"{path}: {len(files)} files"
+        description = f"{path}: {counted(len(files), 'file')}"
     else:
         files = (TextFile(path.name, path),) if path.name.endswith(TEXT_ENDINGS) else ()
         description = str(path)

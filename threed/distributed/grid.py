@@ -5,7 +5,7 @@ axes.
     grid.coordinates(5)                         # {"pp": 0, "dp": 1, "cp": 0, "tp": 1}
     grid.ranks(5, "tp")                         # (4, 5, 6, 7)
 
-In rank order tp is the fastest axis, then cp, dp and pp, so that tensor-parallel neighbours are on
+In rank order tp is the fastest axis, then cp, dp and pp, so that tensor-parallel neighbors are on
 the same node.
 """
 
@@ -16,6 +16,8 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from threed.core.messages import counted
 
 AXES = ("pp", "dp", "cp", "tp")
 _NAME = re.compile(r"((?:pp|dp|cp|tp)(?:\*(?:pp|dp|cp|tp))*)(?:([/%])(\d+))?(?:@\w+)?")
@@ -84,7 +86,7 @@ class Grid:
                 f" x dp {dp} = {rest * dp}" if dp else f" = {rest}, times dp"
             )
             raise ValueError(
-                f"world size {world} is not {need}: start {rest * (dp or 1)} ranks, or change the sizes"
+                f"world size {world} is not {need}: start {counted(rest * (dp or 1), 'rank')}, or change the sizes"
             )
         return cls(pp, dp, cp, tp)
 
@@ -127,7 +129,7 @@ class Grid:
             rank: the rank.
             name: name of an axis: the ranks that differ from `rank` only in this coordinate. A
                 product such as "dp*cp": the ranks that differ only in these coordinates, with the
-                last axis fastest. With "/n": of these ranks, the block of n neighbours that
+                last axis fastest. With "/n": of these ranks, the block of n neighbors that
                 contains `rank`. With "%n": of these ranks, the ones at a distance of a multiple of
                 n from `rank`. A suffix "@word" is ignored.
 
@@ -143,7 +145,9 @@ class Grid:
         if width is None:
             return line
         if len(line) % width:
-            raise ValueError(f"axis {name!r}: {len(line)} ranks are not a multiple of {width}")
+            raise ValueError(
+                f"axis {name!r}: {counted(len(line), 'rank')}, not a multiple of {width}"
+            )
         index = line.index(rank)
         return (
             line[index % width :: width] if kind == "%" else line[index // width * width :][:width]

@@ -24,6 +24,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from threed.core.messages import counted
+
 Variables = Mapping[str, str]
 TORCHRUN = (
     "start the processes with torchrun instead: "
@@ -163,7 +165,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     launcher, numbers = _find(environment)
     if launcher is None or numbers.get("WORLD_SIZE") == 1:
         return
-    started = f"{launcher.command} started {numbers['WORLD_SIZE']} processes"
+    started = f"{launcher.command} started {counted(numbers['WORLD_SIZE'], 'process')}"
     if missing := [name for name in NAMES if name not in numbers]:
         names = " and ".join(f"{name}=..." for name in missing)
         raise LauncherError(

@@ -6,7 +6,7 @@
     Topology.on_meta(grid, rank)       # any rank of any grid: meta device, no process groups
 
 Only this module creates process groups. An axis of one rank has no group (`Axis.group is None`),
-and collectives on it return at once. All ranks create groups in the same order. Neighbouring
+and collectives on it return at once. All ranks create groups in the same order. Neighboring
 pipeline stages have one communicator per direction, so that a send never waits for a receive in the
 other direction. With a single communicator, pp = 2 would deadlock, because a stage's previous stage
 is also its next stage.
@@ -314,14 +314,14 @@ class Topology:
         All ranks pass the same arguments.
 
         Args:
-            blocks: names of derived axes. "tp/2" is the block of two neighbouring tp ranks that
+            blocks: names of derived axes. "tp/2" is the block of two neighboring tp ranks that
                 contains this rank. "dp%2" consists of the dp ranks at an even distance from this
                 rank. A name followed by "@word" denotes the same ranks with a separate
                 communicator.
             ties: tuples of pipeline stages that hold replicas of one weight. For each tuple, an
                 axis is created of the ranks on these stages that have this rank's other
                 coordinates.
-            links: pairs of pipeline stages that send to each other; neighbours are linked already.
+            links: pairs of pipeline stages that send to each other; neighbors are linked already.
         """
         self._align_group_counts()
         for name in sorted(set(blocks) - set(self._axes)):

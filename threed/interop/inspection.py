@@ -17,6 +17,7 @@ from torch import Tensor
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.reading import Reader
+from threed.core.messages import counted
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 from threed.interop.safetensors_folder import (
     SafetensorsFolder,
@@ -73,14 +74,14 @@ class CheckpointInfo:
     def __str__(self) -> str:
         """Returns the text that `threed inspect` prints."""
         weights = [f"{name:<44} {list(shape)}" for name, shape in sorted(self.weights.items())]
-        if self.format != "native":
+        if self.files is None:
             title = _TITLES[self.format]
             model = f"model {self.arch}, {self.parameters:,} parameters, {', '.join(self.dtypes)}"
             return "\n".join([f"{self.path}: {title}", model, *weights])
         sizes = " × ".join(f"{a} {n}" for a, n in (self.topology or {}).items() if n > 1)
         lines = [
-            f"{self.path}: {self.files} files, {self.nbytes:,} bytes, every hash verified",
-            f"after step {self.steps} and {self.consumed} samples",
+            f"{self.path}: {counted(self.files, 'file')}, {self.nbytes:,} bytes, every hash verified",
+            f"after step {self.steps} and {counted(self.consumed or 0, 'sample')}",
             f"model {self.arch}, saved on {sizes or 'one rank'}",
         ]
         buffers = [

@@ -20,7 +20,7 @@ from typing import Any
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import MANIFEST, read_manifest
 from threed.config import Config, ConfigError, ModelConfig
-from threed.config.resolution import spelt_as
+from threed.config.resolution import spelled_as
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 from threed.interop.safetensors_folder import is_safetensors_folder
@@ -60,7 +60,7 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
     if saved.steps:
         return {}
     seq = {"seq": default_seq(saved.model)}
-    return {**values, "model": dict(spelt_as(saved.model, config.model)) | seq}
+    return {**values, "model": dict(spelled_as(saved.model, config.model)) | seq}
 
 
 def default_seq(model: ModelConfig) -> int:

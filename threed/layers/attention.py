@@ -4,7 +4,7 @@ Rotary positions and norms of queries and keys are optional. A function or modul
 core, which computes attention from queries, keys and values.
 
 Query, key and value are packed into one column-parallel matmul. If there are fewer key/value heads
-than tensor ranks, neighbouring ranks share a head. Then the query projection and the key/value
+than tensor ranks, neighboring ranks share a head. Then the query projection and the key/value
 projection are two matmuls after one gather, because the gradients of their weights are reduced over
 different ranks.
 """
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         out_bias: whether the output projection has a bias. Default: `bias`.
         rotary: base of the rotary frequencies or a result of `ops.frequencies.frequencies`. None:
             no rotary positions.
-        qk_norm: whether every query and key head is normalised by an RMSNorm, as in Qwen3. One
+        qk_norm: whether every query and key head is normalized by an RMSNorm, as in Qwen3. One
             weight [d] is used for all heads.
         norm_offset: constant added to the weights of the query and key norms.
         eps: constant added to the mean square in the query and key norms.

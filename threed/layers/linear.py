@@ -294,7 +294,7 @@ class ColumnLinear(Product):
         std: standard deviation of the initial weights.
         bias: whether there is a bias.
         multiple: unit of the shards, such as a head's size.
-        shared: number of neighbouring ranks that hold the same shard (above 1 if there are fewer
+        shared: number of neighboring ranks that hold the same shard (above 1 if there are fewer
             key/value heads than ranks). The gradients of these ranks are summed.
         local: whether the caller applies f, so that x is already [s b h].
     """

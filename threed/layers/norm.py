@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm, replicated over tensor ranks.
 
-With sequence parallelism each rank normalises its part of the sequence. `partial` is as in
+With sequence parallelism each rank normalizes its part of the sequence. `partial` is as in
 `Slicing.shared`: True for a norm of heads, because a rank has only its own heads.
 """
 
@@ -45,7 +45,7 @@ class _Fused(torch.autograd.Function):
         dweight = VectorGradient(ctx.params[0])
         dbias = None if ctx.params[1] is None else VectorGradient(ctx.params[1])
         dx = norm.backward(
-            dy.contiguous().view_as(total), norm.Normalised(total, total, means, scales), weight, dweight.out,
+            dy.contiguous().view_as(total), norm.Normalized(total, total, means, scales), weight, dweight.out,
             dbias.out if dbias else None, add=dweight.add,
             add_bias=dbias is not None and dbias.add,
             residual=dsum[0].contiguous().view_as(total) if dsum else None,
@@ -159,7 +159,7 @@ class RMSNorm(Norm):
         slicing: parallel layout.
         eps: constant added to the mean square.
         partial: whether the gradient is partial, as in `Slicing.shared`.
-        offset: constant added to the weight; 1 in Gemma, where weights are initialised to zero. If
+        offset: constant added to the weight; 1 in Gemma, where weights are initialized to zero. If
             it is not 0, the norm and weight + offset are computed in fp32 or wider.
     """
 

@@ -185,7 +185,7 @@ class MicroBatch:
 
 
 class Flag:
-    """An error in the data, detected on the device without a synchronisation.
+    """An error in the data, detected on the device without a synchronization.
 
     If an error is recorded, the step is skipped, and reading the step's metrics raises DataError. A
     layer keeps its flags in a tuple `data_flags`.

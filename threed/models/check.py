@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import nn
 
+from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.distributed.grid import same_place
 from threed.distributed.sharding import ModelError, ShardSpec, check_dense, intersect, is_managed
@@ -77,8 +78,8 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> 
     tensor, world = topology.axis("tp"), topology.axis("world")
     if slicing.tp.size != tensor.size:
         problems.append(
-            f"the model's Slicing has {slicing.tp.size} tensor ranks, the topology has {tensor.size}: build the model"
-            " with Slicing(topology.axis('tp'), ...)"
+            f"the model's Slicing has {counted(slicing.tp.size, 'tensor rank')}, the topology has {tensor.size}: build"
+            " the model with Slicing(topology.axis('tp'), ...)"
         )
     for number, layer in enumerate(layers):
         name = title(layer, number)

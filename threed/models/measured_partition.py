@@ -289,24 +289,24 @@ class _Search:
         return self._prices[cut]
 
     def descend(self, cut: Ranges) -> Ranges:
-        """Returns the partition at which repeated moves to a better neighbour end."""
+        """Returns the partition at which repeated moves to a better neighbor end."""
         while (better := self._better(cut)) is not None:
             cut = better
         return cut
 
     def _better(self, cut: Ranges) -> Ranges | None:
-        """Returns a better partition among the neighbours, or None if no neighbour is better.
+        """Returns a better partition among the neighbors, or None if no neighbor is better.
 
-        Neighbours that cannot be faster are not simulated.
+        Neighbors that cannot be faster are not simulated.
         """
         excess, seconds = self.price(cut)
-        least = {neighbour: max(self.work(neighbour)) for neighbour in _neighbours(cut)}
-        for neighbour in sorted(least, key=lambda neighbour: least[neighbour]):
-            if self.remaining <= 0 or (not excess and least[neighbour] >= seconds):
+        least = {neighbor: max(self.work(neighbor)) for neighbor in _neighbors(cut)}
+        for neighbor in sorted(least, key=lambda neighbor: least[neighbor]):
+            if self.remaining <= 0 or (not excess and least[neighbor] >= seconds):
                 return None
-            above, then = self.price(neighbour)
+            above, then = self.price(neighbor)
             if above < excess or (above == excess and then < seconds * (1 - _MIN_GAIN)):
-                return neighbour
+                return neighbor
         return None
 
     def _excess(self, cut: Ranges) -> float:
@@ -340,7 +340,7 @@ class _Search:
         return stage_bytes
 
 
-def _neighbours(cut: Ranges) -> Iterator[Ranges]:
+def _neighbors(cut: Ranges) -> Iterator[Ranges]:
     """Yields partitions with one layer moved over one boundary, or over each of two boundaries."""
     stops = [part.stop for part in cut]
     moves = [(at, step) for at in range(len(stops) - 1) for step in (-1, 1)]

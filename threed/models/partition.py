@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from math import lcm
 
 from threed.core.disk import in_units
+from threed.core.messages import counted
 
 # (stage, start, stop) -> cost of layers start .. stop - 1 on the stage; None if not allowed
 Score = Callable[[int, int, int], int | None]
@@ -85,13 +86,13 @@ def explicit(counts: Sequence[int], n: int, stages: int) -> list[range]:
     text = ",".join(map(str, counts))
     if len(counts) != stages:
         raise ValueError(
-            f"partition {text}: {len(counts)} counts for {stages} stages; give one for each"
+            f"partition {text}: {counted(len(counts), 'count')} for {counted(stages, 'stage')}; give one for each"
         )
     if min(counts) < 1:
         raise ValueError(f"partition {text}: every stage needs at least one layer")
     if sum(counts) != n:
         raise ValueError(
-            f"partition {text} adds up to {sum(counts)}; the model has {n} layers, embedding and head included"
+            f"partition {text} adds up to {sum(counts)}; the model has {counted(n, 'layer')}, embedding and head included"
         )
     stops = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
@@ -102,7 +103,7 @@ def _check_stages(n: int, stages: int) -> None:
         raise ValueError(f"{stages} stages: there must be at least one")
     if n < stages:
         raise ValueError(
-            f"{n} layers cannot fill {stages} stages: use at most {n}, embedding and head included"
+            f"{counted(n, 'layer')} cannot fill {stages} stages: use at most {n}, embedding and head included"
         )
 
 
@@ -126,7 +127,8 @@ def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueEr
     if given == best:  # the difference is less than the unit shows
         given, best = f"{limit} bytes", f"{needed} bytes"
     return ValueError(
-        f"no partition of {n} layers into {stages} stages keeps every stage within {given}: the best one needs {best}."
+        f"no partition of {counted(n, 'layer')} into {counted(stages, 'stage')}"
+        f" keeps every stage within {given}: the best one needs {best}."
         " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
     )
 

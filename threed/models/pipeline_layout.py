@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from threed.core.messages import counted
 from threed.models.partition import balanced, explicit, uniform
 from threed.schedules.plan import Plan
 
@@ -58,7 +59,7 @@ class PipelineLayout:
         """
         if len(ranges) != plan.total_stages:
             raise ValueError(
-                f"{len(ranges)} ranges of layers for the {plan.total_stages} stages of plan {plan.name}"
+                f"{counted(len(ranges), 'range')} of layers for the {plan.total_stages} stages of plan {plan.name}"
             )
         placement = [
             tuple(plan.stage_of(rank, chunk) for chunk in range(plan.chunks))
@@ -92,7 +93,7 @@ class PipelineLayout:
 
     @property
     def links(self) -> list[tuple[int, int]]:
-        """The pairs of pipeline ranks that send to each other: they hold neighbouring stages."""
+        """The pairs of pipeline ranks that send to each other: they hold neighboring stages."""
         pairs = pairwise(self.holders(stage) for stage in range(len(self.ranges)))
         passes = [
             (a, b) for stage, next_stage in pairs for a, b in zip(stage, next_stage, strict=True)

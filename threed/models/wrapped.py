@@ -154,12 +154,12 @@ class Wrapped(PipelineLayer):
         for unit in self.units:
             for param in (p for member in unit.members for p in member.parameters(recurse=False)):
                 self._unit_of.setdefault(names[id(param)], unit)
-        # Copies of the units on the meta device, which initialise them later. They are made now,
+        # Copies of the units on the meta device, which initialize them later. They are made now,
         # because the original parameters will be replaced; they take no memory.
         self._meta_copies = {
             unit.name: meta_copy(unit) for unit in self.units if has_meta_parameters(unit.members)
         }
-        self._initialised_unit = functools.lru_cache(maxsize=2)(self._initialise)
+        self._initialized_unit = functools.lru_cache(maxsize=2)(self._initialize)
 
     def layers(self) -> list[nn.Module]:
         """Returns the module as the only layer."""
@@ -205,17 +205,17 @@ class Wrapped(PipelineLayer):
         """Returns the initial values of a piece.
 
         These are the values that the module had when it was wrapped. If it is on the meta device,
-        its own initialisation computes them, for one unit at a time to save memory.
+        its own initialization computes them, for one unit at a time to save memory.
 
         Args:
             piece: the piece.
-            seed: seed of the initialisation of a module on the meta device.
+            seed: seed of the initialization of a module on the meta device.
         """
         given = self._original[piece.name]
         values = (
             given
             if given.device.type != "meta"
-            else self._initialised_unit(self._unit_of[piece.name].name, seed)[piece.name]
+            else self._initialized_unit(self._unit_of[piece.name].name, seed)[piece.name]
         )
         return values[slices(piece.start, piece.size)]
 
@@ -245,12 +245,12 @@ class Wrapped(PipelineLayer):
                 shared = collectives.broadcast(value.detach().to(device).contiguous(), axis, 0)
                 value.copy_(shared)
 
-    def initialised(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Finishes the initialisation of the parameters, and initialises the buffers.
+    def initialized(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Finishes the initialization of the parameters, and initializes the buffers.
 
         Drops the original parameter values. Moves buffers to the device. If some parameter has
         another dtype than `dtype`, casts the floating-point buffers as `module.to(device, dtype)`
-        would. The values of buffers on the meta device come from their module's own initialisation.
+        would. The values of buffers on the meta device come from their module's own initialization.
 
         Args:
             device: device of the engine.
@@ -258,7 +258,7 @@ class Wrapped(PipelineLayer):
         """
         cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
         self._original.clear()
-        self._initialised_unit.cache_clear()
+        self._initialized_unit.cache_clear()
         self.module.__dict__["_threed"] = True
         self.module.register_load_state_dict_pre_hook(refuse_loading)
         for name, owner in self.module.named_modules():
@@ -266,7 +266,7 @@ class Wrapped(PipelineLayer):
             if any(
                 buffer is not None and buffer.device.type == "meta" for buffer in buffers.values()
             ):
-                buffers = self._materialise(without_children(owner), 0, name)._buffers
+                buffers = self._materialize(without_children(owner), 0, name)._buffers
             for key, buffer in buffers.items():
                 to = (
                     cast
@@ -277,14 +277,14 @@ class Wrapped(PipelineLayer):
                 )
                 owner._buffers[key] = None if buffer is None else buffer.to(device, to)
 
-    def _initialise(self, unit: str, seed: int) -> dict[str, Tensor]:
-        """Returns the initialised parameters of a unit, by name in the wrapped module."""
-        fresh = self._materialise(copy.deepcopy(self._meta_copies[unit]), seed, unit)
+    def _initialize(self, unit: str, seed: int) -> dict[str, Tensor]:
+        """Returns the initialized parameters of a unit, by name in the wrapped module."""
+        fresh = self._materialize(copy.deepcopy(self._meta_copies[unit]), seed, unit)
         found = fresh.named_parameters(prefix=unit, remove_duplicate=False)
         return {name: param.detach() for name, param in found}
 
-    def _materialise(self, copied: nn.Module, seed: int, name: str) -> nn.Module:
-        """Allocates and initialises a copy of a module on the meta device.
+    def _materialize(self, copied: nn.Module, seed: int, name: str) -> nn.Module:
+        """Allocates and initializes a copy of a module on the meta device.
 
         The values depend on name and seed only.
         """
@@ -302,7 +302,7 @@ class Wrapped(PipelineLayer):
         empty = [key for key, param in copied.named_parameters() if param.isnan().any()]
         if empty:
             raise ValueError(
-                f"{name}: the module's initialisation leaves {', '.join(empty)} without values; give their owners"
+                f"{name}: the module's initialization leaves {', '.join(empty)} without values; give their owners"
                 " a reset_parameters(), or build the model on the CPU"
             )
         return copied
@@ -381,7 +381,7 @@ def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
     if renorm and data_ranks > 1:
         problems.append(
             f"{', '.join(renorm)}: an embedding with max_norm: each data rank would only change the rows in its own batch;"
-            " normalise rows in the forward, or use one data rank"
+            " normalize rows in the forward, or use one data rank"
         )
     return problems
 
@@ -416,7 +416,7 @@ def has_meta_parameters(modules: Sequence[nn.Module]) -> bool:
 
 
 def meta_copy(unit: Unit) -> nn.Module:
-    """Returns a copy of a unit on the meta device, for its initialisation."""
+    """Returns a copy of a unit on the meta device, for its initialization."""
     return copy.deepcopy(unit.module) if len(unit.members) > 1 else without_children(unit.module)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.core.disk import why
+from threed.core.messages import counted
 from threed.monitor.metrics import MetricsFile, encode
 from threed.monitor.progress import Progress
 from threed.monitor.wandb_log import WandbRun
@@ -113,7 +114,7 @@ class Monitor:
             self._write()
             if self._unwritten:
                 self.note(
-                    f"metrics: the last {len(self._unwritten)} rows could not be written to {self._file.path}"
+                    f"metrics: the last {counted(len(self._unwritten), 'row')} could not be written to {self._file.path}"
                 )
                 self._unwritten.clear()
             self._file.close()
@@ -154,7 +155,7 @@ class Monitor:
         self._unwritten.clear()
         if self._write_failed:
             self.note(
-                f"metrics: {self._file.path} is written again, with the {count} rows that were kept"
+                f"metrics: {self._file.path} is written again, with the {counted(count, 'kept row')}"
             )
         self._write_failed = False
 

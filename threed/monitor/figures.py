@@ -35,8 +35,8 @@ from threed.monitor import metrics
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-_PART_COLOURS = (style.BLUE, style.TEAL, style.GREEN, style.YELLOW, style.ORANGE)
-# Panels below the loss: metric, label with unit, colour, format of the ticks.
+_PART_COLORS = (style.BLUE, style.TEAL, style.GREEN, style.YELLOW, style.ORANGE)
+# Panels below the loss: metric, label with unit, color, format of the ticks.
 _PANELS = (
     ("train/lr", "learning rate", style.GREEN, "{x:g}"),
     ("train/grad_norm", "gradient norm", style.PURPLE, "{x:g}"),
@@ -130,10 +130,10 @@ def _draw_losses(axes: Any, rows: Sequence[Row], lines: Sequence[tuple[str, floa
 
 
 def _draw_panel(
-    axes: Any, rows: Sequence[Row], key: str, label: str, colour: str, ticks: str
+    axes: Any, rows: Sequence[Row], key: str, label: str, color: str, ticks: str
 ) -> None:
     points = _series(rows, key)
-    _line(axes, points, color=colour)
+    _line(axes, points, color=color)
     _fit(axes, points, ticks)
     axes.set_ylabel(label)
 
@@ -263,14 +263,14 @@ def memory_figure(
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         _stacks(axes, ranks, unit)
-        colour = _measured(axes, [rank["measured"] / unit for rank in ranks])
+        color = _measured(axes, [rank["measured"] / unit for rank in ranks])
         _rank_ticks(axes, ranks)
         axes.set_ylabel(f"{name} per rank")
         away = max(rank["predicted"].get("offloaded", 0) for rank in ranks)
         offloaded = f", without up to {in_units(away)} offloaded\n" if away else "; "
-        colours = f"colours: predicted{offloaded}"
+        colors = f"colors: predicted{offloaded}"
         axes.set_xlabel(
-            f"{colours}{colour}: the peak of live tensors in step {ranks[0]['step']}",
+            f"{colors}{color}: the peak of live tensors in step {ranks[0]['step']}",
             color=style.FAINT,
         )
         axes.grid(axis="y")
@@ -282,11 +282,11 @@ def memory_figure(
 def _stacks(axes: Any, ranks: Sequence[Row], unit: float) -> None:
     bottom = [0.0] * len(ranks)
     left, width = (0.2, 0.36) if len(ranks) <= _MOST_BARS else (0.0, 1.0)
-    for part, colour in zip(PARTS, _PART_COLOURS, strict=True):
+    for part, color in zip(PARTS, _PART_COLORS, strict=True):
         heights = [rank["predicted"].get(part, 0) / unit for rank in ranks]
         if any(heights):
             where = [i - left for i in range(len(ranks))]
-            axes.bar(where, heights, width, bottom=bottom, color=colour, label=part)
+            axes.bar(where, heights, width, bottom=bottom, color=color, label=part)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
 
 
@@ -294,8 +294,8 @@ def _measured(axes: Any, values: Sequence[float]) -> str:
     """Draws measured values as bars, or as a line for many ranks. Returns what it has drawn."""
     if len(values) <= _MOST_BARS:
         where = [i + 0.2 for i in range(len(values))]
-        axes.bar(where, values, 0.36, color=style.GREY, label="measured")
-        return "grey"
+        axes.bar(where, values, 0.36, color=style.GRAY, label="measured")
+        return "gray"
     where = [i - 0.5 for i in range(len(values) + 1)]
     axes.stairs(values, where, color=style.INK, label="measured", linewidth=1.3, baseline=None)
     return "line"
@@ -396,7 +396,10 @@ def report(run_dir: str | Path, note: Note = print) -> list[Path]:
     folder = Path(run_dir)
     source = folder / "metrics.jsonl"
     if not source.exists():
-        raise FileNotFoundError(f"{folder} is not a run folder: it has no metrics.jsonl")
+        parents = [path for path in folder.parents if (path / "metrics.jsonl").exists()]
+        hint = f"; did you mean {parents[0]}?" if parents else ""
+        why = "it has no metrics.jsonl" if folder.exists() else "it does not exist"
+        raise FileNotFoundError(f"{folder} is not a run folder: {why}{hint}")
     rows, data = metrics.read(source), load_figure_data(folder)
     loss, memory = folder / "figures" / "loss.svg", folder / "figures" / "memory.svg"
     drawn, name = [], folder.resolve().name

@@ -7,7 +7,7 @@
         reference                                  the formulas
 
 All scalars that change (learning rate, step, clip factor, skip flag) are tensors, so that a step
-never synchronises the host with the device. Native code receives the addresses of these tensors.
+never synchronizes the host with the device. Native code receives the addresses of these tensors.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ LARGEST = 16384  # elements per row
 
 
 @dataclass(frozen=True, eq=False)
-class Normalised:
+class Normalized:
     """Results of `forward`.
 
     Attributes:
@@ -60,7 +60,7 @@ def fits(x: Tensor, *vectors: Tensor | None) -> bool:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, residual: Tensor | None = None,
     before: Tensor | None = None,
-) -> Normalised:  # fmt: skip
+) -> Normalized:  # fmt: skip
     """Computes norm(x + residual + before). Launches one kernel.
 
     Args:
@@ -73,13 +73,13 @@ def forward(
         before: bf16 [h], a bias added before the norm. No layer passes it yet.
     """
     total, y, means, scales = _start(x, residual, before, weight, bias, eps, layer)
-    return Normalised(
+    return Normalized(
         x if residual is None and before is None else total, y, means if layer else None, scales
     )
 
 
 def backward(
-    dy: Tensor, result: Normalised, weight: Tensor, dweight: Tensor, dbias: Tensor | None, *, add: bool,
+    dy: Tensor, result: Normalized, weight: Tensor, dweight: Tensor, dbias: Tensor | None, *, add: bool,
     add_bias: bool = False, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of `sum` [n h], plus `residual`. Launches two kernels.

@@ -47,7 +47,7 @@ class Rule(Protocol):
         decay: float,
         out: Tensor | None = None,
     ) -> None:
-        """Updates p and its state in place. Does not synchronise with the host.
+        """Updates p and its state in place. Does not synchronize with the host.
 
         If `now.skip` is set, p and the state stay bit-identical.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from threed.config import Config
 from threed.core.device import start_copy_in
+from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.layers import Embedding, LanguageModelHead, MicroBatch
@@ -70,7 +71,7 @@ class Batches:
         rows = next(iter(sizes.values()), 0)
         if rows == 0 or rows % self.size:
             raise ValueError(
-                f"this rank's batch of {rows} sequences is not a multiple of micro-batch {self.size}"
+                f"this rank's batch of {counted(rows, 'sequence')} is not a multiple of micro-batch {self.size}"
             )
         return rows
 
@@ -133,7 +134,7 @@ class Batches:
         rows, data = self.rows(batch), self.topology.axis("dp")
         if training and data.size > 1 and rows != self.global_batch // data.size:
             raise ValueError(
-                f"data rank {data.index} got a batch of {rows} rows; each of the {data.size} data ranks must get"
+                f"data rank {data.index} got a batch of {counted(rows, 'row')}; each of the {data.size} data ranks must get"
                 f" train.global_batch / dp = {self.global_batch // data.size}"
             )
         self._check_ids(batch)

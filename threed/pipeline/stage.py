@@ -3,7 +3,7 @@ micro-batch at a time.
 
 Each layer is a unit of ZeRO-3: its parameters are gathered before it runs and released afterwards.
 A layer has a separate autograd graph if its parameters are gathered and released, or if it is
-recomputed. Neighbouring layers for which neither is the case share one graph, which saves host
+recomputed. Neighboring layers for which neither is the case share one graph, which saves host
 time. For each micro-batch the stage keeps an edge into every graph
 (`torch.autograd.graph.GradientEdge`) instead of the output, so an activation is freed as soon as it
 has been sent to the next stage.

@@ -37,7 +37,7 @@ from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, like, tensors
 from threed.pipeline.stage import AlwaysGathered, Stage
-from threed.pipeline.trace import BufferSink, attach_sink, cost_key, for_layer_alone, materialise
+from threed.pipeline.trace import BufferSink, attach_sink, cost_key, for_layer_alone, materialize
 
 ROUNDS, WARM, REPEATS = 3, 2, 5
 
@@ -144,7 +144,7 @@ class Timer:
     def _time(self, timed: _Timed) -> None:
         """Times a copy of a layer, so that the layer's own state does not change."""
         layer = copy.deepcopy(timed.layer)
-        params = materialise(timed.layer, layer, self._parameter, self.device)
+        params = materialize(timed.layer, layer, self._parameter, self.device)
         sinks: list[_DeferringSink] = [param.sink for param in params]  # type: ignore[attr-defined]
         self.prepare(layer)
         recomputed = for_layer_alone(timed.recomputed, layer)

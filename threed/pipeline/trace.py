@@ -334,7 +334,7 @@ class Tracer:
         Returns the cost, and the `Form` (shapes and dtypes) of the output, None for a loss.
         """
         traced = copy.deepcopy(layer)
-        params = materialise(layer, traced, self._parameter, META)
+        params = materialize(layer, traced, self._parameter, META)
         given = [
             *params,
             *(param.sink.target for param in params),  # type: ignore[attr-defined]
@@ -376,7 +376,7 @@ def attach_sink(param: nn.Parameter, sink: BufferSink) -> nn.Parameter:
     return param
 
 
-def materialise(
+def materialize(
     layer: nn.Module,
     copied: nn.Module,
     make: Callable[[nn.Parameter], nn.Parameter],

@@ -23,6 +23,7 @@ from threed.config import Config, ConfigError
 from threed.config.checks import find_partition_problems, named_stages
 from threed.config.resolution import count_microbatches
 from threed.core.device import is_accelerator
+from threed.core.messages import counted
 from threed.distributed.sharding import spec_of
 from threed.distributed.topology import SECOND, Topology
 from threed.layers.slicing import Flag
@@ -118,7 +119,7 @@ def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Itera
     """Yields the problems of running these layers with a configuration."""
     p, count, stages = config.parallel, len(layers), plan.total_stages
     if count < stages:
-        given = f"{count} layers, embedding and head included, cannot fill the {stages} stages"
+        given = f"{counted(count, 'layer')}, embedding and head included, cannot fill the {stages} stages"
         fixes = ["a smaller --parallel.pp"] if p.pp > 1 else []
         if stages != p.pp:
             fixes += ["fewer --parallel.chunks"] if registry.chunks_are_free(p.schedule) else []

@@ -15,6 +15,7 @@ from typing import cast
 from threed import models, schedules
 from threed.config import Config, ConfigError
 from threed.core.device import name as device_name
+from threed.core.messages import counted
 from threed.distributed.grid import AXES, Grid
 from threed.distributed.sharding import spec_of
 from threed.distributed.topology import Topology, default_device
@@ -219,7 +220,7 @@ class Forecast:
         )
         widths, moments, dp = _widths(c), len(state_names(c.optim)), self.sizes["dp"]
         shards = dp if c.zero.shard_size == "all" or c.zero.stage == 0 else int(c.zero.shard_size)
-        small = c.zero.resident
+        small, batches = c.zero.resident, counted(self.microbatches, "micro-batch")
         states = regime(
             *widths, c.zero.stage, shards, replicas=dp // shards, moments=moments, resident=small
         )
@@ -230,7 +231,7 @@ class Forecast:
             f"states     {states}{_ways_text(c, self.ways)}",
             *([f"versions   {_VERSIONS}"] if registry.is_asynchronous(c.parallel.schedule) else []),
             f"ranks      {grid}",
-            f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches per data rank",
+            f"a step     {train.global_batch} × {c.model.seq} tokens, {batches} per data rank",
             *([f"time       {self._time_text(self.seconds)}"] if self.seconds else []),
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
             *([f"partition  {self.division.text()}"] if self.division else []),
@@ -424,7 +425,7 @@ def _divide(
 def _order_text(microbatches: int) -> str:
     """Returns a description of layer-major order."""
     gathered = "parameters are gathered and gradients reduced once per pass"
-    return f"each layer runs all {microbatches} micro-batches: {gathered}; activations of all of them are kept"
+    return f"each layer runs all micro-batches ({microbatches}): {gathered}; activations of all of them are kept"
 
 
 def _ways_text(config: Config, ways: int) -> str:

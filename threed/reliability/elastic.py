@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from threed.checkpoint import native, resuming
-from threed.checkpoint.copies import Copy, Neighbour, Plan
+from threed.checkpoint.copies import Copy, Neighbor, Plan
 from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
 from threed.checkpoint.loading_copies import Found, load_copy, look
 from threed.checkpoint.node_memory import (
@@ -38,6 +38,7 @@ from threed.checkpoint.node_memory import (
 )
 from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.core.disk import why
+from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.engine import Engine
 from threed.interop.huggingface.folder import is_hf_folder
@@ -173,7 +174,7 @@ class Memory:
         self.plan = Plan.of(engine.optimizer, engine.topology, machines)
         requested = engine.config.run.replicate == "neighbor"
         replicate = requested and machines.count > 1
-        self.neighbour = Neighbour(engine.topology, machines) if replicate else None
+        self.neighbor = Neighbor(engine.topology, machines) if replicate else None
         machine_bytes = [0] * machines.count
         plan = self.plan
         own_bytes = [
@@ -182,15 +183,15 @@ class Memory:
         ]
         for rank, (own, sent) in enumerate(collectives.exchange(own_bytes, self.world)):
             machine_bytes[machines.of[rank]] += own
-            machine_bytes[machines.of[machines.neighbour(rank)]] += sent * replicate
+            machine_bytes[machines.of[machines.neighbor(rank)]] += sent * replicate
         needed = COPIES * machine_bytes[machines.mine]
         problem = too_small(self.place, needed) if machines.first else ""
         collectives.raise_together([problem], self.world, RunFolderError)
         each = f"{in_units(COPIES * max(machine_bytes))} on each of {_machines(machines.count)}"
         copies = (
-            ", with a neighbour's copies"
+            ", with a neighbor's copies"
             if replicate
-            else ", no other machine for a neighbour's copies" * requested
+            else ", no other machine for a neighbor's copies" * requested
         )
         often = "each step" if self.every == 1 else f"every {self.every} steps"
         self._note(f"memory     {often} in {self.place.folder}, {each}{copies}")
@@ -225,7 +226,7 @@ class Memory:
         plan = self.plan.with_extras(engine.extras, self.machines)
         self._writing = Copy(
             self.place.slot(self._slot), self.world, "own", plan.files, plan.described,
-            engine.saver.head(state), began, save=save, alone=plan.alone, neighbour=self.neighbour,
+            engine.saver.head(state), began, save=save, alone=plan.alone, neighbor=self.neighbor,
         )  # fmt: skip
         self._writing.start(engine.optimizer, self.room, now=engine.wraps_module)
 
@@ -375,7 +376,7 @@ def _grouped(refused: list[tuple[str, str]]) -> list[str]:
 
 
 def _machines(count: int) -> str:
-    return f"{count} machine{'s' * (count > 1)}"
+    return counted(count, "machine")
 
 
 def _step(path: str) -> int:

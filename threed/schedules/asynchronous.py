@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from threed.core.messages import counted
 from threed.schedules.action import Action, Kind
 from threed.schedules.plan import Plan
 
@@ -30,7 +31,7 @@ def check_open(plan: Plan) -> None:
                 f"{where}: it needs one number of at least 0 for each of {plan.stages} ranks, and one chunk per rank"
             )
         if name == "left" and max(counts) > plan.microbatches:
-            raise ValueError(f"{where}: there are {plan.microbatches} micro-batches")
+            raise ValueError(f"{where}: the plan has {counted(plan.microbatches, 'micro-batch')}")
         in_order = [plan.locate(stage)[0] for stage in range(plan.stages)]
         for rank, other in pairwise(in_order):
             if counts[rank] < counts[other]:

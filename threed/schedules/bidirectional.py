@@ -57,6 +57,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from threed.core.messages import counted
 from threed.schedules.action import Action, Kind, together
 from threed.schedules.plan import Plan, SizesError
 
@@ -101,10 +102,10 @@ def both_ways(
     """
     both = "it runs in both directions, so their number must be even"
     if stages % 2:
-        raise SizesError(f"schedule {name}: {stages} stages; {both}", stages=stages + 1)
+        raise SizesError(f"schedule {name}: {counted(stages, 'stage')}; {both}", stages=stages + 1)
     check_enough(name, stages, microbatches, least)
     if microbatches % 2:
-        problem = f"schedule {name}: {microbatches} micro-batches; {both}"
+        problem = f"schedule {name}: {counted(microbatches, 'micro-batch')}; {both}"
         raise SizesError(problem, microbatches=microbatches + 1)
     return tuple((rank, stages - 1 - rank) for rank in range(stages))
 
@@ -112,7 +113,8 @@ def both_ways(
 def check_enough(name: str, stages: int, microbatches: int, least: int) -> None:
     """Raises SizesError if there are fewer micro-batches than `least`."""
     if microbatches < least:
-        problem = f"{microbatches} micro-batches; {stages} stages need at least {least}"
+        needs = "1 stage needs" if stages == 1 else f"{stages} stages need"
+        problem = f"{counted(microbatches, 'micro-batch')}; {needs} at least {least}"
         raise SizesError(f"schedule {name}: {problem}", microbatches=least)
 
 

@@ -3,7 +3,7 @@
 Use: `better, effort = shorten(flow, filled, limit, effort)`, for a plan from `flow.fill`.
 
 The makespan of a plan is the length of its critical path: actions that cannot run later without
-delaying the end. Another order can end earlier only if it swaps two actions that are neighbours on
+delaying the end. Another order can end earlier only if it swaps two actions that are neighbors on
 a rank and consecutive on the critical path. In every round, each such swap is rated by an estimate:
 the length of the longest path through the two actions after the swap. The round makes the swap with
 the smallest estimate, even if the plan gets longer, so that the search leaves local minima. It also
@@ -86,7 +86,7 @@ class _Times(NamedTuple):
 
 
 class _Swap(NamedTuple):
-    """A swap of two neighbours on a rank.
+    """A swap of two neighbors on a rank.
 
     Attributes:
         longest: estimated length of the longest path through the two actions after the swap.
@@ -131,7 +131,7 @@ def _chosen(
 
 
 def _swap(ranks: list[list[int]], swaps: list[_Swap]) -> None:
-    """Swaps neighbours in `ranks`, in place. A second call reverts the first one."""
+    """Swaps neighbors in `ranks`, in place. A second call reverts the first one."""
     for _, rank, at, *_ in swaps:
         line = ranks[rank]
         line[at], line[at + 1] = line[at + 1], line[at]
@@ -287,7 +287,7 @@ def _longest(
     second: int,
     after: int,
 ) -> float:
-    """Returns Taillard's estimate of the longest path through two neighbours after their swap."""
+    """Returns Taillard's estimate of the longest path through two neighbors after their swap."""
     time, lag, need, begin = work.time, work.lag, work.need, times.begin
 
     def earliest(action: int, free: float) -> float:

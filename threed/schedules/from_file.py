@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
+from threed.core.messages import counted
 from threed.core.source import load
 from threed.schedules.action import COMPUTE
 from threed.schedules.deadlock_check import validate
@@ -104,13 +105,13 @@ def plan_of(
     """
     plan = read_csv(name) if fn is None else _call(name, fn, stages, microbatches, chunks)
     if (plan.stages, plan.microbatches) != (stages, microbatches):
-        found = f"{plan.stages} stages and {plan.microbatches} micro-batches"
+        found = f"{counted(plan.stages, 'stage')} and {counted(plan.microbatches, 'micro-batch')}"
         problem = (
             f"{name}: a plan for {found}, but the run needs one for {stages} and {microbatches}"
         )
         raise SizesError(problem, stages=plan.stages, microbatches=plan.microbatches)
     if chunks not in (None, plan.chunks):
-        problem = f"{name}: a plan of {plan.chunks} chunks, not {chunks}"
+        problem = f"{name}: a plan of {counted(plan.chunks, 'chunk')}, not {chunks}"
         raise SizesError(problem, chunks=plan.chunks)
     return plan
 

@@ -5,8 +5,8 @@ Use: `svg(simulate(plan, costs).spans, title="1F1B")`. For measured spans, in se
 The chart has one lane per rank. A compute action is a box, with the number of the micro-batch if
 there is room. A forward that runs together with a backward is the upper half of a framed box, and
 the backward is the lower half. Later chunks of a rank, and the second direction of a bidirectional
-plan, have paler colours. Communication, which overlaps with compute, is a strip at the lower edge
-of the lane. Idle time is grey. On hover, a box shows its action and times. Labels that do not fit
+plan, have paler colors. Communication, which overlaps with compute, is a strip at the lower edge
+of the lane. Idle time is gray. On hover, a box shows its action and times. Labels that do not fit
 are left out.
 """
 
@@ -20,7 +20,7 @@ from threed.core import svg_style as style
 from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.event_simulation import Span
 
-# Colour, its share of background, and meaning.
+# Color, its share of background, and meaning.
 _STYLES = {
     Kind.F: (style.BLUE, 0.0, "forward"),
     Kind.B: (style.GREEN, 0.0, "backward"),
@@ -30,14 +30,14 @@ _STYLES = {
     Kind.RECV_F: (style.PURPLE, 0.5, "receive activation"),
     Kind.SEND_B: (style.ORANGE, 0.0, "send gradient"),
     Kind.RECV_B: (style.ORANGE, 0.5, "receive gradient"),
-    Kind.GATHER: (style.GREY, 0.0, "gather"),
+    Kind.GATHER: (style.GRAY, 0.0, "gather"),
     Kind.REDUCE: (style.RED, 0.0, "reduce"),
     Kind.VALIDATE: (style.SLATE, 0.0, "validate"),
     Kind.NORM: (style.WINE, 0.4, "begin the norm"),
     Kind.UPDATE: (style.WINE, 0.0, "update"),
 }
 _LEFT, _RIGHT = 64, 22
-_PALEST = 0.5  # share of background in the colours of the last chunk
+_PALEST = 0.5  # share of background in the colors of the last chunk
 _EDGES, _NO_EDGE = f'<g stroke="{style.PAPER}" stroke-width="0.8">', ' stroke="none"'
 _LABEL = 11  # font size of the numbers in boxes
 _SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}
@@ -244,13 +244,13 @@ def _fill(page: _Page, action: Action) -> str:
 
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
-    """Returns the light and dark colours of an action. Later chunks have paler colours."""
-    colour, share, _ = _STYLES[kind]
-    return style.paler(colour, 1 - (1 - share) * (1 - _PALEST * chunk / max(1, chunks - 1)))
+    """Returns the light and dark colors of an action. Later chunks have paler colors."""
+    color, share, _ = _STYLES[kind]
+    return style.paler(color, 1 - (1 - share) * (1 - _PALEST * chunk / max(1, chunks - 1)))
 
 
 def _dark(chunks: int) -> dict[str, str]:
-    """Returns the dark variants of all colours of a chart."""
+    """Returns the dark variants of all colors of a chart."""
     return style.DARK | dict(
         _shade(kind, chunk, chunks) for kind in _STYLES for chunk in range(chunks)
     )
@@ -264,7 +264,7 @@ def _ink(fill: str) -> str:
 def _entries(
     spans_per_rank: Sequence[Sequence[Span]], chunks: int, ways: int
 ) -> list[tuple[tuple[str, ...], str]]:
-    """Returns the entries of the legend: (the colours of a box from top to bottom, meaning)."""
+    """Returns the entries of the legend: (the colors of a box from top to bottom, meaning)."""
     actions = [action for spans in spans_per_rank for action, _, _ in spans]
     present = {part.kind for action in actions for part in action.parts}
     entries: list[tuple[tuple[str, ...], str]] = [

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from threed.core.errors import PicklableError
+from threed.core.messages import counted
 from threed.schedules.action import Action, Kind
 
 # Stage offset of the consumer of each action's result, and of the producer of its input.
@@ -31,8 +32,9 @@ class SizesError(PicklableError, ValueError):
     """
 
     def __init__(self, problem: str, **needs: int) -> None:
-        fix = " and ".join(f"{n} {name}" for name, n in needs.items())
-        super().__init__(f"{problem}: use {fix}".replace("microbatches", "micro-batches"))
+        nouns = {"stages": "stage", "microbatches": "micro-batch", "chunks": "chunk"}
+        fix = " and ".join(counted(n, nouns[name]) for name, n in needs.items())
+        super().__init__(f"{problem}: use {fix}")
         self.problem, self.needs = problem, needs
 
 
@@ -170,7 +172,7 @@ class Plan:
             rank: pipeline rank of the action.
             action: the action.
         """
-        return self._neighbours.get((rank, action.chunk, _CONSUMER.get(action.kind, 0)))
+        return self._neighbors.get((rank, action.chunk, _CONSUMER.get(action.kind, 0)))
 
     def producer(self, rank: int, action: Action) -> Place | None:
         """Returns the (rank, chunk) that computes the input of an F, B or I, or sends to a receive.
@@ -181,7 +183,7 @@ class Plan:
             rank: pipeline rank of the action.
             action: the action.
         """
-        return self._neighbours.get((rank, action.chunk, _PRODUCER.get(action.kind, 0)))
+        return self._neighbors.get((rank, action.chunk, _PRODUCER.get(action.kind, 0)))
 
     @cached_property
     def _places(self) -> dict[tuple[int, int], Place]:
@@ -192,7 +194,7 @@ class Plan:
         }
 
     @cached_property
-    def _neighbours(self) -> dict[tuple[int, int, int], Place]:
+    def _neighbors(self) -> dict[tuple[int, int, int], Place]:
         """(rank, chunk, +1 or -1) -> (rank, chunk) of the next or previous stage, per direction."""
         return {
             (rank, chunk, step): self._places[stage + step, way]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from numbers import Integral
 
+from threed.core.messages import counted
 from threed.schedules.action import COMPUTE, PER_CHUNK, RECEIVES, SENDS, Action, Kind
 from threed.schedules.asynchronous import check_open, check_updates
 from threed.schedules.plan import Plan
@@ -180,7 +181,7 @@ def _wrong(plan: Plan, rank: int, number: int, action: Action) -> ValueError:
         0 <= action.chunk < plan.chunks and -plan.before <= action.microbatch < plan.microbatches
     ):
         return ValueError(
-            f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches"
+            f"{where}: the plan has {counted(plan.chunks, 'chunk')} and {counted(plan.microbatches, 'micro-batch')}"
         )
     if action in seen:
         return ValueError(f"{where} appears twice")
@@ -204,7 +205,7 @@ def _wrong_communication(plan: Plan, rank: int, action: Action) -> ValueError:
         )
     if not 0 <= action.chunk < plan.chunks:
         return ValueError(
-            f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches"
+            f"{where}: the plan has {counted(plan.chunks, 'chunk')} and {counted(plan.microbatches, 'micro-batch')}"
         )
     return ValueError(
         f"{where}: its micro-batch is {action.microbatch}; actions of a chunk or rank have -1"

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
+from threed.core.messages import counted
 from threed.schedules import from_file
 from threed.schedules.all_forward_all_backward import gpipe
 from threed.schedules.bidirectional import chimera, dualpipe, dualpipev
@@ -203,7 +204,8 @@ def build(
     entry = _entry(name)
     if min(stages, microbatches) < 1:
         raise ValueError(
-            f"schedule {name}: {stages} stages and {microbatches} micro-batches: both must be at least 1"
+            f"schedule {name}: {counted(stages, 'stage')} and {counted(microbatches, 'micro-batch')}:"
+            " both must be at least 1"
         )
     if entry.chunks is not None and chunks not in (None, entry.chunks):
         problem = f"schedule {name}: chunks is {chunks}; this schedule has {entry.chunks}"

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from threed.core.messages import counted
 from threed.schedules.action import COMPUTE, Action, Kind, together
 from threed.schedules.deadlock_check import validate
 from threed.schedules.plan import Plan
@@ -184,7 +185,7 @@ def _placement(rows: Sequence[Sequence[_Cell]], name: str) -> tuple[tuple[int, .
     )
     for number, stages in enumerate(placement, 1):
         if len(stages) != len(placement[0]):
-            counts = f"row 1 has {len(placement[0])} stages and row {number} has {len(stages)}"
+            counts = f"row 1 has {counted(len(placement[0]), 'stage')} and row {number} has {len(stages)}"
             raise ValueError(f"{name}: {counts}; all ranks must have the same number")
     return placement
 
@@ -236,7 +237,8 @@ def _count_microbatches(rows: Iterable[Iterable[_Cell]], name: str) -> int:
             )
             if missing is not None:
                 raise ValueError(
-                    f"{name}: stage {stage} has no {text} of micro-batch {missing}; there are {count} micro-batches"
+                    f"{name}: stage {stage} has no {text} of micro-batch {missing};"
+                    f" the plan has {counted(count, 'micro-batch')}"
                 )
     return count
 

@@ -27,6 +27,7 @@ from threed import models
 from threed.config import Config, ConfigError
 from threed.config.resolution import resolve
 from threed.core.errors import PicklableError
+from threed.core.messages import counted
 from threed.core.source import MODEL, count_arguments
 from threed.distributed.sharding import ModelError
 from threed.distributed.topology import Topology
@@ -400,7 +401,7 @@ def _batch(
     gave = {key: _shape(value) for key, value in items}
     if not gave or any(shape is None or shape[:1] != [rows] for shape in gave.values()):
         shapes = ", ".join(f"{key} {shape or 'without rows'}" for key, shape in gave.items())
-        fix = f"it must return tensors by name, with {rows} rows (--train.global-batch)"
+        fix = f"it must return tensors by name, with {counted(rows, 'row')} (--train.global-batch)"
         raise ValueError(f"{call} returned {shapes or type(batch).__name__}: {fix}")
     if "tokens" in batch and batch["tokens"].is_floating_point():
         raise ValueError(f"{call} returned tokens of {batch['tokens'].dtype}: ids are integers")

@@ -8,6 +8,7 @@ ends before that, the checkpoint is written at the end, but no older checkpoint 
 
 from __future__ import annotations
 
+from threed.core.messages import counted
 from threed.engine import StepMetrics
 from threed.pipeline.batches import Batch
 from threed.reliability.recheck import Recheck
@@ -57,7 +58,7 @@ class BadSteps(Callback):
             what = f"loss {metrics.loss:g}, gradient norm {metrics.grad_norm:g}"
             row = f", {metrics.bad_steps} in a row so far" if metrics.bad_steps else ""
             self.run.note(
-                f"step {metrics.step}: {more} step{'s' * (more > 1)} skipped{row} ({what}); see train.max-bad-steps"
+                f"step {metrics.step}: {counted(more, 'step')} skipped{row} ({what}); see train.max-bad-steps"
             )
 
     def compare(self, saving: bool = False) -> None:
@@ -83,7 +84,7 @@ class BadSteps(Callback):
         if self.delays and every and step % every == 0:
             self._delayed.append(step)
         if self.delays and not delayed:
-            steps = f"{skipped} step{'s' * (skipped > 1)}"
+            steps = counted(skipped, "step")
             self.run.note(f"no checkpoint of step {step}: {steps} in a row skipped; delayed")
         return self.delays
 

@@ -20,6 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from threed.core.messages import counted
 from threed.data import Data
 from threed.engine import Engine, StepMetrics
 from threed.training.callback import Callback, Run
@@ -50,7 +51,7 @@ class Evaluation(Callback):
         """A note for the user if there are fewer than `train.eval-samples` windows, else ""."""
         if self.windows == self.asked:
             return ""
-        there = f"there are {self.windows} windows of {self.data.valid.seq} tokens"
+        there = f"{counted(self.windows, 'window')} of {self.data.valid.seq} tokens"
         return f"{there}, fewer than --train.eval-samples {self.asked}: val/loss is the mean over all of them"
 
     def loss(self, stops: Callable[[], bool]) -> float | None:

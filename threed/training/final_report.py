@@ -10,6 +10,7 @@ from typing import Any
 
 from threed.checkpoint.resuming import resuming_flags
 from threed.core.disk import why
+from threed.core.messages import counted
 from threed.core.packages import MissingPackageError
 from threed.data import Data
 from threed.data.tokenizer import EncodeError, Tokenizer
@@ -140,11 +141,11 @@ def draw(
 def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) -> str:
     """Returns an SVG of two timelines: the last logged step as measured, and its plan simulated
     with the measured mean time of each kind of action."""
-    planned, ranks = replay(plan, spans), f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
+    planned, ranks = replay(plan, spans), counted(len(spans), "pipeline rank")
     ends = [end for row in spans for _, _, end in row]
     extent = max(ends) - min(start for row in spans for _, start, _ in row)
     name, count = Path(forecast.config.parallel.schedule).name, forecast.microbatches
-    ran = f"ranks idle {fmean(idle_shares(spans)):.1%}, predicted {forecast.idle:.1%}; {count} micro-batches"
+    ran = f"ranks idle {fmean(idle_shares(spans)):.1%}, predicted {forecast.idle:.1%}; {counted(count, 'micro-batch')}"
     due = f"ranks idle {fmean(idle_shares(planned)):.1%}: each action takes the mean of its kind, messages take no time"
     return stack([  # the first timeline has the legend
         svg(spans, f"One step of {name} on {ranks}, as it ran", ran, unit="s", ways=plan.ways),

@@ -1,4 +1,4 @@
-"""Changes of parameters by user code: an EMA teacher, clipped weights, renormalised embeddings.
+"""Changes of parameters by user code: an EMA teacher, clipped weights, renormalized embeddings.
 
     changes = Changes(module, layout, gatherer)
     changes.begin()                    tracks every change from now on

@@ -1,4 +1,4 @@
-"""The optimizer's states as pieces of global tensors, for initialisation, saving and loading.
+"""The optimizer's states as pieces of global tensors, for initialization, saving and loading.
 
 A state belongs to this rank's portion of a bucket. It has several parts: the weight, and the
 tensors of the update rule (moments). Each part is a flat tensor [n], in which boxes of several
@@ -137,7 +137,7 @@ def fill_in_place(
                     write(record.part, record.piece, record.of(values[record.part]))
 
 
-def initialise(
+def initialize(
     optimizer: Optimizer, initial: Initial, again: bool, everything: bool = False
 ) -> None:
     """Sets the weights to their initial values. Collective.
@@ -155,4 +155,4 @@ def initialise(
 
     fill_in_place(optimizer, write, None if everything else (WEIGHT,))
     if again:
-        optimizer.consistency.mark_initialised(initial)
+        optimizer.consistency.mark_initialized(initial)

@@ -20,7 +20,7 @@ from threed.memory.tiers import Drive, MetaDrive, Tier, memory_tier
 from threed.ops.adam import Adam
 from threed.ops.lion import Lion
 from threed.ops.precision import LossScale, dtype
-from threed.ops.quantise import Int8Blocks
+from threed.ops.quantize import Int8Blocks
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
 from threed.schedules import Costs, Plan

@@ -78,7 +78,7 @@ class Consistency:
 
     Attributes:
         initial: function from a piece to its initial weights, if no value has changed since
-            initialisation; else None.
+            initialization; else None.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Consistency:
         """Marks the states as inconsistent until a checkpoint is loaded."""
         self._inconsistent = True
 
-    def mark_initialised(self, initial: Initial) -> None:
+    def mark_initialized(self, initial: Initial) -> None:
         """Records that all values are initial values; `initial` can compute them again."""
         self.initial = initial
 

@@ -16,7 +16,7 @@
 #define __device__
 #define __host__
 #define __constant__ static const
-#define __shared__ static  // all of a module's zero-initialised memory is taken for shared memory
+#define __shared__ static  // all of a module's zero-initialized memory is taken for shared memory
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 

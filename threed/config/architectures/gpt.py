@@ -15,6 +15,7 @@ from threed.config.architectures.record import (
     linear,
     one,
 )
+from threed.core.messages import counted
 
 _H = "transformer.h.{i}"
 
@@ -22,9 +23,9 @@ _H = "transformer.h.{i}"
 def _limits(keys: Keys) -> Iterator[str]:
     heads, kv_heads, head_dim = keys["heads"], keys["kv_heads"] or keys["heads"], keys["head_dim"]
     if kv_heads != heads:
-        yield f"--model.kv-heads {kv_heads} for {heads} heads"
+        yield f"--model.kv-heads {kv_heads} for {counted(heads, 'head')}"
     if head_dim and head_dim * heads != keys["hidden"]:
-        yield f"--model.head-dim {head_dim} for {heads} heads and width {keys['hidden']}"
+        yield f"--model.head-dim {head_dim} for {counted(heads, 'head')} and width {keys['hidden']}"
 
 
 record.register(

@@ -18,12 +18,13 @@ from threed.config.architectures.record import (
     Keys,
     linear,
 )
+from threed.core.messages import counted
 
 
 def _limits(keys: Keys) -> Iterator[str]:
     heads, head_dim, hidden = keys["heads"], keys["head_dim"], keys["hidden"]
     if (head_dim or hidden // heads) * heads != hidden:
-        yield f"--model.head-dim {head_dim} for {heads} heads and width {hidden}"
+        yield f"--model.head-dim {head_dim} for {counted(heads, 'head')} and width {hidden}"
     if (scaling := keys["rope_scaling"]) is not None and scaling.rope_type != "longrope":
         yield f"--model.rope-scaling {scaling.rope_type}, only longrope"
 

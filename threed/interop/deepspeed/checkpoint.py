@@ -42,6 +42,7 @@ from threed.checkpoint.lazy_tensors import (
     concatenate,
     rows,
 )
+from threed.core.messages import counted
 from threed.core.parse import ParseError, read_file
 from threed.interop.huggingface.folder import DTYPES, Header, HFTensors
 from threed.interop.pickles.pickle_reader import PickledObject, PickleReader, as_written_by, number
@@ -58,7 +59,7 @@ UNSUPPORTED = {  # unsupported kinds of checkpoints, by the pattern of their fil
     "layer_*-model_*states.pt": "a checkpoint of a PipelineModule, with layer numbers instead of names",
     "expp_rank_*": "a checkpoint with experts (MoE)",
 }
-NAMES = {name: spelt for spelt, name in DTYPES.items()}
+NAMES = {name: spelled for spelled, name in DTYPES.items()}
 Parts = dict[str, LazyTensor]  # by part: weight, exp_avg, exp_avg_sq
 Table = dict[str, Any]
 
@@ -183,11 +184,11 @@ class DeepSpeedCheckpoint(HFTensors):
         for found in ranks:
             count = found.get("partition_count", len(ranks))
             if any(n != len(ranks) for n in (count if isinstance(count, list) else [count])):
-                what = f"optimizer states of {len(ranks)} data ranks"
+                what = f"optimizer states of {counted(len(ranks), 'data rank')}"
                 raise self._error(f"has {what}, but was saved by {count}")
         if stage == 3 and model_files != len(ranks):
             raise self._error(
-                f"has model files of {model_files} ranks, but optimizer files of {len(ranks)}"
+                f"has model files of {counted(model_files, 'rank')}, but optimizer files of {len(ranks)}"
             )
 
     def _without_zero(self, model_state: Table, ranks: list[Table]) -> None:

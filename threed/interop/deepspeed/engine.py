@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from threed.core.atomic import building
+from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.engine import ModuleEngine, StepMetrics
@@ -165,7 +166,7 @@ class DeepSpeedEngine:
         """
         if done := self.micro_steps % self.translation.accumulation:
             error.add_note(
-                f"threed: the step is discarded, with its {done} earlier micro-batches of"
+                f"threed: the step is discarded, with its {counted(done, 'earlier micro-batch')} of"
                 f" {self.translation.accumulation}; the next micro-batch is the first of a new step"
             )
         self.engine.discard()

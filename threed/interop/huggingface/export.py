@@ -30,6 +30,7 @@ from threed.checkpoint.reading import Reader
 from threed.config import ModelConfig
 from threed.config.resolution import resolve_model
 from threed.core.atomic import publish, write_text
+from threed.core.messages import counted
 from threed.data.tokenizer import Tokenizer
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.layouts import (
@@ -158,7 +159,7 @@ def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
     except ValueError as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"the model's configuration is not valid: {text}") from None
-    what = f"the model's configuration has {model.layers} layers"
+    what = f"the model's configuration has {counted(model.layers, 'layer')}"
     raise CheckpointError(f"{what}, but there are fewer tensors")
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import LazyTensor, Shape, read_slabs
 from threed.checkpoint.manifest import MANIFEST
+from threed.core.messages import counted
 from threed.core.parse import ParseError, read_json
 from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
 from threed.distributed.sharding import slices
@@ -87,7 +88,7 @@ class HFTensors(ABC):
         # Check this first: the table of a huge number of layers would fill the memory.
         if self.model.layers > len(names):
             raise CheckpointError(
-                f"{path}: its configuration has {self.model.layers} layers, but it has fewer tensors"
+                f"{path}: its configuration has {counted(self.model.layers, 'layer')}, but it has fewer tensors"
             )
         self.table = entries(self.model)
         self.shapes = native_shapes(self.table)
@@ -134,7 +135,7 @@ class HFTensors(ABC):
             yield f"{HEAD} is missing in {self.path}: a base model has no head; save the model with its language head"
         for name in wanted:
             if name in found and found[name][0] not in DTYPES:
-                yield f"{name} in {self.path} is {plain(found[name][0])}: supported are {', '.join(DTYPES)}; dequantise it"
+                yield f"{name} in {self.path} is {plain(found[name][0])}: supported are {', '.join(DTYPES)}; dequantize it"
                 return
         has_extra_head = self.model.tied and HEAD in found and HEAD not in wanted
         if has_extra_head and read.keys() == wanted.keys():

@@ -19,7 +19,7 @@ from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import read_box
 from threed.config import Config, DataConfig, ModelConfig
-from threed.config.resolution import resolve_model, spelt_as
+from threed.config.resolution import resolve_model, spelled_as
 from threed.data.tokenizer_files import folder_files
 from threed.distributed import collectives
 from threed.distributed.collectives import raise_together
@@ -160,7 +160,7 @@ def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> lis
         saved: the folder's model.
         model: the run's model.
     """
-    found, wanted = dict(spelt_as(saved, model)), dict(resolve_model(model))
+    found, wanted = dict(spelled_as(saved, model)), dict(resolve_model(model))
     names = [name for name in found if name not in FREE and found[name] != wanted[name]]
     what = f"the model of {path} has"
     return [f"{what} {name} = {found[name]}, this run has {wanted[name]}" for name in names]

@@ -25,6 +25,7 @@ from typing import Any
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import LazyTensor, Slice, concatenate, rows
 from threed.config import ModelConfig
+from threed.core.messages import counted
 from threed.core.parse import ParseError, read_file, read_json
 from threed.interop.huggingface.layouts import entries, name_problems, native_shapes
 from threed.interop.megatron.model_args import model_of
@@ -125,7 +126,7 @@ class MegatronCheckpoint:
         present = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
         # Check this first: the shapes of a huge number of layers would fill the memory.
         if self.model.layers > present:
-            problem = f"it has {present} of {self.model.layers} layers"
+            problem = f"it has {present} of {counted(self.model.layers, 'layer')}"
             raise CheckpointError(f"{path} does not fit its args: {problem}")
         self.shapes = native_shapes(entries(self.model))
         self.parts = dict.fromkeys(self.shapes, (WEIGHT,))

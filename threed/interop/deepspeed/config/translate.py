@@ -10,6 +10,7 @@ from typing import Any
 
 from threed.config import Config, ConfigError
 from threed.config.schema import ValidationError
+from threed.core.messages import counted
 from threed.interop.deepspeed.config import keys
 from threed.interop.deepspeed.config.optimizers import Group
 from threed.interop.deepspeed.config.reader import Reader, shown
@@ -222,7 +223,7 @@ def _precision(
 def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, Any]:
     """Returns the keys of `zero`. width: bytes per gradient element."""
     stage, ranks = zero.stage, world if zero.mics_shard_size < 1 else zero.mics_shard_size
-    text = f"{ranks} does not divide {world} data-parallel ranks"
+    text = f"{ranks} does not divide {counted(world, 'data-parallel rank')}"
     reader.check(world % ranks == 0, f"{ZERO}.mics_shard_size", text)
     fits = stage == 3 or not zero.zero_quantized_weights
     text = f"true with stage {stage}: use stage 3"

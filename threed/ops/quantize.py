@@ -1,8 +1,8 @@
-"""Quantisation of blocks of 256 numbers to int8 or int4 with an fp32 scale.
+"""Quantization of blocks of 256 numbers to int8 or int4 with an fp32 scale.
 
-It is used for ZeRO++ (arXiv 2306.10209); the kernels are in csrc/cuda/quantise.cu. The scale of a
+It is used for ZeRO++ (arXiv 2306.10209); the kernels are in csrc/cuda/quantize.cu. The scale of a
 block is its largest magnitude divided by 127 (7 for int4). If a number of a block is not finite,
-the scale and all dequantised numbers of the block are NaN.
+the scale and all dequantized numbers of the block are NaN.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BLOCK = 256
 TOPS = {8: 127, 4: 7}  # largest integer by number of bits
 
 
-def quantise_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantises x [n] in k = n / 256 blocks. Returns integers int8 [k 256] and scales [k].
+def quantize_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantizes x [n] in k = n / 256 blocks. Returns integers int8 [k 256] and scales [k].
 
     n must be a multiple of 256. The integers are not packed.
     """
@@ -58,13 +58,13 @@ def unpacked(q: Tensor, bits: int) -> Tensor:
     return torch.stack((low, high), -1).flatten(-4)
 
 
-def dequantise_reference(q: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Returns the same sum as `dequantise`, by torch operations, in the dtype of the scales."""
+def dequantize_reference(q: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Returns the same sum as `dequantize`, by torch operations, in the dtype of the scales."""
     return (unpacked(q, bits).to(scales.dtype) * scales.unsqueeze(-1)).sum(0).flatten()
 
 
-def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantises x, bf16 [n], in k = n / 256 blocks; moves 3 bytes per element (2.5 in 4 bits).
+def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantizes x, bf16 [n], in k = n / 256 blocks; moves 3 bytes per element (2.5 in 4 bits).
 
     Returns:
         Packed integers, uint8 [k 256*bits/8], and scales, fp32 [k].
@@ -72,7 +72,7 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     fits = bits in TOPS and x.numel() % BLOCK == 0 and launch.packed(x)
     launch.check(
         fits,
-        "quantise",
+        "quantize",
         "bf16 [n], contiguous and 16-byte aligned, n a multiple of 256, in 8 or 4 bits",
         x,
     )
@@ -80,12 +80,12 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     out = x.new_empty(blocks, BLOCK * bits // 8, dtype=torch.uint8)
     scales = x.new_empty(blocks, dtype=torch.float32)
     if blocks:
-        launch.start("quantise", x, out, scales, blocks, bits, _grid(x, blocks))
+        launch.start("quantize", x, out, scales, blocks, bits, _grid(x, blocks))
     return out, scales
 
 
-def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Dequantises the blocks of r ranks, and returns their sum over the ranks, bf16 [n].
+def dequantize(q: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Dequantizes the blocks of r ranks, and returns their sum over the ranks, bf16 [n].
 
     Moves r + 2 bytes per element of the result (r/2 + 2 in 4 bits). Eight ranks are summed at a
     time; the error of a sum is at most 2^-21 of the largest number that the scales of these ranks
@@ -93,7 +93,7 @@ def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
 
     Args:
         q: packed integers, uint8 [r k 256*bits/8].
-        scales: scales from `quantise`, fp32 [r k]; they must not be negative.
+        scales: scales from `quantize`, fp32 [r k]; they must not be negative.
         bits: 8 or 4.
     """
     fits = (
@@ -105,13 +105,13 @@ def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
     fits = fits and q.is_contiguous() and launch.aligned(q)
     fits = fits and scales.dtype == torch.float32 and scales.is_contiguous()
     launch.check(
-        fits, "dequantise", "q uint8 [r k 256 bits/8] and scales fp32 [r k], contiguous", q, scales
+        fits, "dequantize", "q uint8 [r k 256 bits/8] and scales fp32 [r k], contiguous", q, scales
     )
     ranks, blocks = scales.shape
     out = q.new_empty(blocks * BLOCK, dtype=torch.bfloat16)
     if blocks:
         launch.start(
-            "dequantise", q, scales, out, blocks, ranks, bits, _grid(q, -(-blocks // (16 // bits)))
+            "dequantize", q, scales, out, blocks, ranks, bits, _grid(q, -(-blocks // (16 // bits)))
         )
     return out
 
@@ -133,9 +133,9 @@ class Int8Blocks:
     def encode(self, rows: Tensor) -> Tensor:
         padded = pad(rows, (0, -rows.shape[1] % BLOCK)).flatten()
         if launch.ready(padded) and launch.packed(padded) and not padded.is_meta:
-            numbers, scales = quantise(padded, 8)
+            numbers, scales = quantize(padded, 8)
         else:
-            integers, scales = quantise_reference(padded.float(), 8)
+            integers, scales = quantize_reference(padded.float(), 8)
             numbers = packed(integers.view(-1, BLOCK), 8)
         parts = numbers.view(len(rows), -1), scales.view(len(rows), -1).view(torch.uint8)
         return torch.cat(parts, 1)

@@ -1,15 +1,15 @@
-// Quantises blocks of 256 bf16 numbers to 8-bit or 4-bit integers with one fp32 scale, for
-// collectives that send fewer bytes; dequantises them and sums over ranks (ZeRO++, arXiv
+// Quantizes blocks of 256 bf16 numbers to 8-bit or 4-bit integers with one fp32 scale, for
+// collectives that send fewer bytes; dequantizes them and sums over ranks (ZeRO++, arXiv
 // 2306.10209, section 4).
 //
-//   quantise            q = round(x / scale), scale = largest |x| / 127 (or 7)       3 bytes per element (2.5 in 4 bits)
-//   dequantise, reduce  out = sum over n ranks of q scale                            n + 2 bytes (n / 2 + 2 in 4 bits)
+//   quantize            q = round(x / scale), scale = largest |x| / 127 (or 7)       3 bytes per element (2.5 in 4 bits)
+//   dequantize, reduce  out = sum over n ranks of q scale                            n + 2 bytes (n / 2 + 2 in 4 bits)
 //
 // The sum is in fp32 and takes eight ranks at a time, whose scales are rounded to 2^-23 of the
-// largest one. Scales come from `quantise`: positive, +0, or NaN if a number of the block is not
-// finite; then all dequantised numbers of the block are NaN.
+// largest one. Scales come from `quantize`: positive, +0, or NaN if a number of the block is not
+// finite; then all dequantized numbers of the block are NaN.
 //
-// A warp quantises a block, each lane one pack of eight numbers. In `dequantise` a lane has PACKS
+// A warp quantizes a block, each lane one pack of eight numbers. In `dequantize` a lane has PACKS
 // packs in 16 bytes: lane i has packs i, i + 32 / PACKS, ..., and memory has the same order. So
 // both kernels read and write complete sectors. In 4 bits the first number of a byte, plus 8, is in
 // the low half; the second, signed, is in the high half.
@@ -37,7 +37,7 @@ constexpr int PACKS = 16 / BITS;  // packs in 16 bytes
 // The last bits of 1.5 2^23 + x, |x| < 2^22, are the integer nearest to x, ties to even.
 constexpr float ROUNDER = 12582912.f;
 constexpr unsigned ROUNDER_BITS = 0x4B400000u;
-// A block whose largest number is below SMALLEST becomes zeros, because `step` in `dequantise`
+// A block whose largest number is below SMALLEST becomes zeros, because `step` in `dequantize`
 // would be flushed to zero.
 constexpr float SMALLEST = 1e-28f;
 
@@ -70,7 +70,7 @@ __device__ __forceinline__ float largest_of_warp(const uint4& from) {
 
 template <int BITS>
 __global__ void __launch_bounds__(THREADS)
-    quantise(const uint4* __restrict__ x, typename Packed<BITS>::type* __restrict__ out, float* __restrict__ scales,
+    quantize(const uint4* __restrict__ x, typename Packed<BITS>::type* __restrict__ out, float* __restrict__ scales,
              int64_t blocks) {
   constexpr float TOP = BITS == 8 ? 127.f : 7.f;
   constexpr int LANES = WARP / PACKS<BITS>;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void add(float (&sum)[4], const uint4 (&from)[AHEAD],
 // q [ranks blocks 256], scales [ranks blocks] -> out bf16 [blocks 256]
 template <int BITS>
 __global__ void __launch_bounds__(THREADS)
-    dequantise(const uint4* __restrict__ q, const float* __restrict__ scales, uint4* __restrict__ out, int64_t blocks,
+    dequantize(const uint4* __restrict__ q, const float* __restrict__ scales, uint4* __restrict__ out, int64_t blocks,
                int ranks) {
   constexpr int LANES = WARP / PACKS<BITS>, QUADS = 2 * PACKS<BITS>;
   const int64_t of_rank = blocks * LANES;
@@ -207,20 +207,20 @@ extern "C" {
 
 // out: integers of `bits` (8 or 4) bits [blocks 256]; scales fp32 [blocks]; from x bf16 [blocks
 // 256].
-int threed_cuda_quantise(const void* x, void* out, float* scales, int64_t blocks, int64_t bits, int64_t grid,
+int threed_cuda_quantize(const void* x, void* out, float* scales, int64_t blocks, int64_t bits, int64_t grid,
                          cudaStream_t stream) {
   const uint4* const from = static_cast<const uint4*>(x);
-  return bits == 8 ? launch(quantise<8>, unsigned(grid), THREADS, 0, stream, from, static_cast<uint2*>(out), scales, blocks)
-                   : launch(quantise<4>, unsigned(grid), THREADS, 0, stream, from, static_cast<unsigned*>(out), scales, blocks);
+  return bits == 8 ? launch(quantize<8>, unsigned(grid), THREADS, 0, stream, from, static_cast<uint2*>(out), scales, blocks)
+                   : launch(quantize<4>, unsigned(grid), THREADS, 0, stream, from, static_cast<unsigned*>(out), scales, blocks);
 }
 
 // out bf16 [blocks 256] = the sum over ranks of q [ranks blocks 256] times scales [ranks blocks].
-int threed_cuda_dequantise(const void* q, const float* scales, void* out, int64_t blocks, int64_t ranks, int64_t bits,
+int threed_cuda_dequantize(const void* q, const float* scales, void* out, int64_t blocks, int64_t ranks, int64_t bits,
                            int64_t grid, cudaStream_t stream) {
   const uint4* const from = static_cast<const uint4*>(q);
   uint4* const to = static_cast<uint4*>(out);
-  return bits == 8 ? launch(dequantise<8>, unsigned(grid), THREADS, 0, stream, from, scales, to, blocks, int(ranks))
-                   : launch(dequantise<4>, unsigned(grid), THREADS, 0, stream, from, scales, to, blocks, int(ranks));
+  return bits == 8 ? launch(dequantize<8>, unsigned(grid), THREADS, 0, stream, from, scales, to, blocks, int(ranks))
+                   : launch(dequantize<4>, unsigned(grid), THREADS, 0, stream, from, scales, to, blocks, int(ranks));
 }
 
 }  // extern "C"
