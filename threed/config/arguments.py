@@ -12,7 +12,6 @@ once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import itertools
 import json
@@ -36,6 +35,7 @@ from threed.config.schema import (
     reason,
     written,
 )
+from threed.config.suggestions import close_flags
 from threed.config.topologies import Topologies, choose_sizes, read_topologies
 from threed.config.values import Takes
 from threed.core.messages import counted
@@ -423,7 +423,7 @@ class _Draft:
             self.problems.append(problem)
 
     def _describe_unknown(self, name: str, source: str = FLAG) -> None:
-        close = _close_flags(name)
+        close = close_flags(name, GROUPS)
         self.suspects |= {f"--{name}", *close}
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         kind = "key" if "." in name else "flag"
@@ -554,27 +554,6 @@ def _flag(group: str, name: str) -> str:
 
 def _in(source: str) -> str:
     return f" (in {source})" if source else ""
-
-
-def _close_flags(name: str) -> list[str]:
-    """Returns flags that a misspelled flag `name` may mean, at most three.
-
-    They have the same key in another group, or a similar spelling.
-    """
-    keys = {
-        f"{group}.{key_name(key)}": key_name(key)
-        for group, model in GROUPS.items()
-        for key in model.model_fields
-    }
-    name = name.replace("_", "-")
-    group, _, key = name.rpartition(".")
-    close = [flag for flag, short in keys.items() if short == key] if group not in GROUPS else []
-    close = close or difflib.get_close_matches(
-        name, [*keys, "preset", "config", "world-size", "dry-run", "help"], 1, 0.75
-    )
-    similar = difflib.get_close_matches(key, keys.values(), 1, 0.7)
-    close = close or [flag for flag, short in keys.items() if short in similar]
-    return [f"--{flag}" for flag in close[:3]]
 
 
 def _toml_value(value: Any) -> str:

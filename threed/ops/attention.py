@@ -64,7 +64,7 @@ def attend(
     """
     q, k, v = _batch_first(q), _batch_first(k), _batch_first(v)
     grouped = q.shape[1] != k.shape[1]
-    if grouped and mask is not None and q.is_cuda:
+    if grouped and mask is not None and _device_type(q) == "cuda":
         # CUDA's fused attention under a mask does not support grouped heads.
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
         grouped = False
@@ -337,9 +337,13 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
+def _device_type(q: Tensor) -> str:
+    """Returns the type of q's device; for a meta tensor, the type of the default device."""
+    return (default_device() if q.is_meta else q.device).type
+
+
 def _on_cpu(q: Tensor) -> bool:
-    """Returns whether q is on a CPU; for a meta tensor, whether the default device is a CPU."""
-    return (default_device() if q.is_meta else q.device).type == "cpu"
+    return _device_type(q) == "cpu"
 
 
 # -------------------------------------------------------------------------------------------------------------- costs
