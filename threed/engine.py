@@ -38,7 +38,7 @@ from threed.interop.huggingface.folder import is_hf_folder
 from threed.interop.huggingface.weights import load_hf
 from threed.layers import MicroBatch
 from threed.layers.linear import use_sinks
-from threed.models import Model, TokenModule, Wrapped, buffers, is_layered, options_of, wrap
+from threed.models import Model, Wrapped, buffers, is_layered, options_of, wrap
 from threed.ops.precision import LossScale
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.batches import Batch, Batches
@@ -292,14 +292,6 @@ class Engine:
             self.gatherer.release_all()
             return self.sum_losses(self._local_loss(losses, 1.0))
 
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Returns logits [b s v/t] of tokens [b s] on the last stage, else None. Collective.
-
-        Raises:
-            TypeError: if the model is a module that does not return logits of token ids.
-        """
-        raise NotImplementedError
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context manager for forwards without training. The state of a step in progress is kept.
@@ -469,6 +461,7 @@ class LayeredEngine(Engine):
         records.initialise(self.optimizer, values, again=True)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
+        """Returns logits [b s v/t] of tokens [b s] on the last stage, else None. Collective."""
         self.finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
@@ -604,12 +597,6 @@ class ModuleEngine(Engine):
                 yield self.module
         finally:
             self.gatherer.release_all()
-
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        if not isinstance(self.model, TokenModule) or not self.model.gives_logits:
-            raise TypeError(f"{type(self.module).__name__} returns no logits without labels")
-        with self.evaluating(), self.inference():
-            return self.model.logits(tokens.to(self.topology.device))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

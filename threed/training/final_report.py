@@ -23,7 +23,7 @@ from threed.schedules import Plan, idle_shares, replay, stack, svg
 from threed.training.callback import Run
 from threed.training.checkpoints import Checkpoints
 from threed.training.profiling import PeakMemory
-from threed.training.sampling import NotFiniteError, generate
+from threed.training.sampling import NoLogitsError, NotFiniteError, generate
 
 PROMPT = "def "
 
@@ -83,7 +83,7 @@ def sample_text(engine: Engine, data: Data, count: int) -> str:
     try:
         prompt = [*data.tokenizer.bos_ids, *data.tokenizer.encode(PROMPT)] or [data.tokenizer.eot]
         return data.tokenizer.decode(generate(engine, prompt, count))
-    except (NotFiniteError, EncodeError, ForwardError, TypeError) as error:
+    except (NotFiniteError, NoLogitsError, EncodeError, ForwardError) as error:
         return f"no sample: {error}"
 
 
