@@ -3,6 +3,7 @@
     convert.convert(src, dst)      converts checkpoints between the native format and other formats
     pretrained.find(config)        configures a run that starts from a Hugging Face folder
     loading.load(path)             builds an engine from a run, checkpoint or Hugging Face folder
+    safetensors_folder             writes and reads weights under their own names, for custom models
     huggingface                    reads and writes Hugging Face folders; loads them into an engine
     deepspeed                      `threed.initialize`, DeepSpeed's configuration and checkpoints
     megatron                       reads the weights of Megatron-LM checkpoints
