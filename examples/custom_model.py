@@ -5,7 +5,8 @@ torchrun --standalone --nproc-per-node 2 examples/custom_model.py --parallel.tp 
 torchrun --standalone --nproc-per-node 8 examples/custom_model.py --parallel.tp 2 --parallel.pp 2
 
 The blocks compute attention and MLP in parallel after a single norm (PaLM, arXiv 2204.02311, section 2), with squared
-ReLU (arXiv 2109.08668). Losses are the same in every topology.
+ReLU (arXiv 2109.08668). Losses are the same in every topology. The run folder is runs/ParallelModel: if the program is
+started again, it resumes (`--checkpoint.resume none` starts over).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ DEFAULTS = {
     "model": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128},
     "train": {"steps": 20, "global_batch": 16},
     "optim": {"lr": 3e-3, "warmup": 5},
+    "log": {"every": 1},
 }
 
 

@@ -117,6 +117,7 @@ DEFAULTS = {
     "model": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128},
     "train": {"steps": 20, "global_batch": 16},
     "optim": {"lr": 3e-3, "warmup": 5},
+    "log": {"every": 1},
 }
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ DEFAULTS = {
     "zero": {"stage": 3, "resident": 1000},
     "train": {"steps": 20, "global_batch": 16},
     "optim": {"lr": 1e-3, "warmup": 5},
+    "log": {"every": 1},
     "run": {"name": "wrap_transformers"},
 }
 

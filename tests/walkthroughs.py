@@ -67,14 +67,18 @@ CONFIG = Walkthrough(
     "From the command line to an engine, and on the meta device to a forecast",
     (
         Step("threed.cli.launch:_train", "receives the resolved configuration"),
+        Step("threed.trainer:start_engine", "builds process groups, model and engine"),
         Step("threed.distributed.topology:Topology", "creates the axes and their process groups"),
-        Step("threed.interop.loading:build_engine", "builds the model and its engine", by="_train"),
+        Step(
+            "threed.interop.loading:build_engine",
+            "builds the model and its engine",
+            by="start_engine",
+        ),
         Step("threed.models:build", "creates the layers of the architecture on the meta device"),
         Step(
             "threed.engine:Engine",
             "combines model, topology and configuration",
             by="build_engine",
-            note="created as a LayeredEngine",
         ),
         Step("threed.planner.build:draw", "checks that the model is equal on all ranks"),
         Step("threed.planner.blueprint:Pipeline.of", "partitions the model and plans a step"),

@@ -37,7 +37,7 @@ from threed.interop.huggingface.folder import is_hf_folder
 from threed.interop.huggingface.weights import load_hf
 from threed.layers import MicroBatch
 from threed.layers.linear import use_sinks
-from threed.models import Model, TokenModule, Wrapped, buffers, is_layered, options_of, wrap
+from threed.models import Model, Wrapped, buffers, is_layered, options_of, wrap
 from threed.ops.precision import LossScale
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.batches import Batch, Batches
@@ -304,14 +304,6 @@ class Engine:
             losses = self.executor.run(self.plan_of(len(micros), training=False), micros)
             self.gatherer.release_all()
             return self.sum_losses(self._local_loss(losses, 1.0))
-
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Returns logits [b s v/t] of tokens [b s] on the last stage, else None. Collective.
-
-        Raises:
-            TypeError: if the model is a module that does not return logits of token ids.
-        """
-        raise NotImplementedError
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -700,12 +692,6 @@ class ModuleEngine(Engine):
                 yield self.module
         finally:
             self.gatherer.release_all()
-
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        if not isinstance(self.model, TokenModule) or not self.model.gives_logits:
-            raise TypeError(f"{type(self.module).__name__} returns no logits without labels")
-        with self.evaluating(), self.inference():
-            return self.model.logits(tokens.to(self.topology.device))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

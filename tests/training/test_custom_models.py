@@ -103,6 +103,7 @@ class Pooled(Recurrent):
 if __name__ == "__main__":
     full = [threed.load(path, build=Parallel) for path in ("runs/one", "exported")]
     (trained, weights), (exported, read) = ((e.steps, e.full_state_dict()) for e in full)
+    assert full[0].config.model.arch.endswith("mine.py:Parallel")
     assert all(torch.equal(weights[name], read[name].to(weights[name])) for name in weights)
     print(trained, exported, sum(p.numel() for p in weights.values()))
 """
@@ -185,6 +186,10 @@ def test_a_run_goes_on_after_its_file_moved(folder: Path) -> None:
     )
     (folder / "a b").mkdir()
     (folder / "mine.py").rename(folder / "a b" / "yours.py")
+    script = "import threed, yours; print(threed.load('../runs/one', build=yours.Parallel).config.model.arch)"
+    (folder / "a b" / "load.py").write_text(script)
+    loaded = run_script(1, ["load.py"], folder / "a b", environment(folder))
+    assert loaded.stdout.endswith("a b/yours.py:Parallel\n"), loaded.stderr
     done = threed(folder, 1, "train", "a b/yours.py:Parallel", *words, "--train.steps", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "-m threed train 'a b/yours.py:Parallel' --model.layers" in done.stdout.splitlines()[-1]

@@ -9,14 +9,15 @@ DeepSpeed and Megatron-LM.
 
 The modules of this package are internal:
 
-    convert        converts checkpoints between the native format and other formats
-    inspection     describes a checkpoint or a Hugging Face folder
-    loading        builds an engine from a run, checkpoint or Hugging Face folder
-    pretrained     configures a run that starts from a Hugging Face folder
-    huggingface    reads and writes Hugging Face folders; loads them into an engine
-    deepspeed      the API, configuration and checkpoints of DeepSpeed
-    megatron       reads the weights of Megatron-LM checkpoints
-    pickles        reads pickled files without executing any code in them
+    convert            converts checkpoints between the native format and other formats
+    safetensors_folder exports of custom models, under their own names
+    inspection         describes a checkpoint or a Hugging Face folder
+    loading            builds an engine from a run, checkpoint or Hugging Face folder
+    pretrained         configures a run that starts from a Hugging Face folder
+    huggingface        reads and writes Hugging Face folders; loads them into an engine
+    deepspeed          the API, configuration and checkpoints of DeepSpeed
+    megatron           reads the weights of Megatron-LM checkpoints
+    pickles            reads pickled files without executing any code in them
 
 Every reader provides a `TensorSource` (`threed.checkpoint.lazy_tensors`). A
 `huggingface.native_writer.Source` is a `TensorSource` with a model configuration and training

@@ -7,6 +7,7 @@ threed.checkpoint.save(engine, "evaluated")
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from threed.checkpoint.retention import candidates
 from threed.config import Config, ConfigError
 from threed.config.checks import find_problems
 from threed.config.resolution import resolve
-from threed.core.source import names_model
+from threed.core.source import name_of, names_model
 from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
@@ -101,6 +102,10 @@ def load(
         fix = "pass build=MODEL, or model={'arch': 'FILE.py:MODEL'}"
         problem = f"{path}: its model is the code {arch}, which is not imported by itself"
         raise ConfigError([f"{problem}: {fix}"])
+    if names_model(arch) and build is not None:
+        # Code that builds the model again must not import the file that the checkpoint names.
+        with contextlib.suppress(ValueError):
+            groups["model"] = {**groups["model"], "arch": name_of(build)}
     try:
         config = Config.model_validate(groups)
     except ValueError as error:

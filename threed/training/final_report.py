@@ -26,7 +26,7 @@ from threed.schedules.simulation import idle_shares, replay
 from threed.training.callback import Run
 from threed.training.checkpoints import Checkpoints
 from threed.training.profiling import PeakMemory
-from threed.training.sampling import NotFiniteError, generate
+from threed.training.sampling import NoLogitsError, NotFiniteError, generate
 
 PROMPT = "def "
 
@@ -86,7 +86,7 @@ def sample_text(engine: Engine, data: Data, count: int) -> str:
     try:
         prompt = [*data.tokenizer.bos_ids, *data.tokenizer.encode(PROMPT)] or [data.tokenizer.eot]
         return data.tokenizer.decode(generate(engine, prompt, count))
-    except (NotFiniteError, EncodeError, ForwardError, TypeError) as error:
+    except (NotFiniteError, NoLogitsError, EncodeError, ForwardError) as error:
         return f"no sample: {error}"
 
 

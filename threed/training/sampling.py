@@ -6,11 +6,16 @@ import torch
 from torch import Tensor
 
 from threed.distributed import collectives
-from threed.engine import Engine
+from threed.engine import Engine, LayeredEngine, ModuleEngine
+from threed.models import TokenModule
 
 
 class NotFiniteError(RuntimeError):
     """Raised on every rank if the logits are not finite, so that no token can be sampled."""
+
+
+class NoLogitsError(RuntimeError):
+    """Raised on every rank if the model returns a loss only, so that no token can be sampled."""
 
 
 def generate(
@@ -34,6 +39,7 @@ def generate(
 
     Raises:
         NotFiniteError: if the logits are not finite.
+        NoLogitsError: if the model is a module that returns no logits without labels.
     """
     length, device = engine.config.model.seq, engine.topology.device
     draw = torch.Generator().manual_seed(seed)
@@ -48,12 +54,25 @@ def generate(
     return ids
 
 
+def _logits(engine: Engine, tokens: Tensor) -> Tensor | None:
+    """Returns logits [b s v/t] of tokens [b s] on the last stage, else None. Collective."""
+    if isinstance(engine, LayeredEngine):
+        return engine.logits(tokens)
+    model = engine.model
+    if not isinstance(engine, ModuleEngine) or not isinstance(model, TokenModule):
+        raise NoLogitsError("the model does not read token ids")
+    if not model.gives_logits:
+        raise NoLogitsError(f"{model.title} returns no logits without labels")
+    with engine.evaluating(), engine.inference():
+        return model.logits(tokens)
+
+
 def _next(
     engine: Engine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator
 ) -> int:
     """Samples the next token on the last stage and broadcasts it to the other stages. Returns the
     token, or -1 if the logits are not finite."""
-    logits = engine.logits(tokens)
+    logits = _logits(engine, tokens)
     chosen = torch.zeros(1, dtype=torch.int64, device=tokens.device)
     if logits is not None:
         scores = _gather(engine, logits[0, position]).cpu().double() / temperature
