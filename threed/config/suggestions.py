@@ -1,4 +1,4 @@
-"""Finds the flags that a misspelt flag may mean."""
+"""Finds the flags that a misspelled flag may mean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OPTIONS = ("preset", "config", "world-size", "dry-run", "help")  # flags without
 
 
 def close_flags(name: str, groups: Mapping[str, type[BaseModel]]) -> list[str]:
-    """Returns flags that a misspelt flag `name` may mean, at most three.
+    """Returns flags that a misspelled flag `name` may mean, at most three.
 
     They have the same key in another group, or a similar spelling.
 
