@@ -37,7 +37,7 @@ class Found:
     """A copy that was found in memory; it may be incomplete.
 
     Attributes:
-        epoch: number of the start of the run that made the copy, see `Epochs`.
+        epoch: number of the start of the run in which the copy was made, see `Epochs`.
         step: step of the copy.
         slot: slot in which the machines have the copy.
         manifest: manifest of the copy; empty if the copy is not complete.
@@ -61,7 +61,7 @@ class Found:
 def look(
     place: Place, machines: Machines, epochs: Epochs, everyone: Axis, device: torch.device
 ) -> list[Found]:
-    """Returns the copies that this start may load, newest first. Collective.
+    """Returns the copies that this start of the run may load, newest first. Collective.
 
     The result is the same on all ranks.
 
@@ -121,7 +121,7 @@ def assemble(
                 buffers |= {about[0] for about in own}
                 files[name] = {**file, "buffers": own}
             if all(files[name][key] == file[key] for key in ("tree", "sum", "size")):
-                where.setdefault(name, []).append(machine)  # otherwise its contents differ
+                where.setdefault(name, []).append(machine)  # other hashes mean other contents
     sections = [about for _, entry in entries for about in entry["sections"]]
     head = entries[0][1]["head"]
     body = {**head, **joined([{"sections": sections, "files": files.values()}])}
@@ -164,7 +164,7 @@ def transfers(
 ) -> list[Transfer]:
     """Returns the transfers that give each machine the files that its ranks need.
 
-    The result is the same on all ranks, and so is its order. If several machines have a file, the
+    All ranks return the same transfers in the same order. If several machines have a file, its
     senders are distributed over these machines and their ranks.
 
     Args:
@@ -201,8 +201,8 @@ def load_copy(
         topology: ranks of the run.
         wanted: the records that this rank reads.
         buffers: names of the buffers that this rank reads.
-        load: called as `load(folder, files)`: loads the checkpoint in `folder`, and checks the
-            hashes of `files` on this rank.
+        load: function, called as `load(folder, files)`, that loads the checkpoint in `folder` and
+            checks the hashes of `files` on this rank.
 
     Returns:
         The result of `load`.
@@ -228,8 +228,8 @@ def load_copy(
         collectives.raise_together(problems, everyone, CheckpointError)
         local_needs = sorted({name for rank in here for name in needs[rank]})
         return load(folder, set(local_needs[here.index(topology.rank) :: len(here)]))
-    # Raised on all ranks. The received files are deleted, because their memory may be needed to
-    # load an older copy.
+    # The error is raised on all ranks. Each deletes the files that it has received, because loading
+    # an older copy may need their memory.
     except CheckpointError:
         for move in moves:
             if move.target == topology.rank:

@@ -1,8 +1,8 @@
-"""Compares a checkpoint with the run that resumes from it, by a table of all configuration keys.
+"""Compares a checkpoint with the run that resumes from it, with a table of configuration keys.
 
     found = compare(manifest, config, data)
     found.refused          differences that prevent the resume, each with its fix
-    found.applied          other differences to report: old value, new value, effect
+    found.applied          other differences to report, each with old value, new value and effect
 
 The table is `RULES`; `python -m tests.keys` writes it to docs/reference/configuration.md. If the step of a
 checkpoint is 0, or its weights were imported from another framework, only the model and the
@@ -35,7 +35,7 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule for keys that a run may or may not change when it resumes.
+    """States whether a run that resumes may change some keys, and with which effect.
 
     Attributes:
         group: group of the keys.
@@ -131,7 +131,7 @@ CONTENTS: tuple[tuple[str, Change, str], ...] = (
     ("contents of the data (sha256)", "applied", OTHER_DATA),
     ("token ids of the tokenizer (fingerprint)", "refused", OTHER_IDS),
 )
-"""Rules for contents that are compared instead of keys: (name of the contents, change, note)."""
+"""Rules for data and tokenizer, whose contents, not keys, are compared: (name, change, note)."""
 RATE = ("train.steps", "optim.lr", "optim.min-lr", "optim.warmup", "optim.schedule")
 BY_KEY = {key: rule for rule in RULES for key in rule.keys}
 

@@ -41,7 +41,8 @@ from threed.data.sources import (
 )
 from threed.data.tokenizer import Bos, SpecialTokens, Tokenizer, Tokens, load_tokenizer, token_dtype
 
-# Part of every cache key. Increase it when the content of the entries changes.
+# Version of the contents of cache entries, and a part of every cache key. Increase it whenever the
+# contents change, so that older entries are not read.
 LAYOUT = 2
 # A file system with a coarse clock may give two changes within this time (in seconds) the same
 # time stamp. So results for files that were changed more recently are not cached.

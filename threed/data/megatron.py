@@ -235,7 +235,7 @@ def _with_tokens(borders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray
 def tokenize_to_megatron(
     src: Path | str, dst_prefix: Path | str, tokenizer: Tokenizer
 ) -> TokenizeSummary:
-    """Writes the text at `src` as a pair, with one sequence per document.
+    """Writes the text at `src` as a .bin/.idx pair, with one sequence per document.
 
     Every document begins with the tokenizer's `bos_ids`, if any, and ends with its `eot`. The text
     is streamed: memory use is about 30 MiB with the tokenizer "bytes", or 300 MiB with a

@@ -103,4 +103,4 @@ class Prefetcher(Generic[T]):
 
 
 class _Skipped(Exception):
-    """Raised instead of a fetch, because an earlier fetch failed or the steps restarted."""
+    """Raised for a step that is not fetched, because an earlier fetch failed or `get` restarted."""

@@ -234,10 +234,10 @@ class TokenizerJson:
     ) -> int:
         """Returns the largest id that documents can contain.
 
-        With special_tokens "text" most special tokens cannot occur in documents.
+        If `special_tokens` is "text", most special tokens cannot occur in documents.
         """
         unseen = specials_in_text(document) if special_tokens == "text" else frozenset()
-        unknown = document["model"].get("unk_id") or 0  # of a Unigram model
+        unknown = document["model"].get("unk_id") or 0  # only Unigram models have the key unk_id
         return max(
             self.eot,
             unknown,

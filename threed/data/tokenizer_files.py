@@ -47,7 +47,7 @@ PUBLISHED = {
 
 
 def how_to_download(vocab: int = 50257) -> str:
-    """Returns the command that downloads a published tokenizer, and the flag that selects it.
+    """Returns a text: the command that downloads a published tokenizer, and the flag to use it.
 
     Args:
         vocab: vocabulary size of the model, a key of `PUBLISHED`; by default that of GPT-2.
