@@ -104,9 +104,9 @@ def _default_format(src: Path) -> str:
 
 
 def _config_of(path: Path, given: str | Path | None) -> Path:
-    """Returns the path of config.json.
+    """Returns the path of config.json: the file `given`, or the file in the folder `given`.
 
-    It is `given` or in the folder `given`; without `given`, it is in `path` or its parent folder.
+    If `given` is None, the file is searched in `path` and its parent folder.
     """
     places = [path / CONFIG, path.absolute().parent / CONFIG]
     where = f"neither {path} nor its parent folder has one"
@@ -139,7 +139,7 @@ def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> P
     if files is not None and record is not None and record["tokenizer"] == extra["tokenizer"]:
         return export_hf(
             src, dst, None, dtype, files=files
-        )  # copies the files without parsing them
+        )  # copies the tokenizer's files without parsing them
     return export_hf(src, dst, _tokenizer(spec if files is None else files), dtype)
 
 

@@ -84,7 +84,7 @@ def export_safetensors(
 
 def _settings(checkpoint: Path, config: Mapping[str, Any]) -> str:
     """Returns the configuration of a checkpoint as TOML."""
-    # A module in a loop of the user has no vocabulary: the engine saves 0.
+    # For a module without token ids, the engine saves a vocabulary of 0. It becomes None here.
     model = {**config["model"], "vocab": config["model"]["vocab"] or None}
     try:
         return to_toml(Config.model_validate({**config, "model": model}))

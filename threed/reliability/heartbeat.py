@@ -29,7 +29,7 @@ from threed.core import process
 from threed.core.parse import parse_json
 
 RECORD_BYTES = 1024
-Beat = dict[str, Any]  # rank, step, phase, time, pid, host, place, state, note
+Beat = dict[str, Any]  # with keys rank, step, phase, time, pid, host, place, state and note
 
 
 class Heartbeat:

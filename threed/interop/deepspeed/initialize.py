@@ -78,7 +78,8 @@ def initialize(
     groups = find_groups(model, model_parameters, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
-    # Connects all ranks. A rank that raised an error before this would leave the others waiting.
+    # The first collective connects all ranks. It precedes `translate`, because the other ranks
+    # would wait for a rank that exits with a ConfigError before it is connected.
     collectives.exchange(None, topology.axis("world"))
     translation = translate(ds, topology.dp, facts, groups)
     loader = None

@@ -65,9 +65,8 @@ Tensors = dict[str, LazyTensor]
 def step_folder(path: Path) -> Path | None:
     """Returns the folder of an iteration.
 
-    This is the subfolder that the tracker file (latest_checkpointed_iteration.txt) names; without a
-    tracker file, it is `path`. Returns None if the tracker file is invalid or `path` is not a
-    folder.
+    This is the subfolder that the tracker file (latest_checkpointed_iteration.txt) names, or `path`
+    without a tracker file. Returns None if the tracker file is invalid or `path` is not a folder.
 
     Raises:
         CheckpointError: if the tracker file names a missing folder.
@@ -238,7 +237,7 @@ def to_native(tensors: Tensors, model: ModelConfig) -> Tensors:
         for key, part in _in_layer(inside, tensor, model):
             found[f"blocks.{match[1]}.{key}" if key != inside else name] = part
     if model.tied:
-        found.pop("head.weight", None)  # a copy of the embedding
+        found.pop("head.weight", None)  # equal to the embedding, because they are tied
     return found
 
 

@@ -197,7 +197,8 @@ RENAMED = {
 def _by_name(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns one table, by full key name such as "zero_optimization.overlap_comm".
 
-    tables: by group, a table of which each key consists of key names separated by spaces.
+    tables: by group, a table in which each key consists of one or more key names, separated by
+        spaces, that share a value.
     """
     return {
         f"{group}.{key}".removeprefix("."): what
