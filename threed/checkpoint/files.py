@@ -232,7 +232,7 @@ def write_hashed(
         parts: contents in order: bytes, and uint8 tensors [n] on the CPU.
         limit: maximum rate in bytes per second; None for no limit.
         hurries: callback that returns True once `limit` no longer applies, because the run is to
-            stop and waits for this file. If it is None, `limit` always applies.
+            stop and waits for this file. Without a callback (None), `limit` always applies.
         durable: whether to flush the file to disk and compute its SHA-256. It is False for files in
             memory; only their checksum is computed, if the native library is available.
 

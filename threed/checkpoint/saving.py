@@ -102,8 +102,8 @@ class Save:
         head: the manifest's format, version, configuration, topology and state.
         began: value of `time.perf_counter` at the start of the call that began the save.
         limit: maximum rate of this rank's writes in bytes per second; None for no limit.
-        hurries: callback that returns True once `limit` no longer applies. If it is None, `limit`
-            always applies.
+        hurries: callback that returns True once `limit` no longer applies. Without a callback
+            (None), `limit` always applies.
         before_publishing: function that rank 0 calls after the files of all ranks are written; or
             None.
         purpose: name of the thread, and of the snapshot among the readers for which updates wait.

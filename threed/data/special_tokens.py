@@ -37,8 +37,8 @@ class NamedSpecials:
 
     Attributes:
         roles: the token of each specified role in `ROLES`, such as eos_token.
-        added: tokens that the files name, in the format of a tokenizer.json's added_tokens; the id
-            is None if the files do not state it.
+        added: tokens that the files name, in the format of a tokenizer.json's added_tokens, with
+            None for an id that the files do not state.
         add_bos: whether texts begin with the bos token; None if the files do not specify it.
         model_ends: the ids that end a generation, from config.json and generation_config.json.
         model_bos: the bos id from config.json.

@@ -106,7 +106,7 @@ def _default_format(src: Path) -> str:
 def _config_of(path: Path, given: str | Path | None) -> Path:
     """Returns the path of config.json: the file `given`, or the file in the folder `given`.
 
-    If `given` is None, the file is searched in `path` and its parent folder.
+    Without `given`, the file is searched in `path` and in the parent folder of `path`.
     """
     places = [path / CONFIG, path.absolute().parent / CONFIG]
     where = f"neither {path} nor its parent folder has one"

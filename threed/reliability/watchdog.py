@@ -223,7 +223,7 @@ def _communication(frame: FrameType | None) -> str:
 
 
 def _place(frame: FrameType) -> str:
-    # Skips frames without a function name, such as those of comprehensions.
+    # Skips frames without a function name, for example of comprehensions.
     while frame.f_code.co_name.startswith("<") and frame.f_back is not None:
         frame = frame.f_back
     path = "/".join(Path(frame.f_code.co_filename).parts[-2:])

@@ -327,8 +327,8 @@ def explain_lost_ranks(error: RanksFailed, timeout: float) -> tuple[str | None, 
     Returns:
         The layer that the slowest of these ranks was running, if known, and an explanation.
     """
-    # Exit codes other than that of SIGABRT come from the model's code. gloo aborts a process
-    # (SIGABRT) if the messages of two ranks do not match.
+    # If the messages of two ranks do not match, gloo aborts a process (SIGABRT). Any other exit code
+    # is caused by the model's code.
     ended = {rank: code for rank, code in error.died.items() if code not in (-signal.SIGABRT, None)}
     if ended:
         what = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in ended.items())

@@ -393,8 +393,8 @@ def _batch(
         task: arguments of the training.
         config: the resolved configuration.
         step: number of the step.
-        before: the reference's batches, with which the batch is compared. If it is None, the
-            function is called a second time instead.
+        before: the reference's batches, with which the batch is compared; None compares it with
+            the result of a second call of the user's function.
     """
     batch, rows, call = (
         task.batch(config, step),

@@ -62,8 +62,8 @@ class StepLog(Callback):
         logged = run.is_logged(metrics.step)
         loss = metrics.loss if logged else 0.0  # waits for the device
         self._traffic.add(run.engine.topology.traffic)
-        # The time of a save is added to the next step, because the save begins after the row of its
-        # own step is written.
+        # The time of a save is added to the next step, because the save begins after this step's
+        # row is written.
         saving = self._save_seconds()
         spent = time.perf_counter() - self._began + saving
         times = {"data_s": self._data_s, "ckpt_s": saving, **metrics.seconds}

@@ -16,8 +16,8 @@ from threed.interop.deepspeed.config.keys import Params
 
 NO_HOOKS = "remove them, and call your function before or after engine.step()"
 DECOUPLED = "decoupled_weight_decay"
-# Hyper-parameters that must be equal in all groups. The default of those that `Params` lacks is
-# False.
+# Hyper-parameters that must be equal in all groups. A hyper-parameter that `Params` lacks has the
+# default False.
 HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
 # By class: the optimizer's name in a ds_config, and the hyper-parameters to read.
 READ = {
