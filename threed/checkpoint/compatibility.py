@@ -20,7 +20,7 @@ from threed.zero.agreement import tensors_of_model
 from threed.zero.optimizer import Optimizer
 
 Shape = tuple[int, ...]
-MOST = 10  # limit on the names listed in a message
+MOST = 10  # maximum number of names that a message lists
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class Plan:
         everyone, sections = topology.axis("world"), held(optimizer.layout, states(optimizer))
         keys = [(h.section.digest[:16], h.portion) for h in sections]
         holders: dict[tuple[str, int], list[int]] = {}
-        # by (machine, section): the machine's first rank that holds the section
+        # For each (machine index, digest of a section), the machine's first rank that holds the
+        # section.
         described: dict[tuple[int, str], int] = {}
         for rank, some in enumerate(collectives.exchange(keys, everyone)):
             for digest, portion in some:
@@ -145,7 +146,7 @@ class Copy(Save):
         return self.entry
 
     def commit(self, patience: float = 0.0) -> None:
-        """Exchanges files with the neighbor machines, if this copy has a neighbor."""
+        """Exchanges files with the neighbor machines; has no effect if `neighbor` is missing."""
         if self.neighbor is None:
             return
         entry = self.entry if self.problem is None else {"files": []}

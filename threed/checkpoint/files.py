@@ -108,7 +108,7 @@ def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(4)
 
 
-os.register_at_fork(after_in_child=threads.cache_clear)  # threads do not survive a fork
+os.register_at_fork(after_in_child=threads.cache_clear)  # threads do not exist in a forked child
 
 
 def sums(data: bytes | memoryview, instructions: str | None = None) -> bytes:

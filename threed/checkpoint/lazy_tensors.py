@@ -261,7 +261,7 @@ class Slice:
             )
 
     def _padded(self, values: Sequence[int], by: int) -> Shape:
-        """Prepends `by` to a start or size until it has all dimensions of the tensor."""
+        """Prepends the value `by` to a start or size, so that it has one value per dimension."""
         return (by,) * (len(self.start) - len(values)) + tuple(values)
 
     @property

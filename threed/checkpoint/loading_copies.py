@@ -85,7 +85,7 @@ def look(
 
 
 def _try_assemble(entries: Sequence[tuple[int, Any]]) -> list[Any]:
-    """Returns [slot, manifest, where, problem] of a copy, see `Found`."""
+    """Returns [slot, manifest, where, problem] of a copy: attributes of its `Found`."""
     slot = int(Path(entries[0][1]["path"]).parent.name)
     try:
         return [slot, *assemble(entries), ""]
@@ -109,7 +109,7 @@ def assemble(
     """
     files: dict[str, dict[str, Any]] = {}
     where: dict[str, list[int]] = {}
-    # Every machine saves the buffers; the manifest refers to only one file for each.
+    # Every machine saves the buffers, but the manifest refers to only one file per buffer.
     buffers = set[str]()
     for machine, entry in entries:
         for file in entry["files"]:
@@ -120,8 +120,9 @@ def assemble(
                 own = [about for about in file.get("buffers", ()) if about[0] not in buffers]
                 buffers |= {about[0] for about in own}
                 files[name] = {**file, "buffers": own}
+            # A machine that has other contents under this name cannot provide the file.
             if all(files[name][key] == file[key] for key in ("tree", "sum", "size")):
-                where.setdefault(name, []).append(machine)  # other hashes mean other contents
+                where.setdefault(name, []).append(machine)
     sections = [about for _, entry in entries for about in entry["sections"]]
     head = entries[0][1]["head"]
     body = {**head, **joined([{"sections": sections, "files": files.values()}])}

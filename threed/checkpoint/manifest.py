@@ -53,7 +53,7 @@ IsIntact = Callable[[Path, FileEntry], bool]
 
 
 def file_of(rank: int) -> str:
-    """Returns the name of a rank's file."""
+    """Returns the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -76,7 +76,7 @@ Amount = Annotated[float, Field(ge=0, le=2**53)]
 Length = Annotated[int, Field(ge=1, le=2**53)]
 Dimensions = Annotated[list[Count], Field(max_length=64)]
 Lengths = Annotated[list[Length], Field(max_length=64)]
-Row = Field(strict=False)  # accepts a list for a tuple, because JSON has no tuples
+Row = Field(strict=False)  # accepts a list instead of a tuple, because JSON has no tuples
 Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # a buffer: (name, dtype, shape)
 Number = Annotated[tuple[Count, Count], Row]  # a share: (index of its section, number of the share)
 # A piece: (name of the tensor, start, size, offset in the line).

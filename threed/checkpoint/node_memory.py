@@ -99,7 +99,7 @@ class Place:
         return self.folder / str(number)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yields the valid entries of all ranks and copies; `path` is added to each."""
+        """Yields the valid entries of all ranks and copies, each with its file as `path`."""
         for file in sorted(self.folder.glob("[01]/entry-*.json")):
             entry = _read(file)
             intact = isinstance(entry, dict) and entry.get("sha256") == digest(entry)

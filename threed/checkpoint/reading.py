@@ -57,7 +57,7 @@ class SavedBox:
         return DTYPES[self.section.dtype]
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies a block of this box to `out`: shape `out.shape`, from `start` in this box."""
+        """Copies the block of shape `out.shape` that begins at `start` in this box to `out`."""
         read_strided(self.shape, self.dtype, self._elements, start, out)
 
     def _elements(self, first: int, values: Tensor) -> None:

@@ -229,13 +229,13 @@ def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, st
 
 
 def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
-    with suppress(ValueError):  # another version may have written a value that is not valid here
+    with suppress(ValueError):  # another version may have saved a value that is not valid here
         return written(getattr(GROUPS[group].model_validate({name: saved[name]}), name))
     return str(plain(saved[name]))
 
 
 def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
-    """Yields a line if the next step has another learning rate than with the checkpoint's keys."""
+    """Yields a line if the run's keys change the learning rate of the next step."""
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
     # Another version may have written other keys; then the rates are not compared.
@@ -257,7 +257,8 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelled_as(resolved, config.model).model_dump(mode="json")
     if all(names_model(str(model.get("arch"))) for model in (saved, wanted)):
-        # the file may have moved; shapes are compared when the checkpoint is loaded
+        # The paths of the models' files are not compared, because a file may have moved. Shapes are
+        # compared when the checkpoint is loaded.
         saved["arch"], wanted["arch"] = (m["arch"].rpartition(":")[2] for m in (saved, wanted))
     fixed = {
         python_name(key[6:])

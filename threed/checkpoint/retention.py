@@ -158,7 +158,7 @@ class Retention:
         return problems
 
     def _delete(self, paths: Sequence[Path]) -> None:
-        """Deletes checkpoints, except the ones that `every` keeps. Only rank 0 passes paths."""
+        """Deletes checkpoints, except the ones that `every` keeps. Other ranks than 0 pass none."""
         for path in paths:
             if not (self.every and any(step % self.every == 0 for step in _covered_steps(path))):
                 shutil.rmtree(path, ignore_errors=True)

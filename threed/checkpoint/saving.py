@@ -133,7 +133,7 @@ class Save:
         self._file = self.building  # the file that is being written
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
-        # An event instead of `Thread.is_alive`: if a `join` is interrupted, `is_alive` may be False
+        # An event is used, because `Thread.is_alive` may be False after an interrupted `join`
         # although the thread still runs.
         self._ended = threading.Event()
         self._start_s = 0.0  # duration of the call that began the save
@@ -323,7 +323,7 @@ class Save:
         """
         try:
             yield
-        except Exception as error:  # e.g. JSON cannot represent the caller's state
+        except Exception as error:  # for example, JSON cannot represent the caller's state
             what = f"could not {name} {self.path}"
             self.problem = _reason(error, what, self.path.parent, needed)
             shutil.rmtree(self.building, ignore_errors=True)

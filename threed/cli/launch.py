@@ -105,7 +105,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
             flags, defaults=defaults, world_size=ranks.world,
             local_world=ranks.local_world, machines=ranks.machines, choose_topology=True,
             more=_data_problems,
-            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # one rank per machine checks
+            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # checked once per machine
         )  # fmt: skip
         if options.help:
             return _print_once(help_text(config, prog))
@@ -153,7 +153,7 @@ def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None])
     """Runs the training, reports why it ended early, and returns this rank's exit code."""
     try:
         run()
-    except LostContact:  # already reported
+    except LostContact:  # the death of the other rank is already reported
         return 1
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_resume_hint(config, words)) from None
@@ -161,7 +161,7 @@ def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None])
         code, resumable = next(e for kind, e in ENDINGS.items() if isinstance(error, kind))
         more = f"; {_resume_hint(config, words)}" if resumable else ""
         return refuse(f"threed: {error}{more}", code)
-    except SwapError as error:  # this rank's drive failed
+    except SwapError as error:  # the offload drive of this rank failed
         return refuse(f"threed: {error}", shared=False)
     except OSError as error:
         if not is_unwritable(error):
@@ -187,7 +187,7 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
         interrupted.set()
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise SIGINT is ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # False if SIGINT is ignored
         signal.signal(signal.SIGINT, interrupt)
     if config.run.recheck_bad_steps:
         recheck.configure_cublas()
@@ -411,7 +411,7 @@ def _named_checkpoint_problems(config: Config, data: Data) -> list[str]:
 
 def _device_problems(local_world: int) -> list[str]:
     count = device.count()
-    # srun may make only one GPU visible to each task
+    # srun may make only one GPU visible to each task, so one GPU is enough without torchrun.
     one_visible = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     if 0 < count < local_world and not one_visible:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"

@@ -79,7 +79,7 @@ def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]])
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    # Opened read-only, so that users who share a cache can lock files of other users.
+    # The file is opened read-only, so that users who share a cache can lock each other's files.
     descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
         # A file system without locks raises OSError. Entries are also valid without a lock.

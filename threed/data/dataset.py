@@ -294,7 +294,7 @@ def _by_path(files: tuple[TextFile, ...], split: float) -> list[tuple[TextFile, 
 
 
 def _fraction(name: str) -> float:
-    """Maps a name to [0, 1) by its sha256."""
+    """Returns a number in [0, 1) that is computed from the sha256 of a name."""
     return (
         int.from_bytes(
             hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:6], "big"

@@ -103,4 +103,4 @@ class Prefetcher(Generic[T]):
 
 
 class _Skipped(Exception):
-    """Raised for a step that is not fetched, because an earlier fetch failed or `get` restarted."""
+    """Raised for a step that is not fetched, because a fetch failed or `_restart` was called."""

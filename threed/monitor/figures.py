@@ -219,7 +219,7 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
 
 
 def _marks(axes: Any, rows: Sequence[Row], losses: Points) -> None:
-    """Marks losses that are not finite, and logged steps before which steps were skipped."""
+    """Marks losses that are not finite, and logged steps at which more steps had been skipped."""
     counts = _series(rows, "train/skipped_steps")
     before = [0, *(count for _, count in counts)]
     more = [(step, count - old) for (step, count), old in zip(counts, before, strict=False)]
@@ -355,7 +355,7 @@ def _figure(
             return True
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None})
-    text = drawn.getvalue().replace('pt"', '"', 2)  # removes the unit of width and height
+    text = drawn.getvalue().replace('pt"', '"', 2)  # removes the unit pt of width and height
     out.write_text(style.styled(text, title), encoding="utf-8")
     return True
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from threed.reliability import heartbeat
 from threed.reliability.heartbeat import Beat, first_three, process_state, when, who
 
-# Parts of the errors of gloo, NCCL and the store after another process has died.
+# Parts of the error messages of gloo, NCCL and torch's store after another process has died.
 _LOST = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process exited",
     "communicator was aborted", "connection was likely closed", "connection refused", "recvvalue failed",
@@ -58,7 +58,7 @@ def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
 
 
 def describe(beat: Beat) -> str:
-    """Returns the line about a rank that was killed."""
+    """Returns a line of text about a rank that was killed."""
     return f"{who(beat)} was killed: process {beat['pid']} has ended in {when(beat)}"
 
 

@@ -1,8 +1,8 @@
 """Checks the run folder at the start of a run: every rank can use it, and no other run uses it.
 
-    probe(folder, everyone)                      # every rank can write, and sees another's file
+    probe(folder, everyone)                      # checks that all ranks share the folder
     with owned(folder, everyone, job) as owner:  # RunFolderError if another run uses the folder
-        owner.check()                            # before a save: no other run has taken it over
+        owner.check()                            # before a save: RunFolderError if taken over
 
 The run that uses the folder has a file `owner-N.json` there, where N counts the runs that have used
 the folder. The file contains host, process and job. Its modification time is renewed every second

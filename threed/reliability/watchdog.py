@@ -110,7 +110,7 @@ class Watchdog:
         self._write_stacks()
         time.sleep(ANSWER_S)
         write_error_file(self._print(elapsed) if self._is_lowest() else self._wait_for_report())
-        with contextlib.suppress(Exception):  # flight_record uses a private function of torch
+        with contextlib.suppress(Exception):  # `flight_record` calls a private function of torch
             record = self._stacks.with_suffix(".collectives.json")
             record.write_bytes(collectives.flight_record())
         about = self.heart.folder, self.heart.rank, self.world_size

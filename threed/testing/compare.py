@@ -158,7 +158,7 @@ def unequal(
 def unequal_buffers(
     engine: Engine, truth: Mapping[str, Tensor], tolerance: float
 ) -> Iterator[Finding]:
-    """Yields this rank's persistent buffers that differ."""
+    """Yields this rank's persistent buffers that differ from `truth`."""
     for name, place in engine.buffers.persistent().items() if truth else ():
         got, want = place.value, truth.get(name)
         if got is None or want is None or got.shape != want.shape:

@@ -109,7 +109,7 @@ def boundaries(
 
 
 def largest(values: Tensor) -> float:
-    """Returns the largest absolute value."""
+    """Returns the largest absolute value in a tensor; 0 for an empty tensor."""
     return float(values.abs().max()) if values.numel() else 0.0
 
 
@@ -175,8 +175,8 @@ class Explainer:
     def _backward(
         self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], early: bool
     ) -> Iterator[About]:
-        """Yields the differing parameters of the layers after the one at which the backward begins
-        to differ, and then that layer."""
+        """Yields the origin of a difference in the backward: the last layer whose input gradient
+        differs. Yields the differing parameters of later layers first."""
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)
         gradient = next((part for part in self.truth["first"]["moments"] if part != WEIGHT), "")
@@ -281,7 +281,7 @@ def _near(got: Tensor, want: Tensor) -> bool:
 
 
 def named(text: str, layers: Layers) -> tuple[str | None, str | None]:
-    """Returns the first layer and the first parameter that a text mentions, each or None."""
+    """Returns (first layer, first parameter) that a text mentions; None for either if missing."""
     layer_of = {name: layer for layer, own in layers for name in own}
     layer = _first_named(text, [layer for layer, _ in layers])
     parameter = _first_named(text, layer_of)

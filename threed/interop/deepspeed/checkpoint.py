@@ -376,7 +376,7 @@ def stage_of(found: Table) -> int:
     """
     value = found.get("zero_stage", 1)
     value = value.args[0] if isinstance(value, PickledObject) and value.args else value
-    # Python 3.11.0 to 3.11.3 pickle the name of the member of ZeroStageEnum
+    # Python 3.11.0 to 3.11.3 pickle a member of ZeroStageEnum by its name.
     if isinstance(value, str):
         value = {"optimizer_states": 1, "gradients": 2, "weights": 3}.get(value, value)
     if value not in (1, 2, 3):

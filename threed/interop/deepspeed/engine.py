@@ -195,7 +195,7 @@ class DeepSpeedEngine:
         self._pending = False
 
     def _step_scheduler(self) -> None:
-        """Advances a passed scheduler, unless the step was skipped because of an overflow."""
+        """Advances the program's scheduler, unless the step was skipped because of an overflow."""
         if self.lr_scheduler is None or isinstance(self.lr_scheduler, SchedulerView):
             return
         skipped = self.skipped_steps if self.engine.optimizer.scaler.rule.dynamic else 0

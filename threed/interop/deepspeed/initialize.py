@@ -97,7 +97,7 @@ def initialize(
 
 
 def _scheduler_problem(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Returns why a passed scheduler cannot be used, or None."""
+    """Returns why the program's scheduler cannot be used, or None."""
     if scheduler is None or callable(scheduler):
         return None
     if not callable(getattr(scheduler, "step", None)):

@@ -1,4 +1,7 @@
-"""The optimizer and the scheduler that `initialize` returns: learning rates of the engine's groups."""
+"""The optimizer and the scheduler that `initialize` returns.
+
+Both give access to the learning rates of the engine's parameter groups.
+"""
 
 from __future__ import annotations
 

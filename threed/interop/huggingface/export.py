@@ -88,7 +88,7 @@ def export_hf(
     reader = Reader(checkpoint, manifest)
     model = _saved_model(manifest["config"]["model"], reader)
     table = entries(model)
-    # No layout has buffers, so the check below reports them as unexpected.
+    # No Hugging Face layout has buffers, so `check_names` reports buffers as unexpected.
     buffers = {name: shape for name, (*_, shape) in reader.buffers.items()}
     check_names({**reader.shapes, **buffers}, native_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
@@ -153,7 +153,7 @@ def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
     """
     try:
         model = ModelConfig.model_validate(saved)
-        # Check this first: the table of a huge number of layers would fill the memory.
+        # Checked first, because the table of a huge number of layers would fill the memory.
         if model.layers <= len(reader.shapes):
             return resolve_model(model)
     except ValueError as error:

@@ -85,7 +85,7 @@ class HFTensors(ABC):
         except CheckpointError as error:
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_files()
-        # Check this first: the table of a huge number of layers would fill the memory.
+        # Checked first, because the table of a huge number of layers would fill the memory.
         if self.model.layers > len(names):
             raise CheckpointError(
                 f"{path}: its configuration has {counted(self.model.layers, 'layer')}, but it has fewer tensors"
@@ -142,7 +142,7 @@ class HFTensors(ABC):
             yield from self._head_problems(found)
 
     def _head_problems(self, found: Mapping[str, Header]) -> Iterator[str]:
-        """Yields a problem if head and embedding are tied, but the files' head differs from it."""
+        """Yields a problem if head and embedding are tied, but differ in the files."""
         embedding = self._key(self.table[0])
         slabs = (read_slabs(self._hf_tensor(WEIGHT, name)) for name in (HEAD, embedding))
         same = found[HEAD] == found[embedding]
@@ -299,7 +299,7 @@ def _places(path: Path) -> dict[str, str]:
 
 def _open(file: Path) -> Any:
     try:
-        # `stat` follows symbolic links, because download caches consist of them.
+        # Links to regular files are accepted (`stat` follows them): download caches contain links.
         if not stat.S_ISREG(file.stat().st_mode):
             raise OSError("it is not a regular file")
         return safe_open(file, framework="pt")

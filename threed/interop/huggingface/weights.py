@@ -1,7 +1,7 @@
 """Converts a Hugging Face folder to a native checkpoint, or loads its weights into an engine.
 
-import_hf(HFFolder(src), dst)                         # `threed convert`; without a process group
-load_hf(path, optimizer, topology, config, extras)    # `--checkpoint.resume`
+import_hf(HFFolder(src), dst)                         # for `threed convert`; no process group
+load_hf(path, optimizer, topology, config, extras)    # for `--checkpoint.resume`; collective
 """
 
 from __future__ import annotations

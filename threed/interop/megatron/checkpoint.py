@@ -123,7 +123,7 @@ class MegatronCheckpoint:
         self.model = model_of(_args(dist, reader), str(path))
         tensors = unstacked(_of_model(dist))
         present = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
-        # Check this first: the shapes of a huge number of layers would fill the memory.
+        # Checked first, because the shapes of a huge number of layers would fill the memory.
         if self.model.layers > present:
             problem = f"it has {present} of {counted(self.model.layers, 'layer')}"
             raise CheckpointError(f"{path} does not fit its args: {problem}")

@@ -177,7 +177,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-PURE: Any = pickle._Unpickler  # the pure-Python unpickler; Any, because it has no annotations
+PURE: Any = pickle._Unpickler  # the pure-Python unpickler, typed as Any: it has no annotations
 
 
 class _Unpickler(PURE):
@@ -443,7 +443,7 @@ def _opened(path: Path, end: int = 0) -> Iterator[tuple[BinaryIO, int]]:
                 raise ValueError("it is truncated" if size else "it is empty")
             file.seek(0)
             yield file, size
-    except Exception as error:  # a malicious file can make zipfile and pickle raise anything
+    except Exception as error:  # a malicious file can make zipfile and pickle raise any exception
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise CheckpointError(f"{path} cannot be read: {plain(why)}") from None
 

@@ -19,7 +19,7 @@ DECOUPLED = "decoupled_weight_decay"
 # Hyper-parameters that must be equal in all groups. A hyper-parameter that `Params` lacks has the
 # default False.
 HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
-# By class: the optimizer's name in a ds_config, and the hyper-parameters to read.
+# For each class: (name of the optimizer in a ds_config, hyper-parameters to read).
 READ = {
     torch.optim.AdamW: ("AdamW", ("betas", "eps", "amsgrad", "maximize")),
     torch.optim.Adam: ("Adam", ("betas", "eps", "amsgrad", "maximize")),

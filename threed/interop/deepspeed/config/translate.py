@@ -233,13 +233,13 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
             f"{ZERO}.zero_quantized_gradients", "quantizes blocks of 256 elements to 8 bits, not 4"
         )
     elements = zero.reduce_bucket_size or 64 * 2**20 // width
-    if zero.sub_group_size is not None:  # the number of elements in one rank's slice
+    if zero.sub_group_size is not None:  # counted in elements of one rank's slice
         elements = min(elements, zero.sub_group_size * ranks)
     return {
         "stage": stage,
         "shard_size": "all" if zero.mics_shard_size < 1 else ranks,
         "bucket_mib": elements * width / 2**20,
-        # `resident` is an exclusive limit, DeepSpeed's threshold an inclusive one
+        # Adds 1, because `resident` is an exclusive limit, and DeepSpeed's threshold is inclusive.
         "resident": zero.stage3_param_persistence_threshold + 1 if stage == 3 else 0,
         "compress_weights": "int8" if zero.zero_quantized_weights else "none",
         "compress_gradients": "int8" if zero.zero_quantized_gradients else "none",
