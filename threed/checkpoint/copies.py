@@ -204,7 +204,8 @@ class Neighbor:
         """Sends the files of an entry, and stores the files that other ranks send to this one.
 
         Args:
-            folder: folder of the copy, which contains the files to send and those received.
+            folder: folder of the copy, which contains the files to send, and gets the files that
+                are received.
             entry: description of the files to send.
 
         Returns:

@@ -139,8 +139,8 @@ def start_hashing(block: memoryview, tree: bool) -> Future[tuple[bytes, bytes]]:
 
     Args:
         block: at most BLOCK bytes; must not change until the result is available.
-        tree: whether to compute the SHA-256 in addition to the checksums; it takes about ten times
-            as long. Without the native library, the SHA-256 is always computed.
+        tree: whether to compute the SHA-256 in addition to the checksums. The SHA-256 takes about
+            ten times as long as the checksums. Without the native library, it is always computed.
 
     Returns:
         A future of (SHA-256 digest, checksums); the digest is b"" if it was not computed.

@@ -82,7 +82,7 @@ class TensorSource(Protocol):
 
 
 def saved_part(part: str, saved: Collection[str]) -> str | None:
-    """Returns the saved part from which a part of the state is loaded, or None if it is not saved.
+    """Returns the saved part from which a part of the state is loaded, or None without such a part.
 
     The previous weights are saved only if they differ from the newest weights. If they are not
     saved, they are loaded from the newest weights.

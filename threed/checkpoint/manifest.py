@@ -169,7 +169,7 @@ class _Data(_Strict):
 class _Config(_Strict):
     """The keys of the configuration that are read before it is parsed.
 
-    Only these are validated here, because other keys may differ between versions of threed.
+    Other keys are not validated here, because they may differ between versions of threed.
     """
 
     model: _Model

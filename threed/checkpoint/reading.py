@@ -40,7 +40,7 @@ class SavedBox:
         section: the section.
         line: index of the line in the section.
         at: offset of the piece in the line, in elements.
-        holders: file name and tensor key of each share of the section, by number of the share.
+        holders: (file name, key in the file) of each share of the section, by number of the share.
     """
 
     reader: Reader

@@ -35,7 +35,7 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """States whether a run that resumes may change some keys, and with which effect.
+    """A rule on whether a run that resumes may change some keys, and on the effect of a change.
 
     Attributes:
         group: group of the keys.

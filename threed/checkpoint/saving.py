@@ -106,11 +106,12 @@ class Save:
             (None), `limit` always applies.
         before_publishing: function that rank 0 calls after the files of all ranks are written; or
             None.
-        purpose: name of the thread, and of the snapshot among the readers for which updates wait.
+        purpose: name of the thread, and key in `optimizer.readers`, by which updates wait for the
+            snapshot.
         durable: whether files are flushed to disk, and whether process exit waits for the thread.
         elsewhere: advice on how to choose another location, for messages.
-        problem: error text, or None; the error of this rank, or, on rank 0 after `done`, of any
-            rank.
+        problem: error text of this rank, or None. On rank 0, once the save is `done`, it may be the
+            error of any rank.
         reported: whether `wait` has returned or raised the outcome.
     """
 

@@ -104,7 +104,7 @@ class Section:
         self._starts: dict[int, array[int]] = {}
 
     def window(self, number: int, line: Line, index: int) -> tuple[int, int]:
-        """Returns the range [first, last) of a line that share `number` has of one window.
+        """Returns the range [first, last) of a line that a share contains of one window.
 
         Args:
             number: number of the share.
@@ -175,7 +175,7 @@ class Section:
     def _window_starts(self, number: int) -> array[int]:
         """Returns, for each window, the number of elements that a share has of earlier windows.
 
-        The elements of one part of the state are counted.
+        The elements of only one part of the state are counted, because all parts have equally many.
 
         Args:
             number: number of the share.

@@ -189,7 +189,7 @@ class ByteTokenizer:
 class TokenizerJson:
     """A Hugging Face tokenizer, run by the `tokenizers` library.
 
-    The module `special_tokens` finds its bos and end-of-text tokens.
+    The functions of the module `special_tokens` find its bos and end-of-text tokens.
 
     Args:
         files: the tokenizer's files.

@@ -47,7 +47,8 @@ def convert(
             tokenizer of the Hugging Face folder, or of the run that wrote the native checkpoint;
             for DeepSpeed and Megatron-LM checkpoints it means "none".
         to: "native", "hf" or "safetensors" (weights under threed's names, and config.toml). None
-            means "native", but for a native checkpoint "hf", or "safetensors" for a custom model.
+            means "safetensors" for a native checkpoint of a custom model or module, "hf" for any
+            other native checkpoint, and "native" for all other formats.
         allow_pickle: whether to read the pickle-based checkpoints of DeepSpeed and Megatron-LM.
         config: the transformers config.json of a DeepSpeed checkpoint's model, or the folder that
             contains it; None searches the checkpoint folder and its parent.

@@ -164,7 +164,7 @@ def _line(axes: Any, points: Points, **look: Any) -> None:
 def _fit(axes: Any, points: Points, ticks: str, levels: Iterable[float] = ()) -> None:
     """Sets scale, limits and ticks of a vertical axis for the finite values of points.
 
-    A linear axis may become up to twice as long to contain a level.
+    A linear axis may become up to twice as long, so that it contains the horizontal lines `levels`.
     """
     values = sorted(_finite(points))
     logarithmic = values[0] > 0 and _most(values)[1] > _LOG_RATIO * _most(values)[0]

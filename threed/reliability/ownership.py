@@ -158,8 +158,8 @@ def _modified(file: Path) -> int:
 class Owner:
     """The ownership of a run folder.
 
-    Only rank 0 has an owner file: it renews this file in a thread, and checks that it is the newest
-    one.
+    Only rank 0 has an owner file. A thread of rank 0 renews this file, and `check` verifies that it
+    is the newest owner file.
 
     Args:
         folder: the run folder.

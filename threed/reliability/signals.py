@@ -35,7 +35,7 @@ TERMINATED = 128 + signal.SIGTERM
 class Signals:
     """Receives signals inside its `with` block.
 
-    Outside the main thread, entering it has no effect, because only the main thread can set signal
+    Outside the main thread, the block has no effect, because only the main thread can set signal
     handlers. A signal that the process ignores stays ignored.
 
     Attributes:

@@ -52,7 +52,8 @@ def initialize(
 
     Returns:
         A tuple of the engine, its optimizer, a loader of `training_data` (None without
-        `training_data`), and the scheduler: the passed one or a view of the config's, or None.
+        `training_data`), and the scheduler: the one that was passed, a view of the config's
+        schedule, or None.
 
     Raises:
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.

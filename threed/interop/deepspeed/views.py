@@ -212,7 +212,7 @@ class SchedulerView:
     def step(self, *_: Any) -> None:
         """Has no effect, because each update advances the schedule.
 
-        A skipped step does not advance it.
+        A skipped step does not advance the schedule.
         """
 
     def state_dict(self) -> dict[str, Any]:
