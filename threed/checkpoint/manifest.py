@@ -140,7 +140,7 @@ class _State(_Strict):
     good_steps: Amount | None = None
     hysteresis_left: Amount | None = None
     norm_mean: Annotated[float, Field(ge=0)] = 0.0  # mean gradient norm
-    norms: Amount = 0.0  # number of gradient norms in the mean
+    norms: Amount = 0.0  # number of gradient norms in `norm_mean`
     rates: list[Annotated[float, Field(ge=0)]] | None = None  # learning rates set by the program
     last_update: Annotated[  # [gradient norm, learning rate] of the last update with schedule 2bw
         list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])

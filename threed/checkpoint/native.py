@@ -209,7 +209,7 @@ def _overwrite(
             # format.
             if optimizer.layout.policy.param_dtype == torch.float16:
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
-    except CheckpointError:  # raised on every rank
+    except CheckpointError:  # the error is raised on every rank
         if initial is not None:
             initialize(optimizer, initial, again=True, everything=True)
         raise

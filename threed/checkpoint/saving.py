@@ -137,9 +137,9 @@ class Save:
         # An event is used, because `Thread.is_alive` may be False after an interrupted `join`
         # although the thread still runs.
         self._ended = threading.Event()
-        self._start_s = 0.0  # duration of the call that began the save
+        self._start_s = 0.0  # duration of the call that began the save, in seconds
         self.reported = False
-        self._deadline = math.inf  # time at which rank 0 stops waiting for entries
+        self._deadline = math.inf  # `time.monotonic()` at which rank 0 stops waiting for entries
         self._has_exited: Callable[[int], bool] = lambda rank: False
 
     @property

@@ -105,7 +105,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
             flags, defaults=defaults, world_size=ranks.world,
             local_world=ranks.local_world, machines=ranks.machines, choose_topology=True,
             more=_data_problems,
-            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # checked once per machine
+            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # checked by one rank per machine
         )  # fmt: skip
         if options.help:
             return _print_once(help_text(config, prog))
@@ -187,7 +187,7 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
         interrupted.set()
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # False if SIGINT is ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if SIGINT is ignored
         signal.signal(signal.SIGINT, interrupt)
     if config.run.recheck_bad_steps:
         recheck.configure_cublas()

@@ -60,7 +60,7 @@ class Prefetcher(Generic[T]):
         self._submit()
         try:
             return future.result()
-        except _Skipped:  # not computed, because the fetch of an earlier step failed
+        except _Skipped:  # this step was not fetched, because the fetch of an earlier step failed
             return self.get(step)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Folders of safetensors files with the global names of a model: exports of any model.
 
     export_safetensors(Path("runs/mine/checkpoints/step-200"), Path("mine"))
-    weights = SafetensorsFolder(Path("mine"))       # name -> tensor, read on demand
+    weights = SafetensorsFolder(Path("mine"))       # a mapping by name; tensors are read on demand
 
 A folder has the weights and persistent buffers as model.safetensors, or as shards with an index as
 Hugging Face writes them, and the configuration of the run as config.toml.

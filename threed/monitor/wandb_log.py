@@ -61,7 +61,7 @@ class WandbRun:
         tags: Sequence[str] = (),
     ) -> None:
         self.run_id = (
-            run_id  # kept even if wandb is off, so that a later start can continue the wandb run
+            run_id  # the id is kept if wandb is off, so that a later start can continue the run
         )
         self._note = note
         self._run: Any = None

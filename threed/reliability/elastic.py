@@ -74,7 +74,7 @@ class Memory:
         self.world = engine.topology.axis("world")
         self.room = Room(copies=False)
         self._writing: Copy | None = None
-        self._slot = 0  # slot of the next copy
+        self._slot = 0  # slot (0 or 1) to which the next copy is written
         self._first = True  # True until a copy of this start is complete
         self.taken: tuple[int, int] | None = None  # (epoch, step) of the copy resumed from
         self.problem = ""  # reason why the newest finished copy failed, or ""
@@ -242,7 +242,7 @@ class Memory:
         self.problem = problems[0] if problems else ""
         if problems:
             return
-        if self._first:  # copies of earlier starts are no longer needed
+        if self._first:  # a copy of this start is complete; copies of earlier starts are obsolete
             if self.machines.first:
                 self.place.keep(copy.save)
             collectives.barrier(self.world)
@@ -271,7 +271,7 @@ class Memory:
         except (
             BadStepsError,
             ReplicaError,
-        ):  # raised on all ranks, so all machines remove their copies
+        ):  # these errors are raised on all ranks, so all machines remove their copies
             self.drop()
             raise
         except Exception:

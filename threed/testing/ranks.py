@@ -212,7 +212,7 @@ def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> 
     except BaseException as error:
         _send(pipe, "failure", (traceback.format_exc(), getattr(error, "report", None)))
     pipe.close()
-    os._exit(0)  # gloo's threads may abort a process during a regular exit
+    os._exit(0)  # exits at once, because gloo's threads may abort a process in a regular exit
 
 
 def _send(pipe: Connection, kind: str, value: Any) -> None:

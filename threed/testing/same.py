@@ -146,7 +146,7 @@ class Report:
 
 
 class _Broken(PicklableError):
-    """Raised on a rank whose training failed. `run_ranks` sends `report` to the parent."""
+    """Raised on a rank whose training failed. `run_ranks` sends its `report` to the parent."""
 
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
@@ -343,7 +343,7 @@ def _train(
         A dict with the results of `look` ("first", "last"), the layers and the batches; and the
         watch, with the values that layers passed to each other.
     """
-    os.dup2(2, 1)  # keeps a model's prints out of the report on stdout
+    os.dup2(2, 1)  # sends a model's prints to stderr, because the report is written to stdout
     phase, at, layers = "build", lambda: "", list[tuple[str, list[str]]]()
     try:
         config = resolve(configured(task.config, parsed), VOCAB, ranks_of(parsed))

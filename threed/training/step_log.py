@@ -60,7 +60,7 @@ class StepLog(Callback):
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         logged = run.is_logged(metrics.step)
-        loss = metrics.loss if logged else 0.0  # waits for the device
+        loss = metrics.loss if logged else 0.0  # reading the loss waits for the device
         self._traffic.add(run.engine.topology.traffic)
         # The time of a save is added to the next step, because the save begins after this step's
         # row is written.

@@ -237,7 +237,7 @@ def to_native(tensors: Tensors, model: ModelConfig) -> Tensors:
         for key, part in _in_layer(inside, tensor, model):
             found[f"blocks.{match[1]}.{key}" if key != inside else name] = part
     if model.tied:
-        found.pop("head.weight", None)  # equal to the embedding, because they are tied
+        found.pop("head.weight", None)  # a tied head equals the embedding, so it is dropped
     return found
 
 
