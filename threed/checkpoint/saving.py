@@ -171,9 +171,9 @@ class Save:
         Args:
             optimizer: holder of the states.
             room: host memory for the snapshot.
-            now: whether to return only after the snapshot is complete, so that all states may
-                change. Needed if code other than the optimizer changes them, because only the
-                optimizer's updates wait for the snapshot.
+            now: whether to return only once the values of all states are copied or written, so that
+                all states may change. Needed if code other than the optimizer changes them, because
+                only the optimizer's updates wait for the snapshot.
         """
         snapshot = self._snapshot = Snapshot(self.records, optimizer, room)
         optimizer.readers.add(self.purpose, snapshot.release)

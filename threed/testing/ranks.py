@@ -95,8 +95,8 @@ class _World:
         end = time.monotonic() + timeout
         while len(self.results) < len(self.pipes):
             waiting = [self.pipes[rank] for rank in self.silent]
-            # After the first failure, waits one more second for the failures of other ranks,
-            # because the first failure is often not the cause.
+            # After a failure, waits up to one more second for messages of other ranks, because the
+            # first failure is often not the cause.
             left = max(0.0, end - time.monotonic())
             ready = wait(waiting, timeout=1.0 if self.failures else left)
             if not ready:
