@@ -3,11 +3,11 @@
     checkpoint.save(engine, "runs/tiny/checkpoints/step-200")          collective
     engine = checkpoint.load("runs/tiny", threed.Topology(tp=2))       collective; in any topology
     print(checkpoint.inspect("runs/tiny/checkpoints/step-200"))        checks all hashes
-    checkpoint.convert("runs/tiny/checkpoints/step-200", "tiny-hf")    a Hugging Face folder, and back
+    checkpoint.convert("runs/tiny/checkpoints/step-200", "tiny-hf")    to a Hugging Face folder
 
 The functions are defined in `threed.interop`, because they also handle the formats of other
-programs; this package exports them on first use. Its modules are internal: the native format, its
-readers and writers, and copies of the training state in memory.
+programs; this package imports them on first use. The modules of this package are internal: the
+native format, its readers and writers, and copies of the training state in memory.
 """
 
 from threed.core.exports import lazy

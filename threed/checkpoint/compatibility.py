@@ -1,7 +1,7 @@
 """Compares the names and shapes of tensors between a checkpoint and the model of an engine.
 
-This is done before any tensor of the engine is overwritten. `take_full` sets weights and buffers of
-an engine from full tensors.
+A load compares them before it overwrites any tensor of the engine. `take_full` sets the weights and
+buffers of an engine from full tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from threed.zero.agreement import tensors_of_model
 from threed.zero.optimizer import Optimizer
 
 Shape = tuple[int, ...]
-MOST = 10  # limit on the names listed in a message
+MOST = 10  # maximum number of names that a message lists
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def expected(optimizer: Optimizer, buffers: Buffers, topology: Topology) -> Expe
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns the first `MOST` names, sorted, as text; if there are more, their number follows."""
+    """Returns the first `MOST` names in sorted order as text, and the number of omitted names."""
     some = sorted(names)
     return ", ".join(some[:MOST]) + (f" and {len(some) - MOST} more" if len(some) > MOST else "")
 
@@ -89,7 +89,7 @@ def differences(
 
 
 def tell(rank: int, text: str, names: Collection[str]) -> None:
-    """Warns on rank 0 if there are names. `text` is the message, with {} for the names."""
+    """Warns on rank 0, unless `names` is empty. The names replace {} in the message `text`."""
     if names and rank == 0:
         warnings.warn(text.format(listed(names)), stacklevel=4)
 

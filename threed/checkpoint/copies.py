@@ -61,15 +61,16 @@ class Plan:
 
     @classmethod
     def of(cls, optimizer: Optimizer, topology: Topology, machines: Machines) -> Plan:
-        """Divides the shares that the ranks of a machine hold between these ranks. Collective.
+        """Assigns each share that a machine holds to one of the machine's ranks. Collective.
 
         Returns:
-            The part of this rank.
+            The plan of this rank, with the shares that are assigned to it.
         """
         everyone, sections = topology.axis("world"), held(optimizer.layout, states(optimizer))
         keys = [(h.section.digest[:16], h.portion) for h in sections]
         holders: dict[tuple[str, int], list[int]] = {}
-        # by (machine, section): the machine's first rank that holds the section
+        # For each (machine index, digest of a section), the machine's first rank that holds the
+        # section.
         described: dict[tuple[int, str], int] = {}
         for rank, some in enumerate(collectives.exchange(keys, everyone)):
             for digest, portion in some:
@@ -108,9 +109,10 @@ class Copy(Save):
     """One rank's part of a copy.
 
     Attributes:
-        save: [epoch, step]; the epoch counts the starts of the run (`node_memory.Epochs`).
+        save: [epoch, step] of the copy; the epoch counts the starts of the run
+            (`node_memory.Epochs`).
         alone: names of the files that no other machine has.
-        neighbor: exchange with neighboring machines; None if files are not sent to others.
+        neighbor: exchange with neighboring machines; None if files are not sent to other machines.
         entry: description of the files that this rank has written.
     """
 
@@ -135,7 +137,8 @@ class Copy(Save):
 
     def _write_files(self, values: Iterable[Tensor]) -> dict[str, Any]:
         self.path.mkdir(parents=True, exist_ok=True)
-        # removes the entries of the older copy in this slot, because its files are overwritten now
+        # Removes the entries of the older copy in this slot before its files are overwritten,
+        # because a file that an entry lists must be complete.
         self._entry_file(self.everyone.index).unlink(missing_ok=True)
         for source, _ in self.neighbor.sources if self.neighbor else ():
             _copied_entry(self.path, source).unlink(missing_ok=True)
@@ -143,7 +146,7 @@ class Copy(Save):
         return self.entry
 
     def commit(self, patience: float = 0.0) -> None:
-        """Exchanges files with the neighbor machines, if this copy has a neighbor."""
+        """Exchanges files with the neighbor machines; has no effect if `neighbor` is missing."""
         if self.neighbor is None:
             return
         entry = self.entry if self.problem is None else {"files": []}
@@ -161,9 +164,10 @@ def _copied_entry(folder: Path, source: int) -> Path:
 def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: bool) -> int:
     """Returns a forecast of the host memory that copies use per rank, in bytes.
 
-    For each of the two copies, it counts this rank's slices once, or twice if `run.replicate` is
-    "neighbor". On a GPU, it adds the page-locked staging memory. If several ranks of a machine
-    hold the same slices, which are stored once, the forecast is too high.
+    For each of the two copies, the forecast counts this rank's slices of the states once, or twice
+    if `run.replicate` is "neighbor". On a GPU, it adds the page-locked staging memory. If several
+    ranks of a machine hold the same slices, the forecast is too high, because the machine stores
+    these slices only once.
 
     Args:
         config: configuration of the run.
@@ -200,7 +204,8 @@ class Neighbor:
         """Sends the files of an entry, and stores the files that other ranks send to this one.
 
         Args:
-            folder: folder of the copy, which contains the files to send and those received.
+            folder: folder of the copy, which contains the files to send, and gets the files that
+                are received.
             entry: description of the files to send.
 
         Returns:
@@ -213,7 +218,7 @@ class Neighbor:
                 send_json(entry, self.to)
                 for file in entry["files"]:
                     problems.append(send_file(folder / file["file"], file["size"], self.to))
-            except Exception as error:  # the connection was lost
+            except Exception as error:  # the connection to the other rank was lost
                 problems.append(str(error))
 
         sending = threading.Thread(target=send, name="memory", daemon=True)

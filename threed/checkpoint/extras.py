@@ -42,7 +42,8 @@ class Extras:
     def rewinding(self) -> Callable[[], None]:
         """Returns a function that restores the current state of changing buffers and generators.
 
-        Call it before a forward that will be run a second time.
+        If the same forward runs twice, call `rewinding` before the first run, and the returned
+        function before the second.
         """
         states, values = rng_states(self.topology.device), self.buffers.changing()
 
@@ -54,7 +55,10 @@ class Extras:
         return rewind
 
     def _synchronize(self) -> None:
-        """Makes buffers equal on all data ranks; warns if tensor ranks differ. Collective."""
+        """Makes buffers equal on all data ranks; warns if tensor ranks' buffers differ.
+
+        Collective.
+        """
         self.buffers.agree()
         names = set(self.buffers.different()) - self._warned
         self._warned |= names
@@ -70,8 +74,8 @@ class Extras:
             any_copy: see `Buffers.owned`.
 
         Returns:
-            Their description for the manifest, and copies of their bytes by key in the file, uint8
-            [n] on the CPU.
+            The description of the buffers and generators for the manifest; and, by key in the file,
+            a copy of the bytes of each of them, uint8 [bytes] on the CPU.
         """
         self._synchronize()
         owned = self.buffers.owned(any_copy)
@@ -104,7 +108,7 @@ class Extras:
     def _state_problems(self, states: Mapping[str, Tensor]) -> list[str]:
         """Returns the error with which torch rejects generator states, or an empty list.
 
-        To test the states, it sets them, and then restores the current ones.
+        To test the states, this method sets them, and then restores the current states.
         """
         device = self.topology.device
         before = rng_states(device)
@@ -119,7 +123,7 @@ class Extras:
         return []
 
     def restore_generators(self, saved: Mapping[str, Tensor], same: bool, seed: str) -> None:
-        """Restores the generators, or seeds them if the checkpoint is of another topology.
+        """Restores the generators, or seeds them if the checkpoint has another topology.
 
         Args:
             saved: this rank's saved generator states by name.

@@ -1,4 +1,6 @@
-"""Sends files and JSON values from one rank to another; files in messages of bounded size.
+"""Sends files and JSON values from one rank to another.
+
+Files are sent in messages of bounded size.
 
     send_file(path, size, link)        on the sender
     receive_file(path, size, link)     on the receiver
@@ -26,8 +28,8 @@ MESSAGE = 2**24  # bytes per message
 def send_file(path: Path, size: int, link: Link, device: torch.device | str = "cpu") -> str:
     """Sends `size` bytes of a file.
 
-    For bytes that cannot be read, zeros are sent. A load at the receiver then fails, because the
-    hash of the file is wrong.
+    For bytes that cannot be read, zeros are sent. A later load of the received file then fails,
+    because the hash of the file is wrong.
 
     Args:
         path: file to send.

@@ -47,17 +47,17 @@ NAMES = {
     torch.uint8: "U8",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-# Further dtypes of buffers in exports.
+# All dtypes that an export may contain: `NAMES`, and further dtypes that only buffers have.
 EXPORTED = NAMES | {
     torch.bool: "BOOL", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.complex64: "C64",
 }  # fmt: skip
-MOST_HEADER = 10**8  # bytes; the limit of the safetensors library
-About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape, by name
+MOST_HEADER = 10**8  # maximum size of a header in bytes, as in the safetensors library
+About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # (dtype, shape) of each tensor, by name
 Metadata = Mapping[str, str]
-Parts = Iterable[bytes | Tensor]  # contents of a file; tensors are uint8 [n] on the CPU
+Parts = Iterable[bytes | Tensor]  # contents of a file: bytes, and uint8 tensors [n] on the CPU
 NONE: Metadata = MappingProxyType({})
 POLL_S = 0.125  # seconds between calls of the `hurries` argument of `write_hashed`
-BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes per hashing task, per read, per checksum
+BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes per hashing task, per read and per two checksums
 
 
 class CheckpointError(RuntimeError):
@@ -78,12 +78,12 @@ class RunFolderError(RuntimeError):
 def is_finite(values: Tensor) -> bool:
     """Returns whether all values of a tensor are finite.
 
-    It allocates no temporary tensor of that size. The host waits for the result. Integer tensors
-    and empty tensors count as finite.
+    The check allocates no temporary tensor of the size of `values`. The host waits for the result.
+    Integer tensors and empty tensors count as finite.
     """
     if not values.numel() or not values.is_floating_point():
         return True
-    # min and max propagate NaN
+    # If any value is NaN, the minimum and the maximum are NaN, so checking these two is enough.
     return bool(torch.isfinite(torch.stack(values.detach().aminmax())).all())
 
 
@@ -94,8 +94,8 @@ class Hashes(NamedTuple):
     """The hashes of a file, as hexadecimal text.
 
     Attributes:
-        tree: SHA-256 over blocks; None for a copy in memory that has a `sum`.
-        sum: checksum over blocks; None without the native library.
+        tree: SHA-256 of the digests of all blocks; None for a copy in memory that has a `sum`.
+        sum: SHA-256 of the checksums of all blocks; None without the native library.
     """
 
     tree: str | None
@@ -108,7 +108,7 @@ def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(4)
 
 
-os.register_at_fork(after_in_child=threads.cache_clear)  # threads do not survive a fork
+os.register_at_fork(after_in_child=threads.cache_clear)  # threads do not exist in a forked child
 
 
 def sums(data: bytes | memoryview, instructions: str | None = None) -> bytes:
@@ -139,8 +139,8 @@ def start_hashing(block: memoryview, tree: bool) -> Future[tuple[bytes, bytes]]:
 
     Args:
         block: at most BLOCK bytes; must not change until the result is available.
-        tree: whether to compute the SHA-256 in addition to the checksums; it takes about ten times
-            as long. Without the native library, the SHA-256 is always computed.
+        tree: whether to compute the SHA-256 in addition to the checksums. The SHA-256 takes about
+            ten times as long as the checksums. Without the native library, it is always computed.
 
     Returns:
         A future of (SHA-256 digest, checksums); the digest is b"" if it was not computed.
@@ -211,8 +211,8 @@ def stream_tensors(
         about: dtype and shape of each tensor, by name.
         tensors: the tensors in the order of `about`. A tensor may arrive in several parts, split
             along its rows.
-        metadata: text by name, for the header.
-        how: keyword arguments for `write_hashed`.
+        metadata: entries of `__metadata__` in the header, text by name.
+        how: keyword arguments of `write_hashed`.
 
     Raises:
         OSError: if the file cannot be written.
@@ -232,9 +232,9 @@ def write_hashed(
         parts: contents in order: bytes, and uint8 tensors [n] on the CPU.
         limit: maximum rate in bytes per second; None for no limit.
         hurries: callback that returns True once `limit` no longer applies, because the run is to
-            stop and waits for this file; None: `limit` always applies.
-        durable: whether to flush the file to disk and compute its SHA-256. False for files in
-            memory: if the native library is available, only their checksum is computed.
+            stop and waits for this file. Without a callback (None), `limit` always applies.
+        durable: whether to flush the file to disk and compute its SHA-256. It is False for files in
+            memory; only their checksum is computed, if the native library is available.
 
     Raises:
         OSError: if the file cannot be written.
@@ -244,7 +244,7 @@ def write_hashed(
         for block in _blocks(parts):
             hashing = start_hashing(block, tree=durable)
             _write_block(file, block)
-            hashes.append(hashing.result())  # waits, because the next block reuses the buffer
+            hashes.append(hashing.result())  # waits, because the next block overwrites the buffer
             written += len(block)
             if limit is not None:
                 os.fdatasync(file.fileno())
@@ -268,14 +268,14 @@ def overwriting(path: Path) -> str:
 
 
 def _blocks(parts: Parts) -> Iterator[memoryview]:
-    """Yields the bytes of all parts in blocks of BLOCK bytes. The next block reuses the memory."""
+    """Yields the bytes of all parts in blocks of BLOCK bytes. Each overwrites the block before."""
     dtype, filled = torch.uint8, 0
     buffer = torch.empty(BLOCK, dtype=dtype)
     for part in parts:
         rest = torch.frombuffer(bytearray(part), dtype=dtype) if isinstance(part, bytes) else part
         while rest.numel():
             some = rest[: BLOCK - filled]
-            buffer[filled : filled + len(some)].copy_(some)  # releases the GIL
+            buffer[filled : filled + len(some)].copy_(some)  # releases the GIL during the copy
             filled, rest = filled + len(some), rest[len(some) :]
             if filled == BLOCK:
                 yield buffer.numpy().data
@@ -403,7 +403,8 @@ class TensorFile:
             if len(starts) > 1:
                 blocks = [(rest[start : start + BLOCK], at + start) for start in starts]
                 work = [threads().submit(fill, self._handle, *block) for block in blocks]
-                # Waits even if a block failed: no thread may write into `out` after `read` returns.
+                # Waits for all blocks even if one failed, because no thread may write into `out`
+                # after `read` has returned.
                 wait(work)
                 for one in work:
                     one.result()
@@ -436,7 +437,7 @@ class TensorFile:
 
 
 def fill(handle: int, out: memoryview, at: int) -> None:
-    """Reads bytes of an open file into `out`, starting at offset `at`.
+    """Fills `out` with the bytes of an open file from offset `at`.
 
     Raises:
         OSError: if the file ends before `out` is full.

@@ -2,7 +2,7 @@
 
     restore = Restore(source, trained)   callback of `records.fill_in_place`
     restore.problems                     one line about the first bad tensor, or empty
-    tally = Tally()                      counts bad tensors in a conversion
+    tally = Tally()                      records the bad tensors of a conversion
     tally.passed(name, slab)             checks some rows of a tensor, and returns them
     tally.tell(path)                     warns of the bad tensors, if there are any
 

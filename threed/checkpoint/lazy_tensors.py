@@ -1,9 +1,9 @@
 """Lazy tensors, whose values are read from files on demand, and compositions of lazy tensors.
 
-    joined = concatenate([first, second])        a `Boxed`; joins vectors, or matrices by rows
-    part = rows(joined, (100, 200))              a `Slice`
-    matrix = Reshaped((20, 5), part)             for a vector `part`
-    read_box(matrix, start=(4, 0), size=(8, 5))
+    joined = concatenate([first, second])        a `Boxed`: vectors, or matrices joined by rows
+    part = rows(joined, (100, 200))              a `Slice`: rows 100 to 199
+    matrix = Reshaped((20, 5), part)             if `part` is a vector of 100 elements
+    read_box(matrix, start=(4, 0), size=(8, 5))  reads rows 4 to 11
 
 A box is a block of a tensor, with a start and a size in each dimension. The rows of a tensor are
 its slices along the first dimension.
@@ -32,10 +32,10 @@ from threed.distributed.sharding import intersect, slices
 from threed.zero.state import PREVIOUS, WEIGHT
 
 Shape = tuple[int, ...]
-SLAB_BYTES = 2**24  # maximum size of the slabs of `read_slabs`
-MOST_BYTES = 2**25  # maximum size of a read
-# Contiguous runs shorter than this are read together with the gaps between them, if the starts of
-# two runs are less than 16 times this apart.
+SLAB_BYTES = 2**24  # maximum size of the slabs of `read_slabs`, in bytes
+MOST_BYTES = 2**25  # maximum size of a read, in bytes
+# A size in bytes. Contiguous runs shorter than this are read together with the gaps between them,
+# if the starts of two neighboring runs are less than 16 times this size apart.
 SHORT_BYTES = 2**12
 
 
@@ -51,7 +51,12 @@ class LazyTensor(Protocol):
         """The shape of the tensor."""
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies the box [*out.shape] at `start` to `out`, which may have any dtype and device."""
+        """Copies the box of shape `out.shape` that begins at `start` to `out`.
+
+        Args:
+            start: index of the box's first element, per dimension.
+            out: destination, of any dtype and device.
+        """
 
 
 class TensorSource(Protocol):
@@ -77,7 +82,7 @@ class TensorSource(Protocol):
 
 
 def saved_part(part: str, saved: Collection[str]) -> str | None:
-    """Returns the saved part from which a part of the state is loaded, or None if it is not saved.
+    """Returns the saved part from which a part of the state is loaded, or None without such a part.
 
     The previous weights are saved only if they differ from the newest weights. If they are not
     saved, they are loaded from the newest weights.
@@ -94,7 +99,7 @@ def saved_part(part: str, saved: Collection[str]) -> str | None:
 
 
 def read_box(tensor: LazyTensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Returns the box [*size] of a tensor at `start`, in the tensor's dtype."""
+    """Returns the box of shape `size` that begins at `start`, in the tensor's dtype."""
     out = torch.empty(tuple(size), dtype=tensor.dtype)
     tensor.read(tuple(start), out)
     return out
@@ -108,7 +113,7 @@ def read_all(tensor: LazyTensor) -> Tensor:
 def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
     """Yields the rows of a tensor in slabs of up to `SLAB_BYTES`, at least one row each.
 
-    The next slab reuses the memory.
+    A slab is valid only until the next one, which overwrites its memory.
 
     Args:
         tensor: tensor of at least one dimension.
@@ -147,8 +152,8 @@ def read_strided(
         elements: function that reads consecutive elements. It is called as `elements(first,
             values)`: the index of the first element, and the destination [n], contiguous and on
             the CPU.
-        start: start of the box [*out.shape].
-        out: destination, of any dtype and device.
+        start: index of the first element of the box, per dimension.
+        out: destination of the shape of the box, of any dtype and device.
     """
     if not shape:
         shape, start, out = (1,), (0,), out.view(1)
@@ -193,11 +198,11 @@ T = TypeVar("T", bound=LazyTensor)
 
 @dataclass(frozen=True, eq=False)
 class Boxed(Generic[T]):
-    """A tensor that consists of boxes, which together cover it.
+    """A tensor that is assembled from boxes, which together cover all of it.
 
     Attributes:
         shape: shape of the tensor.
-        boxes: start of each box, and a tensor with its values.
+        boxes: (start, tensor with the values) of each box.
     """
 
     shape: Shape
@@ -209,16 +214,21 @@ class Boxed(Generic[T]):
         return functools.reduce(torch.promote_types, (tensor.dtype for _, tensor in self.boxes))
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies the box [*out.shape] at `start` to `out`."""
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
         for tensor, inside, at, size in self.meeting(start, out.shape):
             tensor.read(inside, out[slices(at, size, start)])
 
     def meeting(self, start: Shape, size: Shape) -> Iterator[tuple[T, Shape, Shape, Shape]]:
-        """Yields this tensor's boxes that intersect the box [*size] at `start`.
+        """Yields the boxes of this tensor that intersect a requested box.
+
+        Args:
+            start: index of the first element of the requested box, per dimension.
+            size: size of the requested box, per dimension.
 
         Yields:
-            Four values: the tensor of a box, and, of its intersection, the start relative to that
-            box, the start in this tensor, and the size.
+            Four values: the tensor of a box of this tensor; and, for its intersection with the
+            requested box, the start relative to the former box, the start in this tensor, and the
+            size.
         """
         for origin, tensor in self.boxes:
             if (common := intersect(start, size, origin, tensor.shape)) is not None:
@@ -228,7 +238,7 @@ class Boxed(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """The box [*shape] of a tensor at `start`.
+    """The box of a tensor that begins at `start` and has the given shape.
 
     `shape` may omit leading dimensions. The box has size 1 in the omitted dimensions.
 
@@ -251,7 +261,7 @@ class Slice:
             )
 
     def _padded(self, values: Sequence[int], by: int) -> Shape:
-        """Prepends `by` to a start or size until it has all dimensions of the tensor."""
+        """Prepends the value `by` to a start or size, so that it has one value per dimension."""
         return (by,) * (len(self.start) - len(values)) + tuple(values)
 
     @property
@@ -260,7 +270,7 @@ class Slice:
         return self.whole.dtype
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies the box [*out.shape] at `start` to `out`."""
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
         inside = zip(self.start, self._padded(start, 0), strict=True)
         self.whole.read(tuple(a + b for a, b in inside), out.view(self._padded(out.shape, 1)))
 
@@ -289,7 +299,7 @@ class Reshaped:
         return self.flat.dtype
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies the box [*out.shape] at `start` to `out`."""
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
         read_strided(self.shape, self.dtype, self._elements, start, out)
 
     def _elements(self, first: int, values: Tensor) -> None:
@@ -313,7 +323,7 @@ class Transposed:
         return self.whole.shape[::-1]
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies the box [*out.shape] at `start` to `out`."""
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
         out.copy_(read_box(self.whole, start[::-1], out.shape[::-1]).t())
 
 
@@ -362,7 +372,7 @@ class MemoryTensor:
         return tuple(self.values.shape)
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies the box [*out.shape] at `start` to `out`."""
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
         out.copy_(self.values[slices(start, out.shape)])
 
 
@@ -387,7 +397,7 @@ class FileTensor:
     first: int
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies the box [*out.shape] at `start` to `out`.
+        """Copies the box of shape `out.shape` that begins at `start` to `out`.
 
         Raises:
             CheckpointError: if the file cannot be read, or the box is not inside the tensor.

@@ -37,7 +37,7 @@ class Found:
     """A copy that was found in memory; it may be incomplete.
 
     Attributes:
-        epoch: number of the start of the run that made the copy, see `Epochs`.
+        epoch: number of the start of the run in which the copy was made, see `Epochs`.
         step: step of the copy.
         slot: slot in which the machines have the copy.
         manifest: manifest of the copy; empty if the copy is not complete.
@@ -61,7 +61,7 @@ class Found:
 def look(
     place: Place, machines: Machines, epochs: Epochs, everyone: Axis, device: torch.device
 ) -> list[Found]:
-    """Returns the copies that this start may load, newest first. Collective.
+    """Returns the copies that this start of the run may load, newest first. Collective.
 
     The result is the same on all ranks.
 
@@ -85,7 +85,7 @@ def look(
 
 
 def _try_assemble(entries: Sequence[tuple[int, Any]]) -> list[Any]:
-    """Returns [slot, manifest, where, problem] of a copy, see `Found`."""
+    """Returns [slot, manifest, where, problem] of a copy: attributes of its `Found`."""
     slot = int(Path(entries[0][1]["path"]).parent.name)
     try:
         return [slot, *assemble(entries), ""]
@@ -109,7 +109,7 @@ def assemble(
     """
     files: dict[str, dict[str, Any]] = {}
     where: dict[str, list[int]] = {}
-    # Every machine saves the buffers; the manifest refers to only one file for each.
+    # Every machine saves the buffers, but the manifest refers to only one file per buffer.
     buffers = set[str]()
     for machine, entry in entries:
         for file in entry["files"]:
@@ -120,8 +120,9 @@ def assemble(
                 own = [about for about in file.get("buffers", ()) if about[0] not in buffers]
                 buffers |= {about[0] for about in own}
                 files[name] = {**file, "buffers": own}
+            # A machine that has other contents under this name cannot provide the file.
             if all(files[name][key] == file[key] for key in ("tree", "sum", "size")):
-                where.setdefault(name, []).append(machine)  # otherwise its contents differ
+                where.setdefault(name, []).append(machine)
     sections = [about for _, entry in entries for about in entry["sections"]]
     head = entries[0][1]["head"]
     body = {**head, **joined([{"sections": sections, "files": files.values()}])}
@@ -164,7 +165,7 @@ def transfers(
 ) -> list[Transfer]:
     """Returns the transfers that give each machine the files that its ranks need.
 
-    The result is the same on all ranks, and so is its order. If several machines have a file, the
+    All ranks return the same transfers in the same order. If several machines have a file, its
     senders are distributed over these machines and their ranks.
 
     Args:
@@ -201,8 +202,8 @@ def load_copy(
         topology: ranks of the run.
         wanted: the records that this rank reads.
         buffers: names of the buffers that this rank reads.
-        load: called as `load(folder, files)`: loads the checkpoint in `folder`, and checks the
-            hashes of `files` on this rank.
+        load: function, called as `load(folder, files)`, that loads the checkpoint in `folder` and
+            checks the hashes of `files` on this rank.
 
     Returns:
         The result of `load`.
@@ -228,8 +229,8 @@ def load_copy(
         collectives.raise_together(problems, everyone, CheckpointError)
         local_needs = sorted({name for rank in here for name in needs[rank]})
         return load(folder, set(local_needs[here.index(topology.rank) :: len(here)]))
-    # Raised on all ranks. The received files are deleted, because their memory may be needed to
-    # load an older copy.
+    # The error is raised on all ranks. Each deletes the files that it has received, because loading
+    # an older copy may need their memory.
     except CheckpointError:
         for move in moves:
             if move.target == topology.rank:

@@ -4,11 +4,11 @@
     manifest = read_manifest(path)      raises only CheckpointError, with the reason
     problems = verify(path, manifest)   checks the hashes of the files in the manifest
 
-A manifest contains its own hash. The hash detects damage but is not a signature: anyone who edits a
-manifest can update it. So manifests are also validated, before they are written and, in a load,
-before any tensor is read. Counters must be finite and in range, names printable, and files plain
-files of the folder, and the files must contain each element of every tensor exactly once
-(`coverage_problems`).
+A manifest contains its own hash. The hash detects damage but is not a signature, because anyone who
+edits a manifest can also recompute the hash. So manifests are also validated: before they are
+written and, in a load, before any tensor is read. Counters must be finite and in range. Names must
+be printable. Files must be plain files of the folder, and together they must contain each element
+of every tensor exactly once (`coverage_problems`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from threed.core.atomic import building_place, publish, write_text
 FORMAT = "threed-checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"
-MOST_BYTES = 2**30  # maximum size of a manifest
+MOST_BYTES = 2**30  # maximum size of a manifest, in bytes
 # Limit on the sum, over tensors, of (number of boxes)^2 * (number of dimensions). At this limit,
 # the search for overlapping boxes takes seconds.
 MOST_PAIRS = 2**31
-# maximum number of windows in a section (see the module `sections`), summed over its lines
+# Maximum number of windows of a section (see the module `sections`), in all of its lines together.
 MOST_WINDOWS = 2**20
 Corner = tuple[int, ...]
 FileEntry = Mapping[str, Any]
@@ -53,7 +53,7 @@ IsIntact = Callable[[Path, FileEntry], bool]
 
 
 def file_of(rank: int) -> str:
-    """Returns the name of a rank's file."""
+    """Returns the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -71,15 +71,15 @@ class _Strict(BaseModel):
 
 
 Name = Annotated[str, Field(min_length=1, max_length=2**14), AfterValidator(_printable)]
-Count = Annotated[int, Field(ge=0, le=2**53)]  # doubles represent all these integers exactly
+Count = Annotated[int, Field(ge=0, le=2**53)]  # an integer that a double represents exactly
 Amount = Annotated[float, Field(ge=0, le=2**53)]
 Length = Annotated[int, Field(ge=1, le=2**53)]
 Dimensions = Annotated[list[Count], Field(max_length=64)]
 Lengths = Annotated[list[Length], Field(max_length=64)]
-Row = Field(strict=False)  # accepts a list for a tuple, because JSON has no tuples
-Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # name, dtype, shape
-Number = Annotated[tuple[Count, Count], Row]  # a share: index of the section, number in it
-# name, start, size, offset in its line
+Row = Field(strict=False)  # accepts a list instead of a tuple, because JSON has no tuples
+Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # a buffer: (name, dtype, shape)
+Number = Annotated[tuple[Count, Count], Row]  # a share: (index of its section, number of the share)
+# A piece: (name of the tensor, start, size, offset in the line).
 Piece = Annotated[tuple[Name, Dimensions, Lengths, Count], Row]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -94,7 +94,7 @@ class _File(_Strict):
         sum: checksum, see `files`; None if the native library was not available.
         holds: the shares in the file, as (index of the section, number of the share).
         buffers: name, dtype and shape of each buffer in the file.
-        generators: names of the generators with states in the file.
+        generators: names of the generators whose states the file contains.
     """
 
     file: Annotated[Name, Field(max_length=100)]
@@ -140,9 +140,9 @@ class _State(_Strict):
     good_steps: Amount | None = None
     hysteresis_left: Amount | None = None
     norm_mean: Annotated[float, Field(ge=0)] = 0.0  # mean gradient norm
-    norms: Amount = 0.0  # number of gradient norms in the mean
+    norms: Amount = 0.0  # number of gradient norms in `norm_mean`
     rates: list[Annotated[float, Field(ge=0)]] | None = None  # learning rates set by the program
-    last_update: Annotated[  # its gradient norm and learning rate, saved with schedule 2bw
+    last_update: Annotated[  # [gradient norm, learning rate] of the last update with schedule 2bw
         list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])
     ]
 
@@ -169,7 +169,7 @@ class _Data(_Strict):
 class _Config(_Strict):
     """The keys of the configuration that are read before it is parsed.
 
-    Only these are validated here, because other keys may differ between versions of threed.
+    Other keys are not validated here, because they may differ between versions of threed.
     """
 
     model: _Model
@@ -206,7 +206,7 @@ def check_structure(manifest: Mapping[str, Any], what: str = "the manifest") -> 
 
     Args:
         manifest: manifest, with or without its hash.
-        what: name of the manifest, for the message.
+        what: description of the manifest in the message, such as its path.
 
     Raises:
         CheckpointError: if the manifest is not valid.
@@ -320,9 +320,9 @@ def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, A
         CheckpointError: if the manifest is not valid.
         TypeError, ValueError, RecursionError: if JSON cannot represent `head`.
     """
-    # Validates the values that a reader will get, because JSON turns tuples into lists.
+    # Validates the values as a reader will parse them, because JSON turns tuples into lists.
     body = json.loads(json.dumps({**head, **joined(entries)}))
-    check_structure(body, f"{path / MANIFEST}")  # do not publish an unreadable checkpoint
+    check_structure(body, f"{path / MANIFEST}")  # prevents publishing an unreadable checkpoint
     building = building_place(path)
     write_text(building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
     publish(building, path)
@@ -331,7 +331,8 @@ def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, A
 def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns shapes, sections and files of a manifest, merged from the entries of all ranks."""
     described = [both for entry in entries for both in entry["sections"]]
-    # Ranks that hold replicas describe the same section.
+    # Several ranks may describe the same section. Equal descriptions have the same digest, so the
+    # section is listed once.
     sections = {digest(about): about for about, _ in described}
     shapes = {name: shape for _, some in described for name, shape in some.items()}
     numbers = {digest: number for number, digest in enumerate(sections)}
@@ -358,7 +359,7 @@ def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Returns the manifest of a checkpoint folder, after checking it.
 
-    Renamed keys of its configuration have their current names and values.
+    Renamed keys and values of the saved configuration are replaced by their current spelling.
 
     Raises:
         CheckpointError: if the manifest cannot be read, is damaged or not valid, or has another
@@ -418,8 +419,8 @@ def did_you_mean(path: Path) -> str:
 def _text(file: Path) -> str:
     """Returns the text of a regular file.
 
-    The file is opened in non-blocking mode, because otherwise `open` would wait for a writer if it
-    is a named pipe.
+    The file is opened in non-blocking mode. Otherwise, if the file is a named pipe, `open` would
+    wait for a writer.
 
     Raises:
         OSError: if the file cannot be read, is not a regular file, or is too large.
@@ -447,8 +448,10 @@ def verify(
     Args:
         path: folder of the checkpoint.
         manifest: its manifest, or an excerpt that has only `files`.
-        index: index of the first file to check; a rank, if the files are divided between ranks.
-        of: step to the next file to check; the number of ranks.
+        index: index of the first file to check. If the files are divided between ranks, it is the
+            rank.
+        of: distance between the indices of the files to check. If the files are divided between
+            ranks, it is the number of ranks.
         thorough: True compares the SHA-256 (`tree`) of each file that has one. False compares the
             faster `sum` if it is available; this is enough to detect damage.
     """
@@ -462,7 +465,7 @@ def verify(
 
 
 def missing(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each file that is missing or has another size, without opening files."""
+    """Returns a line for each file that is missing or has the wrong size, without opening files."""
     return _problems(path, manifest["files"], lambda file, entry: True)
 
 

@@ -67,9 +67,9 @@ def load(
         topology: ranks of the run.
         config: configuration of the run.
         extras: buffers and generators.
-        hashed: names of the files whose hashes this rank checks; needed for copies in memory,
-            because machines then have different files. By default the files are divided between
-            all ranks.
+        hashed: names of the files whose hashes this rank checks. By default, the files are divided
+            between all ranks. This is not possible for copies in memory, because the machines have
+            different files.
 
     Returns:
         The counters of the run at the checkpoint (`state` in the manifest).
@@ -77,8 +77,8 @@ def load(
     Raises:
         CheckpointError: on every rank. The engine is unchanged if a file is missing or damaged, or
             the checkpoint is of another model or optimizer. Values that are not finite are found
-            only while states are overwritten. An engine that has its initial weights then gets
-            them again; any other engine is marked as inconsistent.
+            only while states are overwritten: then, an engine that had its initial weights gets
+            them again, and any other engine is marked as inconsistent.
     """
     everyone = topology.axis("world")
 
@@ -105,7 +105,7 @@ def load(
 
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
-    # No warning if the checkpoint has no updates, because its moments were zero.
+    # If the run had made no update, missing moments need no warning, because they were zero.
     _warn_not_restored(topology.rank, reader, here, without_moments if state["updates"] else set())
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
@@ -142,7 +142,7 @@ def _refuse_model(path: Path, reader: Reader, here: compatibility.Expected) -> N
 def _share(
     manifest: Mapping[str, Any], everyone: Axis, hashed: Collection[str] | None
 ) -> dict[str, Any]:
-    """Returns an excerpt of the manifest: `files` with the files that this rank checks."""
+    """Returns an excerpt of the manifest: the entries in `files` of files that this rank checks."""
     files = manifest["files"]
     if hashed is None:
         return {"files": files[everyone.index :: everyone.size]}
@@ -162,8 +162,8 @@ def _refuse_unreadable(
     Args:
         path: folder of the checkpoint.
         reader: the open checkpoint.
-        without_moments: names of tensors without moments in the checkpoint. They are not checked
-            for moments, because these start at zero.
+        without_moments: names of tensors without moments in the checkpoint. Moments of these
+            tensors are not required, because they start at zero.
         optimizer: holder of the states that will be loaded.
         extras: buffers and generators that will be loaded.
         rank: saved rank whose generator states will be loaded; None for no generators.
@@ -209,7 +209,7 @@ def _overwrite(
             # format.
             if optimizer.layout.policy.param_dtype == torch.float16:
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
-    except CheckpointError:  # raised on every rank
+    except CheckpointError:  # the error is raised on every rank
         if initial is not None:
             initialize(optimizer, initial, again=True, everything=True)
         raise

@@ -44,7 +44,7 @@ FOLDER = "THREED_MEMORY"
 RECORD = "memory.json"
 ELSEWHERE = f"name another folder in memory by {FOLDER}"
 COPIES = 2  # number of copies at a time: the newest complete copy, and the copy in progress
-NEW_S = 60.0  # a folder without launcher.json, and younger than this, may still be in creation
+NEW_S = 60.0  # age in seconds below which a folder without launcher.json may be unfinished
 
 
 def base() -> Path:
@@ -72,7 +72,10 @@ class Place:
         _write(self.folder / "launcher.json", launcher())
 
     def is_this_launchers(self) -> bool:
-        """Returns whether this launcher created the folder, that is, before it restarted ranks."""
+        """Returns whether the launcher of this process created the folder.
+
+        If so, the launcher has restarted the ranks since then.
+        """
         return _read(self.folder / "launcher.json") == launcher()
 
     def sweep(self) -> list[str]:
@@ -96,7 +99,7 @@ class Place:
         return self.folder / str(number)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yields the valid entries of all ranks and copies; `path` is added to each."""
+        """Yields the valid entries of all ranks and copies, each with its file as `path`."""
         for file in sorted(self.folder.glob("[01]/entry-*.json")):
             entry = _read(file)
             intact = isinstance(entry, dict) and entry.get("sha256") == digest(entry)
@@ -123,7 +126,7 @@ class Place:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def free(self) -> int:
-        """Returns the bytes that copies may use: free space, and files that this run has there."""
+        """Returns the bytes that copies may use: the free space plus this run's files."""
         used = sum(file.stat().st_size for file in self.folder.rglob("*.safetensors"))
         return shutil.disk_usage(self.home).free + used
 
@@ -246,9 +249,9 @@ class Epochs:
 
     Attributes:
         run: token that names this run's folders in memory.
-        epoch: number of the newest start.
-        base: (epoch, step) of the copy that this start loaded, or None. All other copies of earlier
-            starts are obsolete, because training continued from another state.
+        epoch: number of the newest start of the run.
+        base: (epoch, step) of the copy that the newest start loaded, or None. All other copies of
+            earlier starts are obsolete, because training continued from another state.
     """
 
     run: str
@@ -257,7 +260,7 @@ class Epochs:
 
     @classmethod
     def of(cls, folder: Path, everyone: Axis) -> Epochs:
-        """Returns the `memory.json` of a run folder as rank 0 reads it, or a new one. Collective."""
+        """Returns the record in a run folder, which rank 0 reads, or a new record. Collective."""
         values = [_read(folder / RECORD), folder.stat().st_ino, secrets.token_hex(16)]
         found, number, token = collectives.exchange(values, everyone)[0]
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -268,7 +271,7 @@ class Epochs:
         return cls(token, 0, None)
 
     def counts(self, epoch: int, step: int) -> bool:
-        """Returns whether a start may load the copy of this epoch and step."""
+        """Returns whether a start of the run may load the copy of an epoch and step."""
         return epoch == self.epoch or (epoch, step) == self.base
 
     def write(self, folder: Path) -> None:

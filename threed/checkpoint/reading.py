@@ -40,7 +40,7 @@ class SavedBox:
         section: the section.
         line: index of the line in the section.
         at: offset of the piece in the line, in elements.
-        holders: file name and tensor key of each share of the section, by number of the share.
+        holders: (file name, key in the file) of each share of the section, by number of the share.
     """
 
     reader: Reader
@@ -57,14 +57,14 @@ class SavedBox:
         return DTYPES[self.section.dtype]
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies the box [*out.shape] at `start`, relative to this box, to `out`."""
+        """Copies the block of shape `out.shape` that begins at `start` in this box to `out`."""
         read_strided(self.shape, self.dtype, self._elements, start, out)
 
     def _elements(self, first: int, values: Tensor) -> None:
         done = 0
         for number, lo, hi in self._between(first, first + values.numel()):
             name, key = self.holders[number]
-            # `file` checks that the header agrees with the manifest, so the offset is valid.
+            # `Reader.file` compares the header with the manifest, so the offset below is valid.
             file = self.reader.file(name)
             offset = self.section.offset(number, self.line, self.part, lo)
             file.read(key, offset, values[done : done + hi - lo])
@@ -74,9 +74,13 @@ class SavedBox:
         return self.section.between(self.line, self.at + first, self.at + last)
 
     def files(self, start: Shape, size: Shape) -> set[str]:
-        """Returns the names of the files with values of the box [*size] at `start` in this box.
+        """Returns the names of the files that contain values of a block of this box.
 
         The files need not exist.
+
+        Args:
+            start: index of the block's first element in this box, per dimension.
+            size: size of the block, per dimension.
         """
         strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         first = sum(a * stride for a, stride in zip(start, strides, strict=True))
@@ -231,7 +235,7 @@ class Reader:
         return of_bytes(self.file(file).tensor(f"buffer/{name}"), dtype, shape)
 
     def generators(self, rank: int) -> dict[str, Tensor]:
-        """Returns the saved generator states of a rank, uint8 [n] by name."""
+        """Returns the saved generator states of a rank, by name; each is uint8 [bytes]."""
         file = file_of(rank)
         names = self._entries.get(file, {}).get("generators", ())
         return {name: self.file(file).tensor(f"generator/{name}") for name in names}

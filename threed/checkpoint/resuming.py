@@ -1,8 +1,8 @@
-"""Compares a checkpoint with the run that resumes from it, by a table of all configuration keys.
+"""Compares a checkpoint with the run that resumes from it, with a table of configuration keys.
 
     found = compare(manifest, config, data)
     found.refused          differences that prevent the resume, each with its fix
-    found.applied          other differences to report: old value, new value, effect
+    found.applied          other differences to report, each with old value, new value and effect
 
 The table is `RULES`; `python -m tests.keys` writes it to docs/reference/configuration.md. If the step of a
 checkpoint is 0, or its weights were imported from another framework, only the model and the
@@ -35,7 +35,7 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule for keys that a run may or may not change when it resumes.
+    """A rule on whether a run that resumes may change some keys, and on the effect of a change.
 
     Attributes:
         group: group of the keys.
@@ -131,7 +131,7 @@ CONTENTS: tuple[tuple[str, Change, str], ...] = (
     ("contents of the data (sha256)", "applied", OTHER_DATA),
     ("token ids of the tokenizer (fingerprint)", "refused", OTHER_IDS),
 )
-"""Rules for contents that are compared instead of keys: (name of the contents, change, note)."""
+"""Rules for data and tokenizer, whose contents, not keys, are compared: (name, change, note)."""
 RATE = ("train.steps", "optim.lr", "optim.min-lr", "optim.warmup", "optim.schedule")
 BY_KEY = {key: rule for rule in RULES for key in rule.keys}
 
@@ -229,13 +229,13 @@ def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, st
 
 
 def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
-    with suppress(ValueError):  # another version may have written a value that is not valid here
+    with suppress(ValueError):  # another version may have saved a value that is not valid here
         return written(getattr(GROUPS[group].model_validate({name: saved[name]}), name))
     return str(plain(saved[name]))
 
 
 def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
-    """Yields a line if the next step has another learning rate than with the checkpoint's keys."""
+    """Yields a line if the run's keys change the learning rate of the next step."""
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
     # Another version may have written other keys; then the rates are not compared.
@@ -257,7 +257,8 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelled_as(resolved, config.model).model_dump(mode="json")
     if all(names_model(str(model.get("arch"))) for model in (saved, wanted)):
-        # the file may have moved; shapes are compared when the checkpoint is loaded
+        # The paths of the models' files are not compared, because a file may have moved. Shapes are
+        # compared when the checkpoint is loaded.
         saved["arch"], wanted["arch"] = (m["arch"].rpartition(":")[2] for m in (saved, wanted))
     fixed = {
         python_name(key[6:])

@@ -75,9 +75,9 @@ def _step(path: Path) -> int:
 
 
 def _covered_steps(path: Path) -> Iterator[int]:
-    """Yields the step of a checkpoint, and the steps at which a checkpoint was due but deferred.
+    """Yields the step of a checkpoint, and the steps of deferred checkpoints that it replaces.
 
-    This checkpoint was saved in place of the deferred ones.
+    A checkpoint that is due after a skipped step is deferred; the next checkpoint replaces it.
     """
     yield _step(path)
     with contextlib.suppress(CheckpointError):
@@ -158,13 +158,13 @@ class Retention:
         return problems
 
     def _delete(self, paths: Sequence[Path]) -> None:
-        """Deletes checkpoints, except the ones that `every` keeps. Only rank 0 passes paths."""
+        """Deletes checkpoints, except the ones that `every` keeps. Other ranks than 0 pass none."""
         for path in paths:
             if not (self.every and any(step % self.every == 0 for step in _covered_steps(path))):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _problems(self, path: Path) -> list[str]:
-        """Returns the errors of a checkpoint, found on any rank. Collective.
+        """Returns the errors that all ranks together find in a checkpoint. Collective.
 
         Each rank checks a share of the files.
         """
@@ -179,9 +179,9 @@ class Retention:
     def set_aside(self, origin: Path | None, step: int) -> str:
         """Moves away the checkpoints that a run abandons by starting from `origin`. Collective.
 
-        If `origin` is in this run's folder, these are the checkpoints of later steps. Otherwise,
-        that is, from scratch or from another run's checkpoint, they are all checkpoints.
-        `metrics.jsonl` is copied to the same folder.
+        If `origin` is in this run's folder, the run abandons the checkpoints of later steps. If it
+        starts from scratch or from another run's checkpoint, it abandons all checkpoints.
+        `metrics.jsonl` is copied to the folder to which they are moved.
 
         Args:
             origin: checkpoint from which the run starts; None to start from scratch.
@@ -209,7 +209,8 @@ class Retention:
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists():
             shutil.copy2(metrics, aside)
-        # Moves the newest last, so that an interrupted run still resumes from it.
+        # Moves the newest checkpoint last: if moving is interrupted, the next start with "auto"
+        # still finds this checkpoint.
         for path in reversed(later):
             path.rename(aside / path.name)
         for place in (aside, self.folder, self.folder / "checkpoints"):

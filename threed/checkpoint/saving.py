@@ -64,7 +64,7 @@ def _reason(
     error: BaseException, what: str, folder: Path, needed: int | None = None,
     elsewhere: str = ELSEWHERE,
 ) -> str:  # fmt: skip
-    """Returns an error as one line: `what`, and the reason. A CheckpointError is not changed."""
+    """Returns an error as one line, `what` and the reason; of a CheckpointError, only its text."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
@@ -102,13 +102,16 @@ class Save:
         head: the manifest's format, version, configuration, topology and state.
         began: value of `time.perf_counter` at the start of the call that began the save.
         limit: maximum rate of this rank's writes in bytes per second; None for no limit.
-        hurries: callback that returns True once `limit` no longer applies; None: it always applies.
-        before_publishing: called on rank 0, after the files of all ranks are written; or None.
-        purpose: name of the thread; also the name under which updates wait for the snapshot.
+        hurries: callback that returns True once `limit` no longer applies. Without a callback
+            (None), `limit` always applies.
+        before_publishing: function that rank 0 calls after the files of all ranks are written; or
+            None.
+        purpose: name of the thread, and key in `optimizer.readers`, by which updates wait for the
+            snapshot.
         durable: whether files are flushed to disk, and whether process exit waits for the thread.
         elsewhere: advice on how to choose another location, for messages.
-        problem: error text, or None; the error of this rank, or, on rank 0 after `done`, of any
-            rank.
+        problem: error text of this rank, or None. On rank 0, once the save is `done`, it may be the
+            error of any rank.
         reported: whether `wait` has returned or raised the outcome.
     """
 
@@ -131,12 +134,12 @@ class Save:
         self._file = self.building  # the file that is being written
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
-        # An event instead of `Thread.is_alive`: if a `join` is interrupted, `is_alive` may be False
+        # An event is used, because `Thread.is_alive` may be False after an interrupted `join`
         # although the thread still runs.
         self._ended = threading.Event()
-        self._start_s = 0.0  # duration of the call that began the save
+        self._start_s = 0.0  # duration of the call that began the save, in seconds
         self.reported = False
-        self._deadline = math.inf  # time at which rank 0 stops waiting for entries
+        self._deadline = math.inf  # `time.monotonic()` at which rank 0 stops waiting for entries
         self._has_exited: Callable[[int], bool] = lambda rank: False
 
     @property
@@ -168,8 +171,9 @@ class Save:
         Args:
             optimizer: holder of the states.
             room: host memory for the snapshot.
-            now: whether to wait until all states may change. Needed if code other than the
-                optimizer changes them, because only updates wait for the snapshot.
+            now: whether to return only once the values of all states are copied or written, so that
+                all states may change. Needed if code other than the optimizer changes them, because
+                only the optimizer's updates wait for the snapshot.
         """
         snapshot = self._snapshot = Snapshot(self.records, optimizer, room)
         optimizer.readers.add(self.purpose, snapshot.release)
@@ -212,8 +216,8 @@ class Save:
         if not self.reported:
             if self._thread is not None and not first:
                 self._ended.wait()
-            # Also returns the problems of ranks that could not write an entry, and raises if a rank
-            # has died.
+            # The collective also returns the problems of ranks that could not write an entry, and
+            # raises an error if a rank has died.
             known = collectives.problems_of_all([self.problem], self.everyone)
             if known and first:
                 self.problem, self._deadline = self.problem or "; ".join(known), 0.0
@@ -238,7 +242,7 @@ class Save:
         self._ended.wait(patience)
         self._deadline = 0.0
         self._snapshot.close()
-        if self.durable:  # no wait for a copy in memory: it may wait forever for a lost machine
+        if self.durable:  # a copy in memory is not awaited: a lost machine may make it hang
             self._ended.wait()
 
     # -------------------------------------------------------------------------------------------------------- writing
@@ -320,7 +324,7 @@ class Save:
         """
         try:
             yield
-        except Exception as error:  # e.g. JSON cannot represent the caller's state
+        except Exception as error:  # for example, JSON cannot represent the caller's state
             what = f"could not {name} {self.path}"
             self.problem = _reason(error, what, self.path.parent, needed)
             shutil.rmtree(self.building, ignore_errors=True)
@@ -334,8 +338,8 @@ class Save:
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
             file = self._entry_file(rank)
-            # If rank 0 has an error, it still waits for the entries of the other ranks. The caller
-            # then removes the folder, and no rank may write to the folder at that time.
+            # If rank 0 has an error, it still waits for the entries of the other ranks, because the
+            # caller then removes the folder, and no rank may write to the folder at that time.
             while not (file.exists() or (rank == 0 and self.problem)):
                 late = self._has_exited(rank) or time.monotonic() > min(end, self._deadline)
                 if late and not file.exists():
@@ -411,7 +415,7 @@ class Saver:
     def make_room(self) -> None:
         """Allocates the memory for snapshots in advance.
 
-        Without this call, the first save allocates it while an update waits.
+        Without this call, the first save allocates the memory while an update waits.
         """
         self.room.make(self._plan()[1].records, self.optimizer.layout.policy, self.gpu)
 
@@ -491,7 +495,7 @@ class Saver:
         The host waits for the optimizer's counters, which are tensors on the device.
         """
         optimizer = self.optimizer
-        kept = copy.deepcopy(dict(state))  # the caller may change it later
+        kept = copy.deepcopy(dict(state))  # a copy, because the caller may change `state` later
         updates = {"updates": float(optimizer.updates), "skips": float(optimizer.bad.skips)}
         counters = {**kept, **updates, **optimizer.rates.state()}
         counters |= {**optimizer.scaler.state(), **optimizer.bad.state()}

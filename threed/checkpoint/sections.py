@@ -99,12 +99,12 @@ class Section:
         self.writers: int = about["writers"]
         self.lines = [Line(line["length"], line["step"], line["pieces"]) for line in about["lines"]]
         self.digest = digest(about)
-        # number of windows before each line
+        # For each line, the number of windows of all lines before it.
         self._earlier = list(accumulate((line.windows for line in self.lines), initial=0))
         self._starts: dict[int, array[int]] = {}
 
     def window(self, number: int, line: Line, index: int) -> tuple[int, int]:
-        """Returns the range [first, last) of a line that share `number` has of one window.
+        """Returns the range [first, last) of a line that a share contains of one window.
 
         Args:
             number: number of the share.
@@ -134,7 +134,7 @@ class Section:
             begin = index * here.step
             share = (min(begin + here.step, here.length) - begin) // self.portions
             portion, inside = divmod(first - begin, share)
-            # the last writer w with share * w // writers <= inside
+            # `number` belongs to the last writer w with share * w // writers <= inside.
             number = portion * self.writers + ((inside + 1) * self.writers - 1) // share
             end = self.window(number, here, index)[1]
             yield number, first, min(end, last)
@@ -166,14 +166,16 @@ class Section:
         return len(self.parts) * sum(self._counts(number))
 
     def _counts(self, number: int) -> Iterator[int]:
-        """Yields, for each window, the number of its elements per part in share `number`."""
+        """Yields, for each window, the number of its elements per part that a share contains."""
         for line in self.lines:
             for index in range(line.windows):
                 first, last = self.window(number, line, index)
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns, for each window, the number of elements per part of earlier windows in a share.
+        """Returns, for each window, the number of elements that a share has of earlier windows.
+
+        The elements of only one part of the state are counted, because all parts have equally many.
 
         Args:
             number: number of the share.
@@ -215,7 +217,7 @@ class Held:
     def number(self) -> int | None:
         """The number of the share that this rank writes, or None if it writes no share."""
         writers = self.section.writers
-        # Other ranks write in each portion and each section, to balance the bytes per rank.
+        # Different portions and sections have different writing ranks, to balance bytes per rank.
         turn = zlib.crc32(self.section.digest.encode()) + self.portion
         for writer, number in enumerate(self.numbers):
             if (writer * self.copies // writers + turn) % self.copies == self.copy:
@@ -282,7 +284,7 @@ def _build_section(
 
 
 def _flat_rank(axes: Iterable[Axis]) -> tuple[int, int]:
-    """Returns the product of the sizes of some axes, and this rank's index over all of them."""
+    """Returns the product of the sizes of some axes, and this rank's row-major index over them."""
     size, index = 1, 0
     for axis in axes:
         size, index = size * axis.size, index * axis.size + axis.index

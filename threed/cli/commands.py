@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in parser.TOOLS and not argv[0].startswith("-"):
         hint, known = did_you_mean(argv[0], *parser.TOOLS), ", ".join(parser.TOOLS)
         return _refuse(argv[0], f"no such tool{hint}; there are {known}")
-    if argv[0] in parser.TRAINING:  # they report refusals themselves; other errors have a traceback
+    # `train` and `plan` report expected errors themselves; any other error keeps its traceback.
+    if argv[0] in parser.TRAINING:
         with exits_on_broken_pipe():
             return _train(*argv)
     try:
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _problem(error: Exception) -> str:
-    """Returns the text of an error; without the number of an error of the operating system."""
+    """Returns the text of an error; for an error of the operating system, without its number."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -85,8 +86,8 @@ def _joined(words: list[str]) -> list[str]:
     """Returns the words of a command line, with each training flag and its value joined to
     `--flag=value`.
 
-    The parser of `verify` does not define training flags, so it would take the separate value of
-    such a flag for its own positional argument.
+    The parser of `verify` does not define training flags, so it would parse the separate value of
+    such a flag as its own positional argument.
     """
     own, joined = ("--topologies", "--timeout", "--json", "--help", "--dry-run"), list[str]()
     for word in words:

@@ -75,17 +75,17 @@ def main(argv: list[str], *, prog: str, arch: str | None = None, named: bool = F
 
     Args:
         argv: command line without the program's name.
-        prog: the part of the command line after `torchrun`, for hints how to resume.
+        prog: the part of the command line after `torchrun`, for the hint on how to resume.
         arch: an architecture, which is used if neither a file nor a flag names another one; or a
             custom model, as FILE.py:MODEL.
-        named: whether the user named `arch`, so that a flag with another one is an error.
+        named: whether the user named `arch`, so that a flag with another architecture is an error.
     """
     try:
         with exits_on_broken_pipe():
             return _run(argv, arch, prog, named)
     except KeyboardInterrupt as interrupt:
-        # Ignores a second SIGINT: the launcher forwards the one that the terminal has also sent to
-        # this process.
+        # Ignores further SIGINTs, because the launcher forwards the SIGINT that the terminal has
+        # already sent to this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if _local_rank() == 0:
             print(f"threed: interrupted; {interrupt or 'the run had not started'}", flush=True)
@@ -105,7 +105,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
             flags, defaults=defaults, world_size=ranks.world,
             local_world=ranks.local_world, machines=ranks.machines, choose_topology=True,
             more=_data_problems,
-            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # one rank per machine checks
+            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # checked by one rank per machine
         )  # fmt: skip
         if options.help:
             return _print_once(help_text(config, prog))
@@ -137,13 +137,14 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
         _print_once(line)
     words = _resume_words(config, options) if options.pretrained else None
     command = [*shlex.split(prog), *(words or argv)]
-    # The partition follows from times that all ranks will measure; then the trainer forecasts.
+    # The partition depends on times that all ranks measure later. The trainer makes the forecast
+    # after that.
     if config.parallel.partition == "measured":
         forecast = None
     code = _exit_code(config, words, lambda: _train(config, data, command, forecast))
     try:
         collectives.leave(code)
-    except RuntimeError:  # rank 0 failed in its final work, and has reported the error
+    except RuntimeError:  # rank 0 failed after the last step, and has reported the error
         os._exit(1)
     return code
 
@@ -152,7 +153,7 @@ def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None])
     """Runs the training, reports why it ended early, and returns this rank's exit code."""
     try:
         run()
-    except LostContact:  # already reported
+    except LostContact:  # the death of the other rank is already reported
         return 1
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_resume_hint(config, words)) from None
@@ -160,7 +161,7 @@ def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None])
         code, resumable = next(e for kind, e in ENDINGS.items() if isinstance(error, kind))
         more = f"; {_resume_hint(config, words)}" if resumable else ""
         return refuse(f"threed: {error}{more}", code)
-    except SwapError as error:  # this rank's drive failed
+    except SwapError as error:  # the offload drive of this rank failed
         return refuse(f"threed: {error}", shared=False)
     except OSError as error:
         if not is_unwritable(error):
@@ -177,8 +178,8 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
     Args:
         config: the resolved configuration.
         data: the training data.
-        command: arguments of the command line, for the hint how to resume.
-        forecast: forecast of memory and time, if known.
+        command: words of the command line, for the hint on how to resume.
+        forecast: forecast of memory and time, or None.
     """
     interrupted = threading.Event()
 
@@ -186,7 +187,7 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
         interrupted.set()
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise SIGINT is ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if SIGINT is ignored
         signal.signal(signal.SIGINT, interrupt)
     if config.run.recheck_bad_steps:
         recheck.configure_cublas()
@@ -213,14 +214,18 @@ def _resume_hint(config: Config, words: list[str] | None) -> str:
     if newest is None:
         return "no checkpoint was saved yet"
     more = resuming_flags(config)
-    if words is not None:  # the command line has no flags for the model, which the folder defined
+    # The Hugging Face folder defined the model, so the original command line has no model flags.
+    if words is not None:
         return f"{shlex.join([*words, *more])} resumes from {newest}"
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
 
 def _check_arch(config: Config, options: Options, arch: str | None, prog: str, named: bool) -> None:
-    """Raises ConfigError if a preset, file, folder or flag has another architecture than the
-    program, or a flag has another one than the user named before the flags."""
+    """Raises ConfigError if the configuration has another architecture than `arch`.
+
+    The flag --model.arch may override `arch`, unless the user named `arch` before the flags. A
+    preset, file or folder may never do so.
+    """
     found, prog = config.model.arch, prog.removeprefix("-m ")
     if arch is None or _same_model(arch, found):
         return
@@ -238,7 +243,7 @@ def _check_arch(config: Config, options: Options, arch: str | None, prog: str, n
 
 
 def _same_model(one: str, other: str) -> bool:
-    """Returns whether two values of `--model.arch` are the same; paths may be relative."""
+    """Returns whether two values of `--model.arch` name the same model; compares absolute paths."""
     if not (names_model(one) and names_model(other)):
         return one == other
     (file, _, name), (other_file, _, other_name) = one.rpartition(":"), other.rpartition(":")
@@ -266,8 +271,8 @@ def _print_once(text: str) -> int:
 
 
 def _notes(config: Config, options: Options) -> list[str]:
-    """Returns lines about a missing topology, and about a model with the vocabulary of a published
-    tokenizer that trains on bytes."""
+    """Returns notes: one if no topology was given, and one if the tokenizer is "bytes", but the
+    model has the vocabulary size of a published tokenizer."""
     lines, vocab = [options.notice] if options.notice else [], config.model.vocab
     if config.data.tokenizer == "bytes" and vocab in PUBLISHED:
         note = f"bytes: 257 of the model's {vocab} token ids are used. For its published tokenizer"
@@ -305,7 +310,7 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
     except ConfigError:
         raise
     except ValueError as error:
-        if is_foreign(error, Path(__file__).parents[1]):  # raised by the code of a custom model
+        if is_foreign(error, Path(__file__).parents[1]):  # the code of a custom model raised it
             raise
         raise ConfigError([str(error)]) from None
 
@@ -383,7 +388,7 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
     """
     resume = after_restart(folder, config.checkpoint.resume)
     if is_hf_folder(Path(resume)):
-        return []  # pretrained.find has checked it
+        return []  # `pretrained.find` has already checked the folder
     if resume not in ("auto", "none") and not os.path.exists(Path(resume) / native.MANIFEST):
         where = f"--checkpoint.resume {resume}: there is no checkpoint (no {native.MANIFEST}, no config.json)"
         hint = "give a step-N folder or a Hugging Face folder (`threed convert` converts other checkpoints)"
@@ -406,7 +411,7 @@ def _named_checkpoint_problems(config: Config, data: Data) -> list[str]:
 
 def _device_problems(local_world: int) -> list[str]:
     count = device.count()
-    # srun may make only one GPU visible to each task
+    # srun may make only one GPU visible to each task, so one GPU is enough without torchrun.
     one_visible = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     if 0 < count < local_world and not one_visible:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"

@@ -66,11 +66,11 @@ def path(text: str) -> Path:
 
 
 def make_parser(run: Mapping[str, Callable[..., Any]], used: str = "") -> argparse.ArgumentParser:
-    """Returns the parser of a tool, with a list of all tools.
+    """Returns the command line's parser, with a list of all tools and the arguments of one tool.
 
     Args:
-        run: function of each tool, which is called with the parsed arguments; the attribute `run`
-            of the parsed arguments.
+        run: function of each tool, by name. The parsed arguments have the function of the selected
+            tool as attribute `run`; the caller calls it with the parsed arguments.
         used: the tool whose arguments are added; not `train` or `plan`.
     """
     text = "Train transformer models with pipeline, tensor and ZeRO parallelism, and convert, check and inspect runs."
@@ -88,7 +88,7 @@ def make_parser(run: Mapping[str, Callable[..., Any]], used: str = "") -> argpar
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         made.set_defaults(run=run.get(name))
-        if name == used and name in _ARGUMENTS:  # the others need not be imported
+        if name == used and name in _ARGUMENTS:  # other tools' arguments would cost imports
             _ARGUMENTS[name](made.add_argument)
     return parser
 

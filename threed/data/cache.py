@@ -54,7 +54,8 @@ def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]])
         build: writes the files of the entry into an empty folder and returns the record.
 
     Raises:
-        OSError: the disk is full; the message names the folder. Errors of `build` pass through.
+        OSError: the disk is full; the message names the folder.
+        Exception: any error that `build` raises.
     """
     with _lock(folder / f"{name}.lock"):
         entry = _read(folder / name)
@@ -78,10 +79,10 @@ def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]])
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    # Opened read-only, so that users who share a cache can lock files of other users.
+    # The file is opened read-only, so that users who share a cache can lock each other's files.
     descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
-        # OSError: the file system has no locks. Entries are valid without a lock, too.
+        # A file system without locks raises OSError. Entries are also valid without a lock.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -92,7 +93,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _scratch(folder: Path, name: str) -> Path:
-    """Makes a folder with a unique name and, unlike tempfile, with permissions from the umask."""
+    """Creates a folder with a unique name and, unlike tempfile, with permissions from the umask."""
     path = folder / f"{name}.building-{secrets.token_hex(8)}"
     path.mkdir()
     return path
@@ -122,8 +123,8 @@ def _fill(scratch: Path, build: Callable[[Path], dict[str, Any]]) -> None:
 def _publish(scratch: Path, folder: Path) -> Entry:
     """Renames `scratch` to `folder` and returns the entry.
 
-    If another process already published a valid entry in `folder`, returns that entry; a damaged
-    one is replaced. Raises OSError if this fails.
+    If another process has already published a valid entry in `folder`, returns that entry. A
+    damaged entry in `folder` is replaced. Raises OSError if the entry cannot be published.
     """
     for _ in range(2):
         try:

@@ -41,7 +41,8 @@ from threed.data.sources import (
 )
 from threed.data.tokenizer import Bos, SpecialTokens, Tokenizer, Tokens, load_tokenizer, token_dtype
 
-# Part of every cache key. Increase it when the content of the entries changes.
+# Version of the contents of cache entries, and a part of every cache key. Increase it whenever the
+# contents change, so that older entries are not read.
 LAYOUT = 2
 # A file system with a coarse clock may give two changes within this time (in seconds) the same
 # time stamp. So results for files that were changed more recently are not cached.
@@ -293,7 +294,7 @@ def _by_path(files: tuple[TextFile, ...], split: float) -> list[tuple[TextFile, 
 
 
 def _fraction(name: str) -> float:
-    """Maps a name to [0, 1) by its sha256."""
+    """Returns a number in [0, 1) that is computed from the sha256 of a name."""
     return (
         int.from_bytes(
             hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:6], "big"

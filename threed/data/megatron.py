@@ -32,8 +32,8 @@ from threed.data.tokenizer import Tokenizer, Tokens, token_dtype
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-LONGEST_SEQUENCE = (1 << 31) - 1  # in tokens, since the .idx stores lengths as int32
-BLOCK = 1 << 20  # number of documents to count at a time
+LONGEST_SEQUENCE = (1 << 31) - 1  # maximum tokens per sequence; the .idx stores lengths as int32
+BLOCK = 1 << 20  # number of documents that `count_borders` reads at a time
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def open_tokens(path: Path) -> Tokens:
 
 @dataclass(frozen=True)
 class Borders:
-    """How many documents of a pair begin with bos and end with the end-of-text token."""
+    """Counts of the documents of a pair that begin with bos or end with the end-of-text token."""
 
     documents: int  # number of documents that have tokens
     ended: int  # number of documents that end with the end-of-text token
@@ -235,7 +235,7 @@ def _with_tokens(borders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray
 def tokenize_to_megatron(
     src: Path | str, dst_prefix: Path | str, tokenizer: Tokenizer
 ) -> TokenizeSummary:
-    """Writes the text at `src` as a pair, with one sequence per document.
+    """Writes the text at `src` as a .bin/.idx pair, with one sequence per document.
 
     Every document begins with the tokenizer's `bos_ids`, if any, and ends with its `eot`. The text
     is streamed: memory use is about 30 MiB with the tokenizer "bytes", or 300 MiB with a

@@ -60,7 +60,7 @@ class Prefetcher(Generic[T]):
         self._submit()
         try:
             return future.result()
-        except _Skipped:  # not computed, because the fetch of an earlier step failed
+        except _Skipped:  # this step was not fetched, because the fetch of an earlier step failed
             return self.get(step)
 
     def close(self) -> None:
@@ -103,4 +103,4 @@ class Prefetcher(Generic[T]):
 
 
 class _Skipped(Exception):
-    """Raised instead of a fetch, because an earlier fetch failed or the steps restarted."""
+    """Raised for a step that is not fetched, because a fetch failed or `_restart` was called."""

@@ -121,8 +121,9 @@ def permute(index: Words, size: int, seed: int, epoch: int) -> Words:
     """Maps each index in [0, size) by a pseudorandom permutation keyed with (seed, epoch).
 
     The memory does not depend on `size`: a Feistel network permutes the numbers below the next
-    power of four. A result that is not below `size` is permuted again until it is, in fewer than
-    four steps on average. Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+    power of four. A result of at least `size` is permuted again until it is below `size`, which
+    takes fewer than four steps on average. Source: Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains".
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)

@@ -340,7 +340,7 @@ def _read_jsonl(file: TextFile) -> Iterator[Piece]:
 
 def _text_of(line: bytes, place: str) -> str:
     try:
-        # Many tools write NaN into other keys, so NaN is accepted.
+        # Many tools write NaN values under keys other than "text", so NaN is accepted.
         record = parse_json(line.rstrip(), place, finite=False)
     except ParseError as error:
         raise ValueError(f"{error}. Every line is one object with a key 'text'") from None

@@ -37,8 +37,8 @@ class NamedSpecials:
 
     Attributes:
         roles: the token of each specified role in `ROLES`, such as eos_token.
-        added: tokens that the files name, in the format of a tokenizer.json's added_tokens; an
-            unknown id is None.
+        added: tokens that the files name, in the format of a tokenizer.json's added_tokens, with
+            None for an id that the files do not state.
         add_bos: whether texts begin with the bos token; None if the files do not specify it.
         model_ends: the ids that end a generation, from config.json and generation_config.json.
         model_bos: the bos id from config.json.
@@ -100,7 +100,8 @@ def _added(
 
     Args:
         config: tokenizer_config.json, for its added_tokens_decoder.
-        merged: the same and special_tokens_map.json, for their lists of special tokens.
+        merged: tokenizer_config.json combined with special_tokens_map.json, for the lists of
+            special tokens in both files.
         numbers: added_tokens.json.
         roles: the token of each role.
     """
@@ -253,9 +254,9 @@ def _prefix(processor: Any) -> tuple[int, ...]:
 
 
 def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the special tokens that text is never encoded to with special_tokens "text".
+    """Returns the special tokens that never result from text if `special_tokens` is "text".
 
-    The result has all special tokens except the unknown token.
+    These are all special tokens except the unknown token.
     """
     unknown = document["model"].get("unk_token")
     specials = (

@@ -82,7 +82,7 @@ class Tokenizer(Protocol):
         """Returns the text of `ids`, without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Returns the ids of each of the `pieces` of UTF-8 text, in `token_dtype(vocab_size)`."""
+        """Returns the ids of each piece of UTF-8 text, as an array of `token_dtype(vocab_size)`."""
 
     def count_bytes(self, ids: Tokens) -> int:
         """Returns the number of UTF-8 bytes in the text of `ids`, without special tokens."""
@@ -189,7 +189,7 @@ class ByteTokenizer:
 class TokenizerJson:
     """A Hugging Face tokenizer, run by the `tokenizers` library.
 
-    The module `special_tokens` finds its bos and end-of-text tokens.
+    The functions of the module `special_tokens` find its bos and end-of-text tokens.
 
     Args:
         files: the tokenizer's files.
@@ -234,10 +234,10 @@ class TokenizerJson:
     ) -> int:
         """Returns the largest id that documents can contain.
 
-        With special_tokens "text" most special tokens cannot occur in documents.
+        If `special_tokens` is "text", most special tokens cannot occur in documents.
         """
         unseen = specials_in_text(document) if special_tokens == "text" else frozenset()
-        unknown = document["model"].get("unk_id") or 0  # of a Unigram model
+        unknown = document["model"].get("unk_id") or 0  # only Unigram models have the key unk_id
         return max(
             self.eot,
             unknown,

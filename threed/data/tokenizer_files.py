@@ -22,7 +22,7 @@ CONFIG = "tokenizer_config.json"
 SPECIALS_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-# Sets of files that contain a full vocabulary together, in order of preference.
+# Sets of files, in order of preference. The files of a set together contain a full vocabulary.
 VOCABULARIES = (
     (JSON,),
     *((name,) for name in SENTENCEPIECE),
@@ -47,7 +47,7 @@ PUBLISHED = {
 
 
 def how_to_download(vocab: int = 50257) -> str:
-    """Returns the command that downloads a published tokenizer, and the flag that selects it.
+    """Returns a text: the command that downloads a published tokenizer, and the flag to use it.
 
     Args:
         vocab: vocabulary size of the model, a key of `PUBLISHED`; by default that of GPT-2.
@@ -78,7 +78,7 @@ class TokenizerFiles:
 
     @property
     def spec(self) -> str:
-        """The absolute path for which `find_files` returns the same files."""
+        """An absolute path for which `find_files` returns these files."""
         return str(self.files.get(JSON, self.place).absolute())
 
     def read(self, name: str) -> dict[str, Any]:

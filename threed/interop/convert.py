@@ -47,7 +47,8 @@ def convert(
             tokenizer of the Hugging Face folder, or of the run that wrote the native checkpoint;
             for DeepSpeed and Megatron-LM checkpoints it means "none".
         to: "native", "hf" or "safetensors" (weights under threed's names, and config.toml). None
-            means "native", but for a native checkpoint "hf", or "safetensors" for a custom model.
+            means "safetensors" for a native checkpoint of a custom model or module, "hf" for any
+            other native checkpoint, and "native" for all other formats.
         allow_pickle: whether to read the pickle-based checkpoints of DeepSpeed and Megatron-LM.
         config: the transformers config.json of a DeepSpeed checkpoint's model, or the folder that
             contains it; None searches the checkpoint folder and its parent.
@@ -104,9 +105,9 @@ def _default_format(src: Path) -> str:
 
 
 def _config_of(path: Path, given: str | Path | None) -> Path:
-    """Returns the path of config.json.
+    """Returns the path of config.json: the file `given`, or the file in the folder `given`.
 
-    It is `given` or in the folder `given`; without `given`, it is in `path` or its parent folder.
+    Without `given`, the file is searched in `path` and in the parent folder of `path`.
     """
     places = [path / CONFIG, path.absolute().parent / CONFIG]
     where = f"neither {path} nor its parent folder has one"
@@ -139,7 +140,7 @@ def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> P
     if files is not None and record is not None and record["tokenizer"] == extra["tokenizer"]:
         return export_hf(
             src, dst, None, dtype, files=files
-        )  # copies the files without parsing them
+        )  # copies the tokenizer's files without parsing them
     return export_hf(src, dst, _tokenizer(spec if files is None else files), dtype)
 
 
@@ -257,7 +258,7 @@ def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
         return found if found.files and found.hashes() == saved else None
-    except (ValueError, OSError, RuntimeError):  # RuntimeError: ~ without a home folder
+    except (ValueError, OSError, RuntimeError):  # RuntimeError: `~` without a home folder
         return None
 
 

@@ -47,9 +47,9 @@ class CheckpointInfo:
         dtypes: dtypes of the tensors; empty for a native checkpoint, whose weights are the
             optimizer's (fp32 or fp64).
         files: number of files that the manifest of a native checkpoint lists, else None.
-        nbytes: size of these files in bytes.
+        nbytes: total size of the files, in bytes.
         steps: number of completed optimizer steps of a native checkpoint, else None.
-        consumed: number of samples of these steps.
+        consumed: number of samples that the completed steps have consumed.
         topology: size of each axis of the ranks that saved a native checkpoint, such as {"pp": 2,
             "dp": 2, "tp": 1}, else None.
     """

@@ -76,8 +76,8 @@ def load(
             a Hugging Face folder.
         topology: topology of all ranks; by default, every rank is a data-parallel rank.
         build: class or function that builds a custom model, with the parameters (config, slicing),
-            (config) or (). For a custom model either this is required or `model={"arch": "FILE.py:NAME"}`: the file that a
-            checkpoint names is not imported.
+            (config) or (). A custom model requires `build` or `model={"arch": "FILE.py:NAME"}`,
+            because the file that a checkpoint names is not imported.
         changes: keys of the configuration to override, by group, such as `zero={"stage": 3}`.
 
     Returns:
@@ -103,7 +103,8 @@ def load(
         problem = f"{path}: its model is the code {arch}, which is not imported by itself"
         raise ConfigError([f"{problem}: {fix}"])
     if names_model(arch) and build is not None:
-        # Code that builds the model again must not import the file that the checkpoint names.
+        # Code that later builds the model from this configuration must import `build`, not the file
+        # that the checkpoint names.
         with contextlib.suppress(ValueError):
             groups["model"] = {**groups["model"], "arch": name_of(build)}
     try:

@@ -25,7 +25,7 @@ from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 from threed.interop.safetensors_folder import is_safetensors_folder
 
-SEQ = 256  # default sequence length for models that have as many positions
+SEQ = 256  # default sequence length in tokens, for models with at least 256 positions
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
 
 

@@ -1,7 +1,7 @@
 """Folders of safetensors files with the global names of a model: exports of any model.
 
     export_safetensors(Path("runs/mine/checkpoints/step-200"), Path("mine"))
-    weights = SafetensorsFolder(Path("mine"))       # name -> tensor, read on demand
+    weights = SafetensorsFolder(Path("mine"))       # a mapping by name; tensors are read on demand
 
 A folder has the weights and persistent buffers as model.safetensors, or as shards with an index as
 Hugging Face writes them, and the configuration of the run as config.toml.
@@ -84,7 +84,7 @@ def export_safetensors(
 
 def _settings(checkpoint: Path, config: Mapping[str, Any]) -> str:
     """Returns the configuration of a checkpoint as TOML."""
-    # A module in a loop of the user has no vocabulary: the engine saves 0.
+    # For a module without token ids, the engine saves a vocabulary of 0. It becomes None here.
     model = {**config["model"], "vocab": config["model"]["vocab"] or None}
     try:
         return to_toml(Config.model_validate({**config, "model": model}))

@@ -5,11 +5,11 @@
         monitor.note("checkpoint saved: runs/demo/checkpoints/step-40")
     figures.report(run_dir)
 
-On other ranks the calls have no effect. The modules `meter` (perf/
-metrics, bytes sent) and `figures` (loss.svg, memory.svg; rank 0) compute further output. Values are plain Python numbers:
-the package does not import torch, the engine or the model. A failure to write or to send is
-reported once and never stops a run. Rows that cannot be written, for example because the disk is
-full, are kept and written later.
+On other ranks the calls have no effect. The modules `meter` (`perf/` metrics and bytes sent) and
+`figures` (loss.svg and memory.svg, on rank 0) compute further output. All values are plain Python
+numbers, and the package does not import torch, the engine or the model. A failure to write or to
+send is reported once and never stops a run. Rows that cannot be written, for example because the
+disk is full, are kept and written later.
 
 This package is internal.
 """
@@ -40,12 +40,12 @@ class Monitor:
         run_dir: run folder.
         total_steps: number of steps of the run.
         start_step: number of completed steps; 0 for a new run.
-        main: whether this rank writes.
-        wandb: auto, off, offline or online.
+        main: whether this rank writes output.
+        wandb: mode of wandb: auto, off, offline or online.
         project: wandb project.
         name: name of the run; by default the folder's name.
         config: configuration of the run, for wandb.
-        run_id: id of the wandb run to continue, from the checkpoint; None for a new run.
+        run_id: id of the wandb run to continue, as stored in the checkpoint; None for a new run.
         drop_later: whether to delete the rows of steps after `start_step` from an existing
             metrics.jsonl.
         tags: wandb tags of the run, by which runs can be filtered.
@@ -122,7 +122,7 @@ class Monitor:
 
     def _append(self, row: Mapping[str, Any]) -> None:
         if self._file is not None:
-            encode(row)  # raises TypeError here, not when rows that were kept are written
+            encode(row)  # raises TypeError for a bad row now, not later when kept rows are written
             self._unwritten.append(dict(row))
             self._write()
 
@@ -138,7 +138,7 @@ class Monitor:
                 self._file.sync()
 
     def _write(self) -> None:
-        """Writes all pending rows. Prints a note on the first failure, and when it works again."""
+        """Writes all pending rows. Prints a note at the first failure and after a recovery."""
         if self._file is None or not self._unwritten:
             return
         count = len(self._unwritten)

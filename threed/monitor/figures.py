@@ -36,19 +36,19 @@ from threed.monitor import metrics
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 _PART_COLORS = (style.BLUE, style.TEAL, style.GREEN, style.YELLOW, style.ORANGE)
-# Panels below the loss: metric, label with unit, color, format of the ticks.
+# Panels below the loss: (metric, label with the unit if any, color, format of the tick labels).
 _PANELS = (
     ("train/lr", "learning rate", style.GREEN, "{x:g}"),
     ("train/grad_norm", "gradient norm", style.PURPLE, "{x:g}"),
     ("perf/tokens_per_s", "throughput\n(tokens/s)", style.YELLOW, "{x:,.0f}"),
 )
 _STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "threed",  # deterministic element ids
-    "svg.fonttype": "none",  # text as text: smaller, searchable files
+    "svg.hashsalt": "threed",  # makes element ids deterministic
+    "svg.fonttype": "none",  # keeps text as text, so that files are smaller and searchable
     "font.size": 11,
     "text.color": style.INK,
     "figure.facecolor": style.PAPER,
-    "figure.constrained_layout.w_pad": 0.12,  # inches
+    "figure.constrained_layout.w_pad": 0.12,  # horizontal padding, in inches
     "figure.constrained_layout.h_pad": 0.1,
     "figure.constrained_layout.hspace": 0,
     "axes.facecolor": style.PAPER,
@@ -61,9 +61,9 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": style.RULE,
 }
-_MOST_BARS = 32  # of two per rank, and of labels, that are legible
-_LOG_RATIO = 20  # a logarithmic axis, if most values spread over more than this factor
-_MARGIN = 3  # an axis ends at most this many times the spread of most values away from them
+_MOST_BARS = 32  # maximum number of ranks with two legible bars each, and of legible labels
+_LOG_RATIO = 20  # ratio (largest / smallest of most values) above which an axis is logarithmic
+_MARGIN = 3  # maximum distance of an axis's end from most values, in multiples of their spread
 
 Row = Mapping[str, Any]
 Note = Callable[[str], None]
@@ -164,7 +164,7 @@ def _line(axes: Any, points: Points, **look: Any) -> None:
 def _fit(axes: Any, points: Points, ticks: str, levels: Iterable[float] = ()) -> None:
     """Sets scale, limits and ticks of a vertical axis for the finite values of points.
 
-    A linear axis may become up to twice as long to contain a level.
+    A linear axis may become up to twice as long, so that it contains the horizontal lines `levels`.
     """
     values = sorted(_finite(points))
     logarithmic = values[0] > 0 and _most(values)[1] > _LOG_RATIO * _most(values)[0]
@@ -190,7 +190,7 @@ def _fit(axes: Any, points: Points, ticks: str, levels: Iterable[float] = ()) ->
 
 
 def _most(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 5th and 95th percentile of sorted values; of fewer than 10, the extremes."""
+    """Returns the 5th and 95th percentile of sorted values, or the extremes of fewer than 10."""
     share = 0.05 * (len(values) - 1) if len(values) >= 10 else 0
     return values[math.ceil(share)], values[-1 - math.ceil(share)]
 
@@ -198,14 +198,17 @@ def _most(values: Sequence[float]) -> tuple[float, float]:
 def _limits(values: Sequence[float]) -> tuple[float, float]:
     """Returns the limits of an axis for sorted values."""
     low, high = _most(values)
-    spread = (high - low) or math.inf  # a constant with exceptions: all values
+    spread = (high - low) or math.inf  # if most values are equal, the limits include all values
     low, high = max(values[0], low - _MARGIN * spread), min(values[-1], high + _MARGIN * spread)
     room = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
     return low - room, high + room
 
 
 def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
-    """Draws horizontal lines, with their values in the legend; lines off the axis only there."""
+    """Draws horizontal lines, with their values in the legend.
+
+    A line outside the axis's limits appears only in the legend.
+    """
     low, high = axes.get_ylim()
     for (text, value), dashes in zip(lines, ("--", ":"), strict=False):
         where = "" if low <= value <= high else " (above)" if value > high else " (below)"
@@ -216,7 +219,7 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
 
 
 def _marks(axes: Any, rows: Sequence[Row], losses: Points) -> None:
-    """Marks losses that are not finite, and steps since which more steps were skipped."""
+    """Marks losses that are not finite, and logged steps at which more steps had been skipped."""
     counts = _series(rows, "train/skipped_steps")
     before = [0, *(count for _, count in counts)]
     more = [(step, count - old) for (step, count), old in zip(counts, before, strict=False)]
@@ -291,7 +294,10 @@ def _stacks(axes: Any, ranks: Sequence[Row], unit: float) -> None:
 
 
 def _measured(axes: Any, values: Sequence[float]) -> str:
-    """Draws measured values as bars, or as a line for many ranks. Returns what it has drawn."""
+    """Draws measured values as bars, or as a line for many ranks.
+
+    Returns a word for the drawn shape, for the label of the horizontal axis.
+    """
     if len(values) <= _MOST_BARS:
         where = [i + 0.2 for i in range(len(values))]
         axes.bar(where, values, 0.36, color=style.GRAY, label="measured")
@@ -305,7 +311,7 @@ def _rank_ticks(axes: Any, ranks: Sequence[Row]) -> None:
     every = math.ceil(len(ranks) / _MOST_BARS)
     shown = range(0, len(ranks), every)
     labels = [ranks[i].get("label", "") for i in shown]
-    if 6 < len(ranks) <= 16:  # narrow columns: one axis per line
+    if 6 < len(ranks) <= 16:  # columns are narrow, so each parallel axis gets its own line
         labels = [label.replace(" ", "\n") for label in labels]
     names = [f"rank {ranks[i]['rank']}\n{label}" for i, label in zip(shown, labels, strict=True)]
     size = style.SMALLEST if len(ranks) > 6 else None
@@ -339,7 +345,7 @@ def _figure(
         )
         return False
     with matplotlib.rc_context(_STYLE):
-        # A point of an SVG, 1/72 inch, is shown as a pixel.
+        # A browser shows a point (1/72 inch) of the SVG as a pixel.
         figure = Figure(figsize=(style.WIDTH / 72, height / 72), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
         draw(figure)
@@ -349,7 +355,7 @@ def _figure(
             return True
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None})
-    text = drawn.getvalue().replace('pt"', '"', 2)  # of width and height
+    text = drawn.getvalue().replace('pt"', '"', 2)  # removes the unit pt of width and height
     out.write_text(style.styled(text, title), encoding="utf-8")
     return True
 
@@ -359,9 +365,9 @@ def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
 
     Args:
         run_dir: run folder.
-        data: JSON values by name, which replace saved values of the same name. `report` reads
-            uniform_entropy and unigram_entropy, in nats per token, and memory (see the module's
-            docstring).
+        data: JSON values by name. They replace saved values of the same name. `report` reads
+            `uniform_entropy` and `unigram_entropy`, in nats per token, and `memory` (see the
+            module's docstring).
 
     Returns:
         The path of the file.

@@ -15,26 +15,26 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-# (pattern of the name from `device.name`, dense bf16 tensor-core peak in TFLOP/s); the first match
-# applies. Source: the vendors' data sheets. NVIDIA mostly states the peak "with sparsity", which is
-# twice the dense peak.
+# (pattern of the name from `device.name`, dense bf16 tensor-core peak in TFLOP/s). The first
+# matching pattern applies. Source: the vendors' data sheets. NVIDIA mostly states the peak "with
+# sparsity", which is twice the dense peak.
 _PEAKS: tuple[tuple[str, float], ...] = (
-    (r"\bGB200\b", 2500.0),  # GB200 NVL72 data sheet: 360 PFLOP/s sparse for 72 GPUs
-    (r"\bB200\b", 2250.0),  # HGX B200 data sheet: 36 PFLOP/s sparse for 8 GPUs
-    (r"\bGH200\b", 989.0),  # GH200 data sheet: 1,979 sparse
-    (r"\bH200 NVL\b", 835.0),  # H200 data sheet, NVL column: 1,671 sparse
-    (r"\bH200\b", 989.0),  # H200 data sheet, SXM column: 1,979 sparse
-    (r"\bH100 NVL\b", 835.0),  # H100 data sheet, NVL column: 1,671 sparse
-    (r"\bH100 PCIe\b", 756.0),  # H100 data sheet, PCIe column: 1,513 sparse
-    (r"\bH100\b.*\bHBM3\b", 989.0),  # H100 data sheet, SXM column: 1,979 sparse
+    (r"\bGB200\b", 2500.0),  # GB200 NVL72 data sheet: 360 PFLOP/s with sparsity for 72 GPUs
+    (r"\bB200\b", 2250.0),  # HGX B200 data sheet: 36 PFLOP/s with sparsity for 8 GPUs
+    (r"\bGH200\b", 989.0),  # GH200 data sheet: 1,979 TFLOP/s with sparsity
+    (r"\bH200 NVL\b", 835.0),  # H200 data sheet, NVL column: 1,671 TFLOP/s with sparsity
+    (r"\bH200\b", 989.0),  # H200 data sheet, SXM column: 1,979 TFLOP/s with sparsity
+    (r"\bH100 NVL\b", 835.0),  # H100 data sheet, NVL column: 1,671 TFLOP/s with sparsity
+    (r"\bH100 PCIe\b", 756.0),  # H100 data sheet, PCIe column: 1,513 TFLOP/s with sparsity
+    (r"\bH100\b.*\bHBM3\b", 989.0),  # H100 data sheet, SXM column: 1,979 TFLOP/s with sparsity
     (r"\bH800\b(?! PCIe)", 989.0),  # an H100 SXM with slower NVLink and fp64
     (r"\bA[18]00\b", 312.0),  # A100 data sheet, all form factors; the A800 differs only in NVLink
-    (r"\bA30\b", 165.0),  # A30 data sheet
-    (r"\bA10\b", 125.0),  # A10 data sheet
-    (r"\bL40S\b", 362.0),  # L40S data sheet: 362.05 dense
-    (r"\bL40\b", 181.0),  # L40 data sheet: 181.05 dense
-    (r"\bL4\b", 121.0),  # L4 data sheet: 242 sparse
-    (r"\bMI300X\b", 1307.4),  # AMD Instinct MI300X data sheet: dense
+    (r"\bA30\b", 165.0),  # A30 data sheet: 165 TFLOP/s dense
+    (r"\bA10\b", 125.0),  # A10 data sheet: 125 TFLOP/s dense
+    (r"\bL40S\b", 362.0),  # L40S data sheet: 362.05 TFLOP/s dense
+    (r"\bL40\b", 181.0),  # L40 data sheet: 181.05 TFLOP/s dense
+    (r"\bL4\b", 121.0),  # L4 data sheet: 242 TFLOP/s with sparsity
+    (r"\bMI300X\b", 1307.4),  # AMD Instinct MI300X data sheet: 1,307.4 TFLOP/s dense
 )
 
 
@@ -56,7 +56,7 @@ def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
 def perf(
     tokens: int, seconds: float, flops_per_token: float, world_size: int, peak: float | None = None
 ) -> dict[str, float]:
-    """Returns, by metric name, tokens per second, TFLOP/s per device and, with `peak`, MFU.
+    """Returns tokens per second, TFLOP/s per device and, if `peak` is known, MFU, by metric name.
 
     Args:
         tokens: tokens processed by all devices.
@@ -135,7 +135,7 @@ class Traffic:
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """Returns by axis the mean bytes per step since the last call; {} without a step."""
+        """Returns the mean bytes sent per step since the last call, by axis; {} without a step."""
         means = {axis: sent / self._steps for axis, sent in self._sent.items()}
         self._sent.clear()
         self._steps = 0

@@ -61,7 +61,7 @@ class WandbRun:
         tags: Sequence[str] = (),
     ) -> None:
         self.run_id = (
-            run_id  # kept even if wandb is off, so that a later start can continue the wandb run
+            run_id  # the id is kept if wandb is off, so that a later start can continue the run
         )
         self._note = note
         self._run: Any = None
@@ -101,8 +101,9 @@ class WandbRun:
         if chosen == "disabled":
             return
         Path(settings["dir"]).mkdir(parents=True, exist_ok=True)
-        # silent, because wandb's output would break the progress bar; `_greeting` prints the URL.
-        # The timeout is below the default of 90 s, because other ranks wait while wandb connects.
+        # wandb is silent, because its output would break the progress bar; `_greeting` prints the
+        # URL. The timeout is below the default of 90 s, because other ranks wait while wandb
+        # connects.
         options = wandb.Settings(silent=True, init_timeout=30)
         self._run = wandb.init(mode=chosen, resume="allow", settings=options, **settings)
         self._run.define_metric("*", step_metric="step")
@@ -173,7 +174,7 @@ def _choose(mode: str, wandb: ModuleType) -> str:
         if wanted in ("online", "offline", "disabled"):
             return wanted
         return "online" if _has_key(wandb) else "offline"
-    if not _has_key(wandb):  # otherwise wandb would prompt for a key while all other ranks wait
+    if not _has_key(wandb):  # wandb would prompt for a key, and all other ranks would wait
         raise RuntimeError(
             "no API key: set WANDB_API_KEY, run `wandb login`, or use --log.wandb offline"
         )
@@ -184,12 +185,12 @@ def _has_key(wandb: ModuleType) -> bool:
     """Returns whether wandb finds an API key. Never prompts."""
     try:
         return bool(wandb.login(prompt=False, verify=False))
-    except TypeError:  # older versions of wandb: login() has no `prompt`
+    except TypeError:  # in older versions of wandb, login() has no parameter `prompt`
         return bool(wandb.api.api_key)
 
 
 def _greeting(run: Any, mode: str) -> str:
     if mode == "online":
         return f"wandb: {run.url}"
-    folder = Path(run.dir).parent  # run.dir is <run folder>/files
+    folder = Path(run.dir).parent  # the folder of the wandb run, because run.dir is its `files`
     return f"wandb: offline, nothing is sent. To upload later: wandb sync {folder}"

@@ -7,8 +7,8 @@
     with memory.ending(): ...                   on an error, waits some seconds for the copy
     memory.remove()                             after the run has finished successfully
 
-If torchrun restarts the ranks, on as many machines or on another number of machines, they resume
-from the newest step with a complete state on the remaining machines. A file in the run folder
+If torchrun restarts the ranks, on the same or another number of machines, they resume from the
+newest step of which the remaining machines have a complete state. A file in the run folder
 (`node_memory.Epochs`) records which copies may be loaded.
 """
 
@@ -74,14 +74,14 @@ class Memory:
         self.world = engine.topology.axis("world")
         self.room = Room(copies=False)
         self._writing: Copy | None = None
-        self._slot = 0  # slot of the next copy
+        self._slot = 0  # slot (0 or 1) to which the next copy is written
         self._first = True  # True until a copy of this start is complete
-        self.taken: tuple[int, int] | None = None  # (epoch, step) that this start resumed from
-        self.problem = ""  # problem of the newest finished copy, or ""
+        self.taken: tuple[int, int] | None = None  # (epoch, step) of the copy resumed from
+        self.problem = ""  # reason why the newest finished copy failed, or ""
         self._reported = ""
         self._restarted = False
         if not self.every:
-            if self.world.index == 0:  # later starts must not load the copies of earlier starts
+            if self.world.index == 0:  # records that copies of earlier starts must not be loaded
                 (folder / RECORD).unlink(missing_ok=True)
             return
         self.record = Epochs.of(folder, self.world)
@@ -94,7 +94,7 @@ class Memory:
             and engine.config.checkpoint.resume != "auto"
             and self.machines.first
         ):
-            self.place.keep()  # otherwise a restart would find the old copies
+            self.place.keep()  # removes old copies, which a restart would otherwise find
 
     def _begin_folder(self) -> bool:
         """Creates this machine's folder in memory on the first rank of the machine.
@@ -110,7 +110,7 @@ class Memory:
         return restarted
 
     def _on_all_ranks(self, act: Callable[[], T]) -> T:
-        """Returns `act()`; raises RunFolderError on every rank if it fails on any. Collective."""
+        """Returns `act()`; if it fails on any rank, raises RunFolderError on all. Collective."""
 
         def describe(error: OSError) -> str:
             reason = why(error, base(), elsewhere=ELSEWHERE)
@@ -141,7 +141,8 @@ class Memory:
         engine = self.engine
         differences = resuming.model_differences(found.manifest, engine.config)
         differences += resuming.optimizer_differences(found.manifest, engine.config)
-        # As for checkpoints, this is an error: a start from scratch would delete the copy.
+        # As for checkpoints, a difference is an error, because a start from scratch would delete
+        # the copy.
         if differences:
             raise RunFolderError(
                 f"step {found.step} of this run is in memory, and {'; '.join(differences)}"
@@ -206,7 +207,7 @@ class Memory:
             extra: function that returns the additional state to save, as for checkpoints.
         """
         if not self.every or step % self.every or self.engine.bad_steps():
-            return  # after a skipped step, the copy from before it is kept, as for checkpoints
+            return  # after a skipped step, the copy of an earlier step is kept, as for checkpoints
         self.save(self.engine.counters(extra()))
         if self.problem and self.problem != self._reported:
             self._reported = self.problem
@@ -241,7 +242,7 @@ class Memory:
         self.problem = problems[0] if problems else ""
         if problems:
             return
-        if self._first:  # copies of earlier starts are no longer needed
+        if self._first:  # a copy of this start is complete; copies of earlier starts are obsolete
             if self.machines.first:
                 self.place.keep(copy.save)
             collectives.barrier(self.world)
@@ -255,22 +256,22 @@ class Memory:
         Args:
             patience: maximum wait in seconds, after which the copy is stopped; None for no limit.
         """
-        if (writing := self._writing) is not None:  # another thread may reset the attribute
+        if (writing := self._writing) is not None:  # read once: another thread may reset it
             writing.give_up(patience)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Context manager; if the block raises, waits some seconds for the copy in progress.
+        """Context manager: if the block raises an error, waits some seconds for a copy in progress.
 
-        If the error is BadStepsError or ReplicaError, the copies are removed instead, because the
-        state itself may be wrong. Not collective.
+        After a BadStepsError or ReplicaError, all copies are removed instead, because the state
+        itself may be wrong. Not collective.
         """
         try:
             yield
         except (
             BadStepsError,
             ReplicaError,
-        ):  # raised on all ranks, so all machines remove their copies
+        ):  # these errors are raised on all ranks, so all machines remove their copies
             self.drop()
             raise
         except Exception:
@@ -284,7 +285,7 @@ class Memory:
         """
         if not self.every:
             return
-        self.finish()  # otherwise its thread would create the files again
+        self.finish()  # ends the thread of a copy in progress, which would write files again
         if self.machines.first:
             self.place.keep()
 
@@ -357,7 +358,7 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
 
 
 def _grouped(refused: list[tuple[str, str]]) -> list[str]:
-    """Returns the reasons why checkpoints were refused, without repetitions.
+    """Returns the reasons why checkpoints could not be loaded, without repetitions.
 
     If reasons differ only in the path of the checkpoint, only the first one is returned, followed
     by the names of the other checkpoints in parentheses.

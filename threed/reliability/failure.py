@@ -25,7 +25,7 @@ from pathlib import Path
 from threed.reliability import heartbeat
 from threed.reliability.heartbeat import Beat, first_three, process_state, when, who
 
-# Parts of the errors of gloo, NCCL and the store after another process has died.
+# Parts of the error messages of gloo, NCCL and torch's store after another process has died.
 _LOST = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process exited",
     "communicator was aborted", "connection was likely closed", "connection refused", "recvvalue failed",
@@ -35,7 +35,7 @@ REFUSAL_S = 5.0  # seconds to wait until the first rank of a machine has reporte
 
 
 class LostContact(Exception):
-    """Raised on a rank that ends because another rank has died; the death is already reported."""
+    """Raised on a rank that ends because another rank has died. The death is already reported."""
 
 
 def lost(error: BaseException) -> bool:
@@ -58,7 +58,7 @@ def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
 
 
 def describe(beat: Beat) -> str:
-    """Returns the line about a rank that was killed."""
+    """Returns a line of text about a rank that was killed."""
     return f"{who(beat)} was killed: process {beat['pid']} has ended in {when(beat)}"
 
 
@@ -91,7 +91,7 @@ def wait_for_names(
 
 
 def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """Returns lines about ranks that `named` does not check: ranks of other launchers and machines.
+    """Returns lines about ranks of other launchers and machines, which `named` does not check.
 
     Returns:
         A line per dead rank of other launchers on this machine. If no process on this machine has
@@ -106,7 +106,7 @@ def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
         return [describe(b) for b in dead if b["state"] == "" and b["rank"] not in here]
     earliest = min(
         beat["step"] for beat in running
-    )  # steps are compared instead of times, because the machines' clocks may differ
+    )  # compares steps, not times, because the machines' clocks may differ
     last = [f"{who(beat)} in {when(beat)}" for beat in running if beat["step"] == earliest]
     why = "a connection was lost and no rank is known to have failed: a machine or the network?"
     return [f"{why} Earliest: {first_three(last)}"]
@@ -139,7 +139,7 @@ def refuse(text: str, code: int = 2, shared: bool = True) -> int:
     Args:
         text: message to print.
         code: exit code to return.
-        shared: whether all ranks of the machine end for this reason.
+        shared: whether all ranks of the machine end for the same reason.
     """
     if shared and int(os.environ.get("LOCAL_RANK", "0")) > 0:
         wait_for_first_rank()

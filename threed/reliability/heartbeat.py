@@ -29,7 +29,7 @@ from threed.core import process
 from threed.core.parse import parse_json
 
 RECORD_BYTES = 1024
-Beat = dict[str, Any]  # rank, step, phase, time, pid, host, place, state, note
+Beat = dict[str, Any]  # keys: rank, step, phase, time, pid, host, place, state and note
 
 
 class Heartbeat:
@@ -130,13 +130,13 @@ def process_state(beat: Beat) -> str:
 
 
 def who(beat: Beat) -> str:
-    """Returns a rank with its machine and coordinates, for messages."""
+    """Returns a text with a rank, its machine and its coordinates, for messages."""
     place = f" ({beat['place']})" if beat["place"] else ""
     return f"rank {beat['rank']} on {beat['host']}{place}"
 
 
 def when(beat: Beat) -> str:
-    """Returns the step and phase of a rank, for messages."""
+    """Returns a text with the step and phase of a rank, for messages."""
     return f"step {beat['step']}, phase {beat['phase']}"
 
 

@@ -1,8 +1,8 @@
 """Checks the run folder at the start of a run: every rank can use it, and no other run uses it.
 
-    probe(folder, everyone)                      # every rank can write, and sees another's file
+    probe(folder, everyone)                      # checks that all ranks share the folder
     with owned(folder, everyone, job) as owner:  # RunFolderError if another run uses the folder
-        owner.check()                            # before a save: no other run has taken it over
+        owner.check()                            # before a save: RunFolderError if taken over
 
 The run that uses the folder has a file `owner-N.json` there, where N counts the runs that have used
 the folder. The file contains host, process and job. Its modification time is renewed every second
@@ -38,9 +38,10 @@ from threed.distributed import collectives
 from threed.distributed.topology import Axis
 
 RENEW_S = 1.0  # seconds between renewals of an owner's file
-# Seconds without a renewal after which a new run takes the folder over:
-GONE_S = 3.0  # if the owner's process was on this machine and has ended
-PATIENCE_S = 60.0  # otherwise
+# Seconds without a renewal after which a new run takes the folder over: `GONE_S` if the owner's
+# process was on this machine and has ended, and `PATIENCE_S` otherwise.
+GONE_S = 3.0
+PATIENCE_S = 60.0
 VISIBLE_S = 10.0  # seconds after which a new file must be visible on all machines
 
 
@@ -66,7 +67,7 @@ def probe(folder: Path, everyone: Axis) -> None:
     finally:
         with contextlib.suppress(OSError):
             own_file.unlink()
-        with contextlib.suppress(OSError):  # succeeds on the last rank, when the folder is empty
+        with contextlib.suppress(OSError):  # only the last rank succeeds: the folder is then empty
             place.rmdir()
 
 
@@ -149,7 +150,7 @@ def _modified(file: Path) -> int:
     with (
         contextlib.suppress(OSError),
         file.open("rb") as opened,
-    ):  # opening the file makes a network file system read its attributes from the server
+    ):  # the file is opened so that a network file system reads its attributes from the server
         return os.fstat(opened.fileno()).st_mtime_ns
     return 0
 
@@ -157,8 +158,8 @@ def _modified(file: Path) -> int:
 class Owner:
     """The ownership of a run folder.
 
-    Only rank 0 has an owner file: it renews this file in a thread, and checks that it is the newest
-    one.
+    Only rank 0 has an owner file. A thread of rank 0 renews this file, and `check` verifies that it
+    is the newest owner file.
 
     Args:
         folder: the run folder.
@@ -240,7 +241,7 @@ def _take(folder: Path, run: Run, patience: float) -> Path:
         if not _create(file, json.dumps(asdict(run))):
             continue
         older = [other for other in _files(folder) if other != file]
-        if older and _number(older[0]) > number:  # another run took the folder first
+        if older and _number(older[0]) > number:  # another run has taken the folder in the meantime
             file.unlink(missing_ok=True)
             continue
         for other in older:
@@ -258,7 +259,7 @@ def _create(file: Path, text: str) -> bool:
             os.link(scratch, file)
         except FileExistsError:
             return False
-        except OSError:  # a file system without hard links
+        except OSError:  # the file system does not support hard links
             with file.open("x") as opened:
                 opened.write(text)
     except FileExistsError:
@@ -285,7 +286,7 @@ def _newest(folder: Path) -> tuple[Path, Run] | None:
         RunFolderError: if the file cannot be parsed.
     """
     for file in _files(folder):
-        with contextlib.suppress(FileNotFoundError):  # removed by a newer owner
+        with contextlib.suppress(FileNotFoundError):  # a newer owner may have removed the file
             try:
                 return file, Run(**parse_json(file.read_bytes(), str(file)))
             except (ValueError, TypeError) as error:

@@ -11,8 +11,8 @@ for it, unless a device is more than a step behind the host.
 
 The file `preempted.json` in the run folder contains step, reason and checkpoint. The ranks exit
 with code 75 (EX_TEMPFAIL of sysexits.h: try again later). torchrun treats this as a failure and may
-restart the ranks. Restarted ranks exit at once, because the file is from the same job with as many
-ranks. The next start, if it is not such a restart, removes the file and resumes.
+restart the ranks. Restarted ranks exit at once if `preempted.json` was written by the same job with
+the same number of ranks. Any other start removes the file and resumes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Preempted(Exception):
 
 
 class Stop:
-    """The common decision of all ranks whether the run is to stop. `bool(stop)` is the decision.
+    """The common decision of all ranks on whether the run is to stop. `bool(stop)` returns it.
 
     Args:
         axis: axis of all ranks.
@@ -67,7 +67,7 @@ class Stop:
         """Reads the flags of the previous check, and sends this rank's flag. Collective.
 
         Returns:
-            Whether the run is to stop: a rank had been asked to stop before the previous check.
+            Whether the run is to stop, because a rank was asked to stop before the previous check.
         """
         sent, self._sent = self._sent, None
         if not self.reason and sent is not None and sent():
@@ -81,7 +81,8 @@ class Stop:
         if not is_accelerator(self.device):
             pending = collectives.start_sum_of_scalars(flag, self.axis)
             return lambda: float(pending.wait())
-        # On a separate stream, so that the next step does not wait for the flag of a slow rank.
+        # The flags are sent on a separate stream, so that the next step does not wait for the flag
+        # of a slow rank.
         stream = copy_stream(self.device, "flags")
         with on_stream(stream):
             total = collectives.sum_of_scalars(start_copy_in(flag, self.device), self.axis)

@@ -40,13 +40,13 @@ from threed.layers import MicroBatch
 from threed.pipeline.batches import Batch
 from threed.zero.replicas import FACTOR, fingerprint
 
-Place = Mapping[str, int]  # a rank's coordinates
+Place = Mapping[str, int]  # the coordinates of a rank: its index on each axis, by axis name
 
 
 class NondeterministicError(RuntimeError):
     """Raised if an operation has no deterministic kernel.
 
-    Two computations of a step cannot be compared then.
+    Without one, two computations of a step cannot be compared.
     """
 
 
@@ -72,7 +72,8 @@ def deterministic() -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # Filling is not needed, and would write every new buffer one more time.
+    # In deterministic mode, torch fills new buffers. This is not needed here, and would write every
+    # buffer one more time.
     memory.fill_uninitialized_memory = False
     try:
         yield
@@ -189,7 +190,7 @@ class Recheck:
         all_ranks = collectives.exchange(own, topology.axis("world"))
         places = [topology.grid.coordinates(rank) for rank in range(topology.world)]
         plan = self.engine.blueprint.pipeline.plan
-        # whether pipeline rank s has only stage s
+        # Whether each pipeline rank s has stage s and no other stage.
         in_turn = plan.chunks == 1 and not plan.placement
         ranks = culprits([found for found, *_ in all_ranks], places, in_turn)
         head = f"step {first.step} was computed twice"
@@ -225,8 +226,8 @@ def culprits(
     Args:
         differs: for each rank, (whether its forward results differ, whether its gradients differ).
         places: coordinates of each rank.
-        in_turn: whether pipeline rank s has only stage s. If not, the order of ranks is unknown,
-            and all differing ranks are returned.
+        in_turn: whether each pipeline rank s has stage s and no other stage. If not, the order in
+            which ranks compute is unknown, and all differing ranks are returned.
     """
     found: list[int] = []
     for data in sorted({place["dp"] for place in places}):

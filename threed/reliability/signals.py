@@ -27,7 +27,7 @@ import time
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-SAME_S = 3.0  # seconds after the first SIGTERM in which further ones count as the same signal
+SAME_S = 3.0  # seconds after the first SIGTERM in which further SIGTERMs count as the same signal
 # Exit code of a process that was ended by SIGTERM, as shells report it.
 TERMINATED = 128 + signal.SIGTERM
 
@@ -35,7 +35,7 @@ TERMINATED = 128 + signal.SIGTERM
 class Signals:
     """Receives signals inside its `with` block.
 
-    Outside the main thread, entering it has no effect, because only the main thread can set signal
+    Outside the main thread, the block has no effect, because only the main thread can set signal
     handlers. A signal that the process ignores stays ignored.
 
     Attributes:
@@ -45,7 +45,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.asked = ""
-        self.terminated = 0.0  # time of the first SIGTERM, by `time.monotonic`
+        self.terminated = 0.0  # `time.monotonic()` at the first SIGTERM; 0 before it
         self._before: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
@@ -57,9 +57,10 @@ class Signals:
             return self
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # e.g. nohup makes it ignore SIGHUP
+            # An ignored signal stays ignored; for example, `nohup` ignores SIGHUP.
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, lambda *_: None)
-                signal.siginterrupt(number, False)  # restarts interrupted system calls of libraries
+                signal.siginterrupt(number, False)  # the system restarts interrupted system calls
         return self
 
     def __exit__(self, *_: object) -> None:

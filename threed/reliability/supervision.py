@@ -86,9 +86,9 @@ class Supervision:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Context manager: if the block raises, stops the watchdog, so that cleanup can finish.
+        """Context manager: if the block raises an error, lets this rank finish its cleanup.
 
-        For the same reason, failures of other ranks no longer end this process.
+        The watchdog is stopped, and failures of other ranks no longer end this process.
         """
         try:
             yield

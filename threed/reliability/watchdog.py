@@ -3,11 +3,12 @@
     watchdog = Watchdog(heart, world_size, limit=600, token="a1b2")
     watchdog.look()                 # every two seconds, in a thread; ends the process on a hang
 
-A process that is stopped (SIGSTOP) cannot report this, because all its threads are stopped. So the
-other ranks find it. When a rank has been in one phase for longer than the limit, its watchdog
+A process that is stopped (SIGSTOP) cannot report a hang, because all its threads are stopped. So
+the other ranks find this process. When a rank has been in one phase for longer than the limit, its
+watchdog
 
-1. marks its heartbeat "hung", with the rank's position in the code, and creates a file
-   `hung-TOKEN`; the watchdogs of the other ranks see this file and do the same;
+1. marks the rank's heartbeat "hung", with the rank's position in the code, and creates a file
+   `hung-TOKEN`; the watchdogs of the other ranks see this file and begin the same steps;
 2. writes the stacks of its threads to `rank-N.stacks`;
 3. waits three seconds; then the lowest rank with a marked heartbeat reads all heartbeats, prints
    the ranks that cause the hang (`judge`), and writes the position of every rank to `hang.txt`;
@@ -17,9 +18,9 @@ other ranks find it. When a rank has been in one phase for longer than the limit
 The watchdog reads heartbeats only if the run hangs. Then the lowest marked rank reads all of them.
 Every other rank reads the heartbeats of lower ranks, up to the first one that is marked.
 
-If a rank has not marked its heartbeat, the rank before it on the same machine sends it SIGUSR2, so
-that faulthandler, which needs no Python thread, writes its stacks, and then kills it. Otherwise
-torchrun would wait half a minute for a stopped process.
+If a rank has not marked its heartbeat, the rank before it on the same machine sends it SIGUSR2, and
+then kills it. On SIGUSR2, faulthandler, which needs no Python thread, writes the stacks of the
+unmarked rank. If a stopped process were not killed, torchrun would wait half a minute for it.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ from threed.reliability.heartbeat import (
 HUNG = 124  # the exit code of all ranks
 # Seconds within which the other ranks must mark their heartbeats after a rank detects a hang.
 ANSWER_S = 3.0
-WAITS = "waits in"  # start of the note of a rank that is inside a collective
+WAITS = "waits in"  # start of the heartbeat's note of a rank that waits in a collective
 COMMUNICATION = ("threed/distributed/collectives.py", "torch/distributed/")
 
 
 class Watchdog:
     """Watches the heartbeat of one rank from the end of the phase "start" until `stop`.
 
-    So the limit does not apply to the time before the first step, for example to loading.
+    The limit does not apply during the phase "start", which covers loading, for example.
 
     Args:
         heart: heartbeat of the rank.
@@ -94,8 +95,8 @@ class Watchdog:
         if self.stopped:
             return
         elapsed = time.monotonic() - self.heart.began
-        # Another rank reports a hang by the file `hung-TOKEN`. This rank looks for the file only if
-        # it has made no progress for some seconds.
+        # If another rank hangs, it creates the file `hung-TOKEN`. This rank looks for the file only
+        # if it has made no progress for some seconds.
         slow = elapsed > min(10.0, self.limit / 2)
         if (elapsed > self.limit and self.heart.last["phase"] != "start") or (
             slow and self._mark.exists()
@@ -109,7 +110,7 @@ class Watchdog:
         self._write_stacks()
         time.sleep(ANSWER_S)
         write_error_file(self._print(elapsed) if self._is_lowest() else self._wait_for_report())
-        with contextlib.suppress(Exception):  # flight_record uses a private function of torch
+        with contextlib.suppress(Exception):  # `flight_record` calls a private function of torch
             record = self._stacks.with_suffix(".collectives.json")
             record.write_bytes(collectives.flight_record())
         about = self.heart.folder, self.heart.rank, self.world_size
@@ -187,15 +188,17 @@ def _silence(beat: Beat) -> str:
 def where() -> str:
     """Returns the position of this process in the code, for messages.
 
-    If a thread waits in a collective, it is that collective and its caller: "waits in all_reduce
-    over dp, for finish at zero/norm.py:31". Otherwise it is the position of the main thread.
+    If a thread waits in a collective, the text has this collective and its caller: "waits in
+    all_reduce over dp, for finish at zero/norm.py:31". Otherwise it has the position of the main
+    thread.
     """
     frames = sys._current_frames()
     main = frames[threading.main_thread().ident or 0]
     other_threads = [
         f for ident, f in frames.items() if ident != threading.get_ident() and f is not main
     ]
-    for frame in (main, *other_threads):  # on a GPU, autograd runs the backward in another thread
+    # Other threads are searched too, because on a GPU autograd runs the backward in its own thread.
+    for frame in (main, *other_threads):
         if text := _communication(frame):
             return text
     return f"in {_place(main)}"
@@ -220,7 +223,8 @@ def _communication(frame: FrameType | None) -> str:
 
 
 def _place(frame: FrameType) -> str:
-    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension
+    # Skips frames without a function name, for example of comprehensions.
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:
         frame = frame.f_back
     path = "/".join(Path(frame.f_code.co_filename).parts[-2:])
     return f"{frame.f_code.co_name} at {path}:{frame.f_lineno}"
@@ -231,7 +235,8 @@ def _kill(beat: Beat) -> None:
     if process_state(beat) in ("unknown", "ended") or process.parent(beat["pid"]) != os.getppid():
         return
     with contextlib.suppress(OSError):
-        os.kill(beat["pid"], signal.SIGUSR2)  # delivered when SIGCONT continues a stopped process
+        # A stopped process receives SIGUSR2 only when SIGCONT continues it.
+        os.kill(beat["pid"], signal.SIGUSR2)
         os.kill(beat["pid"], signal.SIGCONT)
         time.sleep(0.2)
         os.kill(beat["pid"], signal.SIGKILL)

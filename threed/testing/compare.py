@@ -4,8 +4,8 @@ by element.
     truth = results_of(engine, metrics)                       # on one process
     found = differences(engine, metrics, truth, tolerance)    # on every rank of another topology
 
-Every rank compares its own shards without gathering them. So if one replica differs, the difference
-is found on the rank that has this replica.
+Every rank compares its own shards, without gathering. So if one replica differs from the others,
+the rank that has this replica finds the difference.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from threed.engine import Engine, StepMetrics
 from threed.zero.records import PREVIOUS, WEIGHT, Record, read, records
 from threed.zero.setup import state_names
 
-# A box of a tensor: start and size, per dimension.
+# A box (block) of a tensor: (start per dimension, size per dimension).
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-# The largest number of elements of `Finding.values`.
+# The maximum number of elements in `Finding.values`.
 KEPT = 2**16
 
 
@@ -38,8 +38,8 @@ class Results:
         losses: loss per step.
         norms: gradient norm per step.
         weights: weights by global name.
-        moments: optimizer states by part and global name. With 2BW and delayed updates, one part is
-            the parameters before the last update.
+        moments: optimizer states by part and global name. With 2BW and delayed updates, they
+            include the parameters before the last update as one more part.
         buffers: persistent buffers by global name.
     """
 
@@ -158,7 +158,7 @@ def unequal(
 def unequal_buffers(
     engine: Engine, truth: Mapping[str, Tensor], tolerance: float
 ) -> Iterator[Finding]:
-    """Yields this rank's persistent buffers that differ."""
+    """Yields this rank's persistent buffers that differ from `truth`."""
     for name, place in engine.buffers.persistent().items() if truth else ():
         got, want = place.value, truth.get(name)
         if got is None or want is None or got.shape != want.shape:
@@ -167,7 +167,9 @@ def unequal_buffers(
                 yield Finding("buffer", what, parameter=name)
             continue
         values = got.detach().cpu().clone()
-        same = agree(values, want)  # the difference of equal infinities, as in masks, would be NaN
+        # Equality is tested first, because masks contain infinities: the difference of two equal
+        # infinities is NaN.
+        same = agree(values, want)
         gap = max_difference(values.masked_fill(same, 0), want.masked_fill(same, 0))
         if not gap <= tolerance:
             yield Finding("buffer", "differs", gap, name, values=values)
@@ -199,7 +201,7 @@ def ownership_problems(engine: Engine, weights: Mapping[str, Tensor]) -> Iterato
     """
     everyone, own = engine.topology.axis("world"), records(engine.optimizer, (WEIGHT,))
     boxes = [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in own if r.owned]
-    owners: dict[str, Tensor] = {}  # number of owners per element
+    owners: dict[str, Tensor] = {}  # for each weight, the number of ranks that own each element
     every = [box for some in collectives.exchange(boxes, everyone) for box in some]
     if everyone.index > 0:
         return

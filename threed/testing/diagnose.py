@@ -25,14 +25,14 @@ from threed.testing.ranks import RanksFailed
 from threed.testing.watch import INPUT_GRADIENT, OUTPUT, Key
 from threed.zero.records import WEIGHT
 
-# The largest number of parameters that are listed.
+# The maximum number of parameters in a list.
 MOST = 8
-# For each layer: its name, and the names of its parameters.
+# (name of the layer, names of its parameters) of each layer.
 Layers = Sequence[tuple[str, list[str]]]
-# One difference: layer or None, parameter or None, description, largest difference or NaN.
+# A difference: (layer or None, parameter or None, description, largest absolute difference or NaN).
 About = tuple[str | None, str | None, str, float]
-# Differences of values that layers pass to each other, by boundary and rank. A boundary is an
-# output or an input gradient of a layer, see `watch.Key`.
+# Differences of the values that layers pass to each other, by boundary and then by rank. A boundary
+# is an output or an input gradient of a layer, see `watch.Key`.
 Between = Mapping[Key, Mapping[int, Finding]]
 
 _MISSING = "is a partial sum on every tensor rank, because an all-reduce is missing: "
@@ -71,7 +71,8 @@ class Seen:
 
     Attributes:
         first: differences after the first step.
-        between: differences of values between layers in the first step, with their boundaries.
+        between: (boundary, difference) for the values that layers passed to each other in the first
+            step.
         last: differences after the last step.
     """
 
@@ -99,16 +100,16 @@ def boundaries(
         if want.dim() and want.shape != got.shape and want.shape[0] == got.shape[0] * tensor.size:
             want = want.narrow(
                 0, tensor.index * got.shape[0], got.shape[0]
-            )  # this rank's part of the sequence
+            )  # selects this rank's part of the sequence
         if want.shape == got.shape:
             gap = max_difference(got, want)
-            if not gap <= tolerance * largest(want) + 1e-15:  # also NaN
+            if not gap <= tolerance * largest(want) + 1e-15:  # true also if `gap` is NaN
                 values = got if got.numel() <= KEPT else None
                 yield key, Finding(key[0], "differs", gap, values=values)
 
 
 def largest(values: Tensor) -> float:
-    """Returns the largest absolute value."""
+    """Returns the largest absolute value in a tensor; 0 for an empty tensor."""
     return float(values.abs().max()) if values.numel() else 0.0
 
 
@@ -124,7 +125,7 @@ class Explainer:
     def __init__(self, truth: Mapping[str, Any], tensor: int, words: Iterable[str]) -> None:
         self.truth, self.tensor, self.recompute = truth, tensor, "recompute" in set(words)
         self.layers: Layers = truth["layers"]
-        self._layer_of: dict[str, int] = {}  # parameter -> number of the first layer that has it
+        self._layer_of: dict[str, int] = {}  # number of the first layer that has each parameter
         for number, (_, names) in enumerate(self.layers):
             for name in names:
                 self._layer_of.setdefault(name, number)
@@ -174,8 +175,8 @@ class Explainer:
     def _backward(
         self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], early: bool
     ) -> Iterator[About]:
-        """Yields the differing parameters of the layers after the one at which the backward begins
-        to differ, and then that layer."""
+        """Yields the origin of a difference in the backward: the last layer whose input gradient
+        differs. Yields the differing parameters of later layers first."""
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)
         gradient = next((part for part in self.truth["first"]["moments"] if part != WEIGHT), "")
@@ -205,7 +206,8 @@ class Explainer:
             parameters: names of parameters that differ.
             what: name of the value at the boundary.
             partial: explanation if the tensor ranks have partial sums.
-            residual: boundary whose value a residual connection adds to this value on every rank.
+            residual: boundary whose value a residual connection adds to this boundary's value. If
+                tensor ranks have partial sums, each of them has added this value.
         """
         key, of_ranks = next((key, ranks) for key, ranks in between.items() if key[1] == number)
         name = self.layers[number][0] if number < len(self.layers) else None
@@ -279,13 +281,13 @@ def _near(got: Tensor, want: Tensor) -> bool:
 
 
 def named(text: str, layers: Layers) -> tuple[str | None, str | None]:
-    """Returns the first layer and the first parameter that a text mentions, each or None."""
+    """Returns (first layer, first parameter) that a text mentions; None for either if missing."""
     layer_of = {name: layer for layer, own in layers for name in own}
     layer = _first_named(text, [layer for layer, _ in layers])
     parameter = _first_named(text, layer_of)
     if (
         layer is not None and parameter is None
-    ):  # the text may have the parameter's path in the layer
+    ):  # the text may name the parameter by its path in the layer
         paths = {name.removeprefix(f"{layer}."): name for name in dict(layers)[layer]}
         parameter = paths.get(_first_named(text, paths) or "")
     return layer or layer_of.get(parameter or ""), parameter
@@ -325,7 +327,8 @@ def explain_lost_ranks(error: RanksFailed, timeout: float) -> tuple[str | None, 
     Returns:
         The layer that the slowest of these ranks was running, if known, and an explanation.
     """
-    # gloo aborts a process (SIGABRT) if messages do not match; the model causes other exit codes
+    # If the messages of two ranks do not match, gloo aborts a process (SIGABRT). Any other exit code
+    # is caused by the model's code.
     ended = {rank: code for rank, code in error.died.items() if code not in (-signal.SIGABRT, None)}
     if ended:
         what = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in ended.items())

@@ -31,9 +31,9 @@ from threed.distributed import collectives
 from threed.distributed.topology import Axis, start_from_file
 
 _context = multiprocessing.get_context("forkserver")
-# Modules that are imported once in the parent, because the import would take every rank about a
-# second. Some are imported late by torch: sympy in a backward with a given gradient, and other
-# modules at the first operation on the meta device.
+# Modules that are imported once in the parent, because importing them would take about a second on
+# every rank. torch itself imports some of them late: sympy in a backward with a given gradient, and
+# other modules at the first operation on the meta device.
 _preloaded = [
     "threed.engine",
     "torch.fx.experimental.symbolic_shapes",
@@ -41,7 +41,7 @@ _preloaded = [
     "threed.testing",
 ]
 _context.set_forkserver_preload(_preloaded)
-_pipe: Connection | None = None  # to the process that started this rank
+_pipe: Connection | None = None  # connection to the process that started this rank
 
 
 _DUMP_STACKS = signal.SIGUSR2
@@ -55,8 +55,8 @@ class RanksFailed(PicklableError, AssertionError):
         silent: ranks that were still running.
         notes: last text that was passed to `note`, by rank.
         reports: by rank, the attribute `report` of the rank's exception, or None.
-        died: exit code by rank, for ranks that exited without a result; minus the signal's number
-            if a signal ended the rank.
+        died: exit code by rank, for ranks that exited without a result. If a signal ended the rank,
+            its exit code is the negative number of the signal.
         stacks: stacks of all threads by rank, for silent ranks.
 
     Args:
@@ -95,8 +95,8 @@ class _World:
         end = time.monotonic() + timeout
         while len(self.results) < len(self.pipes):
             waiting = [self.pipes[rank] for rank in self.silent]
-            # After the first failure, wait for failures of other ranks, because the first failure
-            # is often not the cause.
+            # After a failure, waits up to one more second for messages of other ranks, because the
+            # first failure is often not the cause.
             left = max(0.0, end - time.monotonic())
             ready = wait(waiting, timeout=1.0 if self.failures else left)
             if not ready:
@@ -201,8 +201,8 @@ def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> 
     faulthandler.register(_DUMP_STACKS, stacks, all_threads=True)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
-    # Otherwise a garbage collection would write to all memory pages that are shared with the
-    # parent, and so copy them, which takes 0.2 s.
+    # Excludes existing objects from garbage collection. A collection would write to all memory
+    # pages that are shared with the parent, and so copy them, which takes 0.2 s.
     gc.freeze()
     try:
         start_from_file(f"{folder}/store", rank, world)
@@ -212,7 +212,7 @@ def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> 
     except BaseException as error:
         _send(pipe, "failure", (traceback.format_exc(), getattr(error, "report", None)))
     pipe.close()
-    os._exit(0)  # gloo's threads may abort a process during a regular exit
+    os._exit(0)  # exits at once, because gloo's threads may abort a process in a regular exit
 
 
 def _send(pipe: Connection, kind: str, value: Any) -> None:

@@ -47,16 +47,16 @@ from threed.zero.step_metrics import DataError
 Build = Callable[..., Any]
 BatchOf = Callable[[Config, int], Mapping[str, Tensor]]
 ALONE = "one process"
-VOCAB = 53  # prime, so vocabulary shards differ in size for every number of tensor ranks
+VOCAB = 53  # a prime, so that no number of tensor ranks divides the vocabulary evenly
 DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {"layers": 4, "hidden": 32, "heads": 4, "seq": 16, "vocab": VOCAB},
     "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "grad_clip": 0.0},
     "optim": {"lr": 3e-3, "warmup": 0},
-    "zero": {"resident": 0},  # shard all parameters, although they are small
+    "zero": {"resident": 0},  # shards all parameters, although they are small
     "precision": {"dtype": "fp64"},
 }
-# Correct topologies differ only in the order of sums. In fp32 some Adam steps amplify rounding
-# errors of 1e-7.
+# Largest differences that are tolerated. Correct topologies differ only in the order of sums. In
+# fp32, some Adam steps amplify the resulting rounding errors of 1e-7.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
 
 
@@ -146,7 +146,7 @@ class Report:
 
 
 class _Broken(PicklableError):
-    """Raised on a rank whose training failed. `run_ranks` sends `report` to the parent."""
+    """Raised on a rank whose training failed. `run_ranks` sends its `report` to the parent."""
 
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
@@ -301,7 +301,9 @@ def _check(build: Build, batch: BatchOf | None, config: Config) -> None:
 
 
 def random_tokens(config: Config, step: int) -> dict[str, Tensor]:
-    """Returns a global batch of random tokens. Up to a fifth of the labels per row is ignored.
+    """Returns a global batch of random tokens, with some labels ignored (-100).
+
+    The probability that a label is ignored rises from 0 in the first row to 0.2 in the last.
 
     Args:
         config: configuration with batch size, sequence length and vocabulary.
@@ -341,7 +343,7 @@ def _train(
         A dict with the results of `look` ("first", "last"), the layers and the batches; and the
         watch, with the values that layers passed to each other.
     """
-    os.dup2(2, 1)  # keeps a model's prints out of the report on stdout
+    os.dup2(2, 1)  # sends a model's prints to stderr, because the report is written to stdout
     phase, at, layers = "build", lambda: "", list[tuple[str, list[str]]]()
     try:
         config = resolve(configured(task.config, parsed), VOCAB, ranks_of(parsed))
@@ -367,7 +369,7 @@ def _train(
             raise DataError("the loss of step 1 is NaN")
         first = look(
             "first", engine, metrics
-        )  # finishes the step, so that all its backwards are watched
+        )  # also finishes the step, so that `watch` records all its backwards before it stops
         watch.stop()
         metrics += [engine.step(share(batch, topology)) for batch in batches[1:]]
         last = look("last", engine, metrics)
@@ -384,13 +386,15 @@ def _batch(
 ) -> dict[str, Tensor]:
     """Returns the global batch of a step.
 
-    Raises ValueError if the batch is invalid, or if it differs from another call for the same step.
+    Raises ValueError if the batch is invalid, or if two calls for the same step return different
+    batches.
 
     Args:
         task: arguments of the training.
         config: the resolved configuration.
         step: number of the step.
-        before: batches of the reference to compare with; None calls the user's function twice.
+        before: the reference's batches, with which the batch is compared; None compares it with
+            the result of a second call of the user's function.
     """
     batch, rows, call = (
         task.batch(config, step),

@@ -31,7 +31,7 @@ def words(name: str) -> dict[str, int]:
         name: words joined by '-'.
 
     Returns:
-        The number of each word, such as {"tp": 2, "seq": 1}.
+        The number in each word, such as {"tp": 2, "seq": 1}; 1 for a word without a number.
 
     Raises:
         ValueError: if the name is invalid, or needs more than `RANKS` ranks.

@@ -92,7 +92,7 @@ class Watch:
             raise RuntimeError(f"its output has shape {list(got.shape)}, {alone}")
 
     def _keys(self, kind: str, number: int, value: Any, micro: Any) -> Iterator[tuple[Key, Tensor]]:
-        """Yields the floating-point tensors in a value with their keys; none after `stop`."""
+        """Yields (key, tensor) for each floating-point tensor in a value; nothing after `stop`."""
         samples = getattr(micro, "samples", None)
         if self._recording and samples is not None:
             for index, tensor in enumerate(tree_leaves(value)):
@@ -101,7 +101,7 @@ class Watch:
 
     def _recorder(self, key: Key) -> Any:
         def keep(values: Tensor) -> None:
-            # Keeps the first values, because with recomputation a layer runs again.
+            # Keeps the first values, because with recompute a layer's forward runs a second time.
             self.seen.setdefault(key, values.detach().to("cpu", copy=True))
 
         return keep

@@ -65,8 +65,8 @@ class BadSteps(Callback):
         """Compares replicas if a comparison is due. Collective.
 
         Args:
-            saving: whether a checkpoint follows. Then replicas are compared if any step ran since
-                the last comparison.
+            saving: whether a checkpoint follows. If so, a comparison is due if any step has run
+                since the last comparison.
 
         Raises:
             ReplicaError: if replicas differ; on every rank.

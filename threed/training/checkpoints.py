@@ -73,7 +73,7 @@ class Checkpoints(Callback):
         due = self.bad_steps.delays or (every and step % every == 0)
         if due and not run.stop and not self.bad_steps.delay_checkpoint():
             self.save(asynchronous=step < run.last)
-            run.stop.now()  # prevents a second save if a stop was requested during this one
+            run.stop.now()  # notices a stop requested during the save, so nothing is saved twice
         if step < run.last and not run.stop:
             self.memory.save_if_due(step, self._extra)
         self._seconds = time.perf_counter() - began
@@ -95,7 +95,7 @@ class Checkpoints(Callback):
         self.bad_steps.compare(saving=True)
         run.beat("save")
         self.wait()
-        run.beat("save")  # restarts the watchdog's time limit, which is for one save
+        run.beat("save")  # restarts the watchdog's time limit, which applies to each save
         self.owner.check()
         path = self.path(step)
         extra = {**self._extra(), **self.bad_steps.take_delayed()}
@@ -159,8 +159,10 @@ class Checkpoints(Callback):
             self.engine.saver.make_room()
 
     def _report_failure(self) -> None:
-        """Reports a failure of this rank's part of the save in progress. The save may still be
-        running on other ranks."""
+        """Reports a failure of this rank's part of the asynchronous save.
+
+        The save may still be running on other ranks.
+        """
         save = self._save
         if save is not None and save.done and save.problem is not None:
             self._report(save.path, f"{save.problem} (earlier checkpoints are intact)")

@@ -45,14 +45,14 @@ def finish(
         checkpoints: callback that has saved the last checkpoint.
         peak: callback that has measured the peak memory.
         spans: actions of the last logged step, per stage.
-        command: arguments of the command line, for the hint how to resume.
+        command: words of the command line, for the hint on how to resume.
     """
     engine, config = run.engine, run.config
     run.beat("end")
     peaks = collectives.exchange(peak.nbytes, engine.topology.axis("world"))
     count = config.train.sample_tokens
     text = sample_text(engine, run.data, count) if count and not run.stop.now() else ""
-    # From here on the other ranks wait for rank 0, which must not count as a hang.
+    # From here on, the other ranks wait for rank 0. This must not count as a hang.
     run.supervision.watchdog.stop()
     if run.forecast is None:
         return
@@ -147,7 +147,7 @@ def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) ->
     name, count = Path(forecast.config.parallel.schedule).name, forecast.microbatches
     ran = f"ranks idle {fmean(idle_shares(spans)):.1%}, predicted {forecast.idle:.1%}; {counted(count, 'micro-batch')}"
     due = f"ranks idle {fmean(idle_shares(planned)):.1%}: each action takes the mean of its kind, messages take no time"
-    return stack([  # the first timeline has the legend
+    return stack([  # only the first timeline has a legend
         svg(spans, f"One step of {name} on {ranks}, as it ran", ran, unit="s", ways=plan.ways),
         svg(planned, "As planned, with these times", due, legend=False, unit="s", extent=extent),
     ])  # fmt: skip

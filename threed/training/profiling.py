@@ -12,7 +12,7 @@ from threed.training.callback import Callback, Run
 
 
 class Profile(Callback):
-    """Records the steps `log.profile_steps` with torch's profiler, into one trace file per rank."""
+    """Records the range of steps `log.profile_steps` with torch's profiler, in a file per rank."""
 
     def __init__(self, run: Run) -> None:
         self._steps = run.config.log.profile_steps or (0, 0)

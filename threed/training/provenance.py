@@ -37,8 +37,10 @@ def provenance(topology: Topology, parameters: int) -> dict[str, Any]:
 
 
 def version(package: str = "threed") -> str:
-    """Returns the version of a package, or "not installed". The latter is also returned for a
-    source checkout that is only on the import path."""
+    """Returns the version of a package, or "not installed".
+
+    A source checkout that is only on the import path also counts as not installed.
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

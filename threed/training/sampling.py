@@ -15,7 +15,7 @@ class NotFiniteError(RuntimeError):
 
 
 class NoLogitsError(RuntimeError):
-    """Raised on every rank if the model returns a loss only, so that no token can be sampled."""
+    """Raised on every rank if the model returns only a loss, so that no token can be sampled."""
 
 
 def generate(
@@ -23,9 +23,9 @@ def generate(
 ) -> list[int]:
     """Continues a prompt. Collective; returns the same tokens on every rank.
 
-    Every forward gets the model's sequence length, so all forwards have the same shape. A shorter
-    text is padded on the right, which causal attention does not see. Of a longer text only the last
-    tokens are used.
+    The input of every forward has the model's sequence length, so all forwards have the same shape.
+    A shorter text is padded on the right; causal attention does not see the padding. Of a longer
+    text, only the last tokens are used.
 
     Args:
         engine: engine with the model.
@@ -55,7 +55,15 @@ def generate(
 
 
 def _logits(engine: Engine, tokens: Tensor) -> Tensor | None:
-    """Returns logits [b s v/t] of tokens [b s] on the last stage, else None. Collective."""
+    """Returns logits on the last stage, and None on other stages. Collective.
+
+    Args:
+        engine: engine with the model.
+        tokens: token ids [batch, seq].
+
+    Returns:
+        This tensor rank's shard of the logits, [batch, seq, vocab / tensor ranks].
+    """
     if isinstance(engine, LayeredEngine):
         return engine.logits(tokens)
     model = engine.model
@@ -84,7 +92,7 @@ def _next(
 
 
 def _gather(engine: Engine, shard: Tensor) -> Tensor:
-    """Gathers logits [v] from vocabulary shards [v/t], whose sizes may differ by one."""
+    """Gathers logits [vocab] from the shards of all tensor ranks, whose sizes may differ by one."""
     axis, vocab = engine.topology.axis("tp"), engine.config.model.vocab or 0
     widths = [b - a for a, b in (collectives.split(vocab, axis.size, i) for i in range(axis.size))]
     padded = shard.new_zeros(max(widths))

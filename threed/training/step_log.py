@@ -55,14 +55,15 @@ class StepLog(Callback):
         self._data_s = time.perf_counter() - self._began
         if run.is_logged(step):
             run.engine.record()
-        # Bytes sent in evaluations and saves since the last step are not counted.
+        # Resets the counts, because bytes sent in evaluations and saves are not logged.
         run.engine.topology.traffic.clear()
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         logged = run.is_logged(metrics.step)
-        loss = metrics.loss if logged else 0.0  # waits for the device
+        loss = metrics.loss if logged else 0.0  # reading the loss waits for the device
         self._traffic.add(run.engine.topology.traffic)
-        # A save counts in the time of the next step: it begins after the row of its step is written.
+        # The time of a save is added to the next step, because the save begins after this step's
+        # row is written.
         saving = self._save_seconds()
         spent = time.perf_counter() - self._began + saving
         times = {"data_s": self._data_s, "ckpt_s": saving, **metrics.seconds}

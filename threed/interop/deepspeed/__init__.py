@@ -5,7 +5,7 @@
     )
     for batch in loader:
         loss = engine(**batch).loss
-        engine.backward(loss)   # adds gradients of the mean loss over the global batch
+        engine.backward(loss)   # adds the gradients of this batch's share of the global mean loss
         engine.step()           # updates at the accumulation boundary
 
 Instead of these calls, `engine.train_batch(iterator)` runs a full step: all forwards and backwards,

@@ -60,7 +60,7 @@ UNSUPPORTED = {  # unsupported kinds of checkpoints, by the pattern of their fil
     "expp_rank_*": "a checkpoint with experts (MoE)",
 }
 NAMES = {name: spelled for spelled, name in DTYPES.items()}
-Parts = dict[str, LazyTensor]  # by part: weight, exp_avg, exp_avg_sq
+Parts = dict[str, LazyTensor]  # tensors of a parameter, by part: weight, exp_avg, exp_avg_sq
 Table = dict[str, Any]
 
 
@@ -95,7 +95,7 @@ class DeepSpeedCheckpoint(HFTensors):
     def __init__(self, path: Path, config: Path) -> None:
         self.notes: list[str] = []
         self.state: dict[str, float] = {}
-        self._tensors: dict[str, Parts] = {}  # by parameter name
+        self._tensors: dict[str, Parts] = {}  # weight and moments of each parameter, by name
         super().__init__(path, config)
         for name, entry in self._entries.items():
             self.parts[name] = tuple(self._tensors.get(self._key(entry), ()))
@@ -192,9 +192,9 @@ class DeepSpeedCheckpoint(HFTensors):
             )
 
     def _without_zero(self, model_state: Table, ranks: list[Table]) -> None:
-        """Adds the note that optimizer states of stage 0 are not imported: they have no names.
+        """Adds the note that optimizer states of stage 0 are not imported.
 
-        `_remaining` reads the weights.
+        These states are saved without parameter names. `_remaining` reads the weights.
         """
         tensors = [
             value for value in model_state["module"].values() if isinstance(value, FileTensor)
@@ -286,7 +286,7 @@ class DeepSpeedCheckpoint(HFTensors):
     # ------------------------------------------------------------------------------------------------------- universal
 
     def _universal_groups(self, reader: PickleReader, ranks: list[Table]) -> Table:
-        """Returns the content of zero/optimizer_state.pt; empty without this file."""
+        """Returns the content of zero/optimizer_state.pt, or an empty dict without this file."""
         if ranks:
             raise self._error("has both a universal checkpoint and another one: remove one of them")
         file = self._folder / "zero/optimizer_state.pt"
@@ -316,14 +316,14 @@ class DeepSpeedCheckpoint(HFTensors):
         self._check_universal(updates - {None})
 
     def _check_universal(self, updates: set[Any]) -> None:
-        """Checks that all parameters or none have moments, and the same number of updates.
+        """Checks that either all parameters have moments or none, and equal numbers of updates.
 
         updates: the distinct numbers of updates in the files.
         """
         missing = [name for name, parts in self._tensors.items() if len(parts) < 3]
         if 0 < len(missing) < len(self._tensors):
             raise self._error(f"has moments of other parameters, but not of {missing[0]}")
-        if missing:  # no parameter has both moments of Adam
+        if missing:  # no parameter has both of Adam's moments, so none are imported
             self._tensors = {name: {WEIGHT: parts[WEIGHT]} for name, parts in self._tensors.items()}
         if len(updates) > 1:
             raise self._error(f"has different numbers of updates: {plain(sorted(updates))}")
@@ -376,7 +376,7 @@ def stage_of(found: Table) -> int:
     """
     value = found.get("zero_stage", 1)
     value = value.args[0] if isinstance(value, PickledObject) and value.args else value
-    # Python 3.11.0 to 3.11.3 pickle the name of the member of ZeroStageEnum
+    # Python 3.11.0 to 3.11.3 pickle a member of ZeroStageEnum by its name.
     if isinstance(value, str):
         value = {"optimizer_states": 1, "gradients": 2, "weights": 3}.get(value, value)
     if value not in (1, 2, 3):
@@ -396,8 +396,9 @@ def scale_of(scaler: Any) -> dict[str, float]:
     scale, at, overflow, left = (-1.0 if value is None else value for value in values)
     if None in values or not scale > 0:
         return {}
-    # DeepSpeed 0.19 doubles the scale for the first time one update later than threed, and then
-    # after every window; `good` is therefore one lower than the number of updates since overflow.
+    # After an overflow, DeepSpeed 0.19 first doubles the scale one update later than threed does,
+    # and then after every window. So `good` is one less than the number of updates since the
+    # overflow.
     good = max(0.0, at - overflow - 2)
     return {"loss_scale": scale, "good_steps": good, "hysteresis_left": max(0.0, left)}
 

@@ -17,7 +17,7 @@ from threed.distributed.topology import Topology
 class EpochSampler(DistributedSampler[Any]):
     """A DistributedSampler that shuffles each pass over the dataset in a different order.
 
-    It increments its epoch after each complete pass.
+    The sampler increments its epoch after each complete pass.
     """
 
     def __iter__(self) -> Iterator[Any]:

@@ -76,12 +76,12 @@ class DeepSpeedEngine:
         self.training_loader = training_loader
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
-        self._skipped = 0  # skipped steps when the scheduler was last advanced
+        self._skipped = 0  # number of skipped steps when the scheduler was last advanced
         self._pending = False  # True between `backward` and `step`
         self._batches = None if training_loader is None else repeat(training_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # before __init__ sets it: avoids infinite recursion
+        if name == "module":  # not set before __init__; a look-up in itself would never end
             raise AttributeError(name)
         try:
             return getattr(self.module, name)
@@ -131,7 +131,7 @@ class DeepSpeedEngine:
         Args:
             loss: the mean loss of the micro-batch, a scalar tensor.
             retain_graph: not supported; must be False.
-            scale_wrt_gas: whether to divide the loss by the accumulation steps.
+            scale_wrt_gas: whether to divide the loss by the number of accumulation steps.
 
         Returns:
             `loss`, unchanged.
@@ -179,8 +179,8 @@ class DeepSpeedEngine:
         Collective at the boundary.
 
         Raises:
-            RuntimeError: if gradients are missing, because neither `backward` was called nor the
-                backward of another engine with a loss that depends on this module; or if the
+            RuntimeError: if gradients are missing, because neither this engine's `backward` was
+                called, nor another engine's with a loss that depends on this module; or if the
                 optimizer that was passed to `initialize` has new parameter groups or step hooks.
         """
         if not self._pending and not self.engine.reducer.foreign:
@@ -195,7 +195,7 @@ class DeepSpeedEngine:
         self._pending = False
 
     def _step_scheduler(self) -> None:
-        """Advances a passed scheduler, unless the step was skipped because of an overflow."""
+        """Advances the program's scheduler, unless the step was skipped because of an overflow."""
         if self.lr_scheduler is None or isinstance(self.lr_scheduler, SchedulerView):
             return
         skipped = self.skipped_steps if self.engine.optimizer.scaler.rule.dynamic else 0
@@ -250,7 +250,9 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """Returns the mean loss of one step's micro-batches, without training. Collective.
+        """Returns the mean loss of as many micro-batches as a step has, without training.
+
+        Collective.
 
         Args:
             data_iter: yields micro-batches, as in `train_batch`.
@@ -362,7 +364,7 @@ class DeepSpeedEngine:
         return self.engine.full_state_dict()
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because a rank may have only slices of the weights."""
+        """Raises NotImplementedError, because a rank may hold only slices of the weights."""
         fix = "use engine.full_state_dict(), or save_checkpoint()"
         raise NotImplementedError(f"a rank may have slices only: {fix}")
 
@@ -399,7 +401,7 @@ class DeepSpeedEngine:
         if everyone.index == 0:
             with building(Path(save_dir) / LATEST) as (scratch,):
                 scratch.write_text(tag, encoding="utf-8")
-        collectives.barrier(everyone)  # no rank returns before `latest` exists
+        collectives.barrier(everyone)  # ensures that no rank returns before `latest` exists
         return True
 
     def load_checkpoint(

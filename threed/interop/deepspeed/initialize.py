@@ -52,7 +52,8 @@ def initialize(
 
     Returns:
         A tuple of the engine, its optimizer, a loader of `training_data` (None without
-        `training_data`), and the scheduler: the passed one or a view of the config's, or None.
+        `training_data`), and the scheduler: the one that was passed, a view of the config's
+        schedule, or None.
 
     Raises:
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.
@@ -78,7 +79,8 @@ def initialize(
     groups = find_groups(model, model_parameters, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
-    # Connects all ranks. A rank that raised an error before this would leave the others waiting.
+    # The first collective connects all ranks. It precedes `translate`, because the other ranks
+    # would wait for a rank that exits with a ConfigError before it is connected.
     collectives.exchange(None, topology.axis("world"))
     translation = translate(ds, topology.dp, facts, groups)
     loader = None
@@ -96,7 +98,7 @@ def initialize(
 
 
 def _scheduler_problem(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Returns why a passed scheduler cannot be used, or None."""
+    """Returns why the program's scheduler cannot be used, or None."""
     if scheduler is None or callable(scheduler):
         return None
     if not callable(getattr(scheduler, "step", None)):

@@ -1,4 +1,7 @@
-"""The optimizer and the scheduler that `initialize` returns: learning rates of the engine's groups."""
+"""The optimizer and the scheduler that `initialize` returns.
+
+Both give access to the learning rates of the engine's parameter groups.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from torch import Tensor
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
-RATE = {"params", "lr", "initial_lr"}  # not compared: lr and initial_lr may change
+RATE = {"params", "lr", "initial_lr"}  # keys of a group that `_kept` does not compare
 
 
 class EngineOptimizer(torch.optim.Optimizer):
     """The engine's optimizer as a torch optimizer, whose learning rates can be read and set.
 
-    A program or a scheduler sets `param_groups[i]["lr"]`, and the next update uses that rate. As
-    long as nobody sets one, the rates follow the configuration's schedule. The engine runs the
-    updates, so `step` raises an error.
+    A program or a scheduler sets `param_groups[i]["lr"]`, and the next update uses that rate. Until
+    a rate is set, the rates follow the configuration's schedule. The engine runs the updates, so
+    `step` raises an error.
 
     Args:
         engine: the engine.
@@ -39,9 +42,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         own = _engine_groups(engine)
         super().__init__(list(own.values()) if passed is None else passed.param_groups, {})
         self._complete = True
-        # index of each group's rate in `Engine.learning_rates`
+        # For each group, the index of its learning rate in `Engine.learning_rates`.
         self._index = list(own) if passed is None else _indices(self._groups)
-        self._rates: list[float] = self._read()  # as last read or written
+        self._rates: list[float] = self._read()  # the groups' rates as last read or written
         self._kept = [_kept(group) for group in self._groups]
         self._members = list(map(id, self._groups))
         self._hooks = [
@@ -64,7 +67,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._groups = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises RuntimeError: all groups are passed to `initialize`."""
+        """Raises RuntimeError, because all groups must be passed to `initialize`."""
         if self._complete:
             raise RuntimeError("add_param_group: pass all groups to initialize")
         super().add_param_group(param_group)
@@ -94,7 +97,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._apply(rates)
 
     def stepped(self) -> None:
-        """Marks an update as done, for torch's schedulers, which otherwise warn of a wrong order."""
+        """Marks an update as done.
+
+        Otherwise torch's schedulers would warn that they are stepped before the optimizer.
+        """
         for optimizer, _ in self._hooks:
             optimizer._opt_called = True
 
@@ -116,7 +122,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _apply(self, rates: list[float]) -> None:
         """Sets the rates of the next update."""
         values = self._engine.learning_rates
-        values[0] = rates[0]  # of parameters in no group, which there are none of with several
+        # The rate of parameters in no group. If there are several groups, no parameter uses it,
+        # because every parameter is then in a group.
+        values[0] = rates[0]
         for index, rate in zip(self._index, rates, strict=True):
             values[index] = rate
         self._engine.set_learning_rates(values)
@@ -132,16 +140,16 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._zero_grad()
 
     def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError: `engine.step` runs the update."""
+        """Raises NotImplementedError, because `engine.step` runs the update."""
         _refuse_step()
 
     def state_dict(self) -> NoReturn:
-        """Raises NotImplementedError: checkpoints are saved by the engine."""
+        """Raises NotImplementedError, because the engine saves checkpoints."""
         fix = "use engine.save_checkpoint(), which loads on any number of ranks"
         raise NotImplementedError(f"a rank has slices only: {fix}")
 
     def load_state_dict(self, state: Any) -> NoReturn:
-        """Raises NotImplementedError: checkpoints are loaded by the engine."""
+        """Raises NotImplementedError, because the engine loads checkpoints."""
         raise NotImplementedError("use engine.load_checkpoint()")
 
 
@@ -159,7 +167,7 @@ def _kept(group: dict[str, Any]) -> dict[str, Any]:
 def _indices(groups: Sequence[dict[str, Any]]) -> list[int]:
     """Returns the index of each group's rate in `Engine.learning_rates`.
 
-    A single group has no entry in `optim.groups`, and neither has a group of frozen parameters.
+    A single group has no entry in `optim.groups`. Neither does a group of frozen parameters.
     """
     if len(groups) == 1:
         return [0]
@@ -176,7 +184,7 @@ def _engine_groups(engine: ModuleEngine) -> dict[int, dict[str, Any]]:
     trained = [group for group in engine.layout.groups if group.key.trainable]
     options = {slot.spec.name: group.key.options for group in trained for slot in group.slots}
     found: dict[int, dict[str, Any]] = {}
-    # named_parameters reads no values, so sharded parameters need no gather
+    # `named_parameters` reads no values, so sharded parameters need not be gathered.
     for name, param in engine.module.named_parameters():
         if name in options:
             own = options[name]
@@ -204,7 +212,7 @@ class SchedulerView:
     def step(self, *_: Any) -> None:
         """Has no effect, because each update advances the schedule.
 
-        A skipped step does not advance it.
+        A skipped step does not advance the schedule.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -88,14 +88,14 @@ def export_hf(
     reader = Reader(checkpoint, manifest)
     model = _saved_model(manifest["config"]["model"], reader)
     table = entries(model)
-    # No layout has buffers, so the check below reports them as unexpected.
+    # No Hugging Face layout has buffers, so `check_names` reports buffers as unexpected.
     buffers = {name: shape for name, (*_, shape) in reader.buffers.items()}
     check_names({**reader.shapes, **buffers}, native_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
     record = folder_record.validated(manifest["state"]["extra"].get("hf"))
     extra_keys, json_files = folder_record.for_export(record, tokenizer)
     config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
-    del config["pad_token_id"]  # in `extra_keys`, unless the original folder lacked this key
+    del config["pad_token_id"]  # if the original folder had this key, `extra_keys` has its value
     return write_folder(
         out, table, reader, config | extra_keys, dtype, files or tokenizer, json_files, shard_bytes
     )
@@ -153,7 +153,7 @@ def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
     """
     try:
         model = ModelConfig.model_validate(saved)
-        # Check this first: the table of a huge number of layers would fill the memory.
+        # Checked first, because the table of a huge number of layers would fill the memory.
         if model.layers <= len(reader.shapes):
             return resolve_model(model)
     except ValueError as error:
@@ -206,7 +206,7 @@ def write_weights(
         folder: the folder of the files.
         about: dtype and shape of each tensor, by name.
         tensor_of: returns a tensor by name, in any dtype.
-        tally: counts values that are not finite.
+        tally: records which tensors have values that are not finite.
         shard_bytes: limit on the size of a file, in bytes.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in about.items()}

@@ -43,7 +43,7 @@ ADAPTER = "adapter_config.json"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-Header = tuple[str, Shape]  # dtype in the notation of safetensors, shape
+Header = tuple[str, Shape]  # (dtype in the notation of safetensors, shape) of a tensor
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -85,7 +85,7 @@ class HFTensors(ABC):
         except CheckpointError as error:
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_files()
-        # Check this first: the table of a huge number of layers would fill the memory.
+        # Checked first, because the table of a huge number of layers would fill the memory.
         if self.model.layers > len(names):
             raise CheckpointError(
                 f"{path}: its configuration has {counted(self.model.layers, 'layer')}, but it has fewer tensors"
@@ -142,7 +142,7 @@ class HFTensors(ABC):
             yield from self._head_problems(found)
 
     def _head_problems(self, found: Mapping[str, Header]) -> Iterator[str]:
-        """Yields a problem if a tied model has a head that differs from its embedding."""
+        """Yields a problem if head and embedding are tied, but differ in the files."""
         embedding = self._key(self.table[0])
         slabs = (read_slabs(self._hf_tensor(WEIGHT, name)) for name in (HEAD, embedding))
         same = found[HEAD] == found[embedding]
@@ -181,7 +181,7 @@ class HFTensors(ABC):
 class _Mapped:
     """A tensor in a memory-mapped file."""
 
-    values: Any  # result of safetensors' get_slice
+    values: Any  # the tensor's slice object from safetensors' `get_slice`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -299,7 +299,7 @@ def _places(path: Path) -> dict[str, str]:
 
 def _open(file: Path) -> Any:
     try:
-        # stat follows symbolic links, which download caches use
+        # Links to regular files are accepted (`stat` follows them): download caches contain links.
         if not stat.S_ISREG(file.stat().st_mode):
             raise OSError("it is not a regular file")
         return safe_open(file, framework="pt")

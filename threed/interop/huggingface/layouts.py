@@ -96,9 +96,9 @@ class Entry:
         return self._transposed(concatenate([native(name) for name, _ in self.native]))
 
     def native_part(self, name: str, hf: LazyTensor) -> LazyTensor:
-        """Returns the native tensor `name` of a Hugging Face tensor.
+        """Returns the native tensor `name` that a Hugging Face tensor contains.
 
-        Raises KeyError if the Hugging Face tensor does not contain it.
+        Raises KeyError if the Hugging Face tensor does not contain this native tensor.
         """
         firsts = accumulate((shape[0] for _, shape in self.native), initial=0)
         at = {
@@ -160,7 +160,7 @@ def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: s
     Args:
         found: the shapes that exist, by name.
         wanted: the required shapes, by name.
-        what: the title of `found` in the message.
+        what: a name for `found` in the message, such as the path of the checkpoint.
     """
     if problems := name_problems(found, wanted):
         raise CheckpointError(

@@ -28,8 +28,8 @@ from threed.distributed.grid import Grid
 from threed.interop.huggingface.export import dtype_of
 from threed.zero.records import WEIGHT
 
-Spec = tuple[torch.dtype, tuple[int, ...]]  # dtype in the file, shape
-Part = tuple[str, str]  # name of the part (weight, exp_avg, exp_avg_sq), name of the parameter
+Spec = tuple[torch.dtype, tuple[int, ...]]  # (dtype in the file, shape) of a tensor
+Part = tuple[str, str]  # (part: weight, exp_avg or exp_avg_sq; name of the parameter)
 FILE_BYTES = 2**32
 FRESH = {"steps": 0, "consumed": 0, "updates": 0.0, "skips": 0.0, "uses": {}, "extra": {}}
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

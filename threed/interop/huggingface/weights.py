@@ -1,7 +1,7 @@
 """Converts a Hugging Face folder to a native checkpoint, or loads its weights into an engine.
 
-import_hf(HFFolder(src), dst)                         # `threed convert`; without a process group
-load_hf(path, optimizer, topology, config, extras)    # `--checkpoint.resume`
+import_hf(HFFolder(src), dst)                         # for `threed convert`; no process group
+load_hf(path, optimizer, topology, config, extras)    # for `--checkpoint.resume`; collective
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from threed.ops.precision import DTYPES
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import WEIGHT, fill_in_place, records
 
-FREE = ("seq", "dropout")  # model keys that a run may choose; the folder determines all others
+FREE = ("seq", "dropout")  # model keys that a run may choose; the folder determines all other keys
 
 
 def import_hf(
@@ -132,7 +132,7 @@ def _opened(
         return folder, record_of_folder(folder), problems or list(folder.problems())
     except CheckpointError as error:
         return None, {}, [str(error)]
-    except Exception as error:  # reported like a problem, so that all ranks raise
+    except Exception as error:  # returned as a problem, so that all ranks raise an error
         return None, {}, [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
 
 
@@ -145,7 +145,7 @@ def record_of_folder(folder: HFFolder) -> dict[str, Any]:
     try:
         generation = None
         if path.is_file():
-            read_object(path)  # CheckpointError if it is not an object
+            read_object(path)  # raises CheckpointError if the file is not a JSON object
             generation = path.read_bytes().decode("utf-8-sig")
         return record_of(folder.config, generation, folder_files(folder.path).hashes())
     except OSError as error:

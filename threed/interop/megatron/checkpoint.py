@@ -65,9 +65,8 @@ Tensors = dict[str, LazyTensor]
 def step_folder(path: Path) -> Path | None:
     """Returns the folder of an iteration.
 
-    This is the subfolder that the tracker file (latest_checkpointed_iteration.txt) names; without a
-    tracker file, it is `path`. Returns None if the tracker file is invalid or `path` is not a
-    folder.
+    This is the subfolder that the tracker file (latest_checkpointed_iteration.txt) names, or `path`
+    without a tracker file. Returns None if the tracker file is invalid or `path` is not a folder.
 
     Raises:
         CheckpointError: if the tracker file names a missing folder.
@@ -124,7 +123,7 @@ class MegatronCheckpoint:
         self.model = model_of(_args(dist, reader), str(path))
         tensors = unstacked(_of_model(dist))
         present = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
-        # Check this first: the shapes of a huge number of layers would fill the memory.
+        # Checked first, because the shapes of a huge number of layers would fill the memory.
         if self.model.layers > present:
             problem = f"it has {present} of {counted(self.model.layers, 'layer')}"
             raise CheckpointError(f"{path} does not fit its args: {problem}")
@@ -238,7 +237,7 @@ def to_native(tensors: Tensors, model: ModelConfig) -> Tensors:
         for key, part in _in_layer(inside, tensor, model):
             found[f"blocks.{match[1]}.{key}" if key != inside else name] = part
     if model.tied:
-        found.pop("head.weight", None)  # a copy of the embedding
+        found.pop("head.weight", None)  # a tied head equals the embedding, so it is dropped
     return found
 
 

@@ -42,17 +42,17 @@ from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import FileTensor, read_all
 
 # Limits. They keep objects below 1.5 GB of memory, and strings below 1 GB (4 bytes per character).
-MOST_BYTES = 2**28  # bytes of all pickles of one reader
-MOST_OBJECTS = 12_000_000  # opcodes plus values of all pickles of one reader
-MOST_DEPTH = 40  # nesting depth of values
-MOST_BITS = 1024  # bits of an integer
+MOST_BYTES = 2**28  # limit on the bytes of all pickles of one reader
+MOST_OBJECTS = 12_000_000  # limit on the number of opcodes plus values in all pickles of one reader
+MOST_DEPTH = 40  # limit on the nesting depth of values
+MOST_BITS = 1024  # limit on the bits of an integer
 MOST_DIMENSIONS = (
-    16  # dimensions of a tensor, items of a tuple used as a key, arguments of a function in `KNOWN`
+    16  # limit on a tensor's dimensions, a tuple key's items, and a `KNOWN` call's arguments
 )
-MOST_NAME = 1000  # characters of a name
-MOST_NAMES = 2**22  # characters of all names in a file
-MOST_DIRECTORY = 2**24  # bytes of the directory of a zip file
-MOST_EXPANDED = 2**20  # elements of a tensor that repeats values of its file (stride 0)
+MOST_NAME = 1000  # limit on the characters of a name
+MOST_NAMES = 2**22  # limit on the characters of all names in a file
+MOST_DIRECTORY = 2**24  # limit on the bytes of a zip file's directory
+MOST_EXPANDED = 2**20  # limit on the elements of a tensor with stride 0, which repeats values
 
 # Opcodes that no checkpoint needs.
 REFUSED = "INST OBJ DICT EXT1 EXT2 EXT4 NEWOBJ_EX NEXT_BUFFER READONLY_BUFFER".split()
@@ -76,7 +76,7 @@ HARMLESS = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class PickledObject:
-    """A class or function that a pickle names, or the object that a call of it would create.
+    """A class or function that a pickle names, or the object that calling it would create.
 
     For an object of a subclass of list or dict, the items are dropped.
 
@@ -107,7 +107,7 @@ def _call_result(function: Any, args: Any) -> Any:
     known = KNOWN.get(function.name)
     if known is None:
         return PickledObject(function.name, args)
-    if len(args) > MOST_DIMENSIONS:  # Python copies the arguments
+    if len(args) > MOST_DIMENSIONS:  # limited, because Python copies the arguments of a call
         raise ValueError("it calls a function with more arguments than any checkpoint")
     return known(*args)
 
@@ -115,7 +115,7 @@ def _call_result(function: Any, args: Any) -> Any:
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:
     """Replaces torch._utils._rebuild_tensor, _rebuild_tensor_v2 and _rebuild_tensor_v3.
 
-    Only the last one has an argument for the dtype.
+    Only _rebuild_tensor_v3 has an argument for the dtype.
     """
     numbers = (offset, *size, *stride)
     if len(numbers) > 2 * MOST_DIMENSIONS or not all(
@@ -143,7 +143,7 @@ def _empty_dict(*args: Any) -> dict[Any, Any]:
 
 
 def _first_argument(*args: Any) -> Any:
-    """Replaces functions whose first argument has all values of the result; returns that."""
+    """Replaces functions whose first argument contains the result; returns this argument."""
     return args[0] if args else []
 
 
@@ -177,11 +177,11 @@ KNOWN: dict[str, Callable[..., Any]] = {
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-PURE: Any = pickle._Unpickler  # the pure-Python unpickler; Any, because it has no annotations
+PURE: Any = pickle._Unpickler  # the pure-Python unpickler, typed as Any: it has no annotations
 
 
 class _Unpickler(PURE):
-    """Python's unpickler, except that names and calls become data, and sets become lists.
+    """Python's unpickler, changed so that names and calls become data, and sets become lists.
 
     Args:
         data: the pickle.
@@ -201,7 +201,7 @@ class _Unpickler(PURE):
         """
         module, name = NAME_MAPPING.get(
             (module, name), (module, name)
-        )  # protocol 2 uses the names of Python 2
+        )  # because pickles of protocol 2 contain the names of Python 2's modules
         module = IMPORT_MAPPING.get(module, module)
         full, top = f"{module}.{name}", module.partition(".")[0]
         if len(full) > MOST_NAME:
@@ -430,7 +430,7 @@ class PickleReader:
 
 @contextmanager
 def _opened(path: Path, end: int = 0) -> Iterator[tuple[BinaryIO, int]]:
-    """Opens a file of at least `end` bytes and yields it with its size.
+    """Opens a file of at least `end` bytes, and yields (the open file, its size in bytes).
 
     Any error becomes a CheckpointError.
     """
@@ -443,7 +443,7 @@ def _opened(path: Path, end: int = 0) -> Iterator[tuple[BinaryIO, int]]:
                 raise ValueError("it is truncated" if size else "it is empty")
             file.seek(0)
             yield file, size
-    except Exception as error:  # a malicious file can make zipfile and pickle raise anything
+    except Exception as error:  # a malicious file can make zipfile and pickle raise any exception
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise CheckpointError(f"{path} cannot be read: {plain(why)}") from None
 

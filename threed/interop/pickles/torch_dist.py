@@ -73,7 +73,13 @@ class DistFolder:
         }
 
     def _chunk(self, name: str, first: Shape, size: Shape) -> tuple[Shape, FileTensor]:
-        """Returns the offset of a chunk in its tensor, and the chunk."""
+        """Returns the offset of a chunk in its tensor, and the chunk as a tensor.
+
+        Args:
+            name: name of the tensor.
+            first: offset of the chunk in the tensor, per dimension.
+            size: size of the chunk, per dimension.
+        """
         if (name, first) not in self._locations:
             raise CheckpointError(f"{self.path} has a chunk of {plain(name)} without a location")
         found = self._read(self._locations[name, first])

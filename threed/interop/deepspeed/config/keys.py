@@ -82,7 +82,7 @@ class Group(BaseModel):
 
 
 class Params(Group):
-    """The group optimizer.params, with the keys of every supported optimizer."""
+    """The keys of the group `optimizer.params`, of all supported optimizers together."""
 
     lr: Positive = Field(1e-3, description="set it to the learning rate")
     weight_decay: NonNegative = 0.0
@@ -93,14 +93,14 @@ class Params(Group):
 
 
 class Optimizer(Group):
-    """The group optimizer."""
+    """The keys of the group `optimizer`."""
 
     type: OptimizerName | None = None
     params: Params = Params()
 
 
 class SchedulerParams(Group):
-    """The group scheduler.params, with the keys of every supported scheduler."""
+    """The keys of the group `scheduler.params`, of all supported schedulers together."""
 
     warmup_type: Ramp = Field("log", description="set it to log or linear")
     warmup_num_steps: Count = Field(1000, description=STEPS)
@@ -112,14 +112,14 @@ class SchedulerParams(Group):
 
 
 class Scheduler(Group):
-    """The group scheduler."""
+    """The keys of the group `scheduler`."""
 
     type: SchedulerName | None = None
     params: SchedulerParams = SchedulerParams()
 
 
 class Offload(Group):
-    """The group offload_optimizer or offload_param."""
+    """The keys of the group `offload_optimizer` or `offload_param`."""
 
     device: Device = Field("none", description="set it to none, cpu or nvme")
     nvme_path: Annotated[str, BeforeValidator(_folder)] | None = Field(
@@ -128,7 +128,7 @@ class Offload(Group):
 
 
 class Zero(Group):
-    """The group zero_optimization."""
+    """The keys of the group `zero_optimization`."""
 
     stage: Annotated[Natural, Field(lt=4)] = 0
     reduce_bucket_size: Count | None = Field(None, description=ELEMENTS)
@@ -145,13 +145,13 @@ class Zero(Group):
 
 
 class Bf16(Group):
-    """The group bf16, also named bfloat16."""
+    """The keys of the group `bf16`, which may also be named `bfloat16`."""
 
     enabled: bool = Field(False, description="set it to true or false")
 
 
 class Fp16(Bf16):
-    """The group fp16, with the loss scale."""
+    """The keys of the group `fp16`, including the loss scale."""
 
     loss_scale: NonNegative = 0.0
     initial_scale_power: Annotated[Natural, Field(lt=128)] = 16
@@ -162,7 +162,7 @@ class Fp16(Bf16):
 
 
 class DataTypes(Group):
-    """The group data_types."""
+    """The keys of the group `data_types`."""
 
     param_dtype: DType | None = None
     grad_accum_dtype: DType | None = None
@@ -197,7 +197,8 @@ RENAMED = {
 def _by_name(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns one table, by full key name such as "zero_optimization.overlap_comm".
 
-    tables: by group, a table of which each key consists of key names separated by spaces.
+    tables: by group, a table in which each key consists of one or more key names, separated by
+        spaces, that share a value.
     """
     return {
         f"{group}.{key}".removeprefix("."): what

@@ -16,9 +16,10 @@ from threed.interop.deepspeed.config.keys import Params
 
 NO_HOOKS = "remove them, and call your function before or after engine.step()"
 DECOUPLED = "decoupled_weight_decay"
-# Hyper-parameters that must be equal in all groups. If `Params` lacks one, its default is False.
+# Hyper-parameters that must be equal in all groups. A hyper-parameter that `Params` lacks has the
+# default False.
 HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
-# By class: the optimizer's name in a ds_config, and the hyper-parameters to read.
+# For each class: (name of the optimizer in a ds_config, hyper-parameters to read).
 READ = {
     torch.optim.AdamW: ("AdamW", ("betas", "eps", "amsgrad", "maximize")),
     torch.optim.Adam: ("Adam", ("betas", "eps", "amsgrad", "maximize")),
@@ -28,7 +29,10 @@ READ = {
 
 @dataclass(frozen=True)
 class Group:
-    """Names of parameters, with their lr and weight decay; None means the optimizer's value."""
+    """A parameter group: names of its parameters, its lr and its weight decay.
+
+    None means the value of the optimizer.
+    """
 
     names: tuple[str, ...]
     lr: float | None = None
@@ -38,8 +42,8 @@ class Group:
 def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
     """Returns a torch optimizer as the "optimizer" of a ds_config, and a note with its values.
 
-    The learning rate is that of the first parameter group with a nonzero one. If a scheduler has
-    changed it, it is the rate before (`initial_lr`).
+    The learning rate is the first nonzero learning rate of a parameter group. If a scheduler has
+    changed this rate, the rate before the change (`initial_lr`) is used.
 
     Args:
         optimizer: a torch AdamW, Adam or SGD.
@@ -84,7 +88,7 @@ def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | Non
 
 
 def rate_of(group: Mapping[str, Any]) -> float:
-    """Returns the learning rate of a parameter group before a scheduler changed it."""
+    """Returns the learning rate of a parameter group, before a scheduler has changed it."""
     return float(group.get("initial_lr", group["lr"]))
 
 

@@ -1,6 +1,6 @@
 """Parses a ds_config into `keys.DeepSpeedConfig`, with a problem or a note per unsupported key.
 
-reader = Reader(autos, inactive)                # values for "auto"; keys without effect
+reader = Reader(autos, inactive)                # values that replace "auto"; keys without effect
 config = reader.read(read("ds_config.json"))    # a key with a problem gets its default value
 reader.problems, reader.notes                   # {key: problem}, ["key: note", ...]
 """
@@ -87,7 +87,13 @@ class Reader:
         return DeepSpeedConfig.model_validate(values)
 
     def refuse_keys(self, group: Group, path: str, keys: Iterable[str]) -> None:
-        """Adds a problem for each key that is set in `group` although its type does not have it."""
+        """Adds a problem for each of `keys` that is set in `group`.
+
+        Args:
+            group: keys of the optimizer or scheduler.
+            path: full name of the group.
+            keys: keys that the selected type of optimizer or scheduler does not have.
+        """
         for key in keys:
             given = key in group.model_fields_set
             self.check(not given, f"{path}.{key}", "no such key for this type")
@@ -145,7 +151,7 @@ class Reader:
     def _remove(self, values: dict[str, Any], path: list[str], why: str) -> None:
         """Removes an invalid value and adds a problem.
 
-        path: the groups, the key, and possibly an index into the value of the key.
+        path: the names of the groups, the name of the key, and possibly an index into its value.
         """
         for depth, part in enumerate(path, 1):
             inner = values.get(part)

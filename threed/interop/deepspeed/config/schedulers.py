@@ -1,6 +1,6 @@
 """DeepSpeed's learning rate schedules, as functions of the number of updates.
 
-Skipped steps are not updates.
+Skipped steps do not count as updates.
 
     rate = learning_rate(reader, config.scheduler, lr=1e-3)
     rate(torch.tensor(0.0, dtype=torch.float64))   # learning rate of the first update
@@ -25,7 +25,7 @@ from threed.interop.deepspeed.config.keys import STEPS, Scheduler
 from threed.interop.deepspeed.config.reader import Reader
 
 LINEAR, COSINE = ("warmup_min_lr", "warmup_max_lr"), ("warmup_min_ratio", "cos_min_ratio")
-# by scheduler: the keys of SchedulerParams that the scheduler does not have
+# For each scheduler, the keys of SchedulerParams that the scheduler does not have.
 NOT_OF = {
     "warmuplr": (*COSINE, "total_num_steps"),
     "warmupdecaylr": COSINE,

@@ -28,7 +28,7 @@ OLD_SWITCHES = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
-# by optimizer: the keys of Params that the optimizer does not have
+# For each optimizer, the keys of Params that the optimizer does not have.
 NOT_OF = {
     "adam": ("momentum",),
     "adamw": ("momentum",),
@@ -191,7 +191,7 @@ def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int
 def _precision(
     reader: Reader, found: keys.DeepSpeedConfig, model: ModelFacts
 ) -> tuple[dict[str, Any], LossScale | None]:
-    """Returns the keys of `precision`, and the loss scale if the dtype is fp16, else None."""
+    """Returns the keys of `precision`, and the loss scale (None unless the dtype is fp16)."""
     fp16, bf16, types = found.fp16, found.bf16.enabled, found.data_types
     wide = "fp64" if model.dtype == "fp64" else "fp32"
     dtype = "fp16" if fp16.enabled else "bf16" if bf16 else wide
@@ -233,13 +233,13 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
             f"{ZERO}.zero_quantized_gradients", "quantizes blocks of 256 elements to 8 bits, not 4"
         )
     elements = zero.reduce_bucket_size or 64 * 2**20 // width
-    if zero.sub_group_size is not None:  # sub_group_size counts the elements of one rank's slice
+    if zero.sub_group_size is not None:  # counted in elements of one rank's slice
         elements = min(elements, zero.sub_group_size * ranks)
     return {
         "stage": stage,
         "shard_size": "all" if zero.mics_shard_size < 1 else ranks,
         "bucket_mib": elements * width / 2**20,
-        # `resident` is an exclusive limit, DeepSpeed's threshold an inclusive one
+        # Adds 1, because `resident` is an exclusive limit, and DeepSpeed's threshold is inclusive.
         "resident": zero.stage3_param_persistence_threshold + 1 if stage == 3 else 0,
         "compress_weights": "int8" if zero.zero_quantized_weights else "none",
         "compress_gradients": "int8" if zero.zero_quantized_gradients else "none",
@@ -299,11 +299,11 @@ def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict
 def _groups(
     reader: Reader, groups: Sequence[Group], rate: LearningRate | None, lr: float, decay: float
 ) -> tuple[dict[str, Any], ...]:
-    """Returns the groups of `optim`, in the order of those of `groups` that have parameters.
+    """Returns the groups of `optim`: one for each of `groups` that has parameters, in this order.
 
-    A single group with the optimizer's learning rate and weight decay is left out. If there are
-    such groups, or the optimizer has a weight decay, a last group matches all other parameters,
-    because DeepSpeed, unlike threed, applies weight decay to norms and biases.
+    A single group with the optimizer's learning rate and weight decay is left out. If the result
+    has a group, or the optimizer has a weight decay, a last group is added that matches all other
+    parameters, because DeepSpeed, unlike threed, applies weight decay to norms and biases.
     """
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
