@@ -1,8 +1,9 @@
 """RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of bf16 rows on GPUs.
 
-They are fused with the residual addition before them (csrc/cuda/norm.cu).
+The kernels (csrc/cuda/norm.cu) also compute the residual addition before the norm.
 
-Forward:  s = x + residual + before, rounded to bf16, and y = norm(s). Moves 8 bytes per element.
+Forward: s = x + residual + before, rounded to bf16, and y = norm(s); `before` is a bias. Moves 8
+bytes per element.
 Backward: ds = dresidual + the gradient of s through norm(s), and the gradients of weight and bias.
 Moves 8 bytes per element; sums over rows are computed in a fixed order.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from threed.core import device
 from threed.ops import launch, sums
 
-LARGEST = 16384  # elements per row
+LARGEST = 16384  # maximum number of elements per row
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,8 @@ class Normalized:
             it is x itself.
         y: output, bf16 [n h].
         means: LayerNorm's mean per row, fp32 [n], for the backward.
-        scales: 1 / sqrt(variance + eps) per row, fp32 [n], for the backward.
+        scales: 1 / sqrt(variance + eps) per row, fp32 [n], for the backward; RMSNorm's variance is
+            the mean square.
     """
 
     sum: Tensor
@@ -39,7 +41,8 @@ class Normalized:
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
-    """Returns LayerNorm (if `layer`) or RMSNorm of x over the last dimension, by formulas."""
+    """Returns LayerNorm (if `layer`) or RMSNorm of x over the last dimension, by torch's operations.
+    """
     if layer:
         x = x - x.mean(-1, keepdim=True)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
