@@ -93,7 +93,8 @@ class Attention(nn.Module):
         if shared > 1:
             self.query = column(query, local=True)
             self.key_value = column(key_value, local=True, shared=shared)
-        # A rank normalizes only its own heads, so the gradient of the norm's weight is always partial.
+        # A rank normalizes only its own heads, so the gradients of the norms' weights are always
+        # partial.
         norm = functools.partial(
             RMSNorm, width=d, slicing=slicing, eps=eps, partial=True, offset=norm_offset
         )
@@ -105,7 +106,7 @@ class Attention(nn.Module):
         )
 
     def flops(self, tokens: int, seq: int) -> int | None:
-        """Returns the FLOPs of the core's forward, counted for all pairs of positions, masked or not.
+        """Returns the FLOPs of the core's forward, over all pairs of positions, masked or not.
 
         Returns None if the core is a module, or has no method `flops(tokens, seq, heads, size)`.
 

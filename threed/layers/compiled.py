@@ -45,7 +45,7 @@ class Opaque(OpaqueBase):
 
 
 register_opaque_type(Opaque, typ="reference")
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # torch removes the registrations when it is freed
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # unregisters its operators when freed
 
 
 def _define(schema: str, work: Callable[..., Any], fake: Callable[..., Any]) -> None:

@@ -15,8 +15,8 @@ from threed.distributed.collectives import split
 from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter
 from threed.layers.slicing import Flag, Slicing, sink_of
 
-# Numbers of rows: tables of PAD_FROM or more rows are padded to a multiple of PAD_TO. Smaller tables
-# are not padded, because the padding could exceed a tenth of their size.
+# Numbers of rows: tables of PAD_FROM or more rows are padded to a multiple of PAD_TO. Smaller
+# tables are not padded, because the padding could exceed a tenth of their size.
 PAD_FROM, PAD_TO = 1024, 128
 
 

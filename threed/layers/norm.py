@@ -61,8 +61,7 @@ class _Fused(torch.autograd.Function):
 def sum_and_norm(
     module: nn.Module, x: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns s = x + residual (s = x if residual is None) and module(s), by one kernel if possible.
-    """
+    """Returns s = x + residual (x if residual is None) and module(s), by one kernel if possible."""
     is_plain = type(module) in (LayerNorm, RMSNorm) and not (
         module._forward_hooks or module._forward_pre_hooks
         or module._backward_hooks or module._backward_pre_hooks

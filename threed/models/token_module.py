@@ -25,8 +25,8 @@ FORWARD = (
 
 
 class ForwardError(ValueError):
-    """Raised if the forward of a module takes or returns something else than a `TokenModule`
-    needs. The message states what it needs."""
+    """Raised if a module's forward does not take the arguments, or does not return the values, that
+    a `TokenModule` requires. The message states the requirements."""
 
 
 class TokenModule(Wrapped):
@@ -97,10 +97,10 @@ class TokenModule(Wrapped):
 
 
 def _labels_parameter(module: nn.Module, name: str) -> inspect.Parameter | None:
-    """Returns the parameter `labels` of a module's forward, or None if it has none.
+    """Returns the parameter `labels` of a module's forward; None if the forward has none.
 
     Raises:
-        ForwardError: if the forward needs other arguments.
+        ForwardError: if the forward has further required parameters, or takes no tokens.
     """
     signature = inspect.signature(module.forward)
     labels = signature.parameters.get("labels")

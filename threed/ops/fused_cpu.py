@@ -29,8 +29,8 @@ _FORMATS = {torch.float32: 1, torch.bfloat16: 2}
 def fits(x: Tensor) -> bool:
     """Returns whether GELU, SwiGLU and cross entropy support x and are faster than torch.
 
-    x must be contiguous, in fp32 or bf16, have at least MIN_NUMEL elements, and be on the CPU (or on
-    the meta device in a CPU process). A compiled library must exist.
+    x must be contiguous, in fp32 or bf16, have at least MIN_NUMEL elements, and be on the CPU (or
+    on the meta device in a CPU process). A compiled library must exist.
     """
     suits = x.numel() >= MIN_NUMEL and x.dtype in _FORMATS and _on_cpu(x) and x.is_contiguous()
     return suits and not torch.compiler.is_compiling() and native.library("cpu") is not None

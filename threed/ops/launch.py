@@ -123,7 +123,7 @@ class Operator:
     launches: Callable[..., int]
 
 
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # torch removes the registrations when it is freed
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # unregisters its operators when freed
 OPERATORS: dict[str, Operator] = {}
 
 

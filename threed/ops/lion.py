@@ -20,7 +20,8 @@ from torch import Tensor
 from threed.core.device import is_accelerator
 from threed.ops.update import StepScalars, needs_reference
 
-# elements per chunk on a CPU, so that the sign of a chunk fits into the cache and needs little memory
+# elements per chunk on a CPU, so that the sign of a chunk fits into the cache and takes little
+# memory
 CHUNK = 2**18
 
 

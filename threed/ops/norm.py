@@ -41,8 +41,7 @@ class Normalized:
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
-    """Returns LayerNorm (if `layer`) or RMSNorm of x over the last dimension, by torch's operations.
-    """
+    """Returns LayerNorm (if `layer`) or RMSNorm of x over the last dimension, in plain form."""
     if layer:
         x = x - x.mean(-1, keepdim=True)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

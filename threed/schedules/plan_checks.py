@@ -41,7 +41,7 @@ def legal(plan: Plan) -> None:
         ValueError: the plan is invalid; the message names the rank and the action.
     """
     sizes = (plan.stages, plan.microbatches, plan.chunks)
-    # A plan that drains the pipeline has no new micro-batch.
+    # A plan that drains the pipeline has no new micro-batch, so 0 is allowed with a previous step.
     fewest = (1, 0 if plan.begun else 1, 1)
     if not all(
         isinstance(size, Integral) and size >= least
@@ -122,7 +122,7 @@ def _check_placement(plan: Plan) -> None:
 
 
 def _walk(plan: Plan, rank: int) -> list[int]:
-    """Checks the order of a rank's actions and returns its progress at the end of the plan.
+    """Checks the order of a rank's actions; returns the final progress of all its micro-batches.
 
     In the result, micro-batch m (negative in the previous step) on chunk c has the index
     c * count + before + m. Here `before` is the number of micro-batches of the previous step that

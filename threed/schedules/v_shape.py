@@ -32,7 +32,7 @@ from threed.schedules.split_backward import Flow, Orders, fill, to_plan, v_shape
 PERIOD = 6  # units of time per micro-batch on a rank: two F, two I and two W
 # times of F, I and W on both chunks of a rank together, so each action on one chunk takes 1 unit
 UNIT = Costs(2, 2, 2)
-_EFFORT = 100_000  # the argument `effort` of `shorten`
+_EFFORT = 100_000  # maximum number of actions that `shorten` simulates
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
@@ -154,8 +154,9 @@ def phases(unit: Flow) -> Orders:
     return orders
 
 
-# By hop, from the number of ranks: idle units on the first rank, between the last forward of a
-# micro-batch and its first I there, so that no actions of the repeated pattern collide.
+# By hop, a function of the number of ranks. It returns the number of idle units on the first rank
+# between the last forward of a micro-batch and its first I. With this gap, no actions of the
+# repeated pattern collide.
 _GAPS = {1: lambda ranks: 2 if ranks % 3 == 0 else 0, 2: lambda ranks: 0 if ranks % 2 else 3}
 
 
