@@ -26,7 +26,7 @@ class Kind(StrEnum):
     RECV_B = "RB"  # receive a gradient
     GATHER = "GATHER"  # launch the gathers of the first layers that a chunk's next action needs
     REDUCE = "REDUCE"  # after a chunk's last backward: reduce the chunk's remaining gradients
-    VALIDATE = "VALIDATE"  # check the previous update; if it is invalid, undo it and restart the step
+    VALIDATE = "VALIDATE"  # check the previous update; if invalid, undo it and restart the step
     NORM = "NORM"  # launch the norm of the previous step's gradients, complete on all ranks
     UPDATE = "UPDATE"  # update the weights with the previous step's gradients
 

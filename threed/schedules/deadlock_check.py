@@ -5,9 +5,9 @@ for each other.
 
 With the strictest transport, every send and every receive blocks until the peer reaches the
 matching action, and all messages from one rank to another share one in-order channel. A plan that
-passes also finishes on any transport with buffers or asynchronous sends. REDUCE and GATHER use other process
-groups and are ignored here. UPDATE waits until all ranks have run NORM. VALIDATE does not wait for
-other ranks, and is checked by post_update_validation.py.
+passes also finishes on any transport with buffers or asynchronous sends. REDUCE and GATHER use
+other process groups and are ignored here. UPDATE waits until all ranks have run NORM. VALIDATE does
+not wait for other ranks, and is checked by post_update_validation.py.
 """
 
 from __future__ import annotations
