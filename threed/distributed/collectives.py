@@ -61,7 +61,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """A `Codec` that sends numbers as another dtype; unchanged if `dtype` is None.
+    """A `Codec` that sends numbers as another dtype, or unchanged without a `dtype`.
 
     A backend can sum the messages itself, because they are ordinary numbers.
     """
@@ -608,7 +608,7 @@ def flight_record() -> bytes:
 
 
 def leave(code: int = 0) -> None:
-    """Exits the process with `code`; if there is no process group, returns instead.
+    """Exits the process with `code`; without a process group, returns instead.
 
     If `code` is 0, the function first waits for the other ranks, so it is collective. With another
     code it exits at once.

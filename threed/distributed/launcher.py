@@ -46,8 +46,8 @@ class Launcher:
     Attributes:
         command: name of the launcher in messages.
         variables: the launcher's names for WORLD_SIZE, RANK, LOCAL_WORLD_SIZE and LOCAL_RANK.
-        exports: option of the launcher that sets an environment variable for all ranks, in which {}
-            stands for NAME=VALUE.
+        exports: option of the launcher that sets an environment variable for all ranks, with {} in
+            place of NAME=VALUE.
         job: names of the variables whose values identify a run.
     """
 
@@ -104,8 +104,8 @@ def die_with_parent() -> bool:
     published by one rename.
 
     If the parent died before the request, this process already has another parent, and kills itself
-    at once. The kernel regards the *thread* that forked as the parent, so launchers must fork from a
-    thread that outlives the rank (prctl(2), PR_SET_PDEATHSIG).
+    at once. The kernel regards the *thread* that forked as the parent, so launchers must fork from
+    a thread that outlives the rank (prctl(2), PR_SET_PDEATHSIG).
     """
     if not sys.platform.startswith("linux"):
         return False

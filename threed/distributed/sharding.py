@@ -2,12 +2,11 @@
 
     weight.spec = ShardSpec((Piece("blocks.0.mlp.up.weight", (4*h, h), start=(0, 0), size=(2*h, h)),))
 
-The code for initial values, gradient reduction, gradient norm, checkpoints and conversion reads only
-this record.
-A local tensor may contain parts of several global tensors (query, key and value packed for one
-matmul). Each part is a `Piece`: a contiguous range of the local tensor, and a box of the global
-tensor. Global shapes are unpadded, and shards may differ in size. A local tensor may have padding
-after its pieces.
+The code for initial values, gradient reduction, gradient norm, checkpoints and conversion reads
+only this record. A local tensor may contain parts of several global tensors (query, key and value
+packed for one matmul). Each part is a `Piece`: a contiguous range of the local tensor, and a box of
+the global tensor. Global shapes are unpadded, and shards may differ in size. A local tensor may
+have padding after its pieces.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def attach(param: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
 
 
 def storage_of(tensor: Tensor | None) -> int:
-    """Returns an id of a tensor's storage; 0 if there is no tensor, or the tensor has no storage."""
+    """Returns an id of a tensor's storage; 0 for None and for a tensor without a storage."""
     if tensor is None:
         return 0
     try:
@@ -293,7 +292,7 @@ def slices(
 def intersect(a_start: Sequence[int], a_size: Sequence[int], b_start: Sequence[int], b_size: Sequence[int]) -> (
     tuple[tuple[int, ...], tuple[int, ...]] | None
 ):  # fmt: skip
-    """Returns the intersection (start, size) of two boxes of a global tensor; None if it is empty."""
+    """Returns the intersection (start, size) of two boxes of one tensor; None if it is empty."""
     start = tuple(max(a, b) for a, b in zip(a_start, b_start, strict=True))
     stop = tuple(
         min(a + n, b + m) for a, n, b, m in zip(a_start, a_size, b_start, b_size, strict=True)

@@ -3,7 +3,7 @@
     topo = Topology(pp=2, tp=2)        # dp is the remaining factor of the world size
     topo.axis("tp")                    # an Axis: ranks, index of this rank, process group
     topo.link(0, 1)                    # the channel from pipeline stage 0 to stage 1
-    Topology.on_meta(grid, rank)       # the topology of any rank of any grid, without process groups
+    Topology.on_meta(grid, rank)       # the same for any rank of any grid, without process groups
 
 Only this module creates process groups. An axis of one rank has no group (`Axis.group is None`),
 and collectives on it return at once. All ranks create groups in the same order. Neighboring
@@ -248,7 +248,7 @@ class Topology:
         grid: the sizes of all axes.
         coordinates: position of this rank on each axis, by name of the axis.
         traffic: bytes sent by this rank, by label of the axis.
-        is_meta: whether the topology comes from `Topology.on_meta` and has no process groups.
+        is_meta: whether `Topology.on_meta` created the topology, which then has no process groups.
 
     Raises:
         ValueError: if the product of the sizes is not the world size.

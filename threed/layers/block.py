@@ -131,7 +131,7 @@ class Block(PipelineLayer):
     def _normed(
         self, norm: nn.Module, x: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the sum x + residual (x if residual is None) and the norm of the sum.
+        """Returns the sum x + residual (x without a residual) and the norm of the sum.
 
         With selective recompute the sum is a separate operation, because the backward recomputes
         the norm from the sum.

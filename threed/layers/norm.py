@@ -19,7 +19,7 @@ from threed.ops import launch, norm
 
 
 class _Fused(torch.autograd.Function):
-    """Computes norm(s) by the fused kernel; s is x + residual, or x if residual is None.
+    """Computes norm(s) by the fused kernel; s is x + residual, or x without a residual.
 
     If `with_sum`, the forward returns (s, norm(s)), and the backward adds the gradient of the
     output s to the gradient through the norm. `params` are weight and bias. `tracked_weight` and
@@ -61,7 +61,7 @@ class _Fused(torch.autograd.Function):
 def sum_and_norm(
     module: nn.Module, x: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns s = x + residual (x if residual is None) and module(s), by one kernel if possible."""
+    """Returns s = x + residual (x without a residual) and module(s), by one kernel if possible."""
     is_plain = type(module) in (LayerNorm, RMSNorm) and not (
         module._forward_hooks or module._forward_pre_hooks
         or module._backward_hooks or module._backward_pre_hooks

@@ -293,7 +293,7 @@ class _Search:
         return self._prices[cut]
 
     def descend(self, cut: Ranges) -> Ranges:
-        """Moves from a partition to a better neighbor until there is none; returns the last one."""
+        """Moves from a partition to better neighbors as long as possible; returns the last one."""
         while (better := self._better(cut)) is not None:
             cut = better
         return cut

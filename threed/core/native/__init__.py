@@ -25,13 +25,13 @@ _TYPES: dict[str, Any] = {
 
 
 def library(name: str) -> ctypes.CDLL | None:
-    """Returns the library of csrc/<name>, or None. Warns once if the compiler fails."""
+    """Returns the library of csrc/<name>, or None without it. Warns once if compiling fails."""
     return _find(name)[0]
 
 
 @functools.cache
 def function(name: str, types: str) -> Any:
-    """Returns a function of csrc/cpu with declared types; None without a library.
+    """Returns a function of csrc/cpu with declared types; None without the library.
 
     Args:
         name: name in C.

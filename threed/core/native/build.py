@@ -59,7 +59,7 @@ class Library:
     Attributes:
         name: name of the folder and of the library.
         suffix: suffix of the sources.
-        variable: environment variable that selects its compiler.
+        variable: environment variable that selects another compiler.
         compilers: default compilers, in order of preference.
         flags: compiler flags.
         architectures: compute capabilities of GPUs to compile for, without the point.
@@ -276,16 +276,16 @@ def load(library: Library) -> tuple[ctypes.CDLL | None, str]:
 
 
 def _load(library: Library) -> tuple[Path, ctypes.CDLL]:
-    """Loads the wheel's library; if that is missing or does not load here, the cached library."""
+    """Loads the wheel's library; if it is missing or does not load, the cached library."""
     wheel = installed(library)
     if wheel is not None:
-        with contextlib.suppress(OSError):  # the wheel was built for another system
+        with contextlib.suppress(OSError):  # raised if the wheel was built for another system
             return wheel, ctypes.CDLL(str(wheel))
     path = ensure(library)
     with contextlib.suppress(OSError):
         return path, ctypes.CDLL(str(path))
     try:
-        path.unlink(missing_ok=True)  # damaged: compile it again
+        path.unlink(missing_ok=True)  # the cached file is damaged: compile it again
         return path, ctypes.CDLL(str(ensure(library)))
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}") from error
