@@ -357,7 +357,11 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
 
 
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
-    """Yields problems if the plan has more stages than layers, or not one per partition entry."""
+    """Yields problems of the plan's number of stages.
+
+    There must be at least as many layers as stages, and an explicit partition must have one number
+    per stage.
+    """
     p, layers = config.parallel, config.model.layers
     if layers >= p.pp and layers + 2 < stages:  # _check_layers reports layers < pp
         given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"

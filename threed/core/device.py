@@ -72,7 +72,10 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak of allocated tensor memory since `reset_peak` or the start; 0 for a CPU."""
+    """Returns the peak of allocated tensor memory in bytes; 0 for a CPU.
+
+    The peak is counted from the last call of `reset_peak`, or from the start of the process.
+    """
     return torch.accelerator.max_memory_allocated(device) if device.type == "cuda" else 0
 
 

@@ -14,7 +14,7 @@ argument of `lazy`) have the same names.
 
 import importlib
 
-TYPE_CHECKING = False  # instead of an import of `typing`, which takes longer than the rest
+TYPE_CHECKING = False  # not imported from `typing`, because that import takes longer than the rest
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any

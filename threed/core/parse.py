@@ -153,7 +153,7 @@ def _parse(parse: Callable[[str], Any], data: bytes | str, place: str, language:
         return value
     except (RecursionError, MemoryError):
         raise ParseError(place, f"invalid {language} (nested too deeply)") from None
-    except ValueError as error:  # invalid UTF-8, JSON or TOML, or a limit
+    except ValueError as error:  # invalid UTF-8, JSON or TOML, or an exceeded limit
         raise ParseError(place, f"invalid {language} ({plain(error)})") from None
 
 

@@ -98,7 +98,7 @@ class Pending:
                 if work is not None:
                     work.wait()
             self._result = self._finish()
-            self._finish, self._works = None, ()  # frees the buffers they reference
+            self._finish, self._works = None, ()  # frees buffers that they reference
         assert self._result is not None
         return self._result
 

@@ -141,7 +141,7 @@ def exits_on_broken_pipe() -> Iterator[None]:
             _flush()
             raise
         _flush()
-    except BrokenPipeError:  # the pipe of the output, or another one
+    except BrokenPipeError:  # of the output's pipe, or of another pipe
         if sys.stdout is not None:
             poll = select.poll()
             poll.register(sys.stdout, 0)

@@ -146,7 +146,7 @@ def storage_of(tensor: Tensor | None) -> int:
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # for sparse tensors and wrappers of torch.func
+    except (NotImplementedError, RuntimeError):  # raised for sparse tensors and torch.func wrappers
         return 0
 
 

@@ -251,7 +251,8 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
             module.opaque = Opaque(module)
         slicing = getattr(module, "slicing", None)
         if isinstance(slicing, Slicing) and slicing.opaque is None:
-            object.__setattr__(slicing, "opaque", Opaque(slicing.tp))  # because it is frozen
+            # through `object`, because the dataclass is frozen
+            object.__setattr__(slicing, "opaque", Opaque(slicing.tp))
     layer.compile(fullgraph=True, backend=backend)
 
 

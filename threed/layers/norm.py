@@ -74,7 +74,15 @@ def sum_and_norm(
 
 
 class Norm(nn.Module):
-    """Base class of LayerNorm and RMSNorm."""
+    """Base class of LayerNorm and RMSNorm.
+
+    Attributes:
+        layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
+        eps: constant added to the variance or mean square.
+        offset: constant added to the weight.
+        weight: the weight [h].
+        bias: the bias [h], or None.
+    """
 
     layer = False
     eps: float

@@ -13,7 +13,8 @@
         y = layer(x, micro)
 
 Autograd saves no tensor inside a named operation. In the backward the operation is run again from
-its inputs. This run rebuilds all tensors that autograd needs of it; each is freed after use.
+its inputs. This second run rebuilds all tensors that the backward of the operation needs; each
+tensor is freed after use.
 
 The next layer saves the operation's result as its input, so dropping only the tensors inside the
 operation would free no memory. Therefore results are dropped too. A result is identified by its
@@ -185,7 +186,9 @@ class _Operation:
         requires_grad: Sequence[bool],
     ) -> None:
         self.name, self.f, self.inputs, self.requires_grad = name, f, inputs, requires_grad
-        self._inside: list[weakref.ref[_Placeholder]] = []  # of tensors saved in `f`, in order
+        # placeholders of the tensors that autograd saves inside `f`, in the order of saving
+        self._inside: list[weakref.ref[_Placeholder]] = []
+        # placeholders of the result and of its views, with their layouts
         self._results: list[tuple[weakref.ref[_Placeholder], Layout]] = []
         self._rng: RngState | None = None
         self._version: tuple[int, torch.dtype] | None = None  # version and dtype of the result
@@ -331,7 +334,7 @@ class Selective(Recompute):
         source = None if torch.compiler.is_compiling() else self._operation_of(x)
         if not layer.gather or source is None:
             return layer(x)
-        placeholder = source.result(x)  # `pack` uses it, so as not to keep x alive
+        placeholder = source.result(x)  # for `pack`, which must not keep x alive
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:

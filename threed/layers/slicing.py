@@ -268,7 +268,7 @@ class GradSink(Protocol):
         """
 
     def mark_added(self) -> None:
-        """Counts a contribution that was written to `memory`."""
+        """Counts a contribution that was written to the buffer from `memory`."""
 
     def in_forward(self) -> bool:
         """Returns whether a stage is running a forward. Then the sink accepts no gradients."""

@@ -333,7 +333,8 @@ class Buffers:
         for place in find(self._roots):
             if place.persistent and place.name in names:
                 place.store(source(place.name).to(self.topology.device))
-        self._seen = None  # a restored value is not a change made by the model
+        # The model did not make this change, so the comparison starts with the restored values.
+        self._seen = None
 
     def collect(self) -> dict[str, Tensor]:
         """Returns all persistent buffers by name on rank 0; an empty dict elsewhere. Collective."""

@@ -163,7 +163,8 @@ def call_native(
         raise RuntimeError(
             f"threed_adamw: {os.strerror(code)} (instructions {instructions or 'of this processor'})"
         )
-    # Autograd does not see writes by native code, so their version counters are increased here.
+    # Autograd does not see writes by native code, so the version counters of the written tensors
+    # are increased here.
     torch.autograd.graph.increment_version([t for t in tensors if t is not g])
 
 
@@ -183,7 +184,7 @@ def call_cuda(
 ) -> None:  # fmt: skip
     """Runs `torch.ops.threed.adamw_cuda_` (csrc/cuda/adam.cu). Launches one kernel.
 
-    With g and out in bf16 it moves 28 bytes per element.
+    With g and out in bf16 it reads and writes 28 bytes of memory per element.
 
     Args:
         p: parameters, fp32 [n], n a multiple of 4, updated in place.

@@ -167,7 +167,8 @@ def _chunks(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
     count = max(count, -(-s // CHUNKS_OF_A_TRACE)) if q.is_meta else count
     for first in range(0, s, count):
         last = min(s, first + count)
-        # Cost traces, which run on the meta device, count all pairs of positions.
+        # Cost traces, which run on the meta device, count all pairs of positions, so they use all
+        # keys.
         seen = slice(0, s) if q.is_meta else slice(max(0, first - window + 1), last)
         yield slice(first, last), seen
 
@@ -194,7 +195,8 @@ def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tup
     square, mask = _visible(q, k, offset, causal.window)
     y, lse = _FLASH(q, k, v, 0.0, square, attn_mask=mask, scale=causal.scale)
     if mask is not None and _has_masked_query(q, k, offset, causal.window):
-        lse = lse.masked_fill(mask.isneginf().all(-1), -torch.inf)  # torch returns 0
+        # For queries that attend to no key, torch returns 0 instead of minus infinity.
+        lse = lse.masked_fill(mask.isneginf().all(-1), -torch.inf)
     return y, lse
 
 

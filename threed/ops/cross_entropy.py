@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
             fused_cpu.softmax_gradient_(wide, columns, number, dloss, local_target)
             return wide, None, None, None, None
         grad = wide if columns == wide.shape[-1] else wide[..., :columns]
-        grad.mul_((number * dloss).unsqueeze(-1))  # exponentials -> softmax * dloss
+        grad.mul_((number * dloss).unsqueeze(-1))  # turns exponentials into softmax * dloss
         if columns:
             grad.scatter_add_(-1, local, -(dloss if ctx.unsharded else dloss * owned).unsqueeze(-1))
         if columns < wide.shape[-1]:
@@ -148,7 +148,9 @@ def vocab_parallel_cross_entropy(
 # targets: int64 [n], global ids. Targets outside the vocabulary have loss 0.
 # first: global id of the shard's first column.
 
-ROW_IN_SHARED_MEMORY = 112 << 10  # maximum bytes: two blocks fit into the 227 KiB of sm_90
+# maximum bytes of a row in shared memory, so that two thread blocks fit on a multiprocessor (sm_90
+# has 227 KiB)
+ROW_IN_SHARED_MEMORY = 112 << 10
 OF_WARPS = 128  # bytes of shared memory that `whole` needs in addition to the row
 
 
@@ -181,7 +183,8 @@ def _empty_numbers(logits: Tensor, *rest: object) -> Tensor:
 def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
     """Returns the loss of each row, fp32 [n], of an unsharded vocabulary. Launches one kernel.
 
-    Overwrites the logits by the gradient d(sum(loss) * weight)/d(logits). Moves 4 bytes per logit.
+    Overwrites the logits by the gradient d(sum(loss) * weight)/d(logits). Reads and writes 4 bytes
+    of memory per logit.
     """
     _check(logits, targets, weight, columns)
     loss, (rows, width) = _empty_losses(logits), logits.shape

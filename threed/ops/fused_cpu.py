@@ -21,7 +21,7 @@ from threed.core import native
 from threed.distributed.topology import default_device
 from threed.ops import launch
 
-TILE_BLOCK = 32  # rows and columns of a block of tiles
+TILE_BLOCK = 32  # number of rows, and of columns, in a block of AMX tiles
 MIN_NUMEL = 1 << 15  # minimum number of elements; for fewer, torch's operations are faster
 _FORMATS = {torch.float32: 1, torch.bfloat16: 2}
 

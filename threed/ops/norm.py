@@ -2,10 +2,9 @@
 
 The kernels (csrc/cuda/norm.cu) also compute the residual addition before the norm.
 
-Forward: s = x + residual + before, rounded to bf16, and y = norm(s); `before` is a bias. Moves 8
-bytes per element.
+Forward: s = x + residual + before, rounded to bf16, and y = norm(s); `before` is a bias.
 Backward: ds = dresidual + the gradient of s through norm(s), and the gradients of weight and bias.
-Moves 8 bytes per element; sums over rows are computed in a fixed order.
+Each reads and writes 8 bytes of memory per element. Sums over rows are computed in a fixed order.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Normalized:
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
-    """Returns LayerNorm (if `layer`) or RMSNorm of x over the last dimension, in plain form."""
+    """Returns LayerNorm (if `layer`) or RMSNorm of x [... h] over h, by plain operations."""
     if layer:
         x = x - x.mean(-1, keepdim=True)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

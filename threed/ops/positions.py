@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Range = tuple[int, int]  # [first, last)
+Range = tuple[int, int]  # (first, last): the positions first .. last - 1
 
 
 class Positions(NamedTuple):

@@ -19,7 +19,7 @@ PER_PROCESSOR = 2  # thread blocks per multiprocessor
 
 
 def row_blocks(x: Tensor) -> int:
-    """Returns the number of partial sums over the rows of x [n h]."""
+    """Returns the number of partial sums into which the rows of x [n h] are divided."""
     return max(1, min(PER_PROCESSOR * device.processors(x.device), -(-len(x) // ROWS_OF_A_BLOCK)))
 
 

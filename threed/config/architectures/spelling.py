@@ -26,7 +26,8 @@ ACCEPTED = frozenset({
 })  # fmt: skip
 LETTERS = {"sliding_attention": "s", "full_attention": "f"}
 WORDS = {letter: word for word, letter in LETTERS.items()}
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # other names of the same function
+# names of activations, and the equivalent names that replace them in comparisons
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 

@@ -59,8 +59,8 @@ def status() -> dict[str, str]:
 
 @functools.cache
 def _find(name: str) -> tuple[ctypes.CDLL | None, str]:
-    # imported here, because `python -m threed.core.native.build` imports this package first and
-    # must not find the module imported already
+    # imported here, because `python -m threed.core.native.build` imports this package first, and
+    # Python warns if that import already loads the module to run
     from threed.core.native import build
 
     return build.load(build.LIBRARIES[name])

@@ -254,7 +254,7 @@ def targets(library: Library, command: list[str]) -> list[str]:
 
 
 def first_errors(output: str, lines: int = 6) -> str:
-    """Returns up to `lines` lines of a compiler's output, from its first error on."""
+    """Returns up to `lines` lines of a compiler's output, starting with the first error."""
     found = output.splitlines()
     start = next((i for i, line in enumerate(found) if "error" in line), 0)
     return "\n".join(found[start : start + lines]) or "(no output)"
