@@ -4,8 +4,8 @@
 
 `REFUSALS` lists features that are not implemented yet. `REQUIREMENTS` lists pairs of keys in which
 the first key requires certain values of the second. The functions check sizes, such as
-divisibility. The valid
-values of single keys are not checked here: `threed.config.values` declares them.
+divisibility. The valid values of single keys are not checked here: `threed.config.values` declares
+them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     Renames().current("run", "replicate", "neighbour").value        # "neighbor"
 
-The table applies to flags, TOML files, groups that are created in Python, and the configurations in
-checkpoints. To rename a key, add a line to `RENAMES`; to remove one, add it to `REMOVED` with the
-replacement.
+The renames apply to flags, TOML files, groups that are created in Python, and the configurations in
+checkpoints. To rename a key, add a line to `RENAMES`; to remove a key, add it to `REMOVED` with the
+action to take instead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names from pydantic, readable validation errors, and settings written as a single string.
 
-Only this module imports pydantic, so that there is a single error message if it is missing.
+Only this module imports pydantic, so that a missing pydantic has a single error message.
 """
 
 from __future__ import annotations

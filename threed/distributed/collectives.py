@@ -4,7 +4,7 @@
   asynchronous and return a `Pending`.
 - Conjugate, for autograd: copy_to and reduce_from, gather_from and scatter_to. In each pair, the
   backward of one function is the forward of the other (Megatron-LM, arXiv 1909.08053 section 3; for
-  sequence parallelism, 2205.05198 section 4.2.2).
+  sequence parallelism, arXiv 2205.05198 section 4.2.2).
 - Control: barrier, exchange, problems_of_all, raise_together, attempt_together, leave.
 
 All training communication calls torch.distributed through this module. On an axis of size 1 every
@@ -362,10 +362,7 @@ def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
 
 
 def start_sum_of_scalars(values: Tensor, axis: Axis) -> Pending:
-    """Starts `sum_of_scalars`; the result of the `Pending` is bit-identical to its result.
-
-    Collective.
-    """
+    """Starts the sum that `sum_of_scalars` returns, with a bit-identical result. Collective."""
     total = values.clone()
     if axis.size == 1:
         return done(total)

@@ -97,7 +97,9 @@ def join() -> Ranks:
 
 
 def die_with_parent() -> bool:
-    """Asks the kernel to kill this process when its parent dies. Returns False if not on Linux.
+    """Asks the kernel to kill this process when its parent dies; returns whether the kernel agreed.
+
+    The result is False on systems other than Linux.
 
     The signal is SIGKILL, because a rank without a launcher usually waits in a collective, in C++,
     where no Python handler runs. The last complete checkpoint stays valid, because a checkpoint is

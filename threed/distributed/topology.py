@@ -225,8 +225,9 @@ def backends() -> list[str]:
 class Topology:
     """The grid of ranks, and this rank's axes in it. Collective.
 
-    All ranks create the same topologies in the same order. Ranks and world size come from the
-    default process group, or from the variables of torchrun, srun or mpirun (`threed.distributed.launcher`).
+    All ranks must create the same topologies in the same order. Rank and world size come from the
+    default process group, or from the variables of torchrun, srun or mpirun
+    (`threed.distributed.launcher`).
 
         topo = threed.Topology(pp=2, tp=2)
         topo.axis("tp").index                # position of this rank on the tensor axis

@@ -74,7 +74,7 @@ class VocabEmbedding(nn.Module):
     Args:
         name: global name, the prefix of the parameter's name.
         vocab: number of rows of the table.
-        hidden: h.
+        hidden: width h of a word vector.
         slicing: parallel layout.
         std: standard deviation of the initial values.
     """
@@ -107,7 +107,7 @@ class VocabEmbedding(nn.Module):
         return self.slicing.reduce(_LookUp.apply(self.weight, ids, owned))
 
     def _local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns row numbers [s b] in this rank's shard, and whether it owns each id.
+        """Returns row numbers [s b] in this rank's shard, and whether the shard contains each id.
 
         The second result is bool [s b], or None if the shard contains the full vocabulary.
         """
@@ -126,7 +126,7 @@ class PositionEmbedding(nn.Module):
     Args:
         name: global name, the prefix of the parameter's name.
         length: largest sequence length.
-        hidden: h.
+        hidden: width h of a position's vector.
         slicing: parallel layout.
         std: standard deviation of the initial values.
     """

@@ -184,7 +184,7 @@ def gradients(
 
 
 def _in_forward(terms: Terms) -> bool:
-    """Returns whether a stage is running a forward, as `GradSink.in_forward` of a parameter does.
+    """Returns whether a stage is running a forward, by `GradSink.in_forward` of a parameter.
 
     Returns False if no parameter has a sink.
     """

@@ -25,7 +25,7 @@ class _Projection:
 
     Attributes:
         terms: the table [v/t h] as the weight of a linear layer.
-        targets: int64 [s b].
+        targets: label of each position, int64 [s b]. Labels below 0 have loss 0.
         scale: factor of the summed loss, a scalar tensor.
         first: global id of the shard's first column.
         columns: number of columns of the shard, without padding.

@@ -134,7 +134,7 @@ class LayerNorm(Norm):
 
     Args:
         name: global name, the prefix of the parameters' names.
-        width: h.
+        width: size h of the normalized dimension.
         slicing: parallel layout.
         eps: constant added to the variance.
         bias: whether there is a bias.
@@ -165,7 +165,7 @@ class RMSNorm(Norm):
 
     Args:
         name: global name, the prefix of the weight's name.
-        width: h.
+        width: size h of the normalized dimension.
         slicing: parallel layout.
         eps: constant added to the mean square.
         partial: whether the gradient is partial, as in `Slicing.shared`.

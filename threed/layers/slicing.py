@@ -162,16 +162,17 @@ class MicroBatch:
     """One micro-batch as seen by the layers.
 
     Attributes:
-        tokens: int64 [b s].
-        labels: int64 [b s]; labels below 0 are ignored. None: the last layer returns logits.
-        samples: int64 [b], global sample indices.
+        tokens: token ids, int64 [b s].
+        labels: label of each token, int64 [b s]; labels below 0 are ignored. None: the last layer
+            returns logits.
+        samples: global sample indices, int64 [b].
         weight: factor of the sum of token losses, a scalar tensor: 1 / number of valid labels in
             the step's global batch (1 / number of its rows, if labels are not integers).
         step: number of the step, for dropout masks.
         training: whether dropout is on.
         inputs: the batch's other tensors [b ...], by name. They keep their dtypes unless
             `precision.cast_inputs` is on. For a wrapped module: all of its keyword arguments.
-        loss_chunks: number of chunks in which the head computes logits.
+        loss_chunks: number of chunks of the sequence for which the head computes logits one by one.
     """
 
     tokens: Tensor | None = None
@@ -271,7 +272,7 @@ class GradSink(Protocol):
         """Counts a contribution that was written to the buffer from `memory`."""
 
     def in_forward(self) -> bool:
-        """Returns whether a stage is running a forward. Then the sink accepts no gradients."""
+        """Returns whether a stage is running a forward, in which the sink accepts no gradients."""
 
     def defers(self) -> bool:
         """Returns whether the sink stores contributions and adds them later (split backward)."""
@@ -280,9 +281,9 @@ class GradSink(Protocol):
 def sink_of(weight: Tensor) -> GradSink | None:
     """Returns the sink of a parameter, or None if the gradient must be returned to autograd.
 
-    It must be returned if the parameter has no sink, or if the user registered gradient hooks on
-    it: autograd runs these hooks, and then the sink's own hook, which moves the gradient to the
-    sink.
+    The gradient must be returned if the parameter has no sink, or if the user registered gradient
+    hooks on the parameter: autograd runs these hooks, and then the sink's own hook, which moves the
+    gradient to the sink.
     """
     return None if has_gradient_hooks(weight) else getattr(weight, "sink", None)
 
@@ -301,9 +302,9 @@ def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]
     """Returns the parameters to pass to an autograd function of x and these parameters.
 
     If x requires a gradient, and autograd needs no gradient for any parameter (`goes_to_sink`),
-    each parameter is replaced by None. If they were passed, autograd would visit them without a
-    result, which costs the host as much as a small kernel. If x requires no gradient, they must be
-    passed: without them autograd would not run the backward.
+    each parameter is replaced by None. If the parameters were passed, autograd would visit them
+    without a result, which costs the host as much as a small kernel. If x requires no gradient, the
+    parameters must be passed: without them autograd would not run the backward.
     """
     no_params = x.requires_grad and all(map(goes_to_sink, params))
     return (None,) * len(params) if no_params else params
@@ -328,7 +329,7 @@ class VectorGradient:
     It is the sink's own memory if possible, otherwise a temporary tensor.
 
     Attributes:
-        out: fp32 [n].
+        out: the memory, fp32 [n].
         add: whether the kernel must add to `out` instead of overwriting it.
     """
 

@@ -80,7 +80,7 @@ class Observation:
 
 
 def find(roots: Roots) -> list[BufferRef]:
-    """Returns all buffers of some modules. A module with several names counts under the first one.
+    """Returns all buffers of some modules. A module with several names is listed under the first.
 
     Args:
         roots: (name prefix, module) pairs.

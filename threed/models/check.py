@@ -163,7 +163,8 @@ def _conflicting_records(uses: Iterable[Use]) -> Iterator[str]:
 def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
     """Yields a problem for each global tensor that the ranks' shards do not cover exactly once.
 
-    Elements are missing, or are on several ranks without being marked as replicated. Collective.
+    Such a tensor has missing elements, or elements that are on several ranks without being marked
+    as replicated. Collective.
     """
     boxes: dict[str, dict[str, list[Part]]] = {}  # this rank's, by `ShardSpec.over`, then name
     where: dict[str, Use] = {}

@@ -67,7 +67,8 @@ class Items:
         """Returns the scalar weight of the micro-batch whose forward was observed.
 
         Args:
-            weight: its weight, scalar; or a tensor [2], as `__call__` returns.
+            weight: the weight, a scalar. If `__call__` returned a tensor [2], a tensor [2]: the
+                weight with the first labels, then the weight without them.
         """
         return weight[int(self._inner_got_labels)] if self._inner else weight
 

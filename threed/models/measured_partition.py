@@ -30,8 +30,8 @@ from threed.schedules.simulation import Costs, Timeline, most_kept, peak_activat
 
 Ranges = tuple[range, ...]
 Planner = Callable[[Costs | None, float | None], Plan]
-"""Returns a plan for (stage times, limit on micro-batches in memory per rank). Either argument may
-be None: equal times, no limit."""
+"""A function that returns a plan, called with the stage times (None: equal times) and the maximum
+number of micro-batches in memory per rank (None: no limit)."""
 _ACTIONS = 400_000  # maximum number of simulated actions per search, which takes 1 or 2 seconds
 _MIN_GAIN = 1e-9  # smallest relative improvement; smaller ones are attributed to rounding
 _Result = TypeVar("_Result")

@@ -31,8 +31,8 @@ def balanced(
 
     Of several such partitions it returns the most even one (with the smallest sum of squared stage
     costs). Of several most even ones it returns the one with the fewest layers on the last stage,
-    then on the stage before, and so on. The search is a dynamic program of stages × layers² steps.
-    It computes with exact integers, so that equal costs compare as equal.
+    then on the stage before, and so on. The search is a dynamic program with stages × layers²
+    steps. It computes with exact integers, so that equal costs compare as equal.
 
     Args:
         costs: cost of every layer.

@@ -2,7 +2,7 @@
 
     model = TokenModule(module, vocab=260)
 
-The loss comes from the module's forward, or from the logits that it returns.
+The module's forward returns the loss, or logits from which the loss is computed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class TokenModule(Wrapped):
     """An `nn.Module` that reads token ids, as a model with a single pipeline layer.
 
     The first parameter of the module's forward gets the token ids. If the forward has a parameter
-    `labels`, it gets the labels (the tokens shifted by one position; labels below 0 are ignored),
-    and returns the mean loss as `wrapped.loss_of` describes. Otherwise it returns logits: a tensor,
-    the attribute or entry `logits` of its output, or the first element of a tuple. A causal model
-    of `transformers` shifts labels itself, so its logits are used.
+    `labels`, this parameter gets the labels (the tokens shifted by one position; labels below 0 are
+    ignored), and the forward returns the mean loss in a form that `wrapped.loss_of` accepts.
+    Otherwise the forward returns logits: a tensor, the attribute or entry `logits` of its output,
+    or the first element of a tuple. A causal model of `transformers` shifts labels itself, so
+    `labels` is not passed and its logits are used.
 
     Args:
         module: the module.

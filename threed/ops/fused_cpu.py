@@ -1,8 +1,8 @@
 """Fused CPU kernels.
 
-GELU, SwiGLU and cross entropy in one pass over memory (csrc/cpu/fused.cpp) take contiguous fp32 or
-bf16 tensors and compute in fp32. Their results depend neither on the number of threads nor on the
-instruction set.
+The kernels for GELU, SwiGLU and cross entropy (csrc/cpu/fused.cpp) make one pass over memory. They
+take contiguous fp32 or bf16 tensors and compute in fp32. Their results depend neither on the number
+of threads nor on the instruction set.
 
 On processors with AMX tiles there are also matrix products of bf16 that are accumulated in fp32
 (csrc/cpu/products.cpp), and the backward of causal attention over short sequences

@@ -65,12 +65,12 @@ def forward(
     """Computes norm(x + residual + before). Launches one kernel.
 
     Args:
-        x: bf16 [n h].
+        x: rows, bf16 [n h].
         weight: bf16 [h].
         bias: bf16 [h], for LayerNorm.
-        eps: constant added to the variance.
-        layer: LayerNorm if true, else RMSNorm.
-        residual: bf16 [n h].
+        eps: constant added to the variance (to the mean square in RMSNorm).
+        layer: whether the norm is LayerNorm; otherwise it is RMSNorm.
+        residual: rows to add to x, bf16 [n h].
         before: bf16 [h], a bias added before the norm. No layer passes it yet.
     """
     total, y, means, scales = _start(x, residual, before, weight, bias, eps, layer)

@@ -87,10 +87,10 @@ def rotate_(
     Reads and writes 4 bytes of memory per element of these heads.
 
     Args:
-        x: bf16 [(s b) width].
+        x: rows of heads, bf16 [(s b) width].
         positions: the s positions.
         heads: number of heads to rotate.
-        size: d.
+        size: head's size d.
         theta: base of the frequencies, or a result of `ops.frequencies.frequencies`.
         back: whether to apply the inverse rotation.
     """

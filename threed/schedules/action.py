@@ -75,8 +75,8 @@ class Action(NamedTuple):
         """Returns the action that a text describes.
 
         Args:
-            text: kind, chunk and, after a point, micro-batch, such as F0.3; for an FB the forward
-                and the backward, joined by "+".
+            text: kind, chunk and, after a dot, micro-batch, such as F0.3; for an FB the forward and
+                the backward, joined by "+".
 
         Raises:
             ValueError: the text is malformed.

@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards. Also forwards alone, for evaluation and sampling.
+"""GPipe: all forwards, then all backwards; and plans of only forwards, for evaluation and sampling.
 
 Use: `gpipe(stages=4, microbatches=8)`, `forward_only(stages=4, microbatches=8)`.
 

@@ -11,8 +11,8 @@ the smallest estimate, even if the plan gets longer, so that the search leaves l
 makes other swaps that are estimated to shorten the plan and share no action. The reversal of a swap
 is tabu for a few rounds. W is swapped like F and I.
 
-Sources, all on the job shop: van Laarhoven et al. 1992 (DOI 10.1287/opre.40.1.113: one such swap
-never causes a deadlock), Taillard 1994 (DOI 10.1287/ijoc.6.2.108: estimate of the path length
+Sources, all on job-shop scheduling: van Laarhoven et al. 1992 (DOI 10.1287/opre.40.1.113: one such
+swap never causes a deadlock), Taillard 1994 (DOI 10.1287/ijoc.6.2.108: estimate of the path length
 without simulating the plan), Nowicki and Smutnicki 1996 (DOI 10.1287/mnsc.42.6.797: the choice of a
 swap if all are tabu).
 """
@@ -94,7 +94,7 @@ class _Swap(NamedTuple):
         rank: the rank.
         at: index of the first action in the rank's list.
         first: number of the first action (see `_Actions`).
-        second: number of the action that follows it.
+        second: number of the action that follows the first action on the rank.
     """
 
     longest: float

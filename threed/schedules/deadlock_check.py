@@ -1,7 +1,7 @@
 """Check that a lowered plan cannot deadlock, even with the strictest transport.
 
-Use: `check_rendezvous(lower(plan))` returns None, or raises with the ranks and actions that wait
-for each other.
+Use: `check_rendezvous(lower(plan))` returns None, or raises an error that names the ranks and
+actions that wait for each other.
 
 With the strictest transport, every send and every receive blocks until the peer reaches the
 matching action, and all messages from one rank to another share one in-order channel. A plan that

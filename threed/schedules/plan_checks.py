@@ -1,8 +1,8 @@
 """Checks of a plan before any tensor moves. Every error names the rank and the action.
 
 `legal(plan)` checks each rank's list of actions separately, for missing, repeated and misordered
-actions. `validate` in deadlock_check.py also simulates all ranks together and, if the plan contains
-communication, checks it.
+actions. `validate` in deadlock_check.py also simulates all ranks together, and checks the
+communication of a plan that contains any.
 """
 
 from __future__ import annotations
@@ -293,8 +293,8 @@ def check_reductions(plan: Plan) -> None:
 def _check_gathers(plan: Plan) -> None:
     """Checks the gathers between each compute action and the previous one.
 
-    They must be exactly one gather per chunk that the compute action uses. W uses no
-    parameters and has no gather. Raises ValueError naming the rank and the action.
+    There must be exactly one gather per chunk that the compute action uses. W uses no parameters
+    and has no gather. Raises ValueError naming the rank and the action.
     """
     for rank, actions in enumerate(plan.ranks):
         begun: list[int] = []

@@ -3,8 +3,9 @@
     plan = build("1f1b", stages=4, microbatches=8)
     simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
-`simulate` runs the plan with its costs (event_simulation.py) and derives makespan, bubble, peak activations and
-message counts from the times. `span_and_bubble` and `idle_shares` also take measured times.
+`simulate` runs the plan with its costs (event_simulation.py) and derives makespan, bubble, peak
+activations and message counts from the times. `span_and_bubble` and `idle_shares` also take
+measured times.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class Variant(NamedTuple):
             rank on the way down.
         extra: for list scheduling: time by which an activation may live longer than in the pattern.
         more: for list scheduling: additional micro-batches in flight per stage.
-        balanced: for list scheduling: until a rank has run the first I of its first stage, it
-            reserves memory for its second chunk.
+        balanced: for list scheduling: whether a rank reserves memory for its second chunk until it
+            has run the first I of its first stage.
         eager: for list scheduling: see `Priority`.
         tight: whether to use the repeated pattern, with its beginning and end moved as early as
             possible, instead of list scheduling.

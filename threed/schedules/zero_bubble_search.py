@@ -228,8 +228,8 @@ def _one_f_one_b_orders(
 def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
     """Yields numbers of warm-up forwards per rank, which increase towards the first rank.
 
-    If a rank runs one forward more than the next rank, it hides the round trip of a message; two
-    forwards more also hide an I. No number exceeds the memory limit.
+    One forward more than on the next rank hides the round trip of a message; two forwards more also
+    hide an I. No number exceeds the memory limit.
     """
     ranks, last = flow.ranks, len(flow.rank) - 1
     f = sum(flow.time[: flow.forwards]) / ranks or 1.0

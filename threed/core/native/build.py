@@ -12,10 +12,11 @@ library is never loaded. A library gets its name by one rename, under a lock tha
 releases if the process dies. Because the code in the cache is executed, the cache folder must be
 owned by the user or root, and others must not be able to write to it; it is created with mode 0700.
 
-CXX and NVCC select other compilers. THREED_NATIVE=0 disables native code; plain torch operations
-run instead. Code is compiled for the baseline architecture, and faster instructions are selected at
-run time, so a library can be moved to another machine. GPU code is compiled for all
-`CUDA.architectures` that the compiler supports, and as PTX for later architectures.
+The environment variables CXX and NVCC select other compilers. THREED_NATIVE=0 disables native code;
+plain torch operations run instead. Code is compiled for the baseline architecture, and faster
+instructions are selected at run time, so a library can be moved to another machine. GPU code is
+compiled for all `CUDA.architectures` that the compiler supports, and as PTX for later
+architectures.
 """
 
 from __future__ import annotations
