@@ -65,7 +65,7 @@ class Options:
         help: whether `--help` was given.
         flags: keys that were given as flags, as `group.field`.
         pretrained: whether the model comes from the folder that the run starts from.
-        notes: old spellings in use, with the new ones.
+        notes: a line per old spelling in use, with the new spelling.
         notice: a line for the user about the topologies of the preset or file; may be empty.
     """
 
@@ -125,7 +125,8 @@ def load(
     given = draft.split(argv)
     source = draft.read_file(given, presets)
     asked = draft.world_size(given)
-    # An elastic job uses the topology of its maximum size, so that all its sizes use the same.
+    # An elastic job uses the topology of its maximum size, so that it has the same topology at
+    # every size.
     most = (local_world or 1) * machines[1] if machines and not asked else asked or world_size
     notice = draft.put_topology(source, most)
     draft.put_flags(given)
@@ -160,12 +161,12 @@ class _Draft:
         values: values by group and field.
         sources: source of each value, by (group, field).
         spellings: each key as it was given, by (group, field).
-        notes: old spellings in use, with the new ones.
+        notes: a line per old spelling in use, with the new spelling.
         topologies: values of the tables [topology.N] of the preset or file, by N, group and field.
         problems: problems found so far.
-        suspects: invalid flags, and flags that may be meant by a misspelled one. An invalid
+        suspects: invalid flags, misspelled flags, and the flags that these may mean. An invalid
             combination with one of these flags is not reported, because it may only be a
-            consequence.
+            consequence of the invalid or misspelled flag.
         complete: whether all sources could be read.
     """
 
@@ -241,7 +242,7 @@ class _Draft:
             name, equals, _ = token.removeprefix("--").partition("=")
             if token.startswith("--"):
                 self._describe_unknown(name)
-            elif not before.startswith("--"):  # else it is the value of an unknown flag
+            elif not before.startswith("--"):  # otherwise it is the value of an unknown flag
                 self.problems.append(f"{token}: not a flag; write --group.key value")
             before = "" if equals else token
         return given
@@ -378,7 +379,7 @@ class _Draft:
         return config.model_copy(update=groups)
 
     def is_consequence(self, problem: str) -> bool:
-        """Returns whether a problem names a flag of `suspects`, and so may only be a consequence.
+        """Returns whether a problem names a flag in `suspects`, so that it may be a consequence.
 
         Problems may also name the flags of `parallel` by their keys alone, as in `tp 2 × pp 2`.
         """
@@ -431,7 +432,7 @@ class _Draft:
 
 
 class _Missing(str):
-    """Value of a flag that was given without one: the placeholder from `--help`, such as `N`."""
+    """Marks a flag that was given without a value; the text is its placeholder in `--help`."""
 
 
 def _hyphenated(token: str) -> str:
@@ -488,7 +489,7 @@ def _description(info: FieldInfo, value: Any) -> str:
 
 
 def default_text(info: FieldInfo, value: Any) -> str:
-    """Returns a default as a user writes it, times with their unit; "not set" for None.
+    """Returns a default value as a user writes it: a time with its unit; "not set" for None.
 
     Args:
         info: the field of the key.

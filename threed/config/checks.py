@@ -1,10 +1,11 @@
-"""Finds invalid combinations of keys before a run starts. A problem is a line that names the fix.
+"""Finds invalid combinations of keys before a run starts. A problem is one line with a fix.
 
     problems = find_problems(config, world_size=8)      # [] if the configuration is valid
 
-`REFUSALS` lists features that are not implemented yet. `REQUIREMENTS` lists pairs of keys of which
-one requires certain values of the other. The functions check sizes, such as divisibility. The valid
-values of single keys are not checked here: `threed.config.values` declares them.
+`REFUSALS` lists features that are not implemented yet. `REQUIREMENTS` lists pairs of keys in which
+the first key requires certain values of the second. The functions check sizes, such as
+divisibility. The valid values of single keys are not checked here: `threed.config.values` declares
+them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from threed.config.schema import written
 from threed.core.messages import counted
 from threed.schedules import registry
 
-MOST_MICROBATCHES = 100_000  # per step; more of them take more time and memory to plan
-# Schedules that `zero.order layer` allows. On its single stage no order of micro-batches has a
-# bubble, so these schedules are equivalent.
+MOST_MICROBATCHES = 100_000  # maximum per step; a plan for more would take much time and memory
+# Schedules that `zero.order layer` allows. This order requires a single pipeline stage, on which no
+# order of micro-batches has a bubble, so the two schedules are equivalent.
 LAYER_MAJOR = ("1f1b", "gpipe")
 
 
@@ -190,7 +191,7 @@ REFUSALS = (
 def find_refusals(
     config: Config, groups: tuple[str, ...] = ("parallel", "zero", "recompute")
 ) -> list[str]:
-    """Returns the problems because of which an engine rejects a configuration.
+    """Returns the problems for which an engine rejects a configuration, one line each.
 
     Args:
         config: the configuration.
@@ -246,7 +247,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _listed(numbers: Iterable[object]) -> str:
-    """Joins items as "1, 2 or 3". Long lists are shortened to eleven items and the last one."""
+    """Joins items as "1, 2 or 3". More than 12 items are shortened to the first 11 and the last."""
     words = [str(number) for number in numbers]
     if len(words) > 12:
         words = [*words[:11], words[-1]]
@@ -356,7 +357,11 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
 
 
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
-    """Yields problems if the plan has more stages than layers, or not as many as the partition."""
+    """Yields problems of the plan's number of stages.
+
+    There must be at least as many layers as stages, and an explicit partition must have one number
+    per stage.
+    """
     p, layers = config.parallel, config.model.layers
     if layers >= p.pp and layers + 2 < stages:  # _check_layers reports layers < pp
         given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"
@@ -492,7 +497,7 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
 def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
     """Yields the problems of an elastic job at every possible number of machines.
 
-    A lost machine changes the number, so all of them must work.
+    A job that loses a machine continues with fewer machines, so every number must work.
 
     Args:
         config: the configuration.

@@ -75,7 +75,7 @@ class ConfigError(PicklableError, ValueError):
 
 
 def _renamed(group: str, data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a group with current keys and values; warns of old ones."""
+    """Returns the values of a group with current keys and values; warns about old spellings."""
     settings = [Renames().current(group, key, value) for key, value in data.items()]
     for setting in settings:
         if setting.note:

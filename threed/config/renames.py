@@ -2,9 +2,9 @@
 
     Renames().current("run", "replicate", "neighbour").value        # "neighbor"
 
-The table applies to flags, TOML files, groups that are created in Python, and the configurations in
-checkpoints. To rename a key, add a line to `RENAMES`; to remove one, add it to `REMOVED` with the
-replacement.
+The renames apply to flags, TOML files, groups that are created in Python, and the configurations in
+checkpoints. To rename a key, add a line to `RENAMES`; to remove a key, add it to `REMOVED` with the
+action to take instead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Setting:
         group: group of the key, as a field name.
         key: the key, as a field name.
         value: the value.
-        note: the old and the new spelling; "" if nothing was renamed.
+        note: a line with the old and the new spelling; "" if nothing was renamed.
     """
 
     group: str
@@ -86,7 +86,7 @@ class Renames:
         return Setting(group, key, value)
 
     def current_name(self, name: str) -> str:
-        """Returns the current name of a flag: `group.field`, or a program option as it is."""
+        """Returns the current name of a flag as `group.field`; a program option is unchanged."""
         group, dot, key = name.partition(".")
         now = self.current(group, key)
         return f"{now.group}.{now.key}" if dot else name
@@ -113,7 +113,7 @@ def report_renames(notes: Iterable[str]) -> None:
     """Prints a warning per renamed key in use, on rank 0.
 
     Args:
-        notes: the old and the new spelling of each.
+        notes: a line per renamed key, with the old and the new spelling.
     """
     if os.environ.get("RANK", "0") == "0":
         for note in notes:

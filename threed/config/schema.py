@@ -1,6 +1,6 @@
 """Names from pydantic, readable validation errors, and settings written as a single string.
 
-Only this module imports pydantic, so that a missing package has a single error message.
+Only this module imports pydantic, so that a missing pydantic has a single error message.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def written(value: Any, separator: str = ",") -> str:
         separator: separator between the items of a tuple.
     """
     if isinstance(value, tuple):
-        groups = any(isinstance(item, Settings) for item in value)  # their text contains commas
+        # The text of a `Settings` contains commas, so such items are separated by semicolons.
+        groups = any(isinstance(item, Settings) for item in value)
         return ("; " if groups else separator).join(map(written, value)) or "none"
     if isinstance(value, bool):
         return str(value).lower()

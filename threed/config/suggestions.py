@@ -13,7 +13,7 @@ OPTIONS = ("preset", "config", "world-size", "dry-run", "help")  # flags without
 def close_flags(name: str, groups: Mapping[str, type[BaseModel]]) -> list[str]:
     """Returns flags that a misspelled flag `name` may mean, at most three.
 
-    They have the same key in another group, or a similar spelling.
+    Such a flag has the same key in another group, or a similar spelling.
 
     Args:
         name: the flag without the hyphens in front.

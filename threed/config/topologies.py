@@ -1,4 +1,4 @@
-"""Topologies for a number of ranks: the tables [topology.N] of a file, and a default.
+"""Topologies for a number of ranks: the tables [topology.N] of a file, and a default topology.
 
 A table has the values of keys for a run of N ranks:
 

@@ -38,7 +38,7 @@ OptimizerName = Literal["adamw", "sgd", "lion"]
 
 
 def _pattern(text: str) -> str:
-    if not text.strip() or set(text) & set(":;"):  # most likely two groups in one string
+    if not text.strip() or set(text) & set(":;"):  # most likely several groups in one string
         separate = "separate groups by ; in a flag, in TOML they are items of a list"
         raise ValueError(f"is not a pattern of parameter names: {separate}")
     return text.strip()
@@ -69,7 +69,7 @@ class ParamGroup(Settings):
     def matches(self, name: str) -> bool:
         """Returns whether a pattern of the group matches the name of a parameter."""
         patterns = self.match.split("|")
-        # imported groups may list hundreds of plain names
+        # fnmatch is not called for plain names, of which imported groups may list hundreds
         wild = (pattern for pattern in patterns if set(pattern) & set("*?["))
         return name in patterns or any(fnmatchcase(name, pattern) for pattern in wild)
 

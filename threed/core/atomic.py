@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux's fcntl.h and linux/fs.h
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # values from fcntl.h and linux/fs.h
 
 
 def sync(path: Path) -> None:
@@ -59,7 +59,7 @@ def building(*finals: Path) -> Iterator[list[Path]]:
 
 
 def building_place(path: Path) -> Path:
-    """Returns the temporary path in the same parent folder at which the folder `path` is built."""
+    """Returns the temporary path, next to `path`, at which the folder is built before `publish`."""
     return path.with_name(path.name + ".tmp")
 
 
@@ -107,7 +107,8 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
 
     Returns:
         The folder and a notice. If the preferred folder is not writable, the folder is a fallback
-        in the system's temporary folder, and the notice reports this; otherwise it is empty.
+        in the system's temporary folder, and the notice reports this; otherwise the notice is
+        empty.
     """
     if wanted is None:
         wanted = Path(os.environ.get("THREED_CACHE") or "~/.cache/threed")
@@ -126,9 +127,10 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
 
 
 def _private_temporary_folder() -> Path:
-    """Returns this user's folder in the temporary folder.
+    """Returns this user's folder in the system's temporary folder; creates it if it is missing.
 
-    If another user owns the folder with the usual name, or can write to it, a new one is created.
+    If another user owns the folder with the usual name, or can write to it, a folder with another
+    name is created.
     """
     folder = Path(tempfile.gettempdir()) / f"threed-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

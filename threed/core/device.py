@@ -72,7 +72,10 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak of allocated tensor memory since `reset_peak` or the start; 0 for a CPU."""
+    """Returns the peak of allocated tensor memory in bytes; 0 for a CPU.
+
+    The peak is counted from the last call of `reset_peak`, or from the start of the process.
+    """
     return torch.accelerator.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -83,7 +86,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of torch's generators for the device, on the CPU, uint8 [n] each."""
+    """Returns the states of torch's generators for the device: uint8 [n] tensors on the CPU."""
     cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     return {"cpu": torch.get_rng_state(), **cuda}
 
@@ -182,8 +185,8 @@ def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | Non
     """Copies values to a device asynchronously, optionally with another dtype.
 
     If `values` are in pageable host memory, they are first copied to page-locked memory, which
-    torch keeps until the GPU has read it. If they are page-locked, the GPU reads them directly: do
-    not change them before the copy has finished.
+    torch keeps until the GPU has read it. If `values` are page-locked, the GPU reads them directly:
+    do not change them before the copy has finished.
 
     Args:
         values: the source tensor.
@@ -206,5 +209,5 @@ def page_lock(address: int, nbytes: int) -> None:
 
 
 def page_unlock(address: int) -> None:
-    """Undoes `page_lock`."""
+    """Ends the page lock of host memory at an address that was passed to `page_lock`."""
     torch.cuda.cudart().cudaHostUnregister(address)

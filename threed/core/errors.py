@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PicklableError(Exception):
-    """An error that survives pickling although its constructor does not take `args`."""
+    """An error that can be pickled even if its constructor's parameters differ from `args`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), self.args, vars(self))

@@ -7,13 +7,14 @@
     else:
         __getattr__, __dir__ = lazy(__name__, {"Config": "threed.config.groups"})
 
-So an import of the package does not import torch or pydantic, and type checkers and editors know
-the names. tests/test_public_api.py checks that the three lists agree.
+So an import of the package does not import torch or pydantic, and type checkers and editors find
+the names. tests/test_public_api.py checks that the three lists (`__all__`, the imports, and the
+argument of `lazy`) have the same names.
 """
 
 import importlib
 
-TYPE_CHECKING = False  # instead of an import of `typing`, which takes longer than the rest
+TYPE_CHECKING = False  # not imported from `typing`, because that import takes longer than the rest
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any

@@ -1,4 +1,4 @@
-"""Parts of messages.
+"""Parts of messages: numbers with nouns, and suggestions for misspelled words.
 
 counted(1, "rank")                      # "1 rank"
 counted(8, "micro-batch")               # "8 micro-batches"
@@ -24,7 +24,7 @@ def counted(count: float, noun: str, spec: str = "") -> str:
 
 def did_you_mean(word: str, *names: str) -> str:
     """Returns " (did you mean NAME?)" with the name closest to `word`, or "" if none is close."""
-    import difflib  # only for messages: `threed --help` should start fast
+    import difflib  # imported here, so that `threed --help` starts fast
 
     close = difflib.get_close_matches(word, names, 1)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -23,10 +23,11 @@ from typing import Any
 
 from threed.core.errors import PicklableError
 
-MOST_BYTES = 2**26  # size of a JSON file
-MOST_TOML = 2**17  # size of a TOML file in bytes
-MOST_DEPTH = 64  # levels of nesting
-MOST_DIGITS = 40  # per integer; published files contain 1e30, written in digits, for "no limit"
+MOST_BYTES = 2**26  # maximum size of a JSON file, in bytes
+MOST_TOML = 2**17  # maximum size of a TOML file, in bytes
+MOST_DEPTH = 64  # maximum number of nesting levels
+# maximum number of digits of an integer; some published files write 10^30 in digits for "no limit"
+MOST_DIGITS = 40
 _PART = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'=,.]+)"""
 _DEEP_KEY = re.compile(rf"""(?<![^\s"'=,.])(?:{_PART}[ \t]*\.[ \t]*){{{MOST_DEPTH + 1}}}""")
 
@@ -152,14 +153,15 @@ def _parse(parse: Callable[[str], Any], data: bytes | str, place: str, language:
         return value
     except (RecursionError, MemoryError):
         raise ParseError(place, f"invalid {language} (nested too deeply)") from None
-    except ValueError as error:  # invalid UTF-8, JSON or TOML, or a limit
+    except ValueError as error:  # invalid UTF-8, JSON or TOML, or an exceeded limit
         raise ParseError(place, f"invalid {language} ({plain(error)})") from None
 
 
 def _check(value: Any) -> None:
     """Checks a parsed value against the limits.
 
-    Raises RecursionError if it is nested too deeply, ValueError if an integer has too many digits.
+    Raises RecursionError if the value is nested too deeply, ValueError if an integer has too many
+    digits.
     """
     level = [value]
     for _ in range(MOST_DEPTH):

@@ -19,8 +19,9 @@ from pathlib import Path
 def since_launch() -> float:
     """Returns the seconds since torchrun was started; without torchrun, since this process started.
 
-    If torchrun restarts the ranks, the count continues. On systems other than Linux it starts at
-    the first call. The clock counts from boot, so changes of the system time have no effect.
+    If torchrun restarts the ranks, the time continues to count. On systems other than Linux it
+    counts from the first call. The clock starts at boot, so changes of the system time have no
+    effect.
     """
     return _uptime() - _launched()
 
@@ -40,7 +41,7 @@ def _uptime() -> float:
 def peak_rss_bytes() -> int:
     """Returns the largest resident set of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # bytes on macOS, KiB elsewhere: getrusage(2)
+    # ru_maxrss is in bytes on macOS and in KiB on other systems: getrusage(2)
     return peak if sys.platform == "darwin" else peak * 1024
 
 
@@ -70,7 +71,7 @@ def parent(pid: int) -> int:
 def started(pid: int) -> str:
     """Returns when a process started, in ticks since boot, or "" if it has ended.
 
-    On systems other than Linux it is "alive" for a running process.
+    On systems other than Linux the result is "alive" for a running process.
     """
     fields = _stat(pid)
     return "" if fields[0] in "ZX" else fields[19]

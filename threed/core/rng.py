@@ -23,7 +23,7 @@ from threed.core import native
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
-_CHUNK = 1 << 16  # counters per block, so that the ten rounds run in the cache
+_CHUNK = 1 << 16  # counters per chunk, so that the ten rounds of Philox run in the cache
 
 
 def key(seed: int, name: str) -> tuple[int, int]:
@@ -99,7 +99,7 @@ def normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
 
 
 def _normal_range(first: int, last: int, stream: tuple[int, int]) -> Tensor:
-    """Returns the normals of the elements [first, last)."""
+    """Returns the standard normals of the elements [first, last), fp32 [last - first]."""
     head, tail = first // 4, -(-last // 4)
     parts = [
         _normal_blocks(torch.arange(at, min(at + _CHUNK, tail)), stream).view(-1)
@@ -126,7 +126,8 @@ def normal(
     stream = key(seed, name)
     if 0 in size:
         return torch.empty(tuple(size))
-    # dimensions after `cut` are complete, so a run is contiguous
+    # The box has all indices of the dimensions after `cut`, so a run of its elements over the
+    # dimensions from `cut` on is contiguous.
     cut = max((d for d in range(len(shape)) if size[d] != shape[d]), default=0)
     run = math.prod(size[cut:])
     begins = torch.zeros(1, dtype=torch.int64)

@@ -53,7 +53,7 @@ def load(file: str) -> ModuleType:
     return module
 
 
-MODEL = ("config", "slicing")  # arguments of a model class
+MODEL = ("config", "slicing")  # names of the arguments with which a model class is called
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -64,12 +64,12 @@ _POSITIONAL = (
 def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
     """Returns the number of arguments with which an object of the user is called.
 
-    It may take fewer arguments than there are: an argument is passed if the object's parameter at
-    its place has no default value, or has the argument's name.
+    The object may take fewer arguments than `given`: arguments are passed by position, up to the
+    first parameter that has a default value and another name than the argument.
 
     Args:
         found: the class or function.
-        given: names of the arguments.
+        given: names of the available arguments.
         file: the file of the object, for the message.
 
     Raises:
@@ -104,8 +104,8 @@ class Source:
 
     Attributes:
         file: path of the file.
-        name: name of the object in it.
-        given: names of the arguments, of which the object may take fewer (`count_arguments`).
+        name: name of the object in the file.
+        given: names of the available arguments. The object may take fewer (`count_arguments`).
     """
 
     file: str
@@ -117,11 +117,11 @@ class Source:
 
     @property
     def found(self) -> Any:
-        """The object."""
+        """The class or function, imported from the file."""
         return getattr(load(self.file), self.name)
 
     def count(self) -> int:
-        """Returns the number of arguments of a call.
+        """Returns the number of arguments with which the object is called.
 
         Raises:
             ValueError: if the object needs other arguments.

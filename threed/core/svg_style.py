@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH = 830  # pixels: the text column of a README on GitHub, so that text is shown in its size
-SMALLEST = 10  # font size in pixels; text that does not fit in this size is left out
+WIDTH = 830  # pixels, as the text column of a README on GitHub, so that pictures are not scaled
+SMALLEST = 10  # smallest font size in pixels; text that does not fit in this size is left out
 FONT = "Inter, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
 PAPER, INK, FAINT, RULE, SURFACE = "#ffffff", "#1f2937", "#57606a", "#d5dae1", "#eceff3"

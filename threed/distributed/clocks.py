@@ -4,7 +4,8 @@
 
 Ranks on one machine share the clock of `time.perf_counter`. To convert times of other machines, all
 ranks read their clocks at the end of a collective, which all ranks leave at about the same time. So
-times of two machines agree to within the time of a message. The wall clock is not used.
+after the conversion the clocks of two machines differ by at most the time of a message. The wall
+clock is not used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Span = tuple[str, float, float]
 
 
 def on_one_clock(spans: Sequence[Span], axis: Axis) -> list[list[Span]]:
-    """Returns the spans of every rank of an axis, in seconds of this rank's clock. Collective.
+    """Returns the spans of every rank of an axis, converted to this rank's clock. Collective.
 
     Args:
         spans: (name, begin, end) by `time.perf_counter`.
@@ -41,8 +42,10 @@ def on_one_clock(spans: Sequence[Span], axis: Axis) -> list[list[Span]]:
 
 
 def _clock() -> str:
-    """Returns an id of the clock of this process: the id of the machine's boot, and the time
-    namespace of the container. Processes with the same id share the clock."""
+    """Returns an id of this process's clock. Processes with the same id share the clock.
+
+    The id consists of the id of the machine's boot and the container's time namespace.
+    """
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/time')}"
     return platform.node()

@@ -4,7 +4,7 @@
   asynchronous and return a `Pending`.
 - Conjugate, for autograd: copy_to and reduce_from, gather_from and scatter_to. In each pair, the
   backward of one function is the forward of the other (Megatron-LM, arXiv 1909.08053 section 3; for
-  sequence parallelism, 2205.05198 section 4.2.2).
+  sequence parallelism, arXiv 2205.05198 section 4.2.2).
 - Control: barrier, exchange, problems_of_all, raise_together, attempt_together, leave.
 
 All training communication calls torch.distributed through this module. On an axis of size 1 every
@@ -12,9 +12,10 @@ function returns at once. Shards are along dimension 0, so that a gather is a co
 a copy.
 
 With gloo, reduce-scatter and all-reduce of tensors do not use gloo's reductions. In one all-to-all
-every rank sends to each peer the terms of that peer's part of the sum, and adds the terms that it
-receives in rank order. gloo's reduce-scatter is an all-reduce internally (twice the bytes), and its
-all-reduce is slower than the all-to-all. The result is deterministic and the same on every rank.
+every rank sends to each peer the terms of that peer's part of the sum, then adds the terms that it
+received, in rank order. The result is deterministic and the same on every rank. gloo's own
+reduce-scatter is an all-reduce internally (twice the bytes), and gloo's all-reduce is slower than
+the all-to-all.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ AxisFunction = Callable[[Tensor, Axis], Tensor]
 class Codec(Protocol):
     """Encodes rows of numbers [r n] as messages [r m] for a reduce-scatter or an all-gather.
 
-    Every rank uses the decoded numbers, even for the rows that it encoded itself. So results do not
-    depend on which rank owns which part.
+    r is the number of rows, one per rank. Every rank uses the decoded numbers, even for the rows
+    that it encoded itself. So results do not depend on which rank owns which part.
     """
 
     def encode(self, rows: Tensor) -> Tensor:
@@ -60,8 +61,10 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """Sends numbers as another dtype, or unchanged without a `dtype`. A backend can sum such
-    messages itself."""
+    """A `Codec` that sends numbers as another dtype, or unchanged without a `dtype`.
+
+    A backend can sum the messages itself, because they are ordinary numbers.
+    """
 
     dtype: torch.dtype | None = None
 
@@ -79,7 +82,7 @@ class Pending:
     """The result of an asynchronous operation.
 
     Args:
-        finish: local work after communication; returns the result.
+        finish: function that does the local work after communication and returns the result.
         works: operations to wait for; None entries are ignored.
     """
 
@@ -95,7 +98,7 @@ class Pending:
                 if work is not None:
                     work.wait()
             self._result = self._finish()
-            self._finish, self._works = None, ()  # frees the buffers that they reference
+            self._finish, self._works = None, ()  # frees buffers that they reference
         assert self._result is not None
         return self._result
 
@@ -125,7 +128,7 @@ def same_start(a: Tensor, b: Tensor) -> bool:
 
 
 def _gloo(axis: Axis) -> bool:
-    if axis.group is None:  # on the meta device: the backend that a run would use
+    if axis.group is None:  # meta device: returns whether a real run would use gloo
         return not (count() and dist.is_nccl_available())
     return dist.get_backend(axis.group) == "gloo"
 
@@ -153,7 +156,7 @@ def start_all_gather(
         shard: this rank's shard; may be a view of its part of `out`.
         axis: the ranks.
         out: output [size*n ...]; by default a new tensor.
-        codec: encodes the shards. This rank's part of the result is decoded as well.
+        codec: encodes the shards. This rank's own part of the result is the decoded message, too.
     """
     if axis.size == 1:
         return done(shard if out is None else out.copy_(shard))
@@ -211,7 +214,8 @@ def start_reduce_scatter(
         full: this rank's terms.
         axis: the ranks.
         codec: encodes the terms, including this rank's own. The decoded terms are summed in the
-            dtype of `full`; but NCCL sums the messages of a `Cast`, in the dtype of the `Cast`.
+            dtype of `full`. Exception: NCCL itself sums the messages of a `Cast`, in the dtype of
+            the `Cast`.
         into: output [n ...]; may be this rank's part of `full`. `full` is undefined afterwards.
         add: whether to add the result to `into` instead of overwriting it.
 
@@ -243,12 +247,11 @@ def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
 def _exchange_sum(
     full: Tensor, axis: Axis, codec: Codec, into: Tensor | None, add: bool
 ) -> Pending:
-    """Sends to each peer the encoded terms of that peer's part, and adds the received terms in rank
-    order.
+    """Starts a reduce-scatter by one all-to-all; the received terms are added in rank order.
 
-    With more than two ranks, a rank also sends its own part to itself, which copies one part. If it
-    left this part out, a rank in the middle would have to copy all other parts to make the message
-    contiguous.
+    Each peer gets the encoded terms of the peer's part. With more than two ranks, a rank also sends
+    its own part to itself, which copies one part. If it left this part out, a rank in the middle
+    would have to copy all other parts to make the message contiguous.
     """
     dtype, shape = full.dtype, (full.shape[0] // axis.size, *full.shape[1:])
     messages = codec.encode(full.view(axis.size, -1))
@@ -259,7 +262,8 @@ def _exchange_sum(
         splits[axis.index], sent = 0, messages[1 - axis.index]
     got = messages.new_empty(sum(splits))
     work = _start(dist.all_to_all_single, got, sent.reshape(-1), splits, splits, axis=axis)
-    # bf16 and fp16 are added in fp32 and rounded once; a sum of two terms is rounded once anyway.
+    # Terms in bf16 and fp16 are added in fp32, and the sum is rounded once. A sum of only two terms
+    # is rounded once in any dtype.
     narrow = dtype in (torch.bfloat16, torch.float16) and (axis.size > 2 or add)
     wide = torch.float32 if narrow else dtype
     direct = into.view(-1) if into is not None and not add and wide == into.dtype else None
@@ -291,8 +295,8 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pen
     Args:
         tensor: this rank's term; the result may or may not be the same tensor.
         axis: the ranks.
-        codec: encodes the terms. The sums are encoded too, except with a `Cast` between two ranks
-            on gloo.
+        codec: encodes the terms. The sums are encoded too, unless the codec is a `Cast` and the
+            axis has two ranks on gloo.
     """
     if axis.size == 1:
         return done(tensor)
@@ -325,8 +329,11 @@ def _start_swap(other: Tensor, own: Tensor, axis: Axis) -> dist.Work | None:
 def _start_scattered_all_reduce(
     tensor: Tensor, axis: Axis, dtype: torch.dtype, codec: Codec = EXACT
 ) -> Pending:
-    """All-reduces by reduce-scatter and all-gather. The tensor is padded to a multiple of the
-    number of ranks; the sums are encoded again for the all-gather."""
+    """Starts an all-reduce that consists of a reduce-scatter and an all-gather.
+
+    The tensor is padded to a multiple of the number of ranks. The sums are encoded again for the
+    all-gather.
+    """
     flat = tensor.view(-1)
     padding = -flat.numel() % axis.size
     padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
@@ -347,14 +354,15 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
 def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
     """Returns the sum of a few numbers [k] over the axis, bit-identical on all ranks. Collective.
 
-    Uses the all-reduce of the backend, which chooses the order of summation. The memory does not
-    grow with the number of ranks. With NCCL's trees the time grows only with the depth of the tree.
+    Uses the all-reduce of the backend, which chooses the order of summation. The required memory
+    does not grow with the number of ranks. If NCCL uses a tree, the time grows only with the depth
+    of the tree.
     """
     return start_sum_of_scalars(values, axis).wait()
 
 
 def start_sum_of_scalars(values: Tensor, axis: Axis) -> Pending:
-    """Starts `sum_of_scalars`, with a bit-identical result. Collective."""
+    """Starts the sum that `sum_of_scalars` returns, with a bit-identical result. Collective."""
     total = values.clone()
     if axis.size == 1:
         return done(total)
@@ -386,8 +394,10 @@ def receive(outs: Sequence[Tensor], link: Link) -> list[Pending]:
 def _begin(
     message: Callable[..., dist.Work | None], tensors: Sequence[Tensor], link: Link
 ) -> list[Pending]:
-    """Launches messages; several messages are one batch, for which the backend may return a single
-    work object."""
+    """Starts sends or receives. Several messages are launched as one batch.
+
+    The backend may return a single work object for a batch.
+    """
     peer, group = link.peer, link.axis.group
     if len(tensors) < 2:
         return [done(tensor, message(tensor, peer, group=group)) for tensor in tensors]
@@ -397,11 +407,12 @@ def _begin(
 
 
 def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
-    """Gathers flat tensors [n], whose n may differ between ranks, on the first rank's CPU.
-    Collective.
+    """Gathers flat tensors [n] in host memory of the first rank. Collective.
+
+    The lengths n may differ between ranks.
 
     Returns:
-        The tensors in rank order; an empty list on other ranks.
+        On the first rank, the tensors in rank order; on other ranks, an empty list.
     """
     if axis.size == 1:
         return [flat.cpu()]
@@ -447,7 +458,7 @@ def _pass_on(dy: Tensor, axis: Axis) -> Tensor:
 
 
 def _all_reduce_copy(dy: Tensor, axis: Axis) -> Tensor:
-    return all_reduce(dy.clone(), axis)  # NCCL sums in place, and another branch may use dy too
+    return all_reduce(dy.clone(), axis)  # a copy: NCCL sums in place, and another branch may use dy
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
@@ -500,20 +511,21 @@ def scatter_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def barrier(axis: Axis) -> None:
-    """Waits until every rank of the axis has called it. Collective."""
+    """Waits until every rank of the axis has called this function. Collective."""
     if axis.size > 1:
         dist.barrier(group=axis.group)
 
 
 def exchange(value: Any, axis: Axis) -> list[Any]:
-    """Returns the `value` of every rank, in rank order. For small control data. Collective.
+    """Returns the `value` of every rank, in rank order. Collective.
 
-    Sends JSON rather than using torch's object collectives, which unpickle data from the network.
+    It is intended for small control data. Values are sent as JSON, because torch's object
+    collectives would unpickle data from the network.
 
     Args:
         value: a value that JSON can represent.
-        axis: the ranks. If it has no process group, the result assumes that every rank has this
-            rank's value.
+        axis: the ranks. If the axis has no process group (meta device), the result has this rank's
+            value for every rank.
     """
     if axis.group is None:  # one rank, or the meta device
         return [value] * axis.size
@@ -542,7 +554,7 @@ def raise_together(
 ) -> None:
     """Raises the same error on every rank of the axis if any rank found a problem. Collective.
 
-    If one rank alone raised, the others would hang in their next collective.
+    If only one rank raised an error, the other ranks would hang in their next collective.
 
     Args:
         problems: problems of this rank; empty strings and None are ignored.
@@ -565,10 +577,10 @@ def attempt_together(
     Args:
         act: function without arguments; must not be collective.
         axis: the ranks.
-        error: type of the exception that is raised, with the problems of all ranks.
-        describe: returns the problem as text for an exception of type `catch`. For an exception of
-            type `error` the problem is its `str`.
-        catch: type of other exceptions that count as a failure.
+        error: type of the exception that is raised; its message contains the problems of all ranks.
+            If `act` raises an exception of this type, the problem is the exception's `str`.
+        describe: returns the problem as text for an exception of type `catch`.
+        catch: type of further exceptions of `act` that count as a failure.
     """
     found, problem = [], ""
     try:
@@ -593,16 +605,16 @@ def flight_record() -> bytes:
 
 
 def leave(code: int = 0) -> None:
-    """Exits the process with `code`. Without a process group it returns instead.
+    """Exits the process with `code`; without a process group, returns instead.
 
-    Collective if `code` is 0, because it waits for the other ranks first. With another code it
-    exits at once.
+    If `code` is 0, the function first waits for the other ranks, so it is collective. With another
+    code it exits at once.
     """
     if not dist.is_initialized():
         return
     if code == 0:
         dist.barrier()
-        # After the barrier, as it may wait for other ranks, which must not have exited.
+        # Destroying the group may wait for other ranks, so no rank may exit before the barrier.
         dist.destroy_process_group()
 
     sys.stdout.flush()

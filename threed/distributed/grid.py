@@ -28,8 +28,8 @@ def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
     """Parses the name of an axis, such as "tp", "dp*cp" or "tp/2".
 
     Returns:
-        The axes that are multiplied; the kind of subset ("/": block, "%": stride, or None); the
-        number after it, or None.
+        The axes that are multiplied; the kind of subset ("/": block, "%": stride; None: all ranks);
+        the number after "/" or "%", or None.
 
     Raises:
         ValueError: if the name is not valid.
@@ -43,9 +43,10 @@ def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
 
 
 def same_place(name: str | None, index: int, size: int) -> int:
-    """Returns the number of the group of replicas to which a rank belongs, along an axis.
+    """Returns the number of the derived axis to which a rank belongs, along an axis.
 
-    Ranks with the same number are the ranks of one derived axis, such as one block "tp/2".
+    Ranks with the same number are the ranks of one derived axis, such as one block "tp/2", and hold
+    replicas of the same values.
 
     Args:
         name: name of the derived axis, such as "tp", "tp/2" or "tp%2"; None if every rank is a
@@ -76,7 +77,7 @@ class Grid:
         """Returns the grid of `world` ranks; by default dp is derived from the other sizes.
 
         Raises:
-            ValueError: if the product of the sizes is not `world`; names each size.
+            ValueError: if the product of the sizes is not `world`; the message names each size.
         """
         rest = pp * cp * tp
         if dp is None and world % rest == 0:
@@ -101,7 +102,7 @@ class Grid:
         return {name: getattr(self, name) for name in AXES}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns the coordinates of a rank, by axis."""
+        """Returns the coordinates of a rank, by name of the axis."""
         place = {}
         for name in reversed(AXES):
             rank, place[name] = divmod(rank, getattr(self, name))
@@ -115,8 +116,10 @@ class Grid:
         return rank
 
     def label(self, rank: int) -> str:
-        """Returns a rank's coordinates as text, such as 'pp0 dp1 tp0', without axes of size 1;
-        'alone' if all axes have size 1."""
+        """Returns a rank's coordinates as text, such as 'pp0 dp1 tp0'.
+
+        Axes of size 1 are left out; if all axes have size 1, the text is 'alone'.
+        """
         place = self.coordinates(rank)
         return (
             " ".join(f"{name}{place[name]}" for name in AXES if getattr(self, name) > 1) or "alone"
@@ -127,11 +130,11 @@ class Grid:
 
         Args:
             rank: the rank.
-            name: name of an axis: the ranks that differ from `rank` only in this coordinate. A
-                product such as "dp*cp": the ranks that differ only in these coordinates, with the
-                last axis fastest. With "/n": of these ranks, the block of n neighbors that
-                contains `rank`. With "%n": of these ranks, the ones at a distance of a multiple of
-                n from `rank`. A suffix "@word" is ignored.
+            name: "tp" and other names of AXES: the ranks that differ from `rank` only in this
+                coordinate. A product such as "dp*cp": the ranks that differ only in these
+                coordinates, ordered with the last axis fastest. With "/n" after the name: of these
+                ranks, the block of n neighbors that contains `rank`. With "%n": of these ranks, the
+                ones at a distance of a multiple of n from `rank`. A suffix "@word" is ignored.
 
         Raises:
             ValueError: if the name is not valid or n does not divide the number of ranks.
@@ -154,11 +157,11 @@ class Grid:
         )
 
     def stage_ranks(self, rank: int, stages: Sequence[int]) -> tuple[int, ...]:
-        """Returns the ranks that have the coordinates of `rank` except the pipeline stage.
+        """Returns the ranks on given pipeline stages that have the other coordinates of `rank`.
 
         Args:
             rank: the rank.
-            stages: the stages; one rank is returned for each.
+            stages: the pipeline stages; one rank is returned for each.
         """
         place = self.coordinates(rank)
         return tuple(self.rank_of({**place, "pp": stage}) for stage in stages)

@@ -1,13 +1,13 @@
 """Sets torchrun's variables under srun or mpirun, and ends a process when its launcher dies.
 
-    ranks = join()           # first call in every rank: adopt(), and dies with its launcher
+    ranks = join()           # the first call in every rank: adopt() and die_with_parent()
     adopt()                  # sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
-    world = world_size()     # adopt(), and returns the number of ranks
+    world = world_size()     # calls adopt() and returns the number of ranks
 
 If torchrun or the user has set RANK or WORLD_SIZE, no variable is changed. So torchrun can run in
-each task of a Slurm step, and `WORLD_SIZE=1` starts independent processes in such a step. The shell
-of sbatch or salloc is not a step of several tasks. So a process that is started there without srun
-is a world of one rank, and torchrun can be started there.
+each task of a Slurm step, and with `WORLD_SIZE=1` the tasks of a step are independent processes.
+The shell of sbatch or salloc is not a step of several tasks. So a process that is started there
+without srun is a world of one rank, and torchrun can be started there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TORCHRUN = (
     "torchrun --nnodes N --nproc-per-node M ... (docs/guide/fault_tolerance.md)"
 )
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # value from linux/prctl.h
 
 
 class LauncherError(ValueError):
@@ -46,8 +46,9 @@ class Launcher:
     Attributes:
         command: name of the launcher in messages.
         variables: the launcher's names for WORLD_SIZE, RANK, LOCAL_WORLD_SIZE and LOCAL_RANK.
-        exports: option of the launcher that sets a variable for all ranks, with {} for NAME=VALUE.
-        job: names of the variables that identify a run.
+        exports: option of the launcher that sets an environment variable for all ranks, with {} in
+            place of NAME=VALUE.
+        job: names of the variables whose values identify a run.
     """
 
     command: str
@@ -86,23 +87,27 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """Sets torchrun's variables (see `adopt`) and returns the ranks of the job. From then on this
-    process is killed when its launcher dies."""
+    """Sets torchrun's variables (see `adopt`) and returns the ranks of the job.
+
+    After this call, the process is killed when its launcher dies (see `die_with_parent`).
+    """
     die_with_parent()
     world, local = world_size(), os.environ.get("LOCAL_WORLD_SIZE")
     return Ranks(world, None if local is None else int(local), machines_asked())
 
 
 def die_with_parent() -> bool:
-    """Asks the kernel to kill this process when its parent dies. Returns False if not on Linux.
+    """Asks the kernel to kill this process when its parent dies; returns whether the kernel agreed.
+
+    The result is False on systems other than Linux.
 
     The signal is SIGKILL, because a rank without a launcher usually waits in a collective, in C++,
     where no Python handler runs. The last complete checkpoint stays valid, because a checkpoint is
     published by one rename.
 
-    If the parent died before the request, this process already has another parent, and it ends at
-    once. The kernel regards the *thread* that forked as the parent, so launchers must fork from a
-    thread that outlives the rank (prctl(2), PR_SET_PDEATHSIG).
+    If the parent died before the request, this process already has another parent, and kills itself
+    at once. The kernel regards the *thread* that forked as the parent, so launchers must fork from
+    a thread that outlives the rank (prctl(2), PR_SET_PDEATHSIG).
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -127,8 +132,10 @@ def end_by_signal(number: int) -> None:
 
 @contextlib.contextmanager
 def exits_on_broken_pipe() -> Iterator[None]:
-    """Context manager: if the reader of the output has exited (as in `| head`), this process ends
-    by SIGPIPE instead of an error."""
+    """Context manager: ends this process by SIGPIPE if the reader of its output has exited.
+
+    This happens in `| head`, for example. Without the context manager Python would print an error.
+    """
     try:
         try:
             yield
@@ -136,7 +143,7 @@ def exits_on_broken_pipe() -> Iterator[None]:
             _flush()
             raise
         _flush()
-    except BrokenPipeError:  # of the output or of another pipe
+    except BrokenPipeError:  # of the output's pipe, or of another pipe
         if sys.stdout is not None:
             poll = select.poll()
             poll.register(sys.stdout, 0)
@@ -157,7 +164,8 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
         environment: environment variables, which are changed in place.
 
     Raises:
-        LauncherError: if the processes cannot find each other. The message has the command to use.
+        LauncherError: if the processes cannot find each other. The message contains a command that
+            works.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         _check(environment)
@@ -236,7 +244,7 @@ def machines_asked() -> tuple[int, int] | None:
 
 
 def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
-    """Returns the launcher of this process, and the values that it sets, by torchrun's names.
+    """Returns the launcher of this process, and the values of its variables by torchrun's names.
 
     MPI's variables have priority over Slurm's, because in a Slurm job mpirun starts daemons with
     srun, and Slurm's variables then describe the daemons. But if MPI's variables are incomplete,
@@ -252,8 +260,10 @@ def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
 
 
 def _numbers(environment: Variables, variables: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Yields (torchrun's name, value) for each variable that is set under the launcher's name, or
-    else under torchrun's name."""
+    """Yields (torchrun's name, value) for each variable that is set.
+
+    The launcher's name of a variable has priority over torchrun's name.
+    """
     for name, variable in zip(NAMES, variables, strict=True):
         if found := next((one for one in (variable, name) if one in environment), ""):
             yield name, _whole(environment, found)
@@ -266,8 +276,10 @@ def _whole(environment: Variables, variable: str, what: str = "a number of proce
 
 
 def without_srun(environment: Variables = os.environ) -> str:
-    """Returns a note if this process runs alone in a Slurm job of several tasks, because it was not
-    started by srun or torchrun; otherwise ""."""
+    """Returns a note if this process runs alone in a Slurm job of several tasks, otherwise "".
+
+    It runs alone if neither srun nor torchrun has started it.
+    """
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks == "1" or "SLURM_STEP_NUM_TASKS" in environment or "WORLD_SIZE" in environment:
         return ""
@@ -327,7 +339,7 @@ def _nodes(environment: Variables) -> int | None:
 def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> str | None:
     """Returns the address of the machine of rank 0, or None if it is unknown.
 
-    Slurm's list of machines begins with it: node01 in node[01-03,07],other.
+    For Slurm this is the first machine in the list of machines: node01 in node[01-03,07],other.
     """
     if one_machine:
         return "127.0.0.1"
@@ -339,7 +351,9 @@ def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> s
 
 
 def _port(launcher: Launcher, environment: Variables) -> int:
-    """Returns a port from 10000 to 29999, which is below the ephemeral ports. It is the same on all
-    ranks of a run."""
+    """Returns a port from 10000 to 29999, the same on all ranks of a run.
+
+    These ports are below the ephemeral ports.
+    """
     job = ".".join(environment.get(name, "") for name in launcher.job)
     return 10000 + zlib.crc32(job.encode()) % 20000

@@ -2,11 +2,11 @@
 
     weight.spec = ShardSpec((Piece("blocks.0.mlp.up.weight", (4*h, h), start=(0, 0), size=(2*h, h)),))
 
-Initial values, gradient reduction, gradient norm, checkpoints and conversion read only this record.
-A local tensor may contain parts of several global tensors (query, key and value packed for one
-matmul). Each part is a `Piece`: a contiguous range of the local tensor, and a box of the global
-tensor. Global shapes are unpadded, and shards may differ in size. A local tensor may have padding
-after its pieces.
+The code for initial values, gradient reduction, gradient norm, checkpoints and conversion reads
+only this record. A local tensor may contain parts of several global tensors (query, key and value
+packed for one matmul). Each part is a `Piece`: a contiguous range of the local tensor, and a box of
+the global tensor. Global shapes are unpadded, and shards may differ in size. A local tensor may
+have padding after its pieces.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from threed.core import rng
 
 
 class ModelError(ValueError):
-    """Raised for a model that would give wrong results in some topology. The message names the
-    layer and a fix."""
+    """Raised for a model that would give wrong results in some topology.
+
+    The message names the layer and a fix.
+    """
 
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a global tensor: normal with `std`, or `value` if `std` is 0.
+    """Initial values of a global tensor: normally distributed, or constant if `std` is 0.
 
     Attributes:
-        std: standard deviation of the normal distribution; its mean is 0.
-        value: constant value of every element.
+        std: standard deviation of the normal distribution with mean 0.
+        value: value of every element if `std` is 0.
     """
 
     std: float = 0.0
@@ -76,8 +78,8 @@ class ShardSpec:
             blocks of two tensor ranks), or None.
         partial: axis over which the gradient is a partial sum and must be all-reduced, or None.
         decay: whether weight decay applies (true for matrices, false for norms and biases).
-        tile: (index, count) if this is a tile of a larger matrix that is assembled only while it is
-            used; otherwise (0, 1).
+        tile: (index, count): the index of this tile, and the number of tiles of the matrix, if the
+            parameter is a tile of a larger matrix (`layers.tiled`); otherwise (0, 1).
         padding: number of elements that belong to no global tensor. They must stay zero: code that
             computes with them must give them zero gradients. Checkpoints omit them.
         over: axis of data ranks that have different pieces (`Topology.data_name`, or blocks of it
@@ -107,8 +109,9 @@ class ShardSpec:
 
 
 def parameter(spec: ShardSpec, shape: Sequence[int]) -> nn.Parameter:
-    """Returns a parameter with its record, on the meta device. The engine allocates its storage on
-    the ranks that have its pipeline stage.
+    """Returns a parameter with its record, on the meta device.
+
+    The engine allocates the parameter's storage on the ranks that have its pipeline stage.
 
     Args:
         spec: the record.
@@ -137,13 +140,13 @@ def attach(param: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
 
 
 def storage_of(tensor: Tensor | None) -> int:
-    """Returns an id of the tensor's storage, or 0 if it has none."""
+    """Returns an id of a tensor's storage; 0 for None and for a tensor without a storage."""
     if tensor is None:
         return 0
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # for sparse tensors and wrappers of torch.func
+    except (NotImplementedError, RuntimeError):  # raised for sparse tensors and torch.func wrappers
         return 0
 
 
@@ -153,8 +156,12 @@ def is_managed(param: Tensor) -> bool:
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ValueError if a tensor is sparse, quantized or nested, because such a tensor cannot be
-    sent or saved."""
+    """Raises ValueError if a tensor is sparse, quantized or nested.
+
+    Such a tensor cannot be sent or saved.
+
+    named: (name, tensor) pairs; the message lists the names.
+    """
     found = [
         f"{name} ({'quantized' if value.is_quantized else value.layout})" for name, value in named
         if value.layout is not torch.strided or value.is_quantized or value.is_nested
@@ -167,7 +174,7 @@ def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def few(names: Sequence[str]) -> str:
-    """Returns the first five names as text, and how many more there are."""
+    """Returns the first five names, and the number of further names, as text."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -239,7 +246,8 @@ def split(piece: Piece, first: int, last: int, offset: int = 0) -> Iterator[Piec
     """
     origin = offset - first
     while first < last:
-        # The largest box that starts here and spans dimensions `dim` and later in full.
+        # `block` is the number of elements of the largest box that starts at `first`, ends by
+        # `last`, and spans dimension `dim` and all later dimensions in full.
         block, dim = 1, len(piece.size)
         while (
             dim and first % (larger := block * piece.size[dim - 1]) == 0 and first + larger <= last
@@ -272,7 +280,8 @@ def slices(
     Args:
         start: first index of the box in the global tensor, per dimension.
         size: size of the box, per dimension.
-        origin: index of the tensor's first element in the global tensor; by default 0.
+        origin: index of the tensor's first element in the global tensor, per dimension; by default
+            0 in every dimension.
     """
     return tuple(
         slice(a - o, a - o + n)
@@ -283,7 +292,7 @@ def slices(
 def intersect(a_start: Sequence[int], a_size: Sequence[int], b_start: Sequence[int], b_size: Sequence[int]) -> (
     tuple[tuple[int, ...], tuple[int, ...]] | None
 ):  # fmt: skip
-    """Returns the intersection (start, size) of two boxes of one global tensor, or None."""
+    """Returns the intersection (start, size) of two boxes of one tensor; None if it is empty."""
     start = tuple(max(a, b) for a, b in zip(a_start, b_start, strict=True))
     stop = tuple(
         min(a + n, b + m) for a, n, b, m in zip(a_start, a_size, b_start, b_size, strict=True)

@@ -1,9 +1,9 @@
 """The grid of ranks with its process groups, from the point of view of one rank.
 
-    topo = Topology(pp=2, tp=2)        # dp: by default the remaining factor of the world size
+    topo = Topology(pp=2, tp=2)        # dp is the remaining factor of the world size
     topo.axis("tp")                    # an Axis: ranks, index of this rank, process group
     topo.link(0, 1)                    # the channel from pipeline stage 0 to stage 1
-    Topology.on_meta(grid, rank)       # any rank of any grid: meta device, no process groups
+    Topology.on_meta(grid, rank)       # the same for any rank of any grid, without process groups
 
 Only this module creates process groups. An axis of one rank has no group (`Axis.group is None`),
 and collectives on it return at once. All ranks create groups in the same order. Neighboring
@@ -36,8 +36,10 @@ from threed.distributed.launcher import adopt
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """A set of ranks that communicate, such as the ranks that differ from this rank only in one
-    grid coordinate.
+    """A set of ranks that communicate with each other.
+
+    For example, the axis "tp" consists of the ranks that differ from this rank only in the grid
+    coordinate tp.
 
     Attributes:
         label: key of `traffic` to which the bytes sent over this axis are added.
@@ -61,8 +63,10 @@ class Axis:
 
     @property
     def channel(self) -> dist.ProcessGroup | None:
-        """The communicator for the current stream: the one that `give_channel` has set for it,
-        otherwise `group`."""
+        """The communicator for the current stream.
+
+        It is the communicator that `give_channel` has set for this stream, otherwise `group`.
+        """
         if not self._of_streams:
             return self.group
         return self._of_streams.get(gpu.current_stream(), self.group)
@@ -93,8 +97,8 @@ class Link:
     """A one-way channel between two pipeline stages, with its own communicator.
 
     Attributes:
-        peer: global rank at the other end.
-        axis: the two ranks.
+        peer: global rank at the other end of the channel.
+        axis: axis that consists of this rank and `peer`.
     """
 
     peer: int
@@ -107,7 +111,7 @@ def alone(label: str = "tp") -> Axis:
 
 
 TIMEOUT = timedelta(minutes=10)
-SECOND = "@second"  # suffix of an axis name: the same ranks with a second communicator
+SECOND = "@second"  # suffix of the name of an axis with the same ranks and a second communicator
 
 
 def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> None:
@@ -117,7 +121,7 @@ def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> N
 
     Args:
         device: device of this process. The backend is NCCL for a CUDA device, otherwise gloo.
-        timeout: time limit of each operation.
+        timeout: time limit of each collective, send and receive.
     """
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
@@ -140,8 +144,8 @@ def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
     read these old keys fail to connect. torchrun's restart count cannot be the prefix, because each
     agent counts separately, and a change of the nodes does not increase the count. So each rank
     r > 0 publishes a random word and waits for an answer to it. Rank 0 answers every word that it
-    finds with its own random word, which is the prefix. It also answers words of an earlier start,
-    but no rank reads these answers.
+    finds with its own random word, which is the prefix. Rank 0 also answers the words of an earlier
+    start, but no rank reads these answers.
     """
     nonce = secrets.token_hex(8)
     if rank > 0:
@@ -201,8 +205,10 @@ def start_from_file(file: str, rank: int, world: int) -> None:
 
 
 def default_device() -> torch.device:
-    """Returns this process's device: its local GPU; or the CPU, on a machine without GPUs and if
-    the process group uses gloo."""
+    """Returns this process's device: the GPU of its local rank, or the CPU.
+
+    It is the CPU if the machine has no GPU, torch has no NCCL, or the process group uses gloo.
+    """
     gloo = dist.is_initialized() and dist.get_backend() == "gloo"
     count = gpu.count()
     if count and dist.is_nccl_available() and not gloo:
@@ -219,8 +225,9 @@ def backends() -> list[str]:
 class Topology:
     """The grid of ranks, and this rank's axes in it. Collective.
 
-    All ranks create the same topologies in the same order. Ranks and world size come from the
-    default process group, or from the variables of torchrun, srun or mpirun (`threed.distributed.launcher`).
+    All ranks must create the same topologies in the same order. Rank and world size come from the
+    default process group, or from the variables of torchrun, srun or mpirun
+    (`threed.distributed.launcher`).
 
         topo = threed.Topology(pp=2, tp=2)
         topo.axis("tp").index                # position of this rank on the tensor axis
@@ -231,7 +238,7 @@ class Topology:
         cp: number of context-parallel ranks.
         dp: number of data-parallel ranks; by default the world size divided by pp × tp × cp.
         device: device of this process; by default `default_device()`.
-        timeout: time limit of each operation of all process groups.
+        timeout: time limit of each collective, send and receive in all process groups.
 
     Attributes:
         world: number of ranks.
@@ -239,10 +246,10 @@ class Topology:
         pp: number of pipeline stages.
         dp: number of data-parallel ranks.
         tp: number of tensor-parallel ranks.
-        grid: all sizes.
-        coordinates: position of this rank on each axis, by name.
-        traffic: bytes sent by this rank, by axis label.
-        is_meta: True for a topology of `Topology.on_meta`, which has no process groups.
+        grid: the sizes of all axes.
+        coordinates: position of this rank on each axis, by name of the axis.
+        traffic: bytes sent by this rank, by label of the axis.
+        is_meta: whether `Topology.on_meta` created the topology, which then has no process groups.
 
     Raises:
         ValueError: if the product of the sizes is not the world size.
@@ -272,7 +279,7 @@ class Topology:
     def on_meta(cls, grid: Grid, rank: int) -> Topology:
         """Returns the topology of one rank of `grid` on the meta device, without process groups.
 
-        Used for planning: its tensors have shapes but no values, and collectives on it only count
+        It is used for planning: tensors have shapes but no values, and collectives only count
         bytes.
 
         Args:
@@ -311,16 +318,15 @@ class Topology:
     ) -> None:
         """Creates the additional process groups that a model needs. Collective over the world.
 
-        All ranks pass the same arguments.
+        All ranks must pass the same arguments.
 
         Args:
             blocks: names of derived axes. "tp/2" is the block of two neighboring tp ranks that
                 contains this rank. "dp%2" consists of the dp ranks at an even distance from this
                 rank. A name followed by "@word" denotes the same ranks with a separate
                 communicator.
-            ties: tuples of pipeline stages that hold replicas of one weight. For each tuple, an
-                axis is created of the ranks on these stages that have this rank's other
-                coordinates.
+            ties: tuples of pipeline stages that hold replicas of one weight. Each tuple gets an
+                axis: the ranks on these stages that have this rank's other coordinates.
             links: pairs of pipeline stages that send to each other; neighbors are linked already.
         """
         self._align_group_counts()
@@ -339,7 +345,7 @@ class Topology:
         return self._axes[name]
 
     def second(self, name: str) -> Axis | None:
-        """Returns `axis(name)` with its second communicator, or None if it was not prepared."""
+        """Returns `axis(name)` with a second communicator; None if `prepare` did not create it."""
         return self._axes.get(name + SECOND)
 
     def stages(self, stages: tuple[int, ...]) -> Axis:
@@ -362,7 +368,7 @@ class Topology:
     def host_links(self, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Link]:
         """Creates gloo channels for tensors in host memory. Collective over the world.
 
-        Bytes that are sent over them are not counted in `traffic`.
+        Bytes that are sent over these channels are not counted in `traffic`.
 
         Args:
             pairs: (source, target) global ranks; the same on all ranks.
@@ -416,13 +422,12 @@ class Topology:
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
 
     def _make_axis(self, label: str, ranks: tuple[int, ...]) -> Axis:
-        """Returns the axis of `ranks`. A rank outside of the axis creates an unused group of one
-        rank.
+        """Returns the axis of `ranks`.
 
         Only the members synchronize, because creating a group collectively at a thousand ranks
         takes thousands of round trips to the store. torch then derives the name of a group from its
         ranks and the number of groups that the process has created. So every rank must create one
-        group in each call.
+        group in each call; a rank outside of the axis creates an unused group of one rank.
         """
         member = self.rank in ranks
         index = ranks.index(self.rank) if member else -1
@@ -433,8 +438,10 @@ class Topology:
         return Axis(label, ranks, index, group if member else None, self.traffic)
 
     def _link(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Creates two channels, one per direction, for each pair of stages. All ranks must pass the
-        same pairs."""
+        """Creates two channels, one per direction, for each pair of stages.
+
+        All ranks must pass the same pairs.
+        """
         line, missing = self._axes["pp"], sorted(set(pairs) - self._linked)
         self._linked.update(missing)
         for pair in _disjoint_rounds(missing, line.index) if not self.is_meta else ():
@@ -449,10 +456,10 @@ class Topology:
 def _disjoint_rounds(
     pairs: Sequence[tuple[int, int]], member: int
 ) -> Iterator[tuple[int, int] | None]:
-    """Divides pairs into rounds such that the pairs of one round have no member in common. So in
-    each round a rank has at most one group to create.
+    """Divides pairs into rounds such that the pairs of one round have no member in common.
 
-    Yields, for each round, the pair that contains `member`, or None.
+    So in each round a rank has at most one group to create. Yields, for each round, the pair that
+    contains `member`, or None.
     """
     while pairs:
         seen, later, own = set[int](), list[tuple[int, int]](), None

@@ -4,9 +4,9 @@ Rotary positions and norms of queries and keys are optional. A function or modul
 core, which computes attention from queries, keys and values.
 
 Query, key and value are packed into one column-parallel matmul. If there are fewer key/value heads
-than tensor ranks, neighboring ranks share a head. Then the query projection and the key/value
-projection are two matmuls after one gather, because the gradients of their weights are reduced over
-different ranks.
+than tensor ranks, neighboring ranks share a key/value head. In this case x is gathered once, and
+the query projection and the key/value projection are two matmuls, because the gradients of the two
+weights are reduced over different ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
     Args:
         name: global name, the prefix of the parameters' names.
-        hidden: h.
+        hidden: hidden width h.
         heads: number of query heads a, a multiple of tp and of `kv_heads`.
         slicing: parallel layout.
         kv_heads: number of key/value heads k, a multiple or a divisor of tp. Default: `heads`.
@@ -93,7 +93,8 @@ class Attention(nn.Module):
         if shared > 1:
             self.query = column(query, local=True)
             self.key_value = column(key_value, local=True, shared=shared)
-        # The norm sees this rank's heads only, so its gradient is always partial.
+        # A rank normalizes only its own heads, so the gradients of the norms' weights are always
+        # partial.
         norm = functools.partial(
             RMSNorm, width=d, slicing=slicing, eps=eps, partial=True, offset=norm_offset
         )
@@ -105,7 +106,7 @@ class Attention(nn.Module):
         )
 
     def flops(self, tokens: int, seq: int) -> int | None:
-        """Returns the FLOPs of the core's forward, counted for all pairs of positions.
+        """Returns the FLOPs of the core's forward, over all pairs of positions, masked or not.
 
         Returns None if the core is a module, or has no method `flops(tokens, seq, heads, size)`.
 
@@ -138,7 +139,7 @@ class Attention(nn.Module):
         return self.query(x), self.key_value(x)
 
     def heads_attend(self, *projected: Tensor) -> Tensor:
-        """Applies norms of heads, rotary positions and the core; returns [s b (a/t d)].
+        """Applies the query and key norms, rotary positions and the core; returns [s b (a/t d)].
 
         Args:
             projected: the results of `_project`.
@@ -149,7 +150,7 @@ class Attention(nn.Module):
         return y.flatten(2) if y.dim() == 4 else y
 
     def _is_short(self, qkv: Tensor) -> bool:
-        """Returns whether the kernels for short sequences are used for qkv [s b 3ad]."""
+        """Returns whether `short_attention` computes the attention of qkv [s b 3ad/t]."""
         saves_all = type(self.recompute) is Recompute and torch.is_grad_enabled()
         return saves_all and short_attention.fits(qkv, self.d)
 
@@ -170,9 +171,9 @@ class Attention(nn.Module):
         return q, k, v
 
     def _rotates_in_place(self, qkv: Tensor) -> bool:
-        """Returns whether rotary positions may be applied in the projection's memory.
+        """Returns whether rotary positions may be applied in the memory of the projection qkv.
 
-        Heads must have no norm, and the core must not be recomputed from the projection.
+        They may not if heads are normalized, or if the backward recomputes attention from qkv.
         """
         plain = self.query_norm is None and type(self.recompute) is Recompute
         return self.rotary is not None and plain and rotary.fits(qkv, self.d, self.rotary)

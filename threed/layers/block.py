@@ -23,16 +23,16 @@ class Embedding(PipelineLayer):
     Args:
         name: global name of the layer.
         vocab: number of rows of the token embedding.
-        hidden: h.
+        hidden: hidden width h.
         slicing: parallel layout and seed of dropout.
         positions: number of learned positions. None: no learned positions.
         dropout: probability of zeroing an element.
         std: standard deviation of the initial weights.
-        scale: factor of the word vectors, rounded to fp32 and then to their dtype.
+        scale: factor of the word vectors. It is rounded to fp32, then to the vectors' dtype.
     """
 
     backward_reads_weights = False
-    recomputable = False  # it saves only ids and a one-byte mask, which need little memory
+    recomputable = False  # the layer saves only ids and a one-byte mask, so recompute frees little
 
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,
@@ -71,7 +71,7 @@ class Embedding(PipelineLayer):
 
 @functools.lru_cache(maxsize=64)
 def rounded(number: float, dtype: torch.dtype) -> float:
-    """Rounds a number to fp32, then to `dtype`."""
+    """Returns a number rounded to fp32, then to `dtype`."""
     return float(torch.tensor(number, dtype=torch.float32, device="cpu").to(dtype))
 
 
@@ -124,17 +124,17 @@ class Block(PipelineLayer):
     def _branch(
         self, y: Tensor, norm: nn.Module | None, dropout: Dropout | None, micro: MicroBatch
     ) -> Tensor:
-        """Applies the post-norm and the dropout of a branch, if any, to its output."""
+        """Returns the output y of a branch after its post-norm and its dropout, if it has them."""
         y = y if norm is None else self.recompute.run("norm", norm, y)
         return y if dropout is None else dropout(y, micro)
 
     def _normed(
         self, norm: nn.Module, x: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns x + residual and its norm.
+        """Returns the sum x + residual (x without a residual) and the norm of the sum.
 
-        With selective recompute the sum is a separate operation, because the norm is recomputed
-        from it.
+        With selective recompute the sum is a separate operation, because the backward recomputes
+        the norm from the sum.
         """
         if type(self.recompute) is Recompute:
             return sum_and_norm(norm, x, residual)

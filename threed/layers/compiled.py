@@ -2,13 +2,14 @@
 
     compile_layer(layer, "inductor")       layer(x, micro) compiles when it is first called
 
-Some operations cannot be traced: a weight's gradient is added to a gradient sink, which counts
-contributions and may start the reduction of a bucket; an all-reduce waits for other ranks; a
+Some operations cannot be traced: a weight's gradient is added to the weight's `GradSink`, which
+counts contributions and may start the reduction of a bucket; an all-reduce waits for other ranks; a
 dropout mask depends on the sample. These operations are registered as custom operators that run the
-layers' own code. Their last argument is an `Opaque`, a graph input that represents the layer or its
-axis, so that blocks of the same structure share one graph. torch keeps these operators in order and
-never removes them (`EffectType.ORDERED`). The compiler fuses the operations between them, so this
-package's own fused kernels are not used in compiled layers.
+layers' own code. The last argument of such an operator is an `Opaque`, a graph input that
+represents the layer or its axis, so that blocks of the same structure share one graph. torch keeps
+these operators in order and never removes them (`EffectType.ORDERED`). The compiler fuses the
+operations between these operators, so this package's own fused kernels are not used in compiled
+layers.
 
 The gradients of weights and biases of linear layers do not pass through the graph; the gradients of
 the weights of norms do.
@@ -31,7 +32,8 @@ from threed.layers import linear, tiled
 from threed.layers.dropout import Dropout
 from threed.layers.slicing import Slicing, has_gradient_hooks, sink_of
 
-# limit on graphs per function: one per kind of block, per shape, and with or without gradients
+# maximum number of graphs per function; torch compiles one graph for each combination of kind of
+# block, input shapes, and gradients on or off
 RECOMPILES = 64
 
 
@@ -43,11 +45,14 @@ class Opaque(OpaqueBase):
 
 
 register_opaque_type(Opaque, typ="reference")
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as this object
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # unregisters its operators when freed
 
 
 def _define(schema: str, work: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Registers torch.ops.threed.<name>; `Opaque` in the schema is replaced by its type name."""
+    """Registers torch.ops.threed.<name>.
+
+    In the schema, "Opaque" is replaced by the name under which torch registered the type.
+    """
     name = schema.split("(")[0]
     _LIBRARY.define(schema.replace("Opaque", get_opaque_type_name(Opaque)))
     _LIBRARY.impl(name, work, "CompositeExplicitAutograd")
@@ -70,13 +75,13 @@ def _product(
     """Returns gathered W^T + b.
 
     Args:
-        x: input before f.
-        gathered: input after f.
+        x: input of the layer, before f (see `layers.linear`).
+        gathered: f(x).
         weight: the weight; for a tiled layer `Traced.anchor`.
         bias: the bias.
         out: number of columns of the result, for the fake implementation.
-        parts: number of ranks over which f gathers, for the backward.
-        opaque: represents the layer.
+        parts: number of ranks over which f gathers x, for the backward. 1: f does not gather.
+        opaque: `Opaque` of the layer.
     """
     return linear.product(gathered, _values(weight, opaque.value), bias, opaque.value.matmul)
 
@@ -89,12 +94,14 @@ def _values(weight: Tensor, layer: linear.Product) -> tuple[Tensor, ...]:
 def _product_backward(
     dy: Tensor, gathered: Tensor, weight: Tensor, parts: int, need: list[bool], opaque: Opaque
 ) -> Tensor:
-    """Returns the gradient of x, empty if not needed; adds the other gradients to their sinks.
+    """Adds the gradients of weight and bias to their sinks, and returns the gradient of x.
+
+    If the gradient of x is not needed, an empty tensor is returned.
 
     need: whether the gradients of x, weight and bias are needed, in this order.
     """
     layer, tiles = opaque.value, tiled.tiles_of(opaque.value)
-    bias = layer.bias if need[2] else None  # the parameter itself, which has the sink
+    bias = layer.bias if need[2] else None  # the parameter, because the sink is its attribute
     sinks = map(sink_of, tiles)
     if any(sink is not None and sink.defers() for sink in sinks):
         # These sinks read dy and gathered later. The compiler may reuse the memory of both after
@@ -244,7 +251,8 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
             module.opaque = Opaque(module)
         slicing = getattr(module, "slicing", None)
         if isinstance(slicing, Slicing) and slicing.opaque is None:
-            object.__setattr__(slicing, "opaque", Opaque(slicing.tp))  # a frozen dataclass
+            # through `object`, because the dataclass is frozen
+            object.__setattr__(slicing, "opaque", Opaque(slicing.tp))
     layer.compile(fullgraph=True, backend=backend)
 
 

@@ -33,7 +33,7 @@ class Dropout(nn.Module):
         self.name, self.p, self.slicing = name, p, slicing
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        """Returns x with elements zeroed and the others scaled; x itself in evaluation.
+        """Returns x after dropout; x itself if p is 0 or `micro.training` is false.
 
         Args:
             x: [s b h]; with sequence parallelism [s/t b h].

@@ -15,7 +15,8 @@ from threed.distributed.collectives import split
 from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter
 from threed.layers.slicing import Flag, Slicing, sink_of
 
-# rows; smaller tables are not padded, because padding could exceed a tenth of their size
+# Numbers of rows: tables of PAD_FROM or more rows are padded to a multiple of PAD_TO. Smaller
+# tables are not padded, because the padding could exceed a tenth of their size.
 PAD_FROM, PAD_TO = 1024, 128
 
 
@@ -24,9 +25,9 @@ def vocab_table(
 ) -> nn.Parameter:
     """Returns this rank's table of word vectors [v/t h]; shards are unequal if t does not divide v.
 
-    A table of 1024 or more rows per rank is padded with zeros to a multiple of 128 rows, the same
-    number on all tensor ranks, because GPUs are slow at matrix products of odd sizes. Padding is
-    not part of the model: see `ShardSpec.padding`.
+    A table of 1024 or more rows per rank is padded with zeros to a multiple of 128 rows, because
+    GPUs are slow at matrix products of odd sizes. A padded table has the same number of rows on all
+    tensor ranks. Padding is not part of the model: see `ShardSpec.padding`.
     """
     first, last = split(vocab, slicing.tp.size, slicing.tp.index)
     rows_per_rank = -(-vocab // slicing.tp.size)
@@ -73,7 +74,7 @@ class VocabEmbedding(nn.Module):
     Args:
         name: global name, the prefix of the parameter's name.
         vocab: number of rows of the table.
-        hidden: h.
+        hidden: width h of a word vector.
         slicing: parallel layout.
         std: standard deviation of the initial values.
     """
@@ -106,7 +107,10 @@ class VocabEmbedding(nn.Module):
         return self.slicing.reduce(_LookUp.apply(self.weight, ids, owned))
 
     def _local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns row numbers [s b] in this rank's shard, and which of them it owns (None: all)."""
+        """Returns row numbers [s b] in this rank's shard, and whether the shard contains each id.
+
+        The second result is bool [s b], or None if the shard contains the full vocabulary.
+        """
         ids = tokens.clamp(0, self.vocab - 1)
         self.data_flags[0].note(ids != tokens)
         ids = ids.t()
@@ -117,12 +121,12 @@ class VocabEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Adds learned positions to x [s b h] (or to this rank's [s/t b h]).
+    """Adds learned positions to x [s b h] (with sequence parallelism [s/t b h]).
 
     Args:
         name: global name, the prefix of the parameter's name.
         length: largest sequence length.
-        hidden: h.
+        hidden: width h of a position's vector.
         slicing: parallel layout.
         std: standard deviation of the initial values.
     """

@@ -1,14 +1,14 @@
 """Linear layers: column-parallel, row-parallel and replicated.
 
-Of Y = X A^T, a column-parallel layer shards A by rows (outputs), a row-parallel layer by columns
+In Y = X A^T, a column-parallel layer shards A by rows (outputs), a row-parallel layer by columns
 (inputs) (Megatron-LM, arXiv 1909.08053, section 3):
 
         column   Y_i = f(X) A_i^T        f: identity forward, all-reduce backward
         row      Y   = g(sum X_i A_i^T)  g: all-reduce forward, identity backward
 
 With sequence parallelism f all-gathers [s/t b h] to [s b h] and reduce-scatters in the backward; g
-does the reverse. This sends as many bytes as the all-reduces. The reduction of the input's gradient
-overlaps with the computation of the weight's gradient.
+does the reverse. These collectives send as many bytes as the all-reduces that they replace. The
+reduction of the input's gradient overlaps with the computation of the weight's gradient.
 
 The gradients of weight and bias are added to their gradient sinks (`slicing.GradSink`). Without a
 sink they are returned to autograd.
@@ -49,7 +49,7 @@ class Terms(NamedTuple):
     """The arguments of y = f(x) W^T + b other than x.
 
     Attributes:
-        weights: W [out in] alone, or the tiles of W in order.
+        weights: one tensor W [out in], or the tiles of W in order.
         bias: b [out].
         axis: axis over which f communicates. If it has a single rank, f is the identity.
         gather: whether f gathers x over `axis`.
@@ -80,14 +80,14 @@ class _Linear(torch.autograd.Function):
         kept = len(weights) == 1 or all(tile_gatherer_of(weight) is None for weight in weights)
         ctx.save_for_backward(x, *(weights if kept else ()))
         ctx.terms = terms
-        # The product may be a view, but `.data` is not: autograd would reject in-place changes of
-        # a view (relu_()).
+        # `.data` is never a view, but the product may be one, and autograd would reject in-place
+        # changes of a view, such as relu_().
         return product(x, weights, terms.bias, terms.by).data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Sinks are attributes of the parameters in `terms`. The saved tensors may be other tensors,
-        # returned by saved-tensor hooks.
+        # Gradients go to the sinks of the parameters in `terms`. The saved tensors may have no
+        # sinks, because saved-tensor hooks can return other tensors.
         (x, *saved), terms = ctx.saved_tensors, ctx.terms
         dx, *rest = gradients(dy, x, saved or terms.weights, terms, ctx.needs_input_grad[0])
         return dx, None, *rest
@@ -129,7 +129,7 @@ def gradients(
 
     If a parameter in `terms` has a `GradSink`, its gradient is added to the sink. During a stage's
     forward, gradients are requested only by a layer that calls `torch.autograd.grad`. In this case
-    only the gradient of x is computed, and it is differentiable.
+    only the gradient of x is computed; with `create_graph` it is differentiable.
 
     Args:
         dy: gradient of y, [... out].
@@ -143,8 +143,8 @@ def gradients(
         not needed or was added to a sink.
 
     Raises:
-        RuntimeError: if a differentiable gradient would have to be summed over tensor ranks or
-            tiles.
+        RuntimeError: if a gradient that is requested in a forward, or must be differentiable, would
+            have to be summed over tensor ranks or tiles.
     """
     (params, bias, axis, gather, by), dy = terms, dy.contiguous()
     rows, cut, dx, pending = dy.flatten(0, -2), len(weights) > 1, None, None
@@ -184,7 +184,7 @@ def gradients(
 
 
 def _in_forward(terms: Terms) -> bool:
-    """Returns whether a stage is running a forward, according to a parameter's `GradSink`.
+    """Returns whether a stage is running a forward, by `GradSink.in_forward` of a parameter.
 
     Returns False if no parameter has a sink.
     """
@@ -223,7 +223,7 @@ class Traced:
 
     Attributes:
         layer: `Opaque` of the layer.
-        axis: `Opaque` of its axis.
+        axis: `Opaque` of the layer's axis.
         outputs: number of columns of y on this rank.
         anchor: for a tiled layer, an empty tensor that requires a gradient. It is passed in place
             of the weight, so that y requires a gradient. None for a layer without tiles.
@@ -287,9 +287,10 @@ class ColumnLinear(Product):
 
     Args:
         name: global name, the prefix of the parameters' names.
-        inputs: h.
-        outputs: (name, out) of each global matrix packed into the layer. Each is sharded
-            separately, as evenly as possible in multiples of `multiple`.
+        inputs: number of input features h.
+        outputs: (name, out) of each global matrix packed into the layer; out is its number of
+            output features. Each matrix is sharded separately, as evenly as possible in multiples
+            of `multiple`.
         slicing: parallel layout.
         std: standard deviation of the initial weights.
         bias: whether there is a bias.
@@ -340,8 +341,8 @@ class RowLinear(Product):
 
     Args:
         name: global name, the prefix of the parameters' names.
-        inputs: in.
-        outputs: out.
+        inputs: number of input features, in.
+        outputs: number of output features, out.
         slicing: parallel layout.
         std: standard deviation of the initial weights.
         bias: whether there is a bias.
@@ -387,8 +388,8 @@ class ReplicatedLinear(Product):
 
     Args:
         name: global name.
-        inputs: in.
-        outputs: out.
+        inputs: number of input features, in.
+        outputs: number of output features, out.
         slicing: parallel layout.
         tiles: number of tiles, reduced to `outputs` if larger. Default: `slicing.tile`.
         std: standard deviation of the initial weights.
@@ -415,8 +416,9 @@ class ReplicatedLinear(Product):
 class SinkLinear(nn.Linear):
     """torch's linear layer, with gradients added to sinks directly instead of through autograd.
 
-    It falls back to torch's forward under torch.compile and autocast, for inputs with one dimension
-    or another dtype than the weight, and if a gradient must pass through autograd.
+    It falls back to torch's forward under torch.compile and autocast, for an input that has fewer
+    than two dimensions or another dtype than the weight, and if a gradient must pass through
+    autograd.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,11 +25,11 @@ class _Projection:
 
     Attributes:
         terms: the table [v/t h] as the weight of a linear layer.
-        targets: int64 [s b].
+        targets: label of each position, int64 [s b]. Labels below 0 have loss 0.
         scale: factor of the summed loss, a scalar tensor.
         first: global id of the shard's first column.
         columns: number of columns of the shard, without padding.
-        vocabulary: number of columns of all ranks.
+        vocabulary: total number of columns of all ranks, without padding.
         softcap: bound on logits, as in `capped`.
     """
 
@@ -59,18 +59,19 @@ class _Projection:
         """
         with torch.enable_grad():
             logits = self.terms.by.linear(x, weight, None).requires_grad_()
-            # a view, because the loss overwrites its input and autograd forbids that for a leaf
+            # a view, because the loss overwrites the logits, and autograd forbids in-place changes
+            # of a leaf that requires a gradient
             loss = self.loss(logits.view_as(logits), at)
             return torch.autograd.grad(loss, logits, dloss.to(loss.dtype))[0].flatten(0, -2)
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
-    """Returns softcap * tanh(logits / softcap) (arXiv 2408.00118); the logits if softcap is 0."""
+    """Returns softcap * tanh(logits / softcap) (arXiv 2408.00118); if softcap is 0, the logits."""
     return (logits / softcap).tanh_() * softcap if softcap else logits
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Computes the weighted loss from logits f(x) w^T, chunk by chunk along the sequence.
+    """Computes the weighted loss from the logits f(x) w^T, chunk by chunk along the sequence.
 
     Only the logits of one chunk exist at a time. The backward recomputes the logits of each chunk.
     """
@@ -111,16 +112,16 @@ class LanguageModelHead(PipelineLayer):
     """The last layer: x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss, a scalar.
 
     Without labels it returns logits [s b v/t]. If `MicroBatch.loss_chunks` is above 1, only the
-    logits of one chunk of the sequence exist at a time; recomputing them adds a third to the head's
-    time.
+    logits of one chunk of the sequence exist at a time; the backward recomputes them, which adds a
+    third to the head's time.
 
     Args:
         name: global name of the layer.
         weight_name: global name of the projection [v h]. To tie head and embedding, pass the name
             of the token embedding.
         norm: final norm.
-        vocab: v.
-        hidden: h.
+        vocab: size of the vocabulary, v.
+        hidden: hidden width h.
         slicing: parallel layout.
         std: standard deviation of the initial weights.
         softcap: bound on logits, applied by tanh. 0: no bound.
@@ -145,7 +146,7 @@ class LanguageModelHead(PipelineLayer):
         self.name, self.softcap = name, softcap
         self.slicing, self.norm = slicing, norm
         self.first, last = split(vocab, slicing.tp.size, slicing.tp.index)
-        self.columns = last - self.first  # without the table's padding
+        self.columns = last - self.first  # of this rank, without the table's padding
         self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 
@@ -166,8 +167,8 @@ class LanguageModelHead(PipelineLayer):
             micro: the micro-batch; its labels, int64 [b s], and its weight are read.
 
         Returns:
-            The loss, a scalar: the sum of the token losses times the weight. Without labels, this
-            rank's logits [s b v/t].
+            The loss, a scalar: the sum of the token losses, multiplied by `micro.weight`. Without
+            labels, this rank's logits [s b v/t].
 
         Raises:
             ValueError: if labels and activations differ in shape.

@@ -35,7 +35,7 @@ class MLP(nn.Module):
 
     Args:
         name: global name, the prefix of the parameters' names.
-        hidden: h.
+        hidden: hidden width h.
         ffn: number of inner features.
         slicing: parallel layout.
         bias: whether both linear layers have a bias.
@@ -74,11 +74,11 @@ class MLP(nn.Module):
 class GatedMLP(MLP):
     """Returns down(activation(gate(x)) * up(x)) (arXiv 2002.05202): x [s b h] -> [s b h].
 
-    Gate and up projections are one matmul.
+    One matmul computes the gate and up projections.
 
     Args:
         name: global name, the prefix of the parameters' names.
-        hidden: h.
+        hidden: hidden width h.
         ffn: number of inner features.
         slicing: parallel layout.
         bias: whether the linear layers have a bias.

@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm, replicated over tensor ranks.
 
-With sequence parallelism each rank normalizes its part of the sequence. `partial` is as in
-`Slicing.shared`: True for a norm of heads, because a rank has only its own heads.
+With sequence parallelism each rank normalizes its part of the sequence. The argument `partial` is
+passed to `Slicing.shared`. It is True for a norm of query or key heads, because a rank has only its
+own heads.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from threed.ops import launch, norm
 
 
 class _Fused(torch.autograd.Function):
-    """Computes norm(s) by the fused kernel, where s is x + residual, or x without a residual.
+    """Computes norm(s) by the fused kernel; s is x + residual, or x without a residual.
 
-    If `with_sum`, it returns (s, norm(s)), and the backward adds the gradient of s to the gradient
-    through the norm. `params` are weight and bias. `tracked_weight` and `tracked_bias` are the same
-    tensors, or None if autograd needs no gradient for them (`for_autograd`).
+    If `with_sum`, the forward returns (s, norm(s)), and the backward adds the gradient of the
+    output s to the gradient through the norm. `params` are weight and bias. `tracked_weight` and
+    `tracked_bias` are the same two tensors, or None if autograd needs no gradient for them
+    (`for_autograd`).
     """
 
     @staticmethod
@@ -59,7 +61,7 @@ class _Fused(torch.autograd.Function):
 def sum_and_norm(
     module: nn.Module, x: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns s = x + residual (s = x without one) and module(s), by one kernel if possible."""
+    """Returns s = x + residual (x without a residual) and module(s), by one kernel if possible."""
     is_plain = type(module) in (LayerNorm, RMSNorm) and not (
         module._forward_hooks or module._forward_pre_hooks
         or module._backward_hooks or module._backward_pre_hooks
@@ -72,7 +74,15 @@ def sum_and_norm(
 
 
 class Norm(nn.Module):
-    """Base class of LayerNorm and RMSNorm."""
+    """Base class of LayerNorm and RMSNorm.
+
+    Attributes:
+        layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
+        eps: constant added to the variance or mean square.
+        offset: constant added to the weight.
+        weight: the weight [h].
+        bias: the bias [h], or None.
+    """
 
     layer = False
     eps: float
@@ -94,12 +104,12 @@ class Norm(nn.Module):
         return not self.offset and launch.ready(x) and norm.fits(x, *self._params())
 
     def fused(self, x: Tensor, residual: Tensor | None, *, with_sum: bool) -> Any:
-        """Returns the norm of x + residual by the fused kernel; if `with_sum`, (sum, norm).
+        """Returns norm(x + residual) by the fused kernel; if `with_sum`, (x + residual, norm).
 
         Args:
             x: [... h].
             residual: [... h]; None for the norm of x.
-            with_sum: whether to return the sum, too.
+            with_sum: whether to return the sum x + residual, too.
         """
         params = self._params()
         return _Fused.apply(
@@ -124,7 +134,7 @@ class LayerNorm(Norm):
 
     Args:
         name: global name, the prefix of the parameters' names.
-        width: h.
+        width: size h of the normalized dimension.
         slicing: parallel layout.
         eps: constant added to the variance.
         bias: whether there is a bias.
@@ -151,11 +161,11 @@ class LayerNorm(Norm):
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension: [... h] -> [... h].
 
-    arXiv 1910.07467.
+    See arXiv 1910.07467.
 
     Args:
         name: global name, the prefix of the weight's name.
-        width: h.
+        width: size h of the normalized dimension.
         slicing: parallel layout.
         eps: constant added to the mean square.
         partial: whether the gradient is partial, as in `Slicing.shared`.

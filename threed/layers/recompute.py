@@ -13,7 +13,8 @@
         y = layer(x, micro)
 
 Autograd saves no tensor inside a named operation. In the backward the operation is run again from
-its inputs; all tensors that autograd needs are rebuilt together, and each is freed after use.
+its inputs. This second run rebuilds all tensors that the backward of the operation needs; each
+tensor is freed after use.
 
 The next layer saves the operation's result as its input, so dropping only the tensors inside the
 operation would free no memory. Therefore results are dropped too. A result is identified by its
@@ -76,7 +77,10 @@ class RngState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Context with the recorded state; afterwards the generators continue as before it."""
+        """Context in which the generators start from the recorded state.
+
+        On exit the generators get back the state that they had on entry.
+        """
         if self._before is None:
             yield
             return
@@ -89,10 +93,10 @@ class RngState:
 
 
 class Recompute:
-    """The default for the operations of a layer: saves everything for the backward.
+    """Runs the operations of a layer and saves everything for the backward. The default.
 
-    With `--recompute.mode selective`, the engine replaces it by an object that computes named
-    operations again in the backward.
+    With `--recompute.mode selective`, the engine replaces this object by a `Selective`, which
+    computes named operations again in the backward.
     """
 
     def run(self, name: str, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -128,7 +132,7 @@ class _SavedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         base = tensor if tensor._base is None else tensor._base
-        self._tensor = tensor.detach()  # shares the version counter
+        self._tensor = tensor.detach()  # a detached tensor has the same version counter
         self._version = None if isinstance(base, nn.Parameter) else tensor._version
 
     def get(self, description: str) -> Tensor:
@@ -182,13 +186,15 @@ class _Operation:
         requires_grad: Sequence[bool],
     ) -> None:
         self.name, self.f, self.inputs, self.requires_grad = name, f, inputs, requires_grad
-        self._inside: list[weakref.ref[_Placeholder]] = []  # in the order of saving
+        # placeholders of the tensors that autograd saves inside `f`, in the order of saving
+        self._inside: list[weakref.ref[_Placeholder]] = []
+        # placeholders of the result and of its views, with their layouts
         self._results: list[tuple[weakref.ref[_Placeholder], Layout]] = []
         self._rng: RngState | None = None
         self._version: tuple[int, torch.dtype] | None = None  # version and dtype of the result
 
     def first(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Runs the operation in the forward."""
+        """Runs the operation for the first time, in the forward; returns its result."""
         self._rng = RngState(inputs[0].device)
         with saved_tensors_hooks(self._pack, unpack):
             y = self.f(*inputs)
@@ -197,7 +203,7 @@ class _Operation:
         return y
 
     def can_rebuild(self, tensor: Tensor) -> bool:
-        """Returns whether `rebuild` can restore a tensor that shares the result's storage."""
+        """Returns whether `rebuild` can restore `tensor`, which shares the result's storage."""
         return self._version == (tensor._version, tensor.dtype) and not (
             tensor.is_conj() or tensor.is_neg()
         )
@@ -328,7 +334,7 @@ class Selective(Recompute):
         source = None if torch.compiler.is_compiling() else self._operation_of(x)
         if not layer.gather or source is None:
             return layer(x)
-        placeholder = source.result(x)  # so that the hook does not keep x alive
+        placeholder = source.result(x)  # for `pack`, which must not keep x alive
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:

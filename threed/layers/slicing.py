@@ -90,7 +90,7 @@ class Slicing:
         return "tp" if self.sequence_parallel else None
 
     def heads(self, count: int) -> tuple[int, int]:
-        """Returns the heads of this rank, [first, last), out of `count`.
+        """Returns the heads of this rank out of `count`, as the range [first, last).
 
         If `count` is below tp, ranks share heads.
         """
@@ -106,8 +106,8 @@ class Slicing:
                  has only its own positions; otherwise complete
           True   always partial: the parameter is applied to this rank's own heads or features, or
                  its output enters a sharded layer without a `gather` (f) in between
-          False  always complete: every rank has full sequences, and the gradient of its output
-                 is complete too
+          False  always complete: every rank applies the parameter to full sequences, and has the
+                 complete gradient of the result
 
         Args:
             pieces: global tensors stored in the parameter.
@@ -162,16 +162,17 @@ class MicroBatch:
     """One micro-batch as seen by the layers.
 
     Attributes:
-        tokens: int64 [b s].
-        labels: int64 [b s]; labels below 0 are ignored. None: the last layer returns logits.
-        samples: int64 [b], global sample indices.
+        tokens: token ids, int64 [b s].
+        labels: label of each token, int64 [b s]; labels below 0 are ignored. None: the last layer
+            returns logits.
+        samples: global sample indices, int64 [b].
         weight: factor of the sum of token losses, a scalar tensor: 1 / number of valid labels in
-            the step's global batch (or of rows, if labels are not integers).
+            the step's global batch (1 / number of its rows, if labels are not integers).
         step: number of the step, for dropout masks.
         training: whether dropout is on.
         inputs: the batch's other tensors [b ...], by name. They keep their dtypes unless
             `precision.cast_inputs` is on. For a wrapped module: all of its keyword arguments.
-        loss_chunks: number of chunks in which the head computes logits.
+        loss_chunks: number of chunks of the sequence for which the head computes logits one by one.
     """
 
     tokens: Tensor | None = None
@@ -205,7 +206,7 @@ class Flag:
         if self._found is None:
             self._found = found
         else:
-            self._found |= found  # in place: another stream could reuse freed memory
+            self._found |= found  # in place, because another stream could reuse freed memory
 
     def take(self, device: torch.device) -> Tensor:
         """Returns 1.0 if an error was recorded since the last call, else 0.0 (fp64 scalar)."""
@@ -243,8 +244,8 @@ class ForwardScope:
 class GradSink(Protocol):
     """Accumulates a parameter's gradient, contribution by contribution.
 
-    A layer that can write its gradient in place uses `weight.sink`. Without a sink it returns the
-    gradient to autograd.
+    A layer that computes the gradient of its weight itself adds the gradient to `weight.sink`. If
+    the weight has no sink, the layer returns the gradient to autograd.
     """
 
     def add(self, grad: Tensor) -> None:
@@ -262,15 +263,16 @@ class GradSink(Protocol):
     def memory(self) -> tuple[Tensor, bool] | None:
         """Returns (buffer, add): the gradient's buffer in the parameter's shape.
 
-        If `add` is true, the gradient must be added to the buffer's content, else overwrite it.
-        Returns None instead of the pair if the gradient has to be passed to the method `add`.
+        If `add` is true, the caller must add the gradient to the buffer's content, otherwise
+        overwrite it. Returns None instead of the pair if the gradient has to be passed to the
+        method `add`.
         """
 
     def mark_added(self) -> None:
-        """Counts a contribution that was written to `memory`."""
+        """Counts a contribution that was written to the buffer from `memory`."""
 
     def in_forward(self) -> bool:
-        """Returns whether a stage is running a forward. Then the sink accepts no gradients."""
+        """Returns whether a stage is running a forward, in which the sink accepts no gradients."""
 
     def defers(self) -> bool:
         """Returns whether the sink stores contributions and adds them later (split backward)."""
@@ -279,8 +281,9 @@ class GradSink(Protocol):
 def sink_of(weight: Tensor) -> GradSink | None:
     """Returns the sink of a parameter, or None if the gradient must be returned to autograd.
 
-    That is the case without a sink, and if the user registered gradient hooks on the parameter:
-    autograd runs these hooks, and then the sink's own hook, which moves the gradient to the sink.
+    The gradient must be returned if the parameter has no sink, or if the user registered gradient
+    hooks on the parameter: autograd runs these hooks, and then the sink's own hook, which moves the
+    gradient to the sink.
     """
     return None if has_gradient_hooks(weight) else getattr(weight, "sink", None)
 
@@ -299,9 +302,9 @@ def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]
     """Returns the parameters to pass to an autograd function of x and these parameters.
 
     If x requires a gradient, and autograd needs no gradient for any parameter (`goes_to_sink`),
-    each parameter is replaced by None. If they were passed, autograd would visit them without a
-    result, which costs the host as much as a small kernel. If x requires no gradient, they must be
-    passed: without them autograd would not run the backward.
+    each parameter is replaced by None. If the parameters were passed, autograd would visit them
+    without a result, which costs the host as much as a small kernel. If x requires no gradient, the
+    parameters must be passed: without them autograd would not run the backward.
     """
     no_params = x.requires_grad and all(map(goes_to_sink, params))
     return (None,) * len(params) if no_params else params
@@ -326,7 +329,7 @@ class VectorGradient:
     It is the sink's own memory if possible, otherwise a temporary tensor.
 
     Attributes:
-        out: fp32 [n].
+        out: the memory, fp32 [n].
         add: whether the kernel must add to `out` instead of overwriting it.
     """
 
@@ -353,7 +356,7 @@ class VectorGradient:
 class TileGatherer(Protocol):
     """Gathers a tile's weight for use. While the tile is not in use, its memory may be freed.
 
-    A layer uses `weight.tile_gatherer`. A weight without one is always in memory.
+    A layer uses `weight.tile_gatherer`. A weight without a gatherer is always in memory.
     """
 
     def open(self) -> None:

@@ -14,7 +14,8 @@ gathered (`TileGatherer`), so at most two tiles are in memory. Tiles without a g
 memory.
 
 Outputs equal the outputs of the untiled layer except for rounding, because a matrix product of
-another shape may sum in another order. The input's gradient is a sum over tiles.
+another shape may sum in another order. The input's gradient differs by rounding, too, because it is
+a sum over tiles.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Span = tuple[int, int]
 
 
 def spans(rows: int, tiles: int) -> list[Span]:
-    """Returns the rows [first, last) of each tile; fewer tiles if there are fewer rows."""
+    """Returns the rows [first, last) of each tile. There are at most as many tiles as rows."""
     tiles = max(1, min(tiles, rows))
     unit = GRANULE if rows >= GRANULE * tiles else 1
     cuts = [min(rows, unit * split(-(-rows // unit), tiles, i)[0]) for i in range(tiles)]
@@ -47,7 +48,7 @@ def spans(rows: int, tiles: int) -> list[Span]:
 
 
 def slice_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...]:
-    """Returns the pieces of rows [first, last) of stacked matrices."""
+    """Returns the pieces of rows [first, last) of a weight, which is a stack of `pieces`."""
     found, at = [], 0
     for piece in pieces:
         rows, columns = piece.size

@@ -70,13 +70,15 @@ def options_of(model: Model) -> ModelOptions:
 
 
 def is_layered(model: object) -> bool:
-    """Returns whether a model consists of pipeline layers. If not, it is a module to be wrapped."""
+    """Returns whether a model consists of pipeline layers; other models must be wrapped."""
     has_slicing = isinstance(getattr(model, "slicing", None), Slicing)
     return has_slicing and not isinstance(model, Wrapped)
 
 
 def find_split_problems(model: object, pp: int, tp: int) -> list[str]:
-    """Returns the problem of splitting an `nn.Module` over pipeline or tensor ranks, with a fix.
+    """Returns why an `nn.Module` cannot be split over pipeline or tensor ranks, with a fix.
+
+    The list is empty for pp = tp = 1, otherwise it has one entry.
 
     Args:
         model: a wrapped module, or an `nn.Module` that will be wrapped.
@@ -135,7 +137,7 @@ def build_custom(
 ) -> Model:
     """Returns the model that a class or function of the user builds.
 
-    While its code runs, torch's random generator on the CPU has the seed of `slicing`.
+    While the user's code runs, torch's random generator on the CPU has the seed of `slicing`.
 
     Args:
         custom: called with (config, slicing), (config) or (), depending on its parameters.
@@ -167,7 +169,7 @@ def for_tokens(model: object, vocab: int, name: str) -> Model:
         name: name of the class or function that returned the model, for messages.
 
     Raises:
-        ConfigError: if the object is not such a model, or if the module cannot be wrapped.
+        ConfigError: if `model` is neither of the two, or if the module cannot be wrapped.
     """
     if is_layered(model):
         return cast(Model, model)

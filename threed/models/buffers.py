@@ -1,7 +1,7 @@
 """The buffers of the modules on a rank: their names, and their synchronization over data ranks.
 
     buffers = build(layers, stages, topology)
-    buffers.begin()                                        # move to the device, broadcast
+    buffers.begin()                                        # moves them to the device, broadcasts
     buffers.begin_step() · buffers.end_step() · buffers.agree()
 
 A buffer's name is the layer's name and the path in the layer (`blocks.3.norm.running_mean`;
@@ -13,8 +13,8 @@ buffer by another tensor (`self.mean = new`), so the module's table of buffers i
 access.
 
 The buffers of tensor ranks are assumed to be equal and are not broadcast. Layers with the same name
-share weights. A checkpoint has one buffer per name, from the first layer with that name. So a
-buffer that changes in training must be in one layer only, else an error is raised.
+share weights. A checkpoint has one buffer per name, from the first layer with that name. So if a
+buffer changes in training and several layers have a buffer of its name, an error is raised.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Roots = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True, eq=False)
 class BufferRef:
-    """The location of a buffer: `key` in the buffer table of `owner`."""
+    """The location of a buffer: the entry `key` in the buffer table of the module `owner`."""
 
     name: str
     owner: nn.Module
@@ -69,7 +69,10 @@ class BufferRef:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """The state of a buffer at one time: its tensor, version counter, and optionally its values."""
+    """The state of a buffer at one time: its tensor, version counter, and a copy of its values.
+
+    `copy` is None if only the version counter is compared.
+    """
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -77,7 +80,7 @@ class Observation:
 
 
 def find(roots: Roots) -> list[BufferRef]:
-    """Returns all buffers of some modules. A module with several names counts under the first one.
+    """Returns all buffers of some modules. A module with several names is listed under the first.
 
     Args:
         roots: (name prefix, module) pairs.
@@ -123,8 +126,8 @@ class Buffers:
         two_holders: whether every layer is on two pipeline ranks.
 
     Attributes:
-        exist: whether any of the ranks that must call the collectives together has buffers. Equal
-            on all of these ranks.
+        exist: whether some rank has buffers, among the ranks that must call the collectives
+            together. The value is equal on all of these ranks.
     """
 
     def __init__(
@@ -149,13 +152,13 @@ class Buffers:
                 counts[place.name] += place.persistent
         self._shared = {name for name, count in counts.items() if count > 1}
         self._axis = topology.axis("world") if self._shared or self._recomputed else self._data
-        # the same value on all ranks of the axis
+        # `exist` has the same value on all ranks of the axis.
         self.exist = bool(self._first if self._axis is not self._data else find(self._roots))
         self._searched = not self.exist
         self._seen: dict[tuple[nn.Module, str], Observation] | None = None
         self._changing: list[
             tuple[BufferRef, Tensor]
-        ] = []  # each with a meta tensor of the buffer's shape and dtype
+        ] = []  # (buffer, meta tensor of its shape and dtype)
 
     # ------------------------------------------------------------------------------------------------------ data ranks
 
@@ -187,7 +190,7 @@ class Buffers:
         self._broadcast(self._changing)
 
     def end_step(self) -> None:
-        """Detects in the first step which buffers change. Collective in that step.
+        """Detects which buffers change, in the first step only. Collective in the first step.
 
         Raises:
             ValueError: if a buffer changed that must not change.
@@ -229,8 +232,8 @@ class Buffers:
         # first step compares values. Later steps compare versions only; if one buffer of a module
         # has changed (num_batches_tracked), the module's other buffers count as changed, too.
         owners = {place.owner for place, value, before in pairs if _changed(value, before)}
-        # A non-persistent buffer that was replaced by another tensor is taken for a cache and
-        # skipped, because its shape may differ between ranks.
+        # If a non-persistent buffer was replaced by another tensor, it is assumed to be a cache. It
+        # is skipped, because a cache's shape may differ between ranks.
         own = {
             place.name for place, value, before in pairs
             if place.owner in owners and (place.persistent or (before is not None and before.tensor() is value))
@@ -287,7 +290,7 @@ class Buffers:
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
     def persistent(self) -> dict[str, BufferRef]:
-        """Returns this rank's persistent buffers by name; the first one if a name occurs twice."""
+        """Returns this rank's persistent buffers by name: the first buffer of each name."""
         places = reversed(find(self._roots))
         return {place.name: place for place in places if place.persistent}
 
@@ -330,7 +333,8 @@ class Buffers:
         for place in find(self._roots):
             if place.persistent and place.name in names:
                 place.store(source(place.name).to(self.topology.device))
-        self._seen = None  # a restored value is not a change made by the model
+        # The model did not make this change, so the comparison starts with the restored values.
+        self._seen = None
 
     def collect(self) -> dict[str, Tensor]:
         """Returns all persistent buffers by name on rank 0; an empty dict elsewhere. Collective."""

@@ -33,7 +33,7 @@ from threed.distributed.topology import Topology
 from threed.layers.contract import title
 from threed.layers.slicing import Slicing
 
-MAX_LISTED = 8  # limit on problems in one message
+MAX_LISTED = 8  # maximum number of problems in one message
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
 
 
@@ -133,7 +133,7 @@ def find_missing_records(layers: Sequence[nn.Module]) -> Iterator[str]:
 
 
 def _duplicate_names(uses: Iterable[Use]) -> Iterator[str]:
-    """Yields problems of different parameters with the same name in one layer."""
+    """Yields a problem for each layer in which two different parameters have the same name."""
     seen: dict[tuple[str, str], Use] = {}
     for use in uses:
         first = seen.setdefault((use.layer, use.spec.name), use)
@@ -145,7 +145,7 @@ def _duplicate_names(uses: Iterable[Use]) -> Iterator[str]:
 
 
 def _conflicting_records(uses: Iterable[Use]) -> Iterator[str]:
-    """Yields problems of parameters that layers share by name but describe differently."""
+    """Yields a problem for each parameter that layers share by name but describe differently."""
     seen: dict[str, Use] = {}
     for use in uses:
         first = seen.setdefault(use.spec.name, use)
@@ -161,9 +161,12 @@ def _conflicting_records(uses: Iterable[Use]) -> Iterator[str]:
 
 
 def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
-    """Yields problems of global tensors with missing elements, or with replicas that are not
-    marked. Collective."""
-    boxes: dict[str, dict[str, list[Part]]] = {}  # of this rank, by `ShardSpec.over` and name
+    """Yields a problem for each global tensor that the ranks' shards do not cover exactly once.
+
+    Such a tensor has missing elements, or elements that are on several ranks without being marked
+    as replicated. Collective.
+    """
+    boxes: dict[str, dict[str, list[Part]]] = {}  # this rank's, by `ShardSpec.over`, then name
     where: dict[str, Use] = {}
     for use in {(use.spec.name, use.spec.tile): use for use in uses}.values():
         if use.spec.numel + use.spec.padding != use.param.numel():
@@ -172,7 +175,7 @@ def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
             own = boxes.setdefault(use.spec.over or "", {})
             own.setdefault(piece.name, []).append((piece.start, piece.size))
             where.setdefault(piece.name, use)
-    # Per value of `over`: for each rank of that axis, the boxes of each tensor rank.
+    # By value of `over`: for each rank of the axis `over`, the boxes of each tensor rank.
     ranks: dict[str, list[Any]] = {}
     for over, own in sorted(boxes.items()):
         row = collectives.exchange(own, topology.axis("tp"))
@@ -217,7 +220,10 @@ def _partition_fault(
 
 
 def _differences(first: Sequence[Any], own: Sequence[Any], rank: int) -> list[str]:
-    """Returns the first difference between the model descriptions of rank 0 and this rank."""
+    """Returns the first difference between the model descriptions of rank 0 and this rank.
+
+    The list has one message, or none if the descriptions are equal.
+    """
     for there, here in zip(first, own, strict=False):
         if there != here:
             layer, path, name, facts = here

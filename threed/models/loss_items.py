@@ -3,9 +3,9 @@
 The number of items is the weight of a micro-batch in the loss of a step.
 
     items = Items(module)
-    items(inputs)                    # before the forward: the number of items, per way of counting
+    items(inputs)                    # before the forward: the number of items, by way of counting
     with items.observing(inputs):    # around the forward
-    items.select_weight(weights)     # after the forward: the weight for the right way of counting
+    items.select_weight(weights)     # after the forward: the weight for the way that applies
 """
 
 from __future__ import annotations
@@ -64,7 +64,12 @@ class Items:
             self._inputs = None
 
     def select_weight(self, weight: Tensor) -> Tensor:
-        """Returns the scalar weight of the micro-batch whose forward was observed."""
+        """Returns the scalar weight of the micro-batch whose forward was observed.
+
+        Args:
+            weight: the weight, a scalar. If `__call__` returned a tensor [2], a tensor [2]: the
+                weight with the first labels, then the weight without them.
+        """
         return weight[int(self._inner_got_labels)] if self._inner else weight
 
     def _called(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -127,10 +132,10 @@ def count_items(inputs: Inputs, shifted: bool) -> Tensor:
 
 
 def with_some_label(inputs: Inputs, items: Tensor) -> dict[str, Any]:
-    """Returns the inputs, with valid labels in place of the ignored ones if all labels are ignored.
+    """Returns the inputs; if all labels are ignored, with valid labels in their place.
 
-    The loss of such a micro-batch has the weight zero. A mean over no labels would be 0 / 0, and
-    its gradient NaN even if the loss is multiplied by zero.
+    The loss of such a micro-batch has the weight zero. Without valid labels its mean loss would be
+    0 / 0, and the gradient would be NaN even if the loss is multiplied by zero.
 
     Args:
         inputs: the inputs of a micro-batch.

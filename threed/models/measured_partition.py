@@ -1,6 +1,6 @@
 """Partitions a model by measured times: the fastest simulated step within a memory limit.
 
-    division = divide(times, planner, {"uniform": (cut, plan)})    # times: a LayerTimes per layer
+    division = divide(times, planner, {"uniform": (ranges, plan)}) # times: a LayerTimes per layer
     division.ranges                                                # layers of each stage
     division.text()                                                # imbalance, and predicted gain
 
@@ -30,10 +30,10 @@ from threed.schedules.simulation import Costs, Timeline, most_kept, peak_activat
 
 Ranges = tuple[range, ...]
 Planner = Callable[[Costs | None, float | None], Plan]
-"""Returns a plan for (stage times, limit on micro-batches in memory per rank). Either argument may
-be None: equal times, no limit."""
-_ACTIONS = 400_000  # limit on simulated actions per search, which take one or two seconds
-_MIN_GAIN = 1e-9  # smallest relative improvement that is not considered rounding
+"""A function that returns a plan, called with the stage times (None: equal times) and the maximum
+number of micro-batches in memory per rank (None: no limit)."""
+_ACTIONS = 400_000  # maximum number of simulated actions per search, which takes 1 or 2 seconds
+_MIN_GAIN = 1e-9  # smallest relative improvement; smaller ones are attributed to rounding
 _Result = TypeVar("_Result")
 
 
@@ -42,8 +42,9 @@ class LayerTimes(NamedTuple):
 
     Attributes:
         forward: time of the forward.
-        backward_input: time of I, the gradient of the input, with recomputation.
-        backward_weight: time of W, the gradients of the weights.
+        backward_input: time of I, which computes the gradient of the input, including the time of
+            recomputation.
+        backward_weight: time of W, which computes the gradients of the weights.
     """
 
     forward: float
@@ -56,7 +57,7 @@ class LayerBytes(NamedTuple):
 
     Attributes:
         states: parameters, gradients and optimizer states.
-        kept: activations of one micro-batch, kept until its backward.
+        kept: activations of one micro-batch that are kept until its backward.
         workspace: temporary memory while the layer runs.
     """
 
@@ -75,11 +76,12 @@ class Division:
         times: times of every layer.
         seconds: simulated time of a step's forwards and backwards.
         bubble: idle share of the ranks in that time.
-        imbalance: time of computation of the slowest rank / mean over all ranks.
-        gains: by name of baseline: simulated time of a step with the baseline / `seconds`.
+        imbalance: time of computation of the slowest rank, divided by the mean over all ranks.
+        gains: by name of baseline, the simulated time of a step with the baseline, divided by
+            `seconds`.
         notices: remarks on the measurement, for the user.
-        limit: limit on micro-batches in memory per rank for which the plan was made; None: no
-            limit.
+        limit: maximum number of micro-batches in memory per rank for which the plan was made; None:
+            no limit.
     """
 
     ranges: Ranges
@@ -94,7 +96,7 @@ class Division:
 
     @property
     def costs(self) -> Costs:
-        """Simulation costs: the times of the stages."""
+        """The times of the stages, as costs for a simulation."""
         return stage_costs(self.times, self.ranges)
 
     def text(self) -> str:
@@ -121,7 +123,8 @@ def times_by_flops(flops: Sequence[float], again: Sequence[int]) -> list[LayerTi
 
     Args:
         flops: FLOPs of forward and backward per layer; a backward counts as two forwards.
-        again: numbers of the layers that are recomputed: their backward includes a forward.
+        again: numbers of the layers that are recomputed, whose backward therefore includes a
+            forward.
     """
     return [
         LayerTimes(cost / 3, cost / 3 * (1 + (number in again)), cost / 3)
@@ -138,9 +141,10 @@ def divide(
 ) -> Division:
     """Returns the fastest partition that the search finds, with its plan.
 
-    The search uses the plan for equal times. Afterwards the planner is called with the times of the
-    partition that was found; its plan is used unless it is slower. In simulation, no baseline that
-    fits the limit is faster than the result. All ranks with the same times get the same result.
+    The search simulates the plan for equal times. Afterwards the planner is called with the stage
+    times of the partition that was found; the new plan is used unless it is slower. In simulation,
+    no baseline that fits the limit is faster than the result. Ranks that pass the same times get
+    the same result.
 
     Args:
         times: times of every layer.
@@ -168,7 +172,7 @@ def divide(
         return plan
 
     # With two chunks per rank, the plan for these times may need more memory than the plan for
-    # equal times. If it does not fit, the latter is kept.
+    # equal times. If it does not fit, the plan for equal times is kept.
     with contextlib.suppress(ValueError):
         within, plan = _largest_limit(equal, plan_for_times)
         timeline = simulate(plan, found.costs)
@@ -215,7 +219,7 @@ def _largest_limit(
     """Returns the result of `attempt` for the largest limit on micro-batches at which it succeeds.
 
     Args:
-        plan: a plan without a limit, to bound the search.
+        plan: the plan without a limit, whose number of micro-batches in memory bounds the search.
         attempt: called with None (no limit) first, then with limits found by bisection. It raises
             ValueError if it fails.
 
@@ -240,7 +244,7 @@ def _largest_limit(
 
 
 class _Search:
-    """A search over partitions of one model under one plan. Each partition is simulated once."""
+    """A search over partitions of one model under one plan; it simulates a partition only once."""
 
     def __init__(
         self, times: Sequence[LayerTimes], plan: Plan, layer_bytes: Sequence[LayerBytes] | None, limit: float | None
@@ -289,7 +293,7 @@ class _Search:
         return self._prices[cut]
 
     def descend(self, cut: Ranges) -> Ranges:
-        """Returns the partition at which repeated moves to a better neighbor end."""
+        """Moves from a partition to better neighbors as long as possible; returns the last one."""
         while (better := self._better(cut)) is not None:
             cut = better
         return cut
@@ -310,14 +314,17 @@ class _Search:
         return None
 
     def _excess(self, cut: Ranges) -> float:
-        """Returns the largest number of bytes above the limit on any rank."""
+        """Returns by how many bytes the rank with the highest peak exceeds the limit; 0 if none."""
         if self.limit is None:
             return 0.0
         return max(0.0, *(self._rank_bytes(rank, [cut[stage] for stage in self.placement[rank]]) - self.limit
                           for rank in range(self.plan.stages)))  # fmt: skip
 
     def _rank_bytes(self, rank: int, chunks: Sequence[range]) -> int:
-        """Returns the peak bytes of a rank with these chunks."""
+        """Returns the peak memory of a rank in bytes.
+
+        chunks: the layers of each of the rank's chunks.
+        """
         layers = [self.layer_bytes[n] for chunk in chunks for n in chunk]
         kept = [sum(self.layer_bytes[n].kept for n in chunk) for chunk in chunks]
         states = sum(layer.states for layer in layers)

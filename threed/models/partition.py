@@ -31,8 +31,8 @@ def balanced(
 
     Of several such partitions it returns the most even one (with the smallest sum of squared stage
     costs). Of several most even ones it returns the one with the fewest layers on the last stage,
-    then on the stage before, and so on. Dynamic programming with exact integers, so that equal
-    costs compare as equal, takes stages × layers² steps.
+    then on the stage before, and so on. The search is a dynamic program with stages × layers²
+    steps. It computes with exact integers, so that equal costs compare as equal.
 
     Args:
         costs: cost of every layer.
@@ -119,12 +119,12 @@ def _prefix_sums(costs: Sequence[float]) -> list[int]:
 def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueError:
     """Returns the error for the case that no partition fits the limit.
 
-    The message includes the smallest limit that some partition fits.
+    The message includes the smallest limit for which a partition exists.
     """
     least = _optimum(n, stages, stage_bytes, max)
     needed = least[0] if least else 0
     given, best = in_units(limit), in_units(needed)
-    if given == best:  # the difference is less than the unit shows
+    if given == best:  # the rounded texts hide the difference, so both are given in bytes
         given, best = f"{limit} bytes", f"{needed} bytes"
     return ValueError(
         f"no partition of {counted(n, 'layer')} into {counted(stages, 'stage')}"
@@ -136,13 +136,13 @@ def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueEr
 def _optimum(
     n: int, stages: int, score: Score, merge: Callable[[int, int], int]
 ) -> tuple[int, list[range]] | None:
-    """Returns the smallest score of a partition, and that partition; None if none is allowed.
+    """Returns the smallest score of any partition, and that partition; None if none is allowed.
 
     The score of a partition combines the scores of its stages by `merge`. Of several partitions
     with the smallest score it returns the one with the latest boundaries.
     """
-    # best[stage][stop]: the smallest score of the first `stop` layers on `stage` stages, and the
-    # first layer of the last of these stages
+    # best[stage][stop]: (the smallest score of the first `stop` layers on `stage` stages, the first
+    # layer of the last of these stages)
 
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(stages):

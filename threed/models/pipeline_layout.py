@@ -2,7 +2,7 @@
 
 layout = PipelineLayout.of(ranges, plan)  # one range per stage of the model, in order
 layout.chunks(0)                          # the ranges on pipeline rank 0
-layout.ends                               # the ranks with the last stage
+layout.ends                               # the pipeline ranks that hold the last stage
 layout.ties(names)                        # the parameters that several ranks hold
 """
 
@@ -19,13 +19,13 @@ from threed.schedules.plan import Plan
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several pipeline ranks hold (a tied weight). Equal on every rank.
+    """A parameter that several pipeline ranks hold (a tied weight). All ranks have equal `Tie`s.
 
     Attributes:
         number: index of this tie among the ties of the model.
         stages: pipeline ranks that hold the parameter.
-        layers: numbers of the layers that use it.
-        chunks: per rank in `stages`, the chunks that use it.
+        layers: numbers of the layers that use the parameter.
+        chunks: for each rank in `stages`, the indices of its chunks that use the parameter.
     """
 
     number: int
@@ -41,9 +41,9 @@ class PipelineLayout:
     Attributes:
         ranges: layers of each stage, in order.
         placement: per pipeline rank, the stage of each chunk.
-        ways: 2 if every stage is on two ranks, one per direction (bidirectional schedules); else 1.
-            If 2, the first half of a rank's chunks belongs to one direction (way), the second half
-            to the other, as in `Plan`.
+        ways: number of directions: 2 if every stage is on two ranks, one per direction
+            (bidirectional schedules), else 1. If 2, the first half of a rank's chunks belongs to
+            the first direction (way), the second half to the second one, as in `Plan`.
     """
 
     ranges: tuple[range, ...]
@@ -73,11 +73,11 @@ class PipelineLayout:
 
     @property
     def one_way(self) -> tuple[tuple[int, ...], ...]:
-        """The placement for the first way only, in which every stage is on one rank."""
+        """The placement of the first direction (way) only, in which every stage is on one rank."""
         return tuple(stages[: len(stages) // self.ways] for stages in self.placement)
 
     def holders(self, stage: int) -> list[int]:
-        """Returns the pipeline ranks that hold a stage of the model, one per way."""
+        """Returns the pipeline ranks that hold a stage of the model, one per direction (way)."""
         width = len(self.placement[0]) // self.ways
         return [
             rank
@@ -93,7 +93,7 @@ class PipelineLayout:
 
     @property
     def links(self) -> list[tuple[int, int]]:
-        """The pairs of pipeline ranks that send to each other: they hold neighboring stages."""
+        """The pairs of pipeline ranks that send to each other because they hold adjacent stages."""
         pairs = pairwise(self.holders(stage) for stage in range(len(self.ranges)))
         passes = [
             (a, b) for stage, next_stage in pairs for a, b in zip(stage, next_stage, strict=True)
@@ -127,10 +127,10 @@ class PipelineLayout:
 def partition(
     how: str | tuple[int, ...], layers: int, stages: int, costs: Callable[[], Sequence[float]]
 ) -> list[range]:
-    """Returns the layers of every stage: balanced by cost, uniform by count, or given counts.
+    """Returns the layers of every stage, balanced by cost, with equal counts, or with given counts.
 
-    A partition by measured times is made by `models.measured_partition.divide` instead. This
-    function gets 'measured' only for a single pipeline rank, and treats it as 'uniform'.
+    A partition by measured times is made by `models.measured_partition.divide` instead. Callers
+    pass 'measured' to this function only for a single pipeline rank; it is treated as 'uniform'.
 
     Args:
         how: 'balanced', 'uniform', 'measured', or the number of layers per stage.

@@ -2,7 +2,7 @@
 
     model = TokenModule(module, vocab=260)
 
-The loss comes from the module's forward, or from the logits that it returns.
+The module's forward returns the loss, or logits from which the loss is computed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ FORWARD = (
 
 
 class ForwardError(ValueError):
-    """Raised if the forward of a module takes or returns something else than a `TokenModule`
-    needs. The message states what it needs."""
+    """Raised if a module's forward does not take the arguments, or does not return the values, that
+    a `TokenModule` requires. The message states the requirements."""
 
 
 class TokenModule(Wrapped):
     """An `nn.Module` that reads token ids, as a model with a single pipeline layer.
 
     The first parameter of the module's forward gets the token ids. If the forward has a parameter
-    `labels`, it gets the labels (the tokens shifted by one position; labels below 0 are ignored),
-    and returns the mean loss as `wrapped.loss_of` describes. Otherwise it returns logits: a tensor,
-    the attribute or entry `logits` of its output, or the first element of a tuple. A causal model
-    of `transformers` shifts labels itself, so its logits are used.
+    `labels`, this parameter gets the labels (the tokens shifted by one position; labels below 0 are
+    ignored), and the forward returns the mean loss in a form that `wrapped.loss_of` accepts.
+    Otherwise the forward returns logits: a tensor, the attribute or entry `logits` of its output,
+    or the first element of a tuple. A causal model of `transformers` shifts labels itself, so
+    `labels` is not passed and its logits are used.
 
     Args:
         module: the module.
@@ -97,10 +98,10 @@ class TokenModule(Wrapped):
 
 
 def _labels_parameter(module: nn.Module, name: str) -> inspect.Parameter | None:
-    """Returns the parameter `labels` of a module's forward, or None if it has none.
+    """Returns the parameter `labels` of a module's forward; None if the forward has none.
 
     Raises:
-        ForwardError: if the forward needs other arguments.
+        ForwardError: if the forward has further required parameters, or takes no tokens.
     """
     signature = inspect.signature(module.forward)
     labels = signature.parameters.get("labels")

@@ -4,8 +4,8 @@
 
 The parameters of a unit are gathered and released together. Each member of the outermost containers
 (`nn.ModuleList`, `nn.ModuleDict`, `nn.Sequential`) is a unit, usually a transformer block. Every
-other module that has direct parameters (not in a submodule) is a unit, too. The module itself is
-not changed, but its parameters get new storage.
+other module that has direct parameters (not in a submodule) is a unit, too. The code and structure
+of the wrapped module do not change, but its parameters get new storage.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from threed.models.loss_items import Inputs, Items
 def loss_of(output: Any) -> Tensor:
     """Returns the loss in a module's output.
 
-    It is the attribute `loss`; else the entry 'loss' of a mapping; else the first element of a
-    tuple; else the output itself.
+    The loss is the first of these that exists: the attribute `loss` of the output, its entry 'loss'
+    if it is a mapping, its first element if it is a tuple, the output itself.
 
     Raises:
         ValueError: if the loss is not a scalar tensor.
@@ -69,7 +69,7 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def with_dtype_note(inputs: Inputs) -> Iterator[None]:
-    """Adds a note with the dtypes of a batch to an error about dtypes."""
+    """Context that adds a note to an error about dtypes: the dtypes of the batch's tensors."""
     try:
         yield
     except RuntimeError as error:
@@ -154,8 +154,8 @@ class Wrapped(PipelineLayer):
         for unit in self.units:
             for param in (p for member in unit.members for p in member.parameters(recurse=False)):
                 self._unit_of.setdefault(names[id(param)], unit)
-        # Copies of the units on the meta device, which initialize them later. They are made now,
-        # because the original parameters will be replaced; they take no memory.
+        # Copies of the units that are on the meta device; the copies are initialized later. They
+        # are made now, because the original parameters will be replaced. They take no memory.
         self._meta_copies = {
             unit.name: meta_copy(unit) for unit in self.units if has_meta_parameters(unit.members)
         }
@@ -181,7 +181,7 @@ class Wrapped(PipelineLayer):
         if weight is None:
             return loss
         weight = weight if items is None else items.select_weight(weight)
-        # The mean over no items may be NaN. Its weight is zero, but NaN * 0 would be NaN.
+        # The mean loss over no items may be NaN. Its weight is 0, but NaN * 0 would be NaN.
         return torch.where(weight > 0, loss, 0.0) * weight.to(loss.dtype)
 
     def mean_loss(self, micro: MicroBatch) -> Tensor:
@@ -204,8 +204,8 @@ class Wrapped(PipelineLayer):
     def initial(self, piece: Piece, seed: int) -> Tensor:
         """Returns the initial values of a piece.
 
-        These are the values that the module had when it was wrapped. If it is on the meta device,
-        its own initialization computes them, for one unit at a time to save memory.
+        These are the values that the module had when it was wrapped. If the module is on the meta
+        device, its own initialization computes the values, for one unit at a time to save memory.
 
         Args:
             piece: the piece.
@@ -248,9 +248,10 @@ class Wrapped(PipelineLayer):
     def initialized(self, device: torch.device, dtype: torch.dtype) -> None:
         """Finishes the initialization of the parameters, and initializes the buffers.
 
-        Drops the original parameter values. Moves buffers to the device. If some parameter has
+        Drops the original parameter values. Moves buffers to the device. If some parameter had
         another dtype than `dtype`, casts the floating-point buffers as `module.to(device, dtype)`
-        would. The values of buffers on the meta device come from their module's own initialization.
+        would. The initialization of the buffer's owner computes the values of a buffer on the meta
+        device.
 
         Args:
             device: device of the engine.
@@ -278,15 +279,15 @@ class Wrapped(PipelineLayer):
                 owner._buffers[key] = None if buffer is None else buffer.to(device, to)
 
     def _initialize(self, unit: str, seed: int) -> dict[str, Tensor]:
-        """Returns the initialized parameters of a unit, by name in the wrapped module."""
+        """Returns the initialized parameters of a unit, by their names in the wrapped module."""
         fresh = self._materialize(copy.deepcopy(self._meta_copies[unit]), seed, unit)
         found = fresh.named_parameters(prefix=unit, remove_duplicate=False)
         return {name: param.detach() for name, param in found}
 
     def _materialize(self, copied: nn.Module, seed: int, name: str) -> nn.Module:
-        """Allocates and initializes a copy of a module on the meta device.
+        """Allocates and initializes `copied`, a copy of a module on the meta device, on the CPU.
 
-        The values depend on name and seed only.
+        The values depend only on the name and the seed.
         """
         for module in copied.modules():
             for key, param in module._parameters.items():
@@ -389,8 +390,8 @@ def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
 def keeps_dtype(owner: nn.Module, key: str) -> bool:
     """Returns whether a buffer must not be cast.
 
-    True for the rotary frequencies of `transformers`, which computes angles in fp32 and casts the
-    results itself.
+    This is the case for the rotary frequencies in models of `transformers`, which compute angles in
+    fp32 and cast the results themselves.
     """
     return "inv_freq" in key and type(owner).__module__.startswith("transformers.")
 
@@ -398,7 +399,7 @@ def keeps_dtype(owner: nn.Module, key: str) -> bool:
 def refuse_loading(module: nn.Module, *_: Any) -> None:
     """Raises RuntimeError if the module belongs to an engine.
 
-    It is a hook of `load_state_dict`, which would not set shards and master weights.
+    This function is a pre-hook of `load_state_dict`, which would not set shards and master weights.
     """
     if any(map(is_managed, module.parameters())):
         raise RuntimeError(
@@ -423,7 +424,7 @@ def meta_copy(unit: Unit) -> nn.Module:
 def without_children(module: nn.Module) -> nn.Module:
     """Returns a shallow copy of a module without its children."""
     copied = copy.copy(module)
-    # Lists are copied, too; an LSTM, for example, keeps a list of its weights.
+    # Lists are copied, too, because a module may change them: an LSTM keeps a list of its weights.
     copied.__dict__.update({k: list(v) for k, v in module.__dict__.items() if isinstance(v, list)})
     copied.__dict__["_modules"] = {}
     copied.__dict__["_parameters"] = dict(module._parameters)
@@ -435,9 +436,9 @@ def find_units(root: nn.Module) -> Iterator[Unit]:
     """Yields the units of a module, in the order of registration.
 
     A unit is either a block with all its submodules, or a module outside of blocks with its direct
-    parameters only. Blocks are the members of the outermost containers. A container in a container
-    is not a block, but is searched for blocks, with one exception: an `nn.Sequential` in an
-    `nn.ModuleList` or `nn.ModuleDict` is a block.
+    parameters only. Blocks are the members of the outermost containers. A container inside another
+    container is not a block; its members are. The exception is an `nn.Sequential` in an
+    `nn.ModuleList` or `nn.ModuleDict`, which is a block.
     """
     inside: set[int] = set()
     for name, module in root.named_modules():

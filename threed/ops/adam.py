@@ -24,7 +24,7 @@ from threed.core import device, native
 from threed.ops import launch
 from threed.ops.update import StepScalars, needs_reference
 
-# enum Format of csrc/cpu/number.h
+# values of the enum `Format` in csrc/cpu/number.h; 0: no tensor
 FORMATS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
 STATES, OUTPUTS = (torch.float32, torch.float64), (torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,7 +105,7 @@ def adamw_(
 
 
 def _on_host(number: Tensor) -> Tensor:
-    """Returns an fp64 scalar in host memory, whose address native code can read."""
+    """Returns a number as an fp64 scalar in host memory, whose address native code can read."""
     return (
         number
         if number.dtype == torch.float64 and number.device.type == "cpu"
@@ -114,7 +114,7 @@ def _on_host(number: Tensor) -> Tensor:
 
 
 def _kernel() -> Any:
-    """Returns `threed_adamw` of csrc/cpu/adam.cpp; None without the library."""
+    """Returns `threed_adamw` of csrc/cpu/adam.cpp; None if the library is not available."""
     return native.function("threed_adamw", "iPPPPPqiiiPPPPddddis")
 
 
@@ -163,7 +163,8 @@ def call_native(
         raise RuntimeError(
             f"threed_adamw: {os.strerror(code)} (instructions {instructions or 'of this processor'})"
         )
-    # autograd does not see native writes
+    # Autograd does not see writes by native code, so the version counters of the written tensors
+    # are increased here.
     torch.autograd.graph.increment_version([t for t in tensors if t is not g])
 
 
@@ -183,7 +184,7 @@ def call_cuda(
 ) -> None:  # fmt: skip
     """Runs `torch.ops.threed.adamw_cuda_` (csrc/cuda/adam.cu). Launches one kernel.
 
-    With g and out in bf16 it moves 28 bytes per element.
+    With g and out in bf16 it reads and writes 28 bytes of memory per element.
 
     Args:
         p: parameters, fp32 [n], n a multiple of 4, updated in place.
@@ -191,7 +192,7 @@ def call_cuda(
         v: second moments, fp32 [n], updated in place.
         g: gradient, fp32 or bf16 [n].
         out: bf16 [n], receives the new p. May be None.
-        lr: learning rate, like the next three arguments an fp64 scalar on p's device.
+        lr: learning rate. It and the next three arguments are fp64 scalars on p's device.
         step: number of the update, from 1.
         scale: factor of the gradient.
         skip: 1.0 to leave all tensors unchanged.

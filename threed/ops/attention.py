@@ -40,9 +40,9 @@ FUSED = (
     _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_cudnn_attention,
 )
-# scores per chunk: 128 MiB in fp32; on a CPU 2 MiB, which fit into a cache
+# maximum number of scores per chunk: 128 MiB in fp32; on a CPU 2 MiB, which fit into a cache
 SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19
-CHUNKS_OF_A_TRACE = 64  # maximum on the meta device
+CHUNKS_OF_A_TRACE = 64  # maximum number of chunks on the meta device
 
 
 # ----------------------------------------------------------------------------------- full sequences
@@ -51,7 +51,7 @@ CHUNKS_OF_A_TRACE = 64  # maximum on the meta device
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Returns softmax(q k^T scale + mask) v, [s b (a d)]; without a mask it is causal.
+    """Returns softmax(q k^T scale + mask) v, [s b (a d)]; without a mask, attention is causal.
 
     Args:
         q: queries [s b a d].
@@ -167,7 +167,8 @@ def _chunks(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
     count = max(count, -(-s // CHUNKS_OF_A_TRACE)) if q.is_meta else count
     for first in range(0, s, count):
         last = min(s, first + count)
-        # Cost traces, which run on the meta device, count all pairs of positions.
+        # Cost traces, which run on the meta device, count all pairs of positions, so they use all
+        # keys.
         seen = slice(0, s) if q.is_meta else slice(max(0, first - window + 1), last)
         yield slice(first, last), seen
 
@@ -194,7 +195,8 @@ def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tup
     square, mask = _visible(q, k, offset, causal.window)
     y, lse = _FLASH(q, k, v, 0.0, square, attn_mask=mask, scale=causal.scale)
     if mask is not None and _has_masked_query(q, k, offset, causal.window):
-        lse = lse.masked_fill(mask.isneginf().all(-1), -torch.inf)  # torch returns 0
+        # For queries that attend to no key, torch returns 0 instead of minus infinity.
+        lse = lse.masked_fill(mask.isneginf().all(-1), -torch.inf)
     return y, lse
 
 
@@ -204,10 +206,10 @@ def backward(
     """Returns the contributions of some queries and some keys to the gradients of q, k and v.
 
     Args:
-        offset: as in `forward`. The same holds for the arguments that are not listed here.
+        offset: as in `forward`, like `causal`, `q`, `k` and `v`.
         dy: gradient of the output [b a n d].
-        y: output of the queries for *all* keys.
-        lse: log-sum-exp of the queries for *all* keys.
+        y: output of these queries over all their keys, not only `k`.
+        lse: log-sum-exp of these queries over all their keys.
     """
     # For queries that attend to no key, lse becomes 0, because exp(-inf - 0) is 0, whereas
     # exp(-inf + inf) is NaN.
@@ -235,7 +237,7 @@ def merge_(y: Tensor, lse: Tensor, more_y: Tensor, more_lse: Tensor) -> None:
 def _is_flash(q: Tensor, v: Tensor, causal: Causal) -> bool:
     """Returns whether torch's flash attention computes a block.
 
-    It does not for 16-bit dtypes, because plain products are faster in them on CPUs.
+    It is not used for 16-bit dtypes, in which plain matrix products are faster on CPUs.
     """
     return (
         _on_cpu(q) and q.dtype.itemsize >= 4 and not causal.softcap and q.shape[-1] == v.shape[-1]
@@ -257,7 +259,10 @@ def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tens
 
 
 def _has_masked_query(q: Tensor, k: Tensor, offset: int, window: int) -> bool:
-    """Returns whether some query attends to no key; then the first or the last query does so."""
+    """Returns whether some query attends to no key.
+
+    It is enough to check the first and the last query: one of them attends to no key if any does.
+    """
     return offset < 0 or 0 < window <= offset + q.shape[2] - k.shape[2]
 
 
@@ -301,10 +306,10 @@ def _plain_backward(
 
 
 def _scores(q: Tensor, k: Tensor, offset: int, causal: Causal) -> tuple[Tensor, Tensor | None]:
-    """Returns scores [b k (g n) m] in fp32 or wider, and tanh(score / softcap) or None.
+    """Returns the scores, and tanh(score / softcap) (None without a soft cap).
 
-    g = a / k is the number of query heads per key head. Scores of masked keys are minus infinity.
-    Without a soft cap, None replaces the second result.
+    Both are [b k (g n) m] in fp32 or wider; g = a / k is the number of query heads per key head.
+    Scores of masked keys are minus infinity.
     """
     scores, capped, scale = (_grouped(q, k) @ k.mT).to(_wide(q)), None, _scale(q, causal)
     if causal.softcap:
@@ -325,7 +330,7 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _batch_first(x: Tensor) -> Tensor:
-    """Returns heads [s b a d] as a view [b a s d]; einops would take 5 microseconds."""
+    """Returns heads [s b a d] as a view [b a s d]. einops would take 5 microseconds per call."""
     return x.permute(1, 2, 0, 3)
 
 
@@ -360,8 +365,8 @@ def on_meta(
 ) -> Tensor:  # fmt: skip
     """Computes torch's `scaled_dot_product_attention` of meta tensors by a fused operator.
 
-    For meta tensors torch itself would use its unfused implementation, so a trace would count the
-    score matrix.
+    For meta tensors torch itself would use its unfused implementation, so a cost trace would count
+    the memory of a score matrix that does not exist in a real run.
     """
     learned = attn_mask is not None and attn_mask.requires_grad
     if query.shape[-1] == value.shape[-1] and not learned:
@@ -381,12 +386,11 @@ def check_fused(
 ) -> None:
     """Checks that torch uses a fused kernel, which keeps no score matrix.
 
-    The check runs once per combination of shapes, dtype and mask.
-
-    Warns if no fused kernel supports them.
+    The check runs once per combination of shapes, dtype and presence of a mask. It issues a warning
+    if no fused kernel supports the combination.
 
     Raises:
-        RuntimeError: if a fused kernel supports them but is switched off.
+        RuntimeError: if a fused kernel supports the combination but is switched off.
     """
     kind = (q.shape, k.shape, q.dtype, mask is None, q.requires_grad)
     if kind in _checked:

@@ -33,7 +33,7 @@ def reference(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of every token.
+    """Computes the loss of every token.
 
     If csrc/cpu/fused.cpp supports the logits, they stay unchanged until the backward overwrites
     them by their gradient. Otherwise the forward overwrites them by exponentials; logits narrower
@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
             fused_cpu.softmax_gradient_(wide, columns, number, dloss, local_target)
             return wide, None, None, None, None
         grad = wide if columns == wide.shape[-1] else wide[..., :columns]
-        grad.mul_((number * dloss).unsqueeze(-1))  # exponentials -> softmax * dloss
+        grad.mul_((number * dloss).unsqueeze(-1))  # turns exponentials into softmax * dloss
         if columns:
             grad.scatter_add_(-1, local, -(dloss if ctx.unsharded else dloss * owned).unsqueeze(-1))
         if columns < wide.shape[-1]:
@@ -112,7 +112,7 @@ def _combine_shards(
     """
     if axis.size == 1:
         return top + total.log(), total.reciprocal(), hit
-    # rows: [t 3 ...]
+    # rows [t 3 ...]: the three numbers of every token from each of the t ranks
     rows = collectives.all_gather(torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis)
     peak = rows[:, 0].amax(0)
     denominator = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
@@ -142,13 +142,15 @@ def vocab_parallel_cross_entropy(
 
 # ------------------------------------------------------------------------------------------ csrc/cuda/cross_entropy.cu
 #
-# In the functions below the forward computes the gradient times a scalar `weight`, and writes it
-# over the logits. Their arguments:
+# In the functions below the forward computes the logits' gradient times a scalar `weight`, and
+# writes it over the logits. Arguments of these functions:
 # logits: bf16 [n width]; the first `columns` columns are the shard, the others are padding.
-# targets: int64 [n], global ids. first: global id of the shard's first column.
-# Targets outside the vocabulary have loss 0.
+# targets: int64 [n], global ids. Targets outside the vocabulary have loss 0.
+# first: global id of the shard's first column.
 
-ROW_IN_SHARED_MEMORY = 112 << 10  # bytes; two blocks fit on a multiprocessor (227 KiB on sm_90)
+# maximum bytes of a row in shared memory, so that two thread blocks fit on a multiprocessor (sm_90
+# has 227 KiB)
+ROW_IN_SHARED_MEMORY = 112 << 10
 OF_WARPS = 128  # bytes of shared memory that `whole` needs in addition to the row
 
 
@@ -181,8 +183,8 @@ def _empty_numbers(logits: Tensor, *rest: object) -> Tensor:
 def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
     """Returns the loss of each row, fp32 [n], of an unsharded vocabulary. Launches one kernel.
 
-    Overwrites the logits by their gradient, d(sum(loss) * weight)/d(logits). Moves 4 bytes per
-    logit.
+    Overwrites the logits by the gradient d(sum(loss) * weight)/d(logits). Reads and writes 4 bytes
+    of memory per logit.
     """
     _check(logits, targets, weight, columns)
     loss, (rows, width) = _empty_losses(logits), logits.shape
@@ -196,7 +198,7 @@ def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tens
     _empty_numbers, launches=1,
 )  # fmt: skip
 def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> Tensor:
-    """Returns three numbers per row of a shard, fp32 [n 3]. Launches one kernel.
+    """Returns three numbers per row of a shard's logits, fp32 [n 3]. Launches one kernel.
 
     The numbers are base = max(x log2 e), the sum of 2^(x log2 e - base), and the target's logit (0
     if the target is in another shard). Reads 2 bytes per logit.
@@ -257,7 +259,7 @@ def _check(logits: Tensor, targets: Tensor, weight: Tensor | None, columns: int)
 
 
 class _Weighted(torch.autograd.Function):
-    """Computes the sum of the losses times `weight` by the GPU kernels.
+    """Computes the sum of the losses, multiplied by `weight`, by the GPU kernels.
 
     The forward also computes the logits' gradient, in the memory of the logits.
     """
@@ -295,19 +297,19 @@ def weighted_loss(
     columns: int,
     vocabulary: int,
 ) -> Tensor:
-    """Returns the sum of all tokens' losses times `weight`, equal on every rank. Collective.
+    """Returns the sum of all tokens' losses, multiplied by `weight`. Collective.
 
-    With the GPU kernels the gradient is computed in the forward, and only the first derivative
-    exists.
+    The result is equal on every rank of the axis. The GPU kernels compute the gradient in the
+    forward, so the result can be differentiated only once.
 
     Args:
         logits: [... v/t], as in `vocab_parallel_cross_entropy`.
         targets: as in `vocab_parallel_cross_entropy`.
-        weight: scalar tensor.
+        weight: factor of the sum, a scalar tensor.
         axis: axis over which the vocabulary is sharded.
         first: global id of the shard's first column.
         columns: number of columns in the shard, without padding.
-        vocabulary: number of columns of all ranks, without padding.
+        vocabulary: total number of columns of all ranks, without padding.
 
     Returns:
         fp32 scalar; fp64 for fp64 logits.

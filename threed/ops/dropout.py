@@ -2,8 +2,8 @@
 
 out = residual + (x + bias) keep / (1 - p)
 
-In bf16 the forward moves 6 bytes per element (4 without a residual), the backward 4. The mask is
-not saved; the backward computes it again.
+The mask `keep` has elements 0 and 1. It is not saved; the backward computes it again. In bf16 the
+forward reads and writes 6 bytes of memory per element (4 without a residual), the backward 4.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Draw:
         name: global name of the dropout layer.
         step: number of the step.
         samples: int64 [b], global sample indices.
-        positions: positions of the rows.
+        positions: positions of the activation's rows in their sequences.
         p: probability of zeroing an element.
     """
 
@@ -67,7 +67,7 @@ def fits(x: Tensor) -> bool:
 def dropout(
     x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """Returns the same as `reference`, for bf16. Launches one kernel per range of positions.
+    """Returns the same as `reference`, in bf16. Launches one kernel per range of positions.
 
     The backward is the same call without bias and residual. No layer passes a bias or a residual
     yet.
@@ -126,7 +126,7 @@ def _check(
 
 
 class _Fused(torch.autograd.Function):
-    """Dropout by the kernel. Saves no tensor: the backward computes the mask again."""
+    """Computes dropout by the kernel. No tensor is saved: the backward computes the mask again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, draw: Draw) -> Tensor:

@@ -28,7 +28,7 @@ class Frequencies(NamedTuple):
     All fields are plain values, so that graphs and caches can compare them.
 
     Attributes:
-        theta: base.
+        theta: base of the frequencies.
         turned: number of elements of a head that are rotated, from its first element.
         kind: type of scaling ("linear", "llama3", "yarn" or "longrope"), or "default" for none.
         factor: scaling factor.
@@ -68,12 +68,12 @@ def frequencies(
     It is the base if heads are fully rotated without scaling, otherwise a `Frequencies`.
 
     Args:
-        theta: base.
+        theta: base of the frequencies.
         size: head's size d.
         part: fraction of each head that is rotated.
         scaling: scaling for longer sequences.
-        positions: number of positions of the model. If `scaling` has no factor, it is computed as
-            positions / number of positions before scaling.
+        positions: number of positions of the model. If `scaling` has no factor, the factor is
+            `positions` / number of positions before scaling.
 
     Raises:
         ValueError: if the rotated part has an odd number of elements.
@@ -105,7 +105,7 @@ def _yarn(common: Frequencies, scaling: RopeScaling) -> Frequencies:
     """Sets `scale`, `low` and `high` of yarn.
 
     Pairs below `low` keep their frequency. The frequency of pairs above `high` is divided by the
-    factor. Between `low` and `high` both frequencies are interpolated.
+    factor. For pairs from `low` to `high`, the kept and the divided frequency are interpolated.
     """
 
     def pair(turns: float) -> float:
@@ -133,7 +133,7 @@ def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tenso
     """Returns radians per position, fp32 [d/2], for the rotated pairs of a head.
 
     Args:
-        theta: base or `Frequencies`.
+        theta: base of the frequencies, or a `Frequencies`.
         size: head's size d.
         length: full length of the sequences.
         device: device of the result.

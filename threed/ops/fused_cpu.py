@@ -1,8 +1,8 @@
 """Fused CPU kernels.
 
-GELU, SwiGLU and cross entropy in one pass over memory (csrc/cpu/fused.cpp) take contiguous fp32 or
-bf16 tensors and compute in fp32. Their results depend neither on the number of threads nor on the
-instruction set.
+The kernels for GELU, SwiGLU and cross entropy (csrc/cpu/fused.cpp) make one pass over memory. They
+take contiguous fp32 or bf16 tensors and compute in fp32. Their results depend neither on the number
+of threads nor on the instruction set.
 
 On processors with AMX tiles there are also matrix products of bf16 that are accumulated in fp32
 (csrc/cpu/products.cpp), and the backward of causal attention over short sequences
@@ -21,16 +21,16 @@ from threed.core import native
 from threed.distributed.topology import default_device
 from threed.ops import launch
 
-TILE_BLOCK = 32  # rows and columns of a block of tiles
-MIN_NUMEL = 1 << 15  # elements; torch's operations are faster for fewer
+TILE_BLOCK = 32  # number of rows, and of columns, in a block of AMX tiles
+MIN_NUMEL = 1 << 15  # minimum number of elements; for fewer, torch's operations are faster
 _FORMATS = {torch.float32: 1, torch.bfloat16: 2}
 
 
 def fits(x: Tensor) -> bool:
     """Returns whether GELU, SwiGLU and cross entropy support x and are faster than torch.
 
-    x must be contiguous, fp32 or bf16, and large; on the CPU (or on the meta device in a CPU
-    process); and a compiled library must exist.
+    x must be contiguous, in fp32 or bf16, have at least MIN_NUMEL elements, and be on the CPU (or
+    on the meta device in a CPU process). A compiled library must exist.
     """
     suits = x.numel() >= MIN_NUMEL and x.dtype in _FORMATS and _on_cpu(x) and x.is_contiguous()
     return suits and not torch.compiler.is_compiling() and native.library("cpu") is not None
@@ -41,7 +41,7 @@ def _on_cpu(x: Tensor) -> bool:
 
 
 def gelu(x: Tensor, dy: Tensor | None = None) -> Tensor:
-    """Returns GELU of x in its tanh form; if dy, the output's gradient, is given, x's gradient."""
+    """Returns GELU of x in its tanh form; if the output's gradient dy is given, x's gradient."""
     _check("gelu", x, dy)
     out = torch.empty_like(x)
     _call(
@@ -73,9 +73,9 @@ def swiglu(gate_up: Tensor, dy: Tensor | None = None) -> Tensor:
 
 
 def row_numbers(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns the maximum of the first `columns` of each row, and their sum of e^(x - maximum).
+    """Returns each row's maximum and sum of e^(x - maximum) over the first `columns` columns.
 
-    Both are fp32 [...] for x [... width].
+    Both results are fp32 [...] for x [... width].
     """
     _check("row_numbers", x)
     launch.check(0 < columns <= x.shape[-1], "row_numbers", f"{columns} columns or more", x)
@@ -120,7 +120,7 @@ def softmax_gradient_(
         *map(_address, given),
         *how,
     )
-    torch.autograd.graph.increment_version((x,))  # autograd does not see native writes
+    torch.autograd.graph.increment_version((x,))  # autograd does not see writes by native code
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def adds_products(a: Tensor, b: Tensor) -> bool:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
-    """Computes out += a b, or out = a b if `fresh`; products are not rounded to bf16.
+    """Computes out += a b, or out = a b if `fresh`; the product a b is not rounded to bf16.
 
     Args:
         out: fp32 [m n], contiguous. m and n are multiples of 32.
@@ -203,7 +203,7 @@ def _settings(x: Tensor) -> tuple[int, int, bytes | None]:
 
 
 def instructions() -> bytes | None:
-    """Returns the instruction set of GELU, SwiGLU and cross entropy; None: the best available.
+    """Returns the instruction set for GELU, SwiGLU and cross entropy; None: the best available.
 
     Tests replace this function to select an instruction set.
     """

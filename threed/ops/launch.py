@@ -1,6 +1,6 @@
 """Launches kernels of csrc/cuda, and checks that they are available.
 
-    if launch.ready(x):                                     x is bf16 on a GPU, with the library
+    if launch.ready(x):                                     x is bf16 on a GPU that runs the kernels
         launch.start("swiglu", gate_up, out, rows, width)   threed_cuda_swiglu on the current stream
 
 A launcher, a C function that launches a kernel, receives addresses and sizes only. Therefore the
@@ -38,7 +38,7 @@ LAUNCHERS = {
 
 
 def available(x: Tensor) -> bool:
-    """Returns whether kernels run on this tensor's device, a GPU that passed a test (`problem`).
+    """Returns whether x is on a GPU that the native library's kernels run on (`problem`).
 
     Returns False while torch.compile traces, because inductor generates its own fused kernels.
     """
@@ -71,7 +71,7 @@ def problem(where: torch.device) -> str:
 
 def _probe(where: torch.device) -> None:
     """Doubles eight numbers on a device. Raises RuntimeError if the result is wrong."""
-    with _disable_current_modes(), torch.inference_mode():  # the caller may be tracing
+    with _disable_current_modes(), torch.inference_mode():  # because the caller may trace
         x = torch.ones(8, dtype=torch.bfloat16, device=where)
         factor = torch.full((), 2.0, device=where)
         start("scale", x, factor, x.numel(), 1)
@@ -85,7 +85,7 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def ready(x: Tensor) -> bool:
-    """Returns whether kernels support this activation: bf16 on an available GPU."""
+    """Returns whether kernels support the activation x: it is bf16 and `available`."""
     return x.dtype == torch.bfloat16 and available(x)
 
 
@@ -123,7 +123,7 @@ class Operator:
     launches: Callable[..., int]
 
 
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as this object
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # unregisters its operators when freed
 OPERATORS: dict[str, Operator] = {}
 
 
@@ -167,10 +167,10 @@ def declare(library: ctypes.CDLL, name: str) -> Any:
 
 
 def check_types(name: str, arguments: tuple[Argument, ...]) -> list[int | float | None]:
-    """Returns the arguments for ctypes.
+    """Returns the arguments for ctypes, with tensors replaced by their addresses.
 
     Raises:
-        TypeError: if they are not of the launcher's types.
+        TypeError: if the arguments are not of the launcher's types.
     """
     letters = LAUNCHERS[name]
     if len(letters) != len(arguments) or not all(map(_is_of_type, letters, arguments)):
@@ -208,6 +208,6 @@ def packed(x: Tensor) -> bool:
 def aligned(x: Tensor) -> bool:
     """Returns whether x starts at a multiple of 16 bytes.
 
-    Only the offset in the storage is checked, because every storage starts at such an address.
+    Only x's offset in its storage is checked, because every storage starts at such a multiple.
     """
     return x.storage_offset() * x.element_size() % 16 == 0

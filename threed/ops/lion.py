@@ -20,7 +20,8 @@ from torch import Tensor
 from threed.core.device import is_accelerator
 from threed.ops.update import StepScalars, needs_reference
 
-# elements per chunk on a CPU: the sign of a chunk fits into the cache and needs little memory
+# elements per chunk on a CPU, so that the sign of a chunk fits into the cache and takes little
+# memory
 CHUNK = 2**18
 
 
@@ -63,7 +64,7 @@ class Lion:
 def _update(p: Tensor, g: Tensor, m: Tensor, now: StepScalars, lion: Lion, decay: float) -> None:
     g = g.to(p.dtype).mul_(now.scale.to(p.dtype))
     direction = torch.lerp(m, g, 1 - lion.beta1).sign_()
-    _sgd_(m, g, 1 - lion.beta2, now, decay=1.0, maximize=True)  # m - (1 - beta2) (m - g)
+    _sgd_(m, g, 1 - lion.beta2, now, decay=1.0, maximize=True)  # m -= (1 - beta2) (m - g)
     _sgd_(p, direction, now.lr.to(p.dtype), now, decay=decay, maximize=False)
 
 

@@ -3,8 +3,8 @@
     by = matmul.NATIVE                          the default of `layers.linear.Product.matmul`
     y = by.linear(x, weight, bias)
     dx = by.input_gradient(dy, weight)
-    by.add_product_(dw, dy.t(), x, fresh=...)   into the gradient's buffer, unrounded if possible
-    dw = by.product(dy.t(), x)                  into a new tensor
+    by.add_product_(dw, dy.t(), x, fresh=...)   adds to the gradient's buffer dw
+    dw = by.product(dy.t(), x)                  returns a new tensor
 
 Other implementations (fp8, for example) are other instances of `Matmul`.
 
@@ -64,12 +64,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def input_gradient(rows: Tensor, weight: Tensor) -> Tensor:
-    """Returns rows weight, without autograd: [m out] [out in] -> [m in]."""
+    """Returns the product of rows [m out] and weight [out in], without autograd: [m in]."""
     return linear(rows, weight.t()) if _by_onednn(rows, weight) else torch.mm(rows, weight)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a b, without autograd: [m k] [k n] -> [m n]."""
+    """Returns the product of a [m k] and b [k n], without autograd: [m n]."""
     if not _by_onednn(a, b, default_device().type if a.is_meta else ""):
         return torch.mm(a, b)
     # oneDNN repacks its second operand, not the first, so a tall, transposed `a` is passed second.
@@ -78,11 +78,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
-    """Returns whether one kernel can add a b to a sum of dtype `to` without rounding a b first."""
+    """Returns whether a kernel adds a b to a sum of dtype `to` without first rounding the product.
+
+    a [m k] and b [k n] are the factors of the product a b.
+    """
     if to != torch.float32 or a.dtype not in (torch.bfloat16, torch.float16):
         return False
     if launch.on_gpu(a):
-        return hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.11
+        return hasattr(torch.ops.aten.addmm, "dtype_out")  # since torch 2.11
     return fused_cpu.adds_products(a, b)
 
 

@@ -1,10 +1,10 @@
 """RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of bf16 rows on GPUs.
 
-They are fused with the residual addition before them (csrc/cuda/norm.cu).
+The kernels (csrc/cuda/norm.cu) also compute the residual addition before the norm.
 
-Forward:  s = x + residual + before, rounded to bf16, and y = norm(s). Moves 8 bytes per element.
+Forward: s = x + residual + before, rounded to bf16, and y = norm(s); `before` is a bias.
 Backward: ds = dresidual + the gradient of s through norm(s), and the gradients of weight and bias.
-Moves 8 bytes per element; sums over rows are computed in a fixed order.
+Each reads and writes 8 bytes of memory per element. Sums over rows are computed in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from threed.core import device
 from threed.ops import launch, sums
 
-LARGEST = 16384  # elements per row
+LARGEST = 16384  # maximum number of elements per row
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,8 @@ class Normalized:
             it is x itself.
         y: output, bf16 [n h].
         means: LayerNorm's mean per row, fp32 [n], for the backward.
-        scales: 1 / sqrt(variance + eps) per row, fp32 [n], for the backward.
+        scales: 1 / sqrt(variance + eps) per row, fp32 [n], for the backward; RMSNorm's variance is
+            the mean square.
     """
 
     sum: Tensor
@@ -39,7 +40,7 @@ class Normalized:
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
-    """Returns LayerNorm (if `layer`) or RMSNorm of x over the last dimension, by formulas."""
+    """Returns LayerNorm (if `layer`) or RMSNorm of x [... h] over h, by plain operations."""
     if layer:
         x = x - x.mean(-1, keepdim=True)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
@@ -64,12 +65,12 @@ def forward(
     """Computes norm(x + residual + before). Launches one kernel.
 
     Args:
-        x: bf16 [n h].
+        x: rows, bf16 [n h].
         weight: bf16 [h].
         bias: bf16 [h], for LayerNorm.
-        eps: constant added to the variance.
-        layer: LayerNorm if true, else RMSNorm.
-        residual: bf16 [n h].
+        eps: constant added to the variance (to the mean square in RMSNorm).
+        layer: whether the norm is LayerNorm; otherwise it is RMSNorm.
+        residual: rows to add to x, bf16 [n h].
         before: bf16 [h], a bias added before the norm. No layer passes it yet.
     """
     total, y, means, scales = _start(x, residual, before, weight, bias, eps, layer)

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Range = tuple[int, int]  # [first, last)
+Range = tuple[int, int]  # (first, last): the positions first .. last - 1
 
 
 class Positions(NamedTuple):
     """Positions of the rows of activations [s b h] in their sequences.
 
-    Hashable, so that it can be a key of cached tables.
+    The class is hashable, so that positions can be keys of cached tables.
 
     Attributes:
         ranges: ranges of positions, in the order of the rows.

@@ -17,7 +17,7 @@ from threed.core import device
 from threed.ops import launch
 
 BLOCK = 256
-TOPS = {8: 127, 4: 7}  # largest integer by number of bits
+TOPS = {8: 127, 4: 7}  # largest quantized integer, by number of bits
 
 
 def quantize_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,9 @@ def dequantize_reference(q: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantizes x, bf16 [n], in k = n / 256 blocks; moves 3 bytes per element (2.5 in 4 bits).
+    """Quantizes x, bf16 [n], in k = n / 256 blocks.
+
+    Reads and writes 3 bytes of memory per element (2.5 in 4 bits).
 
     Returns:
         Packed integers, uint8 [k 256*bits/8], and scales, fp32 [k].
@@ -87,9 +89,9 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def dequantize(q: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Dequantizes the blocks of r ranks, and returns their sum over the ranks, bf16 [n].
 
-    Moves r + 2 bytes per element of the result (r/2 + 2 in 4 bits). Eight ranks are summed at a
-    time; the error of a sum is at most 2^-21 of the largest number that the scales of these ranks
-    allow.
+    Reads and writes r + 2 bytes of memory per element of the result (r/2 + 2 in 4 bits). Eight
+    ranks are summed at a time; the error of a sum of eight is at most 2^-21 of the largest number
+    that the scales of these ranks allow.
 
     Args:
         q: packed integers, uint8 [r k 256*bits/8].

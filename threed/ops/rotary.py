@@ -74,7 +74,7 @@ def table(positions: Positions, size: int, theta: Theta, device: torch.device) -
 
 
 def fits(x: Tensor, size: int, theta: Theta = 0.0) -> bool:
-    """Returns whether the kernel supports rows x with fully rotated heads of this size."""
+    """Returns whether the kernel supports rows x, and heads of this size are rotated in full."""
     supported = size > 0 and size % 16 == 0 and rotated_size(theta, size) == size
     return supported and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 
@@ -84,13 +84,13 @@ def rotate_(
 ) -> None:
     """Rotates the first `heads` heads in every row of x in place. Launches one kernel.
 
-    Moves 4 bytes per element of these heads.
+    Reads and writes 4 bytes of memory per element of these heads.
 
     Args:
-        x: bf16 [(s b) width].
+        x: rows of heads, bf16 [(s b) width].
         positions: the s positions.
         heads: number of heads to rotate.
-        size: d.
+        size: head's size d.
         theta: base of the frequencies, or a result of `ops.frequencies.frequencies`.
         back: whether to apply the inverse rotation.
     """

@@ -53,7 +53,8 @@ def _fused(
 ) -> None:
     g = g.to(p.dtype)
     scale, lr = None, now.lr
-    # The kernel divides by the scale, and reads scale and learning rate as fp32.
+    # The kernel divides the gradient by the scale. It reads scale and learning rate as fp32, so the
+    # gradient of an fp64 p is scaled separately.
     if p.dtype == torch.float32:
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:

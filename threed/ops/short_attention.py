@@ -37,7 +37,7 @@ def fits(qkv: Tensor, d: int) -> bool:
 def short_attention(qkv: Tensor, d: int) -> Tensor:
     """Returns the same as `reference`, for tensors that `fits` accepts.
 
-    It can be differentiated only once.
+    The result can be differentiated only once.
     """
     y: Tensor = _ShortAttention.apply(qkv, d)
     return y

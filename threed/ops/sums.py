@@ -1,6 +1,6 @@
-"""Sums on a GPU in two stages: partial sums of thread blocks, then the sum of these.
+"""Sums on a GPU in two stages: a partial sum per thread block, then the sum of all partial sums.
 
-Both stages add in a fixed order. The kernels are in csrc/cuda/sums.cu.
+Both stages add in a fixed order, so results are reproducible. The kernels are in csrc/cuda/sums.cu.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 from threed.core import device
 from threed.ops import launch
 
-# minimum rows per thread block; with far fewer the partial sums would be as large as the input
+# minimum rows per thread block; with far fewer, the partial sums would be as large as the input
 ROWS_OF_A_BLOCK = 64
 PER_PROCESSOR = 2  # thread blocks per multiprocessor
 
 
 def row_blocks(x: Tensor) -> int:
-    """Returns the number of partial sums over the rows of x [n h]."""
+    """Returns the number of partial sums into which the rows of x [n h] are divided."""
     return max(1, min(PER_PROCESSOR * device.processors(x.device), -(-len(x) // ROWS_OF_A_BLOCK)))
 
 
@@ -79,7 +79,7 @@ def add_parts(first: Parts, second: Parts | None = None) -> None:
     lambda x, out, add: None, launches=2,
 )  # fmt: skip
 def column_sums(x: Tensor, out: Tensor, *, add: bool) -> None:
-    """Computes out = the sum over rows of x, plus out if `add`. Launches two kernels.
+    """Writes the sum over the rows of x to `out`, or adds it if `add`. Launches two kernels.
 
     Args:
         x: bf16 [n h], read once (2 bytes per element).

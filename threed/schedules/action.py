@@ -1,7 +1,8 @@
 """The actions of a pipeline rank; a plan has one list of actions per rank.
 
 Use: `Action.parse("F0.3")` is the forward of micro-batch 3 on the rank's chunk 0;
-`Action.parse("F0.3+B1.2")` runs it together with the backward of micro-batch 2 on chunk 1.
+`Action.parse("F0.3+B1.2")` is the same forward, run together with the backward of micro-batch 2 on
+chunk 1.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Kind(StrEnum):
     SEND_B = "SB"  # send a gradient to the previous stage
     RECV_B = "RB"  # receive a gradient
     GATHER = "GATHER"  # launch the gathers of the first layers that a chunk's next action needs
-    REDUCE = "REDUCE"  # a chunk's last backward has ended: reduce its remaining gradients
-    VALIDATE = "VALIDATE"  # check the previous update; if it must be undone, restart the step
-    NORM = "NORM"  # the previous step's gradients are complete on all ranks: launch their norm
+    REDUCE = "REDUCE"  # after a chunk's last backward: reduce the chunk's remaining gradients
+    VALIDATE = "VALIDATE"  # check the previous update; if invalid, undo it and restart the step
+    NORM = "NORM"  # launch the norm of the previous step's gradients, complete on all ranks
     UPDATE = "UPDATE"  # update the weights with the previous step's gradients
 
 
@@ -45,7 +46,7 @@ class Action(NamedTuple):
         kind: the kind of the action.
         microbatch: the global index of the micro-batch, from 0. Negative indices are micro-batches
             of the previous step, of which -1 is the last. Actions that belong to no micro-batch
-            also have -1: GATHER and REDUCE, and VALIDATE, NORM and UPDATE.
+            (GATHER, REDUCE, VALIDATE, NORM and UPDATE) also have -1.
         chunk: the index of the chunk on the rank that runs the action, even for sends and receives.
             VALIDATE, NORM and UPDATE, which concern all chunks of the rank, have 0.
 
@@ -74,8 +75,8 @@ class Action(NamedTuple):
         """Returns the action that a text describes.
 
         Args:
-            text: kind, chunk and, after a point, micro-batch, such as F0.3; for an FB the forward
-                and the backward, joined by "+".
+            text: kind, chunk and, after a dot, micro-batch, such as F0.3; for an FB the forward and
+                the backward, joined by "+".
 
         Raises:
             ValueError: the text is malformed.

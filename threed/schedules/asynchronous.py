@@ -1,4 +1,4 @@
-"""Checks of asynchronous plans: backwards that run in the next step, and the update.
+"""Checks of asynchronous plans: the backwards that a step leaves to the next one, and the update.
 
 The checks of a plan in plan_checks.py and deadlock_check.py call these functions.
 """
@@ -18,9 +18,9 @@ _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
 def check_open(plan: Plan) -> None:
     """Checks `Plan.begun` and `Plan.left`: one count per rank, not increasing from stage to stage.
 
-    If an earlier stage runs a backward in this step, a later stage must not leave it to the next
-    step, because the earlier stage needs the gradient of the later one. Raises ValueError naming
-    the rank and the action.
+    If an earlier stage runs a micro-batch's backward in this step, a later stage must not leave the
+    micro-batch to the next step, because the earlier stage needs the gradient of the later one.
+    Raises ValueError naming the rank and the action.
     """
     for name, counts in (("begun", plan.begun), ("left", plan.left)):
         if not counts:

@@ -199,7 +199,7 @@ class _Rank:
         return tuple(self._done)
 
     def _fill(self) -> None:
-        """Runs phases 1 to 3."""
+        """Appends the actions of phases 1 to 3 (see the module's docstring)."""
         ahead = self.ranks - self.depth - 1
         for _ in range(2 * ahead):
             self._run(self._forward(self.near))
@@ -210,7 +210,7 @@ class _Rank:
             self._run(self._owed.popleft(), self._forward(self.far))
 
     def _steady(self) -> None:
-        """Runs phases 4 and 5.
+        """Appends the actions of phases 4 and 5.
 
         On the last rank before the turning point, the first forward of near and the first backward
         of far run in sequence, not as a pair, so that the result of the forward is ready earlier.
@@ -229,7 +229,7 @@ class _Rank:
             )
 
     def _drain(self) -> None:
-        """Runs phases 6 to 8."""
+        """Appends the actions of phases 6 to 8."""
         backwards = [self.far, self.near] * (self.depth + 1)
         for number, chunk in enumerate(backwards):
             if number > self.depth:

@@ -1,6 +1,7 @@
 """Shorten a plan by tabu search along its critical path.
 
-Use: `better, effort = shorten(flow, filled, limit, effort)`, for a plan from `flow.fill`.
+Use: `better, effort = shorten(flow, filled, limit, effort)`, where `split_backward.fill` returned
+the plan `filled`.
 
 The makespan of a plan is the length of its critical path: actions that cannot run later without
 delaying the end. Another order can end earlier only if it swaps two actions that are neighbors on
@@ -10,8 +11,8 @@ the smallest estimate, even if the plan gets longer, so that the search leaves l
 makes other swaps that are estimated to shorten the plan and share no action. The reversal of a swap
 is tabu for a few rounds. W is swapped like F and I.
 
-Sources, all on the job shop: van Laarhoven et al. 1992 (DOI 10.1287/opre.40.1.113: one such swap
-never causes a deadlock), Taillard 1994 (DOI 10.1287/ijoc.6.2.108: estimate of the path length
+Sources, all on job-shop scheduling: van Laarhoven et al. 1992 (DOI 10.1287/opre.40.1.113: one such
+swap never causes a deadlock), Taillard 1994 (DOI 10.1287/ijoc.6.2.108: estimate of the path length
 without simulating the plan), Nowicki and Smutnicki 1996 (DOI 10.1287/mnsc.42.6.797: the choice of a
 swap if all are tabu).
 """
@@ -26,7 +27,7 @@ from threed.schedules.split_backward import Filled, Flow
 
 TENURE = 11  # number of rounds for which the reversal of a swap is tabu
 MAX_STALLED = 200  # number of rounds without improvement after which the search stops
-_EPSILON = 1e-9  # relative to the makespan: tolerance for rounding
+_EPSILON = 1e-9  # tolerance for rounding, relative to the makespan
 
 
 def shorten(flow: Flow, filled: Filled, limit: int, effort: float) -> tuple[Filled, float]:
@@ -47,7 +48,7 @@ def shorten(flow: Flow, filled: Filled, limit: int, effort: float) -> tuple[Fill
     if times is None:
         raise ValueError("ranks of the plan wait for each other")
     best, best_ranks = times, [list(line) for line in ranks]
-    tabu: dict[tuple[int, int], int] = {}  # (first, second) -> last round in which it is tabu
+    tabu: dict[tuple[int, int], int] = {}  # (first, second) -> last round of the swap's tabu
     turn = stalled = 0
     while effort > 0 and stalled < MAX_STALLED:
         turn, stalled = turn + 1, stalled + 1
@@ -93,7 +94,7 @@ class _Swap(NamedTuple):
         rank: the rank.
         at: index of the first action in the rank's list.
         first: number of the first action (see `_Actions`).
-        second: number of the action that follows it.
+        second: number of the action that follows the first action on the rank.
     """
 
     longest: float
@@ -180,7 +181,10 @@ class _Actions:
         self.needed_by[need].append(action)
 
     def numbered(self, ranks: tuple[tuple[int, ...], ...]) -> list[list[int]]:
-        """Returns the numbers of a plan's actions per rank. ranks: see `Filled.ranks`."""
+        """Returns the numbers of a plan's actions per rank.
+
+        ranks: the actions per rank, in the form of `Filled.ranks`.
+        """
         numbers = []
         for line in ranks:
             following = {
@@ -191,7 +195,10 @@ class _Actions:
         return numbers
 
     def begins(self, ranks: list[list[int]]) -> _Times | None:
-        """Returns the simulated times of the action numbers per rank, or None on a deadlock."""
+        """Returns the simulated times of a plan, or None if the ranks deadlock.
+
+        ranks: the numbers of the actions per rank.
+        """
         begin, order = [-1.0] * len(self.time), list[int]()
         at, now = [0] * len(ranks), [0.0] * len(ranks)
         time, need, lag, elsewhere = self.time, self.need, self.lag, self.elsewhere

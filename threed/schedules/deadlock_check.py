@@ -1,13 +1,13 @@
 """Check that a lowered plan cannot deadlock, even with the strictest transport.
 
-Use: `check_rendezvous(lower(plan))` returns None, or raises with the ranks and actions that wait
-for each other.
+Use: `check_rendezvous(lower(plan))` returns None, or raises an error that names the ranks and
+actions that wait for each other.
 
-In this transport every send and every receive blocks until the peer reaches the matching action,
-and all messages from one rank to another share one in-order channel. A plan that passes also
-finishes on any transport with buffers or asynchronous sends. REDUCE and GATHER use other process
-groups and are ignored here. UPDATE waits until all ranks have run NORM. VALIDATE does not wait for
-other ranks, and is checked by post_update_validation.py.
+With the strictest transport, every send and every receive blocks until the peer reaches the
+matching action, and all messages from one rank to another share one in-order channel. A plan that
+passes also finishes on any transport with buffers or asynchronous sends. REDUCE and GATHER use
+other process groups and are ignored here. UPDATE waits until all ranks have run NORM. VALIDATE does
+not wait for other ranks, and is checked by post_update_validation.py.
 """
 
 from __future__ import annotations

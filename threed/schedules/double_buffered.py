@@ -24,7 +24,8 @@ from threed.schedules.plan import Plan
 def two_bw(stages: int, microbatches: int) -> Plan:
     """Returns the plan of a step in the middle of a run.
 
-    Stage s runs the forward of a micro-batch m, then the backward of m - (stages - s - 1), in turn.
+    For m = 0, 1 .., stage s runs the forward of micro-batch m, then the backward of micro-batch
+    m - (stages - s - 1).
 
     Args:
         stages: number of pipeline ranks.

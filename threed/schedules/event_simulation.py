@@ -23,14 +23,14 @@ _NONE = -1
 class _Exchange(NamedTuple):
     """The input and the result of an F, B or I, as indices into the list of all results.
 
-    The list has all activations, then all gradients. Each half is ordered by stage and, within a
-    stage, by micro-batch, from the first one of the previous step. The indices below are for
-    micro-batch 0; add m to get the indices for micro-batch m.
+    The list contains all activations, then all gradients. Each half is ordered by stage and, within
+    a stage, by micro-batch, starting with the micro-batches of the previous step. The indices below
+    are for micro-batch 0; add m to get the indices for micro-batch m.
 
     Attributes:
-        needs: index of the input, or -1 without an input.
+        needs: index of the input, or -1 if the action has no input.
         latency: time until the input arrives.
-        makes: index of the result, or -1 without a result.
+        makes: index of the result, or -1 if the action has no result.
     """
 
     needs: int

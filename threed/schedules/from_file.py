@@ -2,7 +2,7 @@
 
     fn = find("mine.py:zigzag", registered)       the function zigzag in mine.py
     plan_of("mine.py:zigzag", fn, 4, 8)           zigzag(4, 8), checked
-    read_csv("mine.csv")                          the plan, with the sizes of the file
+    read_csv("mine.csv")                          the plan in the file
 
 Every error names the file and the problem; if the function raises, the error also names the line.
 """

@@ -20,7 +20,7 @@ from threed.core import svg_style as style
 from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.event_simulation import Span
 
-# Color, its share of background, and meaning.
+# Per kind of action: color, share of the background color that is mixed into it, and meaning.
 _STYLES = {
     Kind.F: (style.BLUE, 0.0, "forward"),
     Kind.B: (style.GREEN, 0.0, "backward"),
@@ -96,8 +96,8 @@ def svg(
         legend: whether to add a legend.
         unit: unit of the times, shown on the axis; "s" may be shown as ms or µs.
         ways: `Plan.ways`, for the legend.
-        extent: minimum length of time that the width of the chart represents. Charts have the same
-            scale if they have the same `extent`, and none of them is longer.
+        extent: minimum length of time that the width of the chart represents. Charts with the same
+            `extent` have the same scale if none of them lasts longer than `extent`.
     """
     page = _page(spans_per_rank, 12 + 26 * bool(title) + 20 * bool(subtitle), extent)
     body = [*_headings(title, subtitle), *_lanes(page), *_axis(page, unit)]

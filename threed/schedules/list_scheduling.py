@@ -1,10 +1,11 @@
 """List scheduling: orders forwards and backwards by priorities, under a memory limit.
 
-Use: `orders = list_orders(flow, Priority(...), limit)`, then `flow.fill`.
+Use: `orders = list_orders(flow, Priority(...), limit)`, then `split_backward.fill`.
 
 The ranks are simulated over time. A free rank takes the F or I with the lowest priority number
-among those that have their input and fit into memory. It runs its oldest pending W if no such
-action exists or, with `Priority.eager`, if its memory is full.
+among the actions whose input is available and that fit into memory. It runs its oldest pending W if
+no such action exists or, with `Priority.eager`, if its memory is full. Positions and orders are
+defined in split_backward.py.
 """
 
 from __future__ import annotations

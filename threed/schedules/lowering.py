@@ -22,8 +22,8 @@ from threed.schedules.plan import Plan
 from threed.schedules.post_update_validation import add_validation
 
 _UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
-# Order at equal times: ends before starts, and messages before reductions, because other ranks wait
-# for messages.
+# Phases, in the order of entries with equal times: the end of an action (messages, reductions)
+# precedes the start of another. Messages precede reductions, because other ranks wait for messages.
 _GATHER, _MESSAGE, _REDUCE, _NORM, _UPDATE, _START, _PHASES = range(7)
 # (rank, kind, chunk) -> (kind of send, kind of receive, receiving rank, its chunk)
 Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]

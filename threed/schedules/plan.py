@@ -23,7 +23,7 @@ Place = tuple[int, int]  # (rank, chunk)
 
 
 class SizesError(PicklableError, ValueError):
-    """Raised if a schedule has no plan for these sizes.
+    """Raised if a schedule has no plan for the requested sizes.
 
     Attributes:
         problem: description of the problem.
@@ -42,8 +42,8 @@ class SizesError(PicklableError, ValueError):
 class Plan:
     """The actions of every pipeline rank in one step, in order.
 
-    The steps of an asynchronous plan overlap: it contains backwards of the previous step and leaves
-    some backwards to the next step.
+    The steps of an asynchronous schedule overlap: its plan contains backwards of the previous step
+    and leaves some backwards to the next step.
 
     Attributes:
         name: the name of the schedule.

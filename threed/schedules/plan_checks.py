@@ -1,8 +1,8 @@
 """Checks of a plan before any tensor moves. Every error names the rank and the action.
 
 `legal(plan)` checks each rank's list of actions separately, for missing, repeated and misordered
-actions. `validate` in deadlock_check.py also simulates all ranks together and, if the plan contains
-communication, checks it.
+actions. `validate` in deadlock_check.py also simulates all ranks together, and checks the
+communication of a plan that contains any.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def legal(plan: Plan) -> None:
         ValueError: the plan is invalid; the message names the rank and the action.
     """
     sizes = (plan.stages, plan.microbatches, plan.chunks)
-    # A plan that drains the pipeline has no new micro-batch.
+    # A plan that drains the pipeline has no new micro-batch, so 0 is allowed with a previous step.
     fewest = (1, 0 if plan.begun else 1, 1)
     if not all(
         isinstance(size, Integral) and size >= least
@@ -122,7 +122,7 @@ def _check_placement(plan: Plan) -> None:
 
 
 def _walk(plan: Plan, rank: int) -> list[int]:
-    """Checks the order of a rank's actions and returns its progress at the end of the plan.
+    """Checks the order of a rank's actions; returns the final progress of all its micro-batches.
 
     In the result, micro-batch m (negative in the previous step) on chunk c has the index
     c * count + before + m. Here `before` is the number of micro-batches of the previous step that
@@ -293,8 +293,8 @@ def check_reductions(plan: Plan) -> None:
 def _check_gathers(plan: Plan) -> None:
     """Checks the gathers between each compute action and the previous one.
 
-    They must be exactly one gather per chunk that the compute action uses. W uses no
-    parameters and has no gather. Raises ValueError naming the rank and the action.
+    There must be exactly one gather per chunk that the compute action uses. W uses no parameters
+    and has no gather. Raises ValueError naming the rank and the action.
     """
     for rank, actions in enumerate(plan.ranks):
         begun: list[int] = []

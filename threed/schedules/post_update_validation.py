@@ -9,8 +9,8 @@ section 4); the step then restarts. This requires two conditions. First, no rank
 before its VALIDATE, because the gradients of the previous step are still needed. Second, a message
 that the sender sends before its VALIDATE is received before the receiver's VALIDATE, and no other
 message is, so that no message of the first attempt is in flight when the step restarts.
-`add_validation` chooses the latest places that meet both conditions, which leaves the most time for
-the reduction over all ranks that validates the update.
+`add_validation` places each VALIDATE as late as both conditions allow, which leaves the most time
+for the reduction over all ranks that validates the update.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The schedules by name: built-in and registered ones, and files with a custom schedule.
 
     plan = build("1f1b", stages=4, microbatches=8)
-    own_chunks("zb-v")          2, its chunks per rank
-    is_asynchronous("2bw")      True: its steps overlap
+    own_chunks("zb-v")          2, the chunks per rank of zb-v
+    is_asynchronous("2bw")      True: the steps of 2bw overlap
 
 A name is one of `available()`, FILE.py:FUNCTION or FILE.csv.
 """
@@ -47,7 +47,7 @@ class _Entry(NamedTuple):
     asynchronous: bool = False
 
 
-# Changed after import only by `register`. Registered names are per process, like imported modules.
+# After import only `register` changes this table. Registered names are per process, like modules.
 _SCHEDULES = {
     "gpipe": _Entry(gpipe, 1),
     "1f1b": _Entry(one_f_one_b, 1),

@@ -3,8 +3,9 @@
     plan = build("1f1b", stages=4, microbatches=8)
     simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
-`simulate` runs the plan with its costs (event_simulation.py) and derives makespan, bubble, peak activations and
-message counts from the times. `span_and_bubble` and `idle_shares` also take measured times.
+`simulate` runs the plan with its costs (event_simulation.py) and derives makespan, bubble, peak
+activations and message counts from the times. `span_and_bubble` and `idle_shares` also take
+measured times.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Cost = float | tuple[float, ...]
 class Costs:
     """Costs of compute actions and messages, in any unit of time.
 
-    A cost that is a number is the time of one micro-batch over all chunks of a rank that it passes;
-    if it passes V chunks, each takes 1/V of that time. A cost that is a tuple has one time per
-    stage of the model, in model order, for stages of unequal cost.
+    A cost that is a number is the time of one micro-batch on a rank, over all chunks of the rank
+    that the micro-batch passes. If there are V such chunks, each takes 1/V of that time. A cost
+    that is a tuple has one time per stage of the model, in model order, for stages of unequal cost.
 
     Attributes:
         forward: time of F.
@@ -104,8 +105,9 @@ class Timeline:
         bubble: idle fraction of the rank with the longest span, within its span (as in arXiv
             2401.10241, section 5).
         peak_activations: per rank, the maximum of live activations, in micro-batches. Activations
-            are live from the start of F to the end of B or W. Those of one of a rank's V chunks
-            count as 1/V of a micro-batch (2/V in a bidirectional plan).
+            are live from the start of F to the end of B or W. If a rank has V chunks, the
+            activations of a micro-batch on one chunk count as 1/V of a micro-batch (2/V in a
+            bidirectional plan).
         messages: per rank, the number of sends per step.
         spans: per rank, (action, start, end) of every compute action.
     """
@@ -162,12 +164,12 @@ def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
 
 
 def idle_shares(spans: Sequence[Sequence[Span]]) -> list[float]:
-    """Returns the idle fraction of each rank, within a step.
+    """Returns the idle fraction of each rank within a step.
 
     A step lasts from the first start to the last end of the compute actions of all ranks. The mean
-    of the fractions is the fraction of all ranks' time that is lost. The mean is also meaningful
-    for stages of unequal cost, for which the bubble of `span_and_bubble` is misleading. The rank
-    with the smallest fraction is the bottleneck.
+    of the fractions is the fraction of all ranks' time that is lost. It is meaningful also for
+    stages of unequal cost, for which the bubble of `span_and_bubble` is misleading. The rank with
+    the smallest fraction is the bottleneck.
     """
     rows = [
         [(start, end) for action, start, end in actions if action.kind in COMPUTE]

@@ -1,4 +1,4 @@
-"""Schedules with split backwards as orders of positions, and the placement of weight gradients.
+"""Represents schedules with split backwards as orders of positions, and places weight gradients.
 
 Use: `flow = Flow.of(placement, microbatches, costs)`; `filled = fill(flow, orders, limit, patient)`
 inserts the weight gradients into given orders of forwards and backwards, and simulates the result;
@@ -23,7 +23,7 @@ Placement = tuple[tuple[int, ...], ...]
 Orders = Sequence[Sequence[int]]
 """Per rank, the positions that it runs, in order and without W.
 
-The i-th occurrence of a position in a rank's list is its micro-batch i, from 0.
+The i-th occurrence of a position in a rank's list, from 0, is the action for micro-batch i.
 """
 
 

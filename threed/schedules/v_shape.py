@@ -32,7 +32,7 @@ from threed.schedules.split_backward import Flow, Orders, fill, to_plan, v_shape
 PERIOD = 6  # units of time per micro-batch on a rank: two F, two I and two W
 # times of F, I and W on both chunks of a rank together, so each action on one chunk takes 1 unit
 UNIT = Costs(2, 2, 2)
-_EFFORT = 100_000  # the argument `effort` of `shorten`
+_EFFORT = 100_000  # maximum number of actions that `shorten` simulates
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
@@ -83,8 +83,8 @@ class Variant(NamedTuple):
             rank on the way down.
         extra: for list scheduling: time by which an activation may live longer than in the pattern.
         more: for list scheduling: additional micro-batches in flight per stage.
-        balanced: for list scheduling: until a rank has run the first I of its first stage, it
-            reserves memory for its second chunk.
+        balanced: for list scheduling: whether a rank reserves memory for its second chunk until it
+            has run the first I of its first stage.
         eager: for list scheduling: see `Priority`.
         tight: whether to use the repeated pattern, with its beginning and end moved as early as
             possible, instead of list scheduling.
@@ -154,8 +154,9 @@ def phases(unit: Flow) -> Orders:
     return orders
 
 
-# By hop, from the number of ranks: idle units on the first rank, between the last forward of a
-# micro-batch and its first I there, so that no actions of the repeated pattern collide.
+# By hop, a function of the number of ranks. It returns the number of idle units on the first rank
+# between the last forward of a micro-batch and its first I. With this gap, no actions of the
+# repeated pattern collide.
 _GAPS = {1: lambda ranks: 2 if ranks % 3 == 0 else 0, 2: lambda ranks: 0 if ranks % 2 else 3}
 
 

@@ -17,8 +17,8 @@ from threed.schedules.plan import Plan
 def zb_h1(stages: int, microbatches: int) -> Plan:
     """Returns the plan of ZB-H1.
 
-    Stage s starts with (stages - s - 1) forwards as in 1F1B. The W of a micro-batch runs after the
-    I of the micro-batch that is s later.
+    Stage s starts with (stages - s - 1) forwards as in 1F1B. The W of micro-batch m runs after the
+    I of micro-batch m + s.
 
     Args:
         stages: number of pipeline ranks.
@@ -31,8 +31,8 @@ def zb_h1(stages: int, microbatches: int) -> Plan:
 def zb_h2(stages: int, microbatches: int) -> Plan:
     """Returns the plan of ZB-H2.
 
-    Stage s starts with 2 * (stages - s - 1) forwards. The W of a micro-batch runs after the I of
-    the micro-batch that is 2 * s later.
+    Stage s starts with 2 * (stages - s - 1) forwards. The W of micro-batch m runs after the I of
+    micro-batch m + 2 * s.
 
     Args:
         stages: number of pipeline ranks.

@@ -2,12 +2,12 @@
 
 Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), limit=6)`.
 
-The search simulates many orders of forwards and backwards, with W placed by `flow.fill`, until the
-makespan reaches its lower bound or EFFORT is spent. It then improves the few best orders along
-their critical paths (`critical.shorten`). With one chunk per rank it tries 1F1B with more forwards
-at the beginning; some of these orders then skip a forward after every few backwards, so that fewer
-micro-batches are in flight. With two chunks it tries the orders of ZB-V, V-Half, V-Min and similar
-patterns. Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
+The search simulates many orders of forwards and backwards, with W placed by `split_backward.fill`,
+until the makespan reaches its lower bound or EFFORT is spent. It then improves the few best orders
+along their critical paths (`critical_path.shorten`). With one chunk per rank it tries 1F1B with
+more forwards at the beginning; some of these orders then skip a forward after every few backwards,
+so that fewer micro-batches are in flight. With two chunks it tries the orders of ZB-V, V-Half,
+V-Min and similar patterns. Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 
 EFFORT = 1_000_000  # maximum number of actions to simulate in the search, and again in `shorten`
-STARTS = 4  # number of plans that `shorten` starts from: the best of the search
+STARTS = 4  # number of plans that `shorten` starts from: the best plans that the search found
 
 
 def zb_auto(
@@ -89,7 +89,7 @@ def planned(
 
 
 def _default_limit(stages: int, chunks: int) -> int:
-    """Returns the micro-batches that a rank keeps in ZB-H2, or with two chunks in ZB-V."""
+    """Returns the number of micro-batches that a rank keeps in ZB-H2 (in ZB-V with two chunks)."""
     return 2 * stages - 1 if chunks == 1 else stages
 
 
@@ -109,7 +109,7 @@ def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
 
 
 class _Search:
-    """The best plans found, in order of their makespan, and the remaining effort."""
+    """A search: the best plans found, in order of their makespan, and the remaining effort."""
 
     def __init__(self, flow: Flow, limit: int):
         self.flow, self.limit = flow, limit
@@ -206,9 +206,9 @@ def _one_f_one_b_orders(
     """Returns per rank the order of 1F1B with `begin[rank]` forwards before the first backward.
 
     every: number of backwards after which the first rank skips a forward, and so has one
-    micro-batch fewer in flight. Rank r then skips a forward if it would otherwise have more in
-    flight than the first rank's number minus r. No rank goes below the number of 1F1B. Source of
-    skipping forwards: arXiv 2401.10241, section 3.1.
+    micro-batch fewer in flight. Rank r then skips a forward if it would otherwise have more
+    micro-batches in flight than the first rank's number minus r. No rank has fewer in flight than
+    in 1F1B. Source of skipping forwards: arXiv 2401.10241, section 3.1.
     """
     orders = []
     for rank, ahead in enumerate(begin):
@@ -228,8 +228,8 @@ def _one_f_one_b_orders(
 def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
     """Yields numbers of warm-up forwards per rank, which increase towards the first rank.
 
-    If a rank runs one forward more than the next rank, it hides the round trip of a message; two
-    forwards more also hide an I. No number exceeds the memory limit.
+    One forward more than on the next rank hides the round trip of a message; two forwards more also
+    hide an I. No number exceeds the memory limit.
     """
     ranks, last = flow.ranks, len(flow.rank) - 1
     f = sum(flow.time[: flow.forwards]) / ranks or 1.0

@@ -30,7 +30,7 @@ from threed.core.source import names_model
 __all__: list[str] = []
 
 NAMES = tuple(REGISTERED)
-# The architecture of custom models (`--model.arch FILE.py:NAME`). They accept every key.
+# The architecture of custom models (`--model.arch FILE.py:NAME`), which accept every key.
 CUSTOM = Architecture(
     "custom", "a custom model", "", "", (), learned_positions=True,
     takes=frozenset[str]().union(*(record.takes for record in REGISTERED.values())),
@@ -39,7 +39,7 @@ CUSTOM = Architecture(
 
 
 def record_of(arch: str) -> Architecture:
-    """Returns the architecture that a value of `--model.arch` names."""
+    """Returns the architecture for a value of `--model.arch`."""
     return CUSTOM if names_model(arch) else REGISTERED[arch]
 
 

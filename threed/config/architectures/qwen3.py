@@ -1,4 +1,4 @@
-"""Qwen3: Llama with a norm on each query and key head, any head dimension (arXiv 2505.09388)."""
+"""Qwen3: Llama with a norm on each query and key head and any head size (arXiv 2505.09388)."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Architecture:
     def prefix(self) -> str:
         """Prefix of the tensor names in a Hugging Face model with a head.
 
-        A base model's names lack it.
+        In a base model, which has no head, the names lack this prefix.
         """
         return self.rules[0].hf.partition(".")[0] + "."
 
@@ -167,7 +167,12 @@ class Architecture:
         }  # fmt: skip
 
     def has_window(self, keys: Keys, block: int) -> bool:
-        """Returns whether a block has a sliding window. keys: resolved model keys."""
+        """Returns whether a block has a sliding window.
+
+        Args:
+            keys: resolved model keys.
+            block: number of the block.
+        """
         pattern = keys["layer_pattern"] or self.layer_pattern
         return bool(pattern[block % len(pattern)] == "s")
 
@@ -244,9 +249,9 @@ GEMMA_FIXED: dict[str, Any] = {
 
 
 def no_fraction(keys: Keys) -> Iterator[str]:
-    """Yields a limit of some models in `transformers`: `heads` must divide `hidden`.
+    """Yields a limit of some models in `transformers`: `hidden` must be a multiple of `heads`.
 
-    This applies even if `head_dim` is given.
+    The limit applies even if `head_dim` is given.
     """
     if keys["hidden"] % keys["heads"]:
         yield f"--model.hidden {keys['hidden']}, which is not a multiple of the number of heads ({keys['heads']})"
@@ -286,7 +291,10 @@ ATTENTION, MLP = f"{BLOCK}.attention", f"{BLOCK}.mlp"
 
 
 def norms(**native: str) -> tuple[Rule, ...]:
-    """Returns the rules of a block's norms. native: native names, by Hugging Face name."""
+    """Returns the rules of a block's norms.
+
+    native: the norms' native names, by Hugging Face name.
+    """
     return tuple(
         one(f"{HF_BLOCK}.{hf}.weight", f"{BLOCK}.{name}.weight", "h") for hf, name in native.items()
     )

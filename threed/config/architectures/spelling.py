@@ -17,7 +17,7 @@ from typing import Any
 from threed.config.architectures.record import Architecture, Keys
 from threed.config.architectures.rope_scaling import KINDS
 
-# Keys that do not change the computation.
+# Keys that are ignored in every configuration, because they do not change the computation.
 ACCEPTED = frozenset({
     "_attn_implementation", "_name_or_path", "architectures", "auto_map", "bos_token_id", "cache_implementation",
     "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder",
@@ -26,7 +26,8 @@ ACCEPTED = frozenset({
 })  # fmt: skip
 LETTERS = {"sliding_attention": "s", "full_attention": "f"}
 WORDS = {letter: word for word, letter in LETTERS.items()}
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # other names of the same function
+# names of activations, and the equivalent names that replace them in comparisons
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -263,7 +264,7 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
     if not record.learned_positions:
         table |= _rope(record, keys)
     if record.window == "layer_types" and not keys["window"]:
-        # "sliding_attention" layers require a window: use one that covers all positions
+        # "sliding_attention" layers require a window, so the window covers all positions.
         table["sliding_window"] = keys["positions"]
     return table | _windows(record, keys) | dict(record.fixed) | dict(record.written)
 
@@ -297,7 +298,8 @@ def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
             for name, value in old.items()
             if name in ("type", "short_factor", "long_factor")
         }
-        # transformers 4 does not support these two keys; without `rest`, rope_scaling is left out
+        # transformers 4 does not support these two keys. If `rest` is empty, rope_scaling is left
+        # out.
         rest = {} if "factor" in rest or "attention_factor" in rest else rest
     if record.local:
         table["rope_local_base_freq"] = keys["rope_local_theta"]

@@ -25,13 +25,13 @@ _TYPES: dict[str, Any] = {
 
 
 def library(name: str) -> ctypes.CDLL | None:
-    """Returns the library of csrc/<name>, or None. Warns once if the compiler fails."""
+    """Returns the library of csrc/<name>, or None without it. Warns once if compiling fails."""
     return _find(name)[0]
 
 
 @functools.cache
 def function(name: str, types: str) -> Any:
-    """Returns a function of csrc/cpu with declared types; None without a library.
+    """Returns a function of csrc/cpu with declared types; None without the library.
 
     Args:
         name: name in C.
@@ -59,8 +59,8 @@ def status() -> dict[str, str]:
 
 @functools.cache
 def _find(name: str) -> tuple[ctypes.CDLL | None, str]:
-    # imported here, because `python -m threed.core.native.build` imports this package first and
-    # must not find the module imported already
+    # imported here, because `python -m threed.core.native.build` imports this package first, and
+    # Python warns if that import already loads the module to run
     from threed.core.native import build
 
     return build.load(build.LIBRARIES[name])

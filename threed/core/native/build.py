@@ -12,10 +12,11 @@ library is never loaded. A library gets its name by one rename, under a lock tha
 releases if the process dies. Because the code in the cache is executed, the cache folder must be
 owned by the user or root, and others must not be able to write to it; it is created with mode 0700.
 
-CXX and NVCC select other compilers. THREED_NATIVE=0 disables native code; plain torch operations
-run instead. Code is compiled for the baseline architecture, and faster instructions are selected at
-run time, so a library can be moved to another machine. GPU code is compiled for all
-`CUDA.architectures` that the compiler supports, and as PTX for later architectures.
+The environment variables CXX and NVCC select other compilers. THREED_NATIVE=0 disables native code;
+plain torch operations run instead. Code is compiled for the baseline architecture, and faster
+instructions are selected at run time, so a library can be moved to another machine. GPU code is
+compiled for all `CUDA.architectures` that the compiler supports, and as PTX for later
+architectures.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Library:
     Attributes:
         name: name of the folder and of the library.
         suffix: suffix of the sources.
-        variable: environment variable that selects its compiler.
+        variable: environment variable that selects another compiler.
         compilers: default compilers, in order of preference.
         flags: compiler flags.
         architectures: compute capabilities of GPUs to compile for, without the point.
@@ -254,7 +255,7 @@ def targets(library: Library, command: list[str]) -> list[str]:
 
 
 def first_errors(output: str, lines: int = 6) -> str:
-    """Returns up to `lines` lines of a compiler's output, from its first error on."""
+    """Returns up to `lines` lines of a compiler's output, starting with the first error."""
     found = output.splitlines()
     start = next((i for i, line in enumerate(found) if "error" in line), 0)
     return "\n".join(found[start : start + lines]) or "(no output)"
@@ -276,16 +277,16 @@ def load(library: Library) -> tuple[ctypes.CDLL | None, str]:
 
 
 def _load(library: Library) -> tuple[Path, ctypes.CDLL]:
-    """Loads the wheel's library; if that is missing or does not load here, the cached library."""
+    """Loads the wheel's library; if it is missing or does not load, the cached library."""
     wheel = installed(library)
     if wheel is not None:
-        with contextlib.suppress(OSError):  # the wheel was built for another system
+        with contextlib.suppress(OSError):  # raised if the wheel was built for another system
             return wheel, ctypes.CDLL(str(wheel))
     path = ensure(library)
     with contextlib.suppress(OSError):
         return path, ctypes.CDLL(str(path))
     try:
-        path.unlink(missing_ok=True)  # damaged: compile it again
+        path.unlink(missing_ok=True)  # the cached file is damaged: compile it again
         return path, ctypes.CDLL(str(ensure(library)))
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}") from error
