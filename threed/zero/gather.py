@@ -4,7 +4,7 @@
     complete()        completes and publishes slices of which this rank updates only a portion
     start(unit)       begins to gather the parameters of a unit (a layer or module, see `layout`)
     ready(unit)       waits until the parameters of a unit are gathered
-    release(unit)     frees the memory of these parameters, unless another unit still needs it
+    release(unit)     frees the memory of the unit's parameters, unless another unit still uses them
 
 Unsharded parameters (stages 1 and 2, small ones under stage 3) are gathered once per update, by
 `publish`. The gather overlaps with the beginning of the next forward, and `ready` waits for it.
@@ -40,7 +40,10 @@ from threed.zero.torch_modes import hide_from_checkpointing, without_transforms
 
 
 def _hidden_from_checkpointing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: hides gathers for wrapped modules from selective activation checkpointing."""
+    """Decorator: hides the gathers in a method from selective activation checkpointing.
+
+    Applies only to the gatherer of a wrapped module.
+    """
 
     @functools.wraps(method)
     def run(self: Gatherer, *args: Any) -> Any:
@@ -55,8 +58,8 @@ class SavedView:
 
     Attributes:
         group: the group.
-        slot: the parameter, if the tensor was saved while it was not gathered (its placeholder was
-            saved); None if a view of the gathered buffer was saved.
+        slot: if the tensor is the placeholder of a parameter that was not gathered: the parameter.
+            None if the tensor is a view of the gathered buffer.
         dtype: dtype of the tensor.
         place: (size, strides, offset in the buffer) of the tensor.
     """
@@ -111,7 +114,7 @@ class Gatherer:
             a parameter that is not gathered.
         version: counter, incremented when the values of sharded parameters change.
         wrapped: whether the parameters belong to a wrapped module. If so, the user's program may
-            read and change them.
+            read and change them at any time.
         order: hash of the sequence of gathered groups; must be equal on all ranks.
     """
 
@@ -129,7 +132,7 @@ class Gatherer:
             for slot in group.slots if group.sliced else ():
                 self.by_storage[storage_of(slot.placeholder)] = (group, slot)
         self.version = 0
-        self._published: dict[Bucket, Pending] = {}  # unsharded parameters: gathers in flight
+        self._published: dict[Bucket, Pending] = {}  # gathers in flight of unsharded parameters
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
@@ -200,8 +203,9 @@ class Gatherer:
     def show(self, newest: bool) -> None:
         """Selects the version of unsharded parameters that layers read (`zero.versions`).
 
-        Gathers in flight write to the newest version. Parameters that show it are guarded until
-        their gathers end; parameters that show the previous version need no guard.
+        Gathers in flight write to the newest version. While layers read the newest version, a
+        parameter is guarded until its gather ends: a use of the parameter waits for the gather.
+        While layers read the previous version, no guard is needed.
 
         Args:
             newest: whether to show the newest version.
@@ -252,29 +256,29 @@ class Gatherer:
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sharded parameters; raises the first error only after freeing the others."""
+        """Frees all sharded parameters; if some raise errors, raises the first one at the end."""
         first: RuntimeError | None = None
         for group in list(self._holders):
             try:
                 self._free(group)
-            except RuntimeError as error:  # values of another shape or dtype were set
+            except RuntimeError as error:  # the program has set values of another shape or dtype
                 first = first or error
         if first is not None:
             raise first
 
     def pass_ended(self) -> None:
-        """Hook: called after each backward."""
+        """Hook for subclasses: called after each backward. Does nothing in this class."""
 
     def gradient_complete(self, slot: Slot) -> None:
-        """Hook: called during a backward for each parameter whose gradient is complete."""
+        """Hook for subclasses: called in a backward when a parameter's gradient is complete."""
 
     # -------------------------------------------------------------------------------------------------------- groups
 
     def before_use(self, group: Group) -> None:
-        """Hook: called when a parameter of a sharded group is used; may open the group."""
+        """Hook for subclasses: called before a sharded parameter is used; may open its group."""
 
     def before_free(self, group: Group) -> None:
-        """Hook: called before a group's memory is freed."""
+        """Hook for subclasses: called before a group's memory is freed."""
 
     def groups_of(self, unit: int) -> list[Group]:
         """Returns the sharded groups that a unit uses."""
@@ -331,7 +335,7 @@ class Gatherer:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context: gathers all sharded groups, and guards all parameters and their views."""
+        """Context: gathers all sharded groups; guards all parameters and views (`Access`)."""
         sliced = [group for group in self.layout.groups if group.sliced]
         for group in sliced:
             self.open(group, Holder.GATHERED)
