@@ -140,7 +140,7 @@ class Early:
         return done
 
     def _read_ahead(self) -> None:
-        """Begins to read the state of the next update, and then the state of the second next."""
+        """Begins to read the states of the next two updates, if it has not begun yet."""
         if self._next is None:
             self._next = next(self._reads, None)
 

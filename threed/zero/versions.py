@@ -51,7 +51,7 @@ class Versions:
         self.earlier = [State(bucket, {PREVIOUS: own}) for bucket, own in self._before.items()]
 
     def rotate(self) -> None:
-        """Swaps the versions, and copies the latest values of this rank's slices to the newest.
+        """Swaps the versions; copies this rank's slices from the previous to the newest version.
 
         The update then changes these slices, and gathers the slices of the other ranks.
         """
