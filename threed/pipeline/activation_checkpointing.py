@@ -201,7 +201,10 @@ class ActivationStore:
         return saved
 
     def _own(self, part: Tensor, numel: int, sliced: bool) -> Tensor:
-        """Returns `part`, or a copy of it if `part` would keep more memory alive than it needs."""
+        """Returns `part`, or a copy of it if `part` would keep more memory alive than it needs.
+
+        A slice is always copied, and padded to `numel` elements.
+        """
         if not sliced:
             return part if part.untyped_storage().nbytes() <= part.nbytes else part.clone()
         own = part.new_empty(numel)
