@@ -74,8 +74,8 @@ class Engine:
         topology: the axes (pipeline, data, context, tensor) of the ranks.
         config: the configuration; for a `threed.models.Model` it must be resolved
             (`threed.config.resolve`).
-        learning_rate: function from the number of updates done to the learning rate (both scalar
-            tensors, fp64); replaces the configured schedule.
+        learning_rate: function from the number of updates done to the learning rate of the next
+            update (both scalar tensors, fp64); replaces the configured schedule.
         loss_scale: rule for changing the loss scale; replaces the configured rule.
         transport: object that sends activations between pipeline stages; by default it uses the
             topology's point-to-point links.
@@ -91,7 +91,7 @@ class Engine:
 
     Raises:
         ConfigError: if the configuration needs a feature that is not available.
-        TypeError: if `model` is not a model.
+        TypeError: if `model` is neither a `threed.models.Model` nor an `nn.Module`.
         ValueError: if the module cannot be wrapped, or if model or configuration differ between
             ranks.
 
@@ -240,7 +240,8 @@ class Engine:
         return metrics
 
     def _begin(self, microbatches: int) -> None:
-        self.gatherer.release_all()  # a step that an error interrupted may have left some gathered
+        # A step that was interrupted by an error may have left parameters gathered.
+        self.gatherer.release_all()
         if self.buffers.exist:
             self.buffers.begin_step()
         self.runner.begin(microbatches)
@@ -264,7 +265,7 @@ class Engine:
         passes = self._seconds + time.perf_counter() - began - reducing - updating
         self.steps += 1
         if self._numbers is not None:
-            self._numbers()  # counts the previous step's faults before this step's faults
+            self._numbers()  # so that the faults of steps are counted in the order of the steps
         self._numbers = Later(update, self.faults)
         if not self.runner.pending:
             self._numbers()
@@ -676,12 +677,12 @@ class ModuleEngine(Engine):
         return super()._end_step(loss, tokens)
 
     def _begin(self, microbatches: int) -> None:
-        self.gatherer.release_all()  # called first, because the check may raise an error
+        self.gatherer.release_all()  # parameters must be freed even if the check raises an error
         self._check_scales()
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Raises RuntimeError under fp16 if a gradient has the loss scale of another engine."""
+        """Raises RuntimeError under fp16 if a gradient is scaled by another engine's loss scale."""
         for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
             raise RuntimeError(
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"

@@ -346,7 +346,7 @@ def _check_model(engine: Engine) -> None:
 
 
 class Loop:
-    """The loop over the steps of a run, with its callbacks."""
+    """Runs the steps of a run, and calls callbacks before and after each step."""
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ class _File:
 class Transfer:
     """A read or write in flight.
 
-    It keeps the tensor alive. Do not use the tensor until the transfer is done.
+    This object keeps the tensor alive. Do not use the tensor until the transfer is done.
     """
 
     def __init__(self, disk: Disk, what: str, pieces: list[Future[None]]) -> None:

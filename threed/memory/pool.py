@@ -82,5 +82,6 @@ def free_bytes() -> int:
         group = Path("/sys/fs/cgroup")
         most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free.append(most - used + int(stat.get("inactive_file", 0)))  # page cache is reclaimable
+        # inactive page cache counts as free, because the kernel can reclaim it
+        free.append(most - used + int(stat.get("inactive_file", 0)))
     return max(0, min(free))

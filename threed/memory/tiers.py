@@ -52,7 +52,7 @@ class InMemory:
         return self.tensor
 
     def exchange(self, other: InMemory) -> None:
-        """Exchanges the tensors of two storages."""
+        """Exchanges the tensors of this storage and another storage."""
         self.tensor, other.tensor = other.tensor, self.tensor
 
     def fetch(self) -> InMemory:

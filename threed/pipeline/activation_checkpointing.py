@@ -50,7 +50,7 @@ MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD
 
 
 class StoragePool(Protocol):
-    """Reusable storages for saved inputs."""
+    """A pool of reusable storages for saved inputs."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Storage:
         """Returns a storage for `numel` values."""
@@ -191,7 +191,8 @@ class ActivationStore:
             saved.sample = None if self.replicated is None else self.replicated.sample(x)
             numel = -(-numel // self.axis.size)
             first = self.axis.index * numel
-            part = part.reshape(-1)[first : first + numel]  # shorter on the last ranks if uneven
+            # the slices of the last ranks may be shorter than `numel`
+            part = part.reshape(-1)[first : first + numel]
         if self.storages is None:
             saved.value = self._own(part, numel, saved.axis is not None)
             return saved
@@ -236,7 +237,7 @@ class ActivationStore:
             staged.store()
 
     def fetch(self, saved: SavedInput) -> None:
-        """Starts to read a saved input from its drive, if it is on one."""
+        """Starts to read a saved input from the drive, if it is on a drive."""
         if saved.storage is not None and saved.staged is None and saved.value is None:
             self._store_left(at_most=0)
             saved.staged = saved.storage.fetch()

@@ -141,7 +141,7 @@ class Batches:
         tensors = {key: self._to_device(value) for key, value in batch.items()}
         if self.wrapped is None:
             if "tokens" in batch:
-                # raises if the sequence cannot be split over ranks
+                # this call raises an error if the sequence cannot be split over ranks
                 self.slicing.positions(batch["tokens"].shape[1])
             first, device = consumed + data.index * rows, self.topology.device
             tensors.setdefault("samples", torch.arange(first, first + rows, device=device))

@@ -16,7 +16,7 @@ messages are in flight. The next plan then runs these backwards and uses these m
 
 Receives are posted at their position in the plan, or earlier if the transport has `posts_ahead`.
 The executor waits for a receive when its tensors are first used. It waits for a send after two
-further messages, or at the end of a plan that leaves no micro-batch open.
+further messages, or at the end of a plan that leaves no backward to the next plan.
 
 Stages exchange tensors of any shape, dtype and number. The first message for micro-batches of a
 given shape is preceded by the form of the value: its structure, shapes and dtypes
@@ -252,8 +252,8 @@ class Executor:
         return losses
 
     def _continue_plan(self, plan: Plan, micros: Sequence[MicroBatch]) -> None:
-        """Takes over the micro-batches that the previous plan left open. They are renumbered so
-        that the last micro-batch of the previous plan is -1.
+        """Takes over the micro-batches that the previous plan left open, with backwards still to
+        run. They are renumbered so that the last micro-batch of the previous plan is -1.
 
         If the plan does not continue the previous plan, all remaining state is dropped instead.
         """

@@ -23,7 +23,8 @@ from threed.distributed.topology import Axis
 
 class Overlap:
     """Runs overlapped passes on two streams of a device: the main stream and a side stream. On a
-    device without streams, all passes run in program order.
+    device without streams, all passes run in program order. A forward and its backward have the
+    same key, which is any hashable value.
 
     Args:
         device: the device.

@@ -151,7 +151,7 @@ class Timer:
         stage = Stage([layer], AlwaysGathered(), recomputed=recomputed, scope=self._scope)
         try:
             passes = [self._run(stage, timed.input, sinks) for _ in range(WARM + REPEATS)]
-        except Exception as error:  # a custom layer may raise anything
+        except Exception as error:  # the code of a custom layer may raise any exception
             raise RuntimeError(
                 f"{timed.name} ({type(layer).__name__}) could not be run alone for timing: {error}; choose"
                 " --parallel.partition balanced, uniform, or the layers of each stage"

@@ -312,7 +312,7 @@ class Tracer:
                     self._known[key] = self._run(layer, form, recomputed if recompute else None)
                 except ForwardError:
                     raise
-                except Exception as error:  # a custom layer may raise anything
+                except Exception as error:  # the code of a custom layer may raise any exception
                     raise TraceError(
                         f"{title(layer, number)} could not be run on the"
                         f" meta device to measure its cost: {error}; its memory cannot be forecast; to balance"

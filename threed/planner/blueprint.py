@@ -73,7 +73,7 @@ class Pipeline:
         cls, layers: list[nn.Module], topology: Topology, config: Config,
         costs: Callable[[], Sequence[float]], divide: Callable[[Plan], Division],
     ) -> Pipeline:  # fmt: skip
-        """Partitions a model into stages and plans a step. Collective if the topology has groups.
+        """Partitions a model into stages and plans a step. Collective, except on the meta device.
 
         Args:
             layers: all layers of the model.

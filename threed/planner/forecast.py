@@ -296,7 +296,7 @@ def _gib(size: float) -> str:
 
 
 def _widths(config: Config) -> tuple[int, int]:
-    """Returns the bytes per parameter and per gradient."""
+    """Returns the bytes per element of parameters, and per element of gradients."""
     grads = config.precision.grad_dtype or "fp32"
     return dtype(config.precision.dtype).itemsize, dtype(grads).itemsize
 

@@ -404,7 +404,7 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
     """Counts the traffic of a step's gathers; returns the gathers of each chunk."""
     layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
     actions = blueprint.pipeline.plan.ranks[blueprint.topology.axis("pp").index]
-    if blueprint.layer_major:  # one pass for all micro-batches
+    if blueprint.layer_major:  # gathers are per pass over all micro-batches
         actions = (Action(Kind.F, 0), Action(Kind.B, 0))
     times = Counter(
         {group: 1 for group in layout.groups if group.key.trainable and not group.sliced}

@@ -151,7 +151,7 @@ class LaunchQueue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all gradients of the next bucket are complete."""
+        """Whether there is a next bucket and all gradients in it are complete."""
         return not self.is_done and self._incomplete[self.launched] == 0
 
     @property
@@ -245,7 +245,11 @@ class Deferral:
 
     @torch.no_grad()
     def add_deferred(self, waiting: list[Contribution]) -> None:
-        """Adds the contributions of a list in order, and removes each from the list."""
+        """Adds deferred contributions to their gradients, in order, and empties the list.
+
+        Args:
+            waiting: the list that `defer` has yielded.
+        """
         waiting.reverse()
         while waiting:
             add, arguments = waiting.pop()

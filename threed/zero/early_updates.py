@@ -140,7 +140,7 @@ class Early:
         return done
 
     def _read_ahead(self) -> None:
-        """Begins to read the states of the next two updates, if it has not begun yet."""
+        """Begins to read the states of the next two updates, unless they are being read already."""
         if self._next is None:
             self._next = next(self._reads, None)
 

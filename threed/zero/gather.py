@@ -86,16 +86,16 @@ class GatheredTile:
         self.gatherer, self.group = gatherer, group
 
     def ahead(self) -> None:
-        """Begins to gather the tile."""
+        """Begins to gather the tile, before the layer uses it."""
         self.gatherer.open(self.group, Holder.TILE)
 
     def open(self) -> None:
-        """Waits until the tile is gathered; begins to gather it if `ahead` has not."""
+        """Waits until the tile is gathered; first begins the gather if `ahead` was not called."""
         self.gatherer.open(self.group, Holder.TILE)
         self.gatherer.wait(self.group)
 
     def close(self) -> None:
-        """Frees the tile, unless something else keeps it gathered."""
+        """Frees the tile, unless another holder keeps it gathered."""
         self.gatherer.close(self.group, Holder.TILE)
 
 
@@ -404,7 +404,10 @@ class Gatherer:
     def _gather_from_host(
         self, axis: Axis, window: Tensor, own: Tensor, staged: StagedBuffer, codec: Codec
     ) -> Pending:
-        """Gathers from page-locked host memory to a GPU, on a separate stream."""
+        """Gathers a bucket from slices in page-locked host memory to the GPU.
+
+        The copy to the GPU and the gather run on a separate stream.
+        """
         stream = copy_stream(window.device, "in")
         with on_stream(stream):
             own = own.to(window.device, non_blocking=True)
@@ -424,7 +427,7 @@ class Gatherer:
 
     @_hidden_from_checkpointing
     def wait(self, group: Group) -> None:
-        """Waits for the gather of a group."""
+        """Waits for the gather of a group; starts the gather if slices are still being read."""
         if group in self._reading:
             self._start_gathers()
         if group in self._gathering:

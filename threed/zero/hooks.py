@@ -110,7 +110,7 @@ class _Hook:
         hooks.move_to_end(self.after_id)
         self.gatherer.enter(self.unit)
         if self.gatherer.runs_compiled(module):
-            # needed because compiled code and its autograd bypass `__torch_function__`
+            # these hooks are needed because compiled code bypasses `__torch_function__`
             self.saving.append(self.gatherer.saving)
             self.saving[-1].__enter__()
 
@@ -180,7 +180,7 @@ class ModuleGatherer(Gatherer):
 
     def runs_compiled(self, module: nn.Module) -> bool:
         """Returns whether the module, or a submodule, is compiled."""
-        # remembered, because after `torch._dynamo.reset` `compiles()` returns False although
+        # `_compiles` stays True: after `torch._dynamo.reset`, `compiles()` returns False although
         # modules are still compiled
         self._compiles = self._compiles or compiles()
         return self._compiles and any(
@@ -276,7 +276,7 @@ class ModuleGatherer(Gatherer):
             self.close(group, Holder.BACKWARD)
 
     def pass_ended(self) -> None:
-        """Ends a backward: releases all groups."""
+        """Releases all groups at the end of a backward."""
         self.release_all()
 
     def release_all(self) -> None:

@@ -44,7 +44,7 @@ class LateGradients:
             self._gradients[slot] = copied.contiguous()
 
     def clear(self) -> None:
-        """Drops all gradients."""
+        """Drops all late gradients of the step."""
         self._gradients.clear()
 
     def reduce(self) -> Iterator[tuple[Bucket, StagedBuffer]]:
@@ -80,7 +80,7 @@ class LateGradients:
             if any(slot in self._gradients for slot in bucket.slots())
         ]
         order = 0 if self.gatherer is None else self.gatherer.order
-        shards = {bucket.group.shard for bucket in buckets}  # gathers only use these axes
+        shards = {bucket.group.shard for bucket in buckets}  # the axes over which gathers run
         for axis in dict.fromkeys(chain.from_iterable(self._axes)):
             answers = collectives.exchange([order, own], axis)
             if axis in shards:

@@ -46,8 +46,8 @@ from threed.ops.update import Rule
 
 CPU = torch.device("cpu")
 ALIGN = 32  # parameters start at multiples of 32 elements (64 bytes in bf16)
-# Minimum number of buckets per unsharded group, unless they would be under MIN_BUCKET_NUMEL
-# elements.
+# An unsharded group has at least MIN_BUCKETS buckets, if these then have at least MIN_BUCKET_NUMEL
+# elements each.
 MIN_BUCKETS = 8
 MIN_BUCKET_NUMEL = 2**18
 
@@ -139,7 +139,7 @@ class Policy:
 
     @property
     def drives(self) -> set[Drive]:
-        """The drives among the tiers."""
+        """The drives on which parameters or optimizer states are stored."""
         return {tier for tier in (self.params_tier, self.optimizer_tier) if isinstance(tier, Drive)}
 
     @property
@@ -154,7 +154,7 @@ class Policy:
         """Returns whether a parameter is sharded and gathered only while it is used (stage 3)."""
         spec = spec_of(param)
         spread = self.axes(spec.over).shard.size > 1 or self.params_tier is not None
-        full_numel = param.numel() * spec.tile[1]  # for a tile: elements of the full matrix
+        full_numel = param.numel() * spec.tile[1]  # of a tile: number of elements of the matrix
         return self.stage == 3 and spread and full_numel >= max(self.resident, 1)
 
 
@@ -388,7 +388,7 @@ class Group:
 
     @property
     def sliced(self) -> bool:
-        """Whether its parameters are sharded, and gathered only while they are used (stage 3)."""
+        """Whether the parameters are sharded, and gathered only while they are used (stage 3)."""
         return self.key.units is not None
 
     @property
@@ -409,7 +409,7 @@ class Group:
             point(slot.param, self.view(slot, self.params))
 
     def swap_versions(self) -> None:
-        """Swaps the buffers of the two versions."""
+        """Swaps the buffers of the two versions of the parameters."""
         self.params, self.previous = self.previous, self.params
 
     def free(self) -> None:
@@ -425,7 +425,7 @@ class Group:
 
 @dataclass(eq=False)
 class Layout:
-    """All groups of a stage.
+    """All groups of a pipeline stage: its parameters and their memory layout.
 
     Attributes:
         policy: how the parameters are laid out.
@@ -441,7 +441,7 @@ class Layout:
 
     @property
     def slots(self) -> list[Slot]:
-        """Every parameter of the stage, once."""
+        """All parameters of the stage, each of them once."""
         return [slot for group in self.groups for slot in group.slots]
 
     @property
@@ -534,7 +534,7 @@ def build(
 
 
 def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
-    """Returns untied parameters in backward order, then tied ones, by descending tie number."""
+    """Returns untied parameters in backward order, then tied ones by descending `Tie.number`."""
     shared = [slot for slot in slots if slot.spec.name in tied]
     own = [slot for slot in slots if slot.spec.name not in tied]
     return [*reversed(own), *sorted(shared, key=lambda slot: -tied[slot.spec.name].number)]
@@ -556,7 +556,7 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     for slot in slots:
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
-    granule = data.shard.size * holders.size * ALIGN  # aligns all portions
+    granule = data.shard.size * holders.size * ALIGN  # so that every portion is aligned
     numel = max(1, -(-end // granule)) * granule
     several = tuple(axis for axis in sums if axis.size > 1)
     axes = data.shard, data.gather, several, holders, tuple(copies)
@@ -599,7 +599,7 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     apart = group.key.trainable and (policy.slices_gradients or policy.versions > 1)
     elements = max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)
-    if group.key.units is None:  # unsharded: other groups are per unit, and already small
+    if group.key.units is None:  # a sharded group, which has one unit's parameters, is small
         elements = min(elements, max(group.numel // MIN_BUCKETS, MIN_BUCKET_NUMEL))
     step = max(group.granule, elements // group.granule * group.granule)
     for first in range(0, group.numel, step):

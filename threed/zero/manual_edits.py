@@ -68,7 +68,7 @@ class Changes:
         return found
 
     def _copy_into_buffer(self, group: Group, slot: Slot) -> None:
-        """If `.data` was replaced: copies it into the group's buffer, which `.data` then views."""
+        """If `.data` was replaced, copies it into the group's buffer and points `.data` there."""
         param = slot.param
         got, has = ([*param.shape], param.dtype), ([*slot.shape], group.params.dtype)
         if got != has:

@@ -46,7 +46,7 @@ class OffloadedOptimizer(Optimizer):
         if policy.delayed:
             self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
         self._thread = ThreadPoolExecutor(1, "delayed-update") if policy.delayed else None
-        self._delayed: Future[None] | None = None  # the last update that runs in the thread
+        self._delayed: Future[None] | None = None  # the last update that the thread was given
         self._unpublished = False  # whether the parameters are older than the weights
 
     def wait(self) -> None:
@@ -64,7 +64,10 @@ class OffloadedOptimizer(Optimizer):
         super()._wait_for_update()
 
     def _guess(self) -> StepScalars:
-        """Returns the next update's scalars on the host, for a step without clipping or skip."""
+        """Returns the scalars of the next update if the step is neither clipped nor skipped.
+
+        The scalars are on the host.
+        """
         sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
         return _on_host(scalars_of(self._outcome()(sums), self.updates + 1))
 
@@ -126,7 +129,7 @@ class OffloadedOptimizer(Optimizer):
 
 
 def _on_host(now: StepScalars) -> StepScalars:
-    """Returns a step's scalars and rates on the host, with a single copy."""
+    """Copies the scalars and learning rates of a step to the host, in a single copy."""
     rates, *others = now
     values = start_copy(torch.cat((torch.stack(others), rates)), HOST).wait()
     return StepScalars(values[len(others) :], *values[: len(others)].unbind())

@@ -5,15 +5,16 @@
     optimistic.validate()                           if the guess was wrong: undoes the update, and
                                                     applies the right update
 
-This is post-update validation (arXiv 2401.10241, section 4). Waiting for the all-reduce of the norm
-would make every rank wait for the last one at the end of each step. Schedules that let ranks end
-their steps at different times would lose their gain. An update therefore runs on a guess: that the
-step is neither clipped nor skipped. All values that an update changes are copied first, and
-restored if the guess was wrong. So the final result is bit-identical to an update that waits. All
-ranks call `validate` at the same point of the next step's plan (`threed.schedules.post_update_validation`) and
-read the same sum, so they agree on whether to restart that step. After a wrong guess, updates wait
-for the norm, up to and including the first step for which the guess would have been right. So if
-every step is clipped, only the first update is undone.
+This is post-update validation (arXiv 2401.10241, section 4). If updates waited for the all-reduce
+of the norm, every rank would wait for the slowest rank at the end of each step. Schedules in which
+ranks end their steps at different times would then not be faster than others. An update therefore
+runs on a guess: that the step is neither clipped nor skipped. All values that an update changes are
+copied first, and restored if the guess was wrong. So the final result is bit-identical to the
+result of an update that waits. All ranks call `validate` at the same point of the next step's plan
+(`threed.schedules.post_update_validation`) and read the same sum, so they agree on whether to
+restart that step. After a wrong guess, updates wait for the norm, up to and including the first
+step for which the guess would have been right. So if every step is clipped, only the first update
+is undone.
 """
 
 from __future__ import annotations
@@ -134,7 +135,10 @@ class Optimistic:
     def _begin(
         self, gradients: Sequence[Gradient], outcome: Outcome, guess: Update, own_sums: Tensor
     ) -> Attempt:
-        """Starts the all-reduce. On a GPU, `Attempt.wrong` is computed on a separate stream."""
+        """Starts the all-reduce of the sums that the update depends on.
+
+        On a GPU, `Attempt.wrong` is computed on a separate stream.
+        """
         pending, device = collectives.start_sum_of_scalars(own_sums, self.everyone), own_sums.device
 
         def is_wrong() -> Tensor:

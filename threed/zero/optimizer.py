@@ -57,7 +57,7 @@ from threed.zero.unused import Stretch, Unused, update_stretches
 from threed.zero.update import BadSteps, Outcome, Scaler, Update, sum_of_squares
 from threed.zero.versions import Versions
 
-Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # runs a plan: `Executor.run`
+Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # runs a plan, as `Executor.run` does
 
 
 class Optimizer:

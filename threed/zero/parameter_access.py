@@ -36,7 +36,8 @@ from torch.utils import _pytree as pytree
 from threed.distributed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
-GRAD: Any = Tensor.grad  # the plain attribute, which the engine reads and writes
+# torch's own `.grad`, which the engine reads and writes; `_Managed.grad` is for the user's program
+GRAD: Any = Tensor.grad
 UNTRACED = (
     "parameters of a threed engine are gathered here, and torch.compile cannot trace it: compile without fullgraph=True"
     " (below ZeRO stage 3 it works outside of engine.gathered())"
@@ -373,7 +374,10 @@ class GuardedParameter(_Guarded, _Managed):
 
 
 def _gradient_edge(tensor: Any) -> Any:
-    """Returns the `torch.autograd.graph` edge of a guarded parameter; other inputs unchanged."""
+    """Returns the gradient edge of a guarded parameter (`torch.autograd.graph`).
+
+    Returns any other value unchanged.
+    """
     if not (isinstance(tensor, GuardedParameter) and tensor.requires_grad):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():

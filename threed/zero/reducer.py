@@ -119,7 +119,7 @@ class Reducer:
         )  # fmt: skip
         self.late = LateGradients(layout, codecs, gatherer)
         self.deferral = Deferral()
-        self.scope = ForwardScope()  # shared with the pipeline stages
+        self.scope = ForwardScope()  # passed to the pipeline stages, which enter it in forwards
         self._queues: list[LaunchQueue] = []
         self._sinks: dict[Slot, Sink] = {}
         for chunks in dict.fromkeys(group.key.chunks for group in layout.groups):
@@ -288,7 +288,7 @@ class Reducer:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step is in progress in which a backward has ended."""
+        """Whether a step is in progress and at least one of its backwards has ended."""
         return self._state is StepState.RUNNING and self._passes_ended > 0
 
     def pass_ended(self, chunk: int = 0) -> None:
@@ -382,7 +382,7 @@ class Reducer:
         """
         self._abort()
         if not self.layout.slices_parameters:
-            with suppress(RuntimeError):  # the original error must be raised instead
+            with suppress(RuntimeError):  # the caller raises the original error
                 self.recover()
 
     def _abort(self) -> None:
@@ -498,7 +498,7 @@ class Sink:
         hooks[self._hook.id] = hooks.pop(self._hook.id)
 
     def add(self, grad: Tensor) -> None:
-        """Adds a gradient of the parameter's full shape."""
+        """Adds a contribution with the full shape of the parameter."""
         if self._try_defer(self.add, grad):
             return
         if self.is_late():

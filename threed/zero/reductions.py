@@ -44,7 +44,7 @@ class Gradients:
         return self.window(bucket)
 
     def release_window(self, window: Tensor) -> None:
-        """Releases a window after its reduction."""
+        """Releases the memory of a window for reuse, after the window's reduction."""
 
     def reset(self) -> None:
         """Discards all gradients, after an aborted step."""
@@ -121,7 +121,8 @@ class BucketGradients(Gradients):
         return self._open[bucket]
 
     def take_window(self, bucket: Bucket) -> Tensor:
-        alone: Tensor | None = None  # if one parameter fills the bucket: its part for this bucket
+        # if a single parameter fills the bucket: the part of its gradient in the bucket
+        alone: Tensor | None = None
         for slot in self._spanning_slots[bucket]:
             if slot not in self._spanning:
                 continue
@@ -343,7 +344,8 @@ class Reductions:
             complete: whether the slice contains the complete sum of the step.
         """
         if complete:
-            self._squares[bucket] = squares(staged.values)  # while the values are in the CPU cache
+            # computed here, while the values are still in the CPU cache
+            self._squares[bucket] = squares(staged.values)
             if self._update is not None and self._update(bucket, staged):
                 return
         staged.store()

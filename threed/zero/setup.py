@@ -199,19 +199,19 @@ def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iter
 
 
 def gradient_codecs(config: Config) -> GradientCodecs:
-    """Returns how gradients are encoded for communication."""
+    """Returns the codecs with which gradients are encoded for communication."""
     precision = config.precision
     cast = Cast(dtype(precision.reduce_dtype or precision.grad_dtype or "fp32"))
     return GradientCodecs(cast if config.zero.compress_gradients == "none" else Int8Blocks(), cast)
 
 
 def weight_codec(config: Config) -> Codec:
-    """Returns how sharded parameters are encoded in gathers."""
+    """Returns the codec with which sharded parameters are encoded in gathers."""
     return EXACT if config.zero.compress_weights == "none" else Int8Blocks()
 
 
 def rule(optim: OptimConfig, name: str | None = None) -> Rule:
-    """Returns the update rule `name`, by default `optim.name`, with the constants of `optim`."""
+    """Returns the update rule `name`, by default `optim.name`, with hyperparameters of `optim`."""
     name = name or optim.name
     if name == "sgd":
         return SGD(optim.momentum)

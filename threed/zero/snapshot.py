@@ -37,7 +37,7 @@ LINE = 4096  # bytes; direct I/O requires this alignment of buffers
 
 
 class GivenUp(RuntimeError):
-    """Raised in the reading thread if the snapshot is closed before all of it was read."""
+    """Raised in the reading thread if the snapshot is closed before all values were read."""
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class _Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory: for copies, or else for reading the parts on a drive."""
+        """Bytes of host memory that are needed for copies, or to read the parts on a drive."""
         if self.is_copied:
             return sum(values.nbytes for values in self.memory.values())
         return sum(_aligned(storage.nbytes) for storage in self.drive.values())

@@ -49,7 +49,7 @@ class State:
 
     @property
     def weight(self) -> Storage:
-        """The storage of the weights; at least fp32 if they are trained."""
+        """The storage of the weights, whose dtype is fp32 or wider if they are trained."""
         return self.storages[WEIGHT]
 
     @property
@@ -126,7 +126,7 @@ class Consistency:
 
 
 class Readers:
-    """The asynchronous saves that still read states; an update waits for them, state by state."""
+    """The asynchronous saves that still read states. Updates wait for them, state by state."""
 
     def __init__(self) -> None:
         self._waits: dict[str, Callable[[State], None]] = {}

@@ -158,7 +158,7 @@ class Numbers:
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of the global batch; NaN if its data are invalid."""
+        """The mean loss of the global batch; NaN if the batch has invalid data."""
         return loss_of(self.update.sums)
 
 
@@ -286,12 +286,12 @@ class StepMetrics:
 
     @property
     def lr(self) -> float:
-        """Learning rate of this update."""
+        """Learning rate of the step's update, for parameters that no parameter group matches."""
         return float(self._numbers().update.lr)
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss in this step's backward (fp16 loss scaling)."""
+        """Factor by which the loss was multiplied in the step's backward (fp16 loss scaling)."""
         return float(self._numbers().update.loss_scale)
 
     @property

@@ -46,7 +46,7 @@ def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
 
 
 def _on_all_ranks(layout: Layout, own: set[T]) -> set[T]:
-    """Returns the entries that all data ranks have. Collective."""
+    """Returns the entries of `own` that are in the set of every data rank. Collective."""
     for axis in (layout.policy.data.shard, layout.policy.data.replicas):
         own = own.intersection(*collectives.exchange(sorted(own), axis))
     return own
