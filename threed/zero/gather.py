@@ -9,8 +9,9 @@
 Unsharded parameters (stages 1 and 2, small ones under stage 3) are gathered once per update, by
 `publish`. The gather overlaps with the beginning of the next forward, and `ready` waits for it.
 Sharded parameters (stage 3) are gathered at every use, into a new buffer. The parameters stay the
-same objects (`zero.access`). Autograd does not save their memory, but offsets and shapes in the
-buffer (`SavedView`). The backward gathers the parameters into another buffer and reads them there.
+same objects (`parameter_access`). Autograd does not save the memory of a sharded parameter, but its
+offset and shape in the buffer (`SavedView`). The backward gathers the parameters into another
+buffer and reads them there.
 
 Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases: this rank's slices
 are read, and the all-gather runs. The all-gather begins when the next group is requested. Both
@@ -295,8 +296,8 @@ class Gatherer:
     def require(self, group: Group, slot: Slot) -> None:
         """Waits until a sharded group is gathered.
 
-        If it is not gathered, a forward or backward of a wrapped module starts the gather here
-        (`before_use`). All ranks must then use the group, because the gather is collective.
+        If the group is not gathered, a forward or backward of a wrapped module starts the gather
+        here (`before_use`). All ranks must then use the group, because the gather is collective.
 
         Args:
             group: the group.

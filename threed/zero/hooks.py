@@ -6,10 +6,11 @@
 
 Parameters are gathered and released in groups (flat buffers). A unit (a module, see
 `Wrapped.units`) gathers the groups of its parameters when its forward is called, and releases them
-when the forward returns. Any other use of a parameter also gathers its group (`zero.access`), and
-so does a backward that reads a parameter, or a view of one, that autograd saved. In the backward, a
-group is released as soon as one of the following holds: the gradients of all its parameters have
-been added; `RECENT` other groups were used after it; the backward has ended.
+when the forward returns. Any other use of a parameter also gathers the parameter's group
+(`parameter_access`), and so does a backward that reads a parameter that autograd saved, or a saved
+view of a parameter. In the backward, a group is released as soon as one of the following holds: the
+gradients of all parameters of the group have been added; `RECENT` other groups were used after the
+group; the backward has ended.
 
 Groups are prefetched in the order in which the previous pass used them. If a pass uses other
 groups, prefetching costs bandwidth and memory, but the result is correct.

@@ -197,9 +197,9 @@ class Slot:
 
     Attributes:
         param: the parameter.
-        spec: its sharding record.
+        spec: sharding record of the parameter.
         places: (module, attribute name) of each use of the parameter.
-        units: numbers of the units that use it.
+        units: numbers of the units that use the parameter.
         varies: whether one of these units declares that it runs a data-dependent number of times
             (`runs_vary`).
         first: first element in the flat buffer.
@@ -360,11 +360,11 @@ class Group:
             several, this is also the last axis of `sums`.
         copies: axes over which portions are replicated.
         granule: number of elements of which the size of every bucket is a multiple.
-        params: the buffer. A sharded group has a new one for every gather, and an empty one while
-            it is not gathered.
+        params: the buffer [numel]. A sharded group gets a new buffer for every gather; while the
+            group is not gathered, this is an empty tensor.
         previous: buffer of the previous version if there are two versions, else `params`.
-        grads: gradients [numel] if they are kept in full, else empty.
-        buckets: its buckets.
+        grads: gradients [numel] if they are kept in full, else an empty tensor.
+        buckets: the buckets of the group.
     """
 
     key: GroupKey
@@ -507,8 +507,9 @@ def build(
             such a group therefore includes the chunks that use the parameters on every rank.
         topology: the process topology.
         policy: how the parameters are laid out.
-        chunks: chunk of the model that each unit belongs to; by default one chunk. Chunks have
-            separate buffers, because each is reduced when its own backwards have ended.
+        chunks: number of the chunk of the model that each unit belongs to; by default all units are
+            in one chunk. Chunks have separate buffers, because the buffers of a chunk are reduced
+            when the backwards of that chunk have ended.
     """
     keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):

@@ -81,10 +81,10 @@ class Reducer:
         early: updates slices during the backward as soon as their gradients are complete, except in
             the first step; None: all updates run after the backward.
         unused: tracks which parameters of a wrapped module have been used.
-        warns: whether this rank may warn of unused parameters (one rank of each tensor-parallel
-            group does).
-        gatherer: gathers the parameters; notified when a gradient is complete and when a backward
-            ends.
+        warns: whether this rank may warn of unused parameters; true for one rank of each
+            tensor-parallel group.
+        gatherer: gathers the parameters. The reducer notifies the gatherer when a gradient is
+            complete and when a backward ends.
 
     Attributes:
         rounds: whether a round is a micro-batch; otherwise it is a step.
@@ -331,8 +331,9 @@ class Reducer:
     def close(self) -> Callable[[], list[Gradient]]:
         """Ends the step like `finish`, but does not wait for other pipeline stages.
 
-        The returned function may be called after the next step has begun, but before it ends. This
-        requires that slices of gradients have separate memory (`Policy.versions` is 2).
+        The returned function may be called after the next step has begun, but must be called before
+        that step ends. This requires that slices of gradients have separate memory
+        (`Policy.versions` is 2).
 
         Returns:
             A function that waits for the remaining sums and returns the gradients, one per bucket.
@@ -376,9 +377,9 @@ class Reducer:
     def give_up(self) -> None:
         """Discards the step after an error.
 
-        Calls `recover` immediately, because the user's program may call other collectives next. If
-        parameters are sharded, the engine calls `recover` later, because another rank may still be
-        waiting for a gather.
+        If parameters are not sharded, calls `recover` immediately, because the user's program may
+        call other collectives next. If parameters are sharded, another rank may still be waiting
+        for a gather, so the engine calls `recover` later.
         """
         self._abort()
         if not self.layout.slices_parameters:

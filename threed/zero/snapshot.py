@@ -1,6 +1,6 @@
 """The optimizer's states at one moment, read while training continues and changes them.
 
-    snapshot = Snapshot(records, optimizer, room)     takes the snapshot; a GPU starts its copies
+    snapshot = Snapshot(records, optimizer, room)     takes the snapshot; on a GPU, starts to copy
     optimizer.readers.add("disk", snapshot.release)   makes an update wait for the snapshot's read
                                                       or copy of each state before changing it
     for values in snapshot.values(): ...              yields the values; call it in another thread
