@@ -24,7 +24,7 @@ HUGE = 2 * 2**20
 
 
 class _Registered(mmap.mmap):
-    """Mapped memory. If it is page-locked for CUDA, the lock is removed before it is unmapped."""
+    """Mapped memory. If page-locked for CUDA, the memory is unlocked before it is unmapped."""
 
     address = 0  # start of the page-locked memory; 0 if it is not page-locked
 
@@ -77,7 +77,7 @@ def free_bytes() -> int:
         free[0] = 1024 * next(
             int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
         )
-    # cgroup v2; ValueError: the limit is the word "max", which means no limit
+    # Limit of the cgroup (v2). A ValueError means that the limit is "max", which is no limit.
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))

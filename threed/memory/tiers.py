@@ -11,9 +11,9 @@ after `store` or `drop`.
 
 For a storage in memory, these calls take no time, because the staged buffer is the tensor itself.
 For a storage on a drive, values are read into page-aligned buffers of constant size before they are
-used, and written back in the background. So each algorithm is implemented once, for state on a
-drive, and the size of the buffers does not grow with the size of the state (ZeRO-Infinity, arXiv
-2104.07857, section 6).
+used, and written back in the background. So each algorithm is implemented once, as if all state
+were on a drive, and the size of the buffers does not grow with the size of the state
+(ZeRO-Infinity, arXiv 2104.07857, section 6).
 """
 
 from __future__ import annotations

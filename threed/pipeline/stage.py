@@ -80,8 +80,8 @@ class Frame:
 
     Attributes:
         x: the input of the graph; the `.grad` of its tensors receives the input gradient.
-        edges: per output tensor: the edge from which autograd differentiates it, or None if the
-            tensor requires no gradient.
+        edges: per output tensor: the edge at which autograd begins the tensor's backward, or None
+            if the tensor requires no gradient.
         recomputation: if the layer is recomputed, the saved state from which the backward builds
             the graph; otherwise None.
     """

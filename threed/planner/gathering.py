@@ -50,9 +50,9 @@ def gathering(
         units: per unit, the groups of parameters that it gathers, with their numbers of elements. A
             group shared by units is gathered once while it is in use.
         reads: per unit, whether its backward reads weights.
-        actions: all actions of the rank in a step. Actions without computation are ignored. Between
-            two passes of this chunk with passes of other chunks between them, no unit stays
-            gathered.
+        actions: all actions of the rank in a step. Actions without computation are ignored. No unit
+            stays gathered between two passes of this chunk if a pass of another chunk runs between
+            them.
         prefetch: number of units that are gathered ahead of the running unit.
         chunk: number of the chunk.
     """

@@ -154,7 +154,7 @@ class Policy:
         """Returns whether a parameter is sharded and gathered only while it is used (stage 3)."""
         spec = spec_of(param)
         spread = self.axes(spec.over).shard.size > 1 or self.params_tier is not None
-        full_numel = param.numel() * spec.tile[1]  # of a tile: number of elements of the matrix
+        full_numel = param.numel() * spec.tile[1]  # for a tile, the size of the full matrix
         return self.stage == 3 and spread and full_numel >= max(self.resident, 1)
 
 
@@ -600,7 +600,7 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     apart = group.key.trainable and (policy.slices_gradients or policy.versions > 1)
     elements = max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)
-    if group.key.units is None:  # a sharded group, which has one unit's parameters, is small
+    if group.key.units is None:  # only for unsharded groups: a sharded group is already small
         elements = min(elements, max(group.numel // MIN_BUCKETS, MIN_BUCKET_NUMEL))
     step = max(group.granule, elements // group.granule * group.granule)
     for first in range(0, group.numel, step):

@@ -70,7 +70,7 @@ class Optimistic:
         states: states of the optimizer.
         gatherer: gathers the parameters of the states.
         everyone: axis of all ranks.
-        consistency: the states are marked as inconsistent there while they are restored.
+        consistency: tracker in which the states are marked as inconsistent while they are restored.
         counters: scalar tensors that an update changes in addition to the states.
         outcome: returns a function from the sums over all ranks to the results of the next update
             (`BadSteps.outcome`).
