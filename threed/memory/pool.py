@@ -77,7 +77,7 @@ def free_bytes() -> int:
         free[0] = 1024 * next(
             int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
         )
-    # Limit of the cgroup (v2). A ValueError means that the limit is "max", which is no limit.
+    # Limit of the cgroup (v2). A ValueError means that the limit is "max": memory is not limited.
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))

@@ -244,7 +244,9 @@ class Reducer:
     # ------------------------------------------------------------------------- begin and end of a step
 
     def begin(self, microbatches: int) -> None:
-        """Begins a step; first discards the gradients of a step that did not finish. Collective.
+        """Begins a step. If the last step did not finish, first discards its gradients.
+
+        Collective if the last step did not finish.
 
         Args:
             microbatches: number of micro-batches in the step; `OPEN` if it is not known yet.
@@ -368,7 +370,7 @@ class Reducer:
 
     @property
     def foreign(self) -> list[tuple[Slot, Tensor]]:
-        """(parameter, gradient) for each parameter with a gradient of another engine's backward."""
+        """Pairs (parameter, gradient): gradients that backwards of other engines have computed."""
         grads = ((slot, GRAD.__get__(slot.param)) for slot in self._sinks)
         return [(slot, grad) for slot, grad in grads if grad is not None]
 

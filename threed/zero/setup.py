@@ -229,8 +229,8 @@ def state_names(optim: OptimConfig) -> tuple[str, ...]:
 def is_optimistic(config: Config, plan: Plan) -> bool:
     """Returns whether updates run before the gradient norm is known.
 
-    With `optimistic-step` "auto", they run before it if the plan lets ranks end their steps at
-    different times, and all parameters and states are on the device.
+    With `optimistic-step` "auto", they run before the norm is known if the plan lets ranks end
+    their steps at different times, and all parameters and states are on the device.
     """
     zero, asked = config.zero, config.parallel.optimistic_step
     if asked != "auto":

@@ -2,8 +2,8 @@
 
     unused = Unused(layout, updates)
     unused.synchronize(used)    call it at the end of every step, on all ranks that share parameters
-    unused.stretches            for each bucket with unused parameters: the ranges of the slice that
-                                must be updated separately
+    unused.stretches            for each bucket with parameters that are, or were, unused: the
+                                ranges of the slice that must be updated separately
 
 If a parameter is first used after the first step, its updates are counted from its first use. The
 bias correction of Adam depends on this number.
