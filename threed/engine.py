@@ -7,8 +7,8 @@
 
 A step counts the valid tokens of the global batch; runs the pipeline plan, while gradients are
 reduced bucket by bucket; computes the gradient norm; updates this rank's slices of the parameters;
-and gathers the parameters, overlapped with the next forward. During a step the host never waits for
-a tensor's value; it waits when a `StepMetrics` property is read.
+and gathers the parameters, overlapped with the next forward. Usually the host does not wait for a
+tensor's value during a step. It waits when the program reads a property of `StepMetrics`.
 """
 
 from __future__ import annotations
@@ -74,23 +74,24 @@ class Engine:
         topology: the axes (pipeline, data, context, tensor) of the ranks.
         config: the configuration; for a `threed.models.Model` it must be resolved
             (`threed.config.resolve`).
-        learning_rate: function from the number of updates done to the learning rate (both scalar
-            tensors, fp64); replaces the configured schedule.
+        learning_rate: function from the number of updates done to the learning rate of the next
+            update (both scalar tensors, fp64); replaces the configured schedule.
         loss_scale: rule for changing the loss scale; replaces the configured rule.
-        transport: sends activations between pipeline stages; by default over the topology's links.
+        transport: object that sends activations between pipeline stages; by default it uses the
+            topology's point-to-point links.
 
     Attributes:
         config: the resolved configuration.
         topology: the topology of the ranks.
         model: the model; for an `nn.Module` the `threed.models.Wrapped` around it.
         steps: number of completed steps.
-        consumed: number of samples of the global batches of all completed steps.
+        consumed: number of samples in the global batches of all completed steps together.
         wraps_module: True for a `ModuleEngine`, whose parameters the program may edit between
             steps.
 
     Raises:
         ConfigError: if the configuration needs a feature that is not available.
-        TypeError: if `model` is not a model.
+        TypeError: if `model` is neither a `threed.models.Model` nor an `nn.Module`.
         ValueError: if the module cannot be wrapped, or if model or configuration differ between
             ranks.
 
@@ -108,7 +109,7 @@ class Engine:
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
         """Returns a `LayeredEngine` for a model of pipeline layers, else a `ModuleEngine`."""
         kind = LayeredEngine if is_layered(model) else ModuleEngine
-        # Code that copies an engine calls `__new__` with the subclass.
+        # A copy of an engine (`copy.copy`) calls `__new__` with the subclass, which is then kept.
         return super().__new__(kind if cls is Engine else cls)
 
     def __init__(
@@ -121,8 +122,9 @@ class Engine:
         self.topology = topology
         self.model, config = self._prepare(model, config)
         self.steps, self.consumed = 0, 0
-        self._seconds = 0.0  # host time of the forwards and backwards of the step in progress
-        self._numbers: Later | None = None  # results of the last step
+        # host seconds spent so far in forwards and backwards of the step in progress
+        self._seconds = 0.0
+        self._numbers: Later | None = None  # results of the last step; None before the first step
         agreement.check_configuration(config, topology.axis("world"))
         self.config, blueprint = draw(self.model, topology, config)
         self.blueprint, self.layout = blueprint, blueprint.layout
@@ -166,8 +168,8 @@ class Engine:
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wraps_module)
-        # A forward and a backward do not overlap if parameters are sharded or layers have buffers:
-        # the allocator could reuse their memory while the second stream still reads it.
+        # If parameters are sharded or layers have buffers, a forward and a backward do not overlap:
+        # the allocator could reuse the memory of these tensors while the second stream reads them.
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
         streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
@@ -201,8 +203,9 @@ class Engine:
     def step(self, batch: Batch) -> StepMetrics:
         """Runs one optimizer step. Collective.
 
-        The step is skipped if token ids are not in the vocabulary, or if no label is valid. In the
-        first case, reading `StepMetrics.loss` raises DataError.
+        The step is skipped (weights stay unchanged) if a token id is not in the vocabulary or if no
+        label is valid; see `StepMetrics.skipped` for the other reasons. After an invalid token id,
+        reading `StepMetrics.loss` raises DataError.
 
         Args:
             batch: this data rank's share of the global batch; every pipeline and tensor rank passes
@@ -212,7 +215,8 @@ class Engine:
                 arguments of its forward.
 
         Returns:
-            The metrics of the step. Their values are still on the device: reading one waits for it.
+            The metrics of the step. Their values are on the device; reading a value waits until the
+            device has computed it.
         """
         began = time.perf_counter()
         rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
@@ -226,17 +230,18 @@ class Engine:
                 with own_backward(self.reducer):
                     losses = self.runner.run(self.executor.run, micros)
                 break
-            except Outdated:  # the previous update was undone and repeated, so run the step again
+            except Outdated:  # the previous update was wrong and is now corrected: repeat this step
                 rewind()
         self._seconds = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
         metrics = self._end_step(self._local_loss(losses, scale), tokens)
-        # After the step, so that a step that raises is not counted.
+        # Updated only here, so that the samples of a step that raises an error are not counted.
         self.consumed += self.batches.rows(batch) * self.topology.dp
         return metrics
 
     def _begin(self, microbatches: int) -> None:
-        self.gatherer.release_all()  # an error may have interrupted the last step
+        # A step that was interrupted by an error may have left parameters gathered.
+        self.gatherer.release_all()
         if self.buffers.exist:
             self.buffers.begin_step()
         self.runner.begin(microbatches)
@@ -246,20 +251,21 @@ class Engine:
         """Reduces the gradients and updates the weights. Collective.
 
         Args:
-            loss: this rank's term of the loss, fp64 [1].
+            loss: this rank's term of the step's loss, which is the sum over all ranks, fp64 [1].
             tokens: number of tokens of the global batch.
         """
         began = time.perf_counter()
         self.gatherer.release_all()
         if self.buffers.exist:
-            # Before the update, because it raises if a buffer changed that must not change.
+            # Called before the update, so that weights are unchanged if it raises an error because
+            # the forward changed a buffer that must stay constant.
             self.buffers.end_step()
         update = self.runner.update(self.faults.appended_to(loss))
         reducing, updating = self.runner.seconds
         passes = self._seconds + time.perf_counter() - began - reducing - updating
         self.steps += 1
         if self._numbers is not None:
-            self._numbers()  # counts the faults of the previous step first
+            self._numbers()  # so that the faults of steps are counted in the order of the steps
         self._numbers = Later(update, self.faults)
         if not self.runner.pending:
             self._numbers()
@@ -270,16 +276,17 @@ class Engine:
     def zero_grad(self) -> None:
         """Drops the gradients of a step that has not ended.
 
-        Also drops the gradients that the losses of other engines have added to this engine's
-        parameters. A step ends when `step` returns, even if its update is applied later (2BW).
+        Also drops the gradients that backwards of other engines have added to this engine's
+        parameters. A step ends when `step` returns, even if its update is applied later, as in the
+        asynchronous schedule 2BW.
         """
         self.runner.drop()
 
     def finish(self) -> None:
         """Completes the last step if its update is still pending. Collective.
 
-        An update is pending after an optimistic update and under 2BW. The results of training are
-        the same with or without this call.
+        The last update is pending if it was optimistic and is not validated yet, or if the schedule
+        is asynchronous (2BW). The results of training are the same with or without this call.
         """
         self.reducer.recover()
         self.runner.finish(self.executor.run)
@@ -309,7 +316,7 @@ class Engine:
     def evaluating(self) -> Iterator[None]:
         """Context manager for forwards without training. Collective.
 
-        The state of a step in progress is kept.
+        Flags that the step in progress has set for invalid data are restored at the end.
         """
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
@@ -330,23 +337,24 @@ class Engine:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Learning rates of the next update; the host waits for the device.
+        """Learning rates of the next update; reading them waits for the device.
 
-        The first rate is of the parameters without a parameter group. The others are of the groups
-        in `config.optim.groups`, in their order.
+        The first rate applies to the parameters that no parameter group matches. The other rates
+        apply to the groups in `config.optim.groups`, one rate per group, in the same order.
         """
         return self.optimizer.rates(self.optimizer.updates).tolist()
 
     def set_learning_rates(self, rates: Sequence[float] | None) -> None:
-        """Sets the learning rates of the following updates, in place of the schedule.
+        """Replaces the schedule by constant learning rates for all following updates.
 
-        They are saved in checkpoints. Every rank sets the same rates.
+        Checkpoints contain these rates. Every rank must pass the same rates.
 
         Args:
             rates: one rate per entry of `learning_rates`; None returns to the schedule.
 
         Raises:
-            ValueError: if there are more or fewer rates, or a rate is negative or not finite.
+            ValueError: if the number of rates is not the length of `learning_rates`, or if a rate
+                is negative or not finite.
         """
         self.optimizer.rates.set(rates)
 
@@ -365,8 +373,9 @@ class Engine:
         replicas.check(self.optimizer, self.topology, self.steps)
 
     def _local_loss(self, losses: list[Tensor], scale: Tensor | float) -> Tensor:
-        """Returns this rank's term of the loss, fp64 [1]. It is zero unless this rank is on the
-        last pipeline stage and has tensor-parallel index 0."""
+        """Returns this rank's term of the loss, fp64 [1]; the loss is the sum over all ranks. The
+        term is zero unless this rank is on the last pipeline stage and has tensor-parallel index
+        0."""
         device = self.topology.device
         if not losses or self.topology.axis("tp").index > 0:
             return torch.zeros(1, dtype=torch.float64, device=device)
@@ -390,21 +399,21 @@ class Engine:
     ) -> Path:  # fmt: skip
         """Writes a checkpoint; returns its path. Collective.
 
-        The folder gets its name when it is complete, so an interrupted save leaves no partial
-        checkpoint.
+        The files are written to a folder with a temporary name, which is renamed to `path` when all
+        files are complete. So an interrupted save leaves no partial checkpoint at `path`.
 
         Args:
-            path: the folder.
+            path: the folder of the checkpoint.
             extra: values for the manifest, as JSON; `load` returns them.
-            hurries: returns True once the limit `checkpoint.write-limit-mib` (MiB/s) no longer
-                applies, for example because the run must stop; may be called in any thread. None:
-                the limit always applies.
+            hurries: function that returns True once the limit `checkpoint.write-limit-mib` (MiB/s)
+                no longer applies, for example because the run must stop. It may be called in any
+                thread. None: the limit always applies.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint cannot be written.
             DataError: if a step had invalid data and reading metrics has not raised the error yet.
         """
-        self.saver.end()  # first, so that an error of the last save is raised
+        self.saver.end()  # waits for the previous save and raises its error, if it failed
         return self.saver.start(
             Path(path), self.counters(extra), self.extras, background=False, hurries=hurries
         ).path
@@ -416,18 +425,19 @@ class Engine:
         """Starts a checkpoint in the background; returns the save in progress. Collective.
 
         Waits for the previous save first. Call `Save.wait` before the program exits. If there is
-        not enough memory for a copy of the states, it warns, and does not return before the
-        checkpoint is complete.
+        not enough memory for a copy of the states, this method issues a warning, and returns only
+        when the checkpoint is complete.
 
         Args:
-            path: the folder.
+            path: the folder of the checkpoint.
             extra: values for the manifest, as JSON; `load` returns them.
             before_publishing: called on rank 0 in the writing thread, after all files are written
-                and before the folder gets its name.
+                and before the folder is renamed to `path`.
             hurries: see `save`.
 
         Returns:
-            The save, with `wait()`, which is collective, and `done`.
+            The save in progress. `wait()`, which is collective, waits for its end. `done` is True
+            once this rank's part (on rank 0: the entire save) has ended.
 
         Raises:
             CheckpointError: on every rank, if a problem is found before this call returns; `wait`
@@ -446,7 +456,8 @@ class Engine:
             extra: values of the caller, as JSON.
 
         Returns:
-            Completed steps, consumed samples, `extra`, and the counters of the optimizer's step.
+            The number of completed steps, the number of consumed samples, `extra`, and the states
+            of the gradient reducer (`Reducer.state`) and of an asynchronous schedule.
 
         Raises:
             DataError: see `save`.
@@ -473,9 +484,9 @@ class Engine:
 
         Raises:
             CheckpointError: on every rank. If a file is missing or damaged, or the checkpoint is of
-                another model or optimizer, the engine is unchanged. If values are not finite, an
-                engine that has its initial weights gets them again, and any other engine is marked
-                as inconsistent.
+                another model or optimizer, the engine is unchanged. If the checkpoint has values
+                that are not finite, an engine that still had its initial weights gets its initial
+                weights back. Any other engine then refuses to train or save until another load.
         """
         self.saver.end()
         self._sync_states()
@@ -508,7 +519,7 @@ class Engine:
         compatibility.take_full(self.optimizer, self.buffers, self.topology, weights)
 
 
-# help(Engine) shows the parameters of __init__ rather than the parameters of __new__
+# Makes help(Engine) show the parameters of __init__ instead of the parameters of __new__.
 _parameters = list(inspect.signature(Engine.__init__).parameters.values())[1:]
 Engine.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
 
@@ -516,7 +527,7 @@ Engine.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defin
 class LayeredEngine(Engine):
     """Trains a model of pipeline layers; `Engine(...)` creates it for a `threed.models.Model`.
 
-    It has the methods of `Engine`, and `logits`.
+    In addition to the methods of `Engine`, it has the method `logits`.
     """
 
     wraps_module = False
@@ -565,8 +576,8 @@ class ModuleEngine(Engine):
     accumulating = False
     model: Wrapped
     gatherer: ModuleGatherer
-    _microbatches: int | None  # of the step in progress
-    _loss: Tensor  # accumulated in the step in progress
+    _microbatches: int | None  # number of micro-batches of the step in progress; None: not known
+    _loss: Tensor  # weighted sum of the losses so far of the step in progress, fp64 [1]
 
     @property
     def module(self) -> nn.Module:
@@ -591,9 +602,9 @@ class ModuleEngine(Engine):
         """Begins an optimizer step in a custom loop. Collective.
 
         Args:
-            microbatches: number of micro-batches of the step. None if it is not known; then
-                `backward` requires a weight, and gradients are reduced after the last backward,
-                without overlap, unless `backward` is called with `last`.
+            microbatches: number of micro-batches of the step; None if the number is not known. With
+                None, `backward` requires a weight. Gradients are then reduced after the last
+                backward, not during it, unless the last `backward` is called with `last=True`.
         """
         self.faults.clear()
         self._begin(OPEN if microbatches is None else microbatches)
@@ -611,12 +622,12 @@ class ModuleEngine(Engine):
             loss: mean loss of the micro-batch, a scalar.
             weight: factor of the loss; by default 1 / (micro-batches × data ranks), so that the
                 loss of the step is the mean over all micro-batches of all data ranks.
-            last: whether it is the last backward of a step whose number of micro-batches is not
-                known.
+            last: whether this is the last backward of the step. Only needed if the number of
+                micro-batches of the step is not known (`begin(None)`).
 
         Raises:
             RuntimeError: if `begin` was not called.
-            ValueError: if `begin` was called without a number, and no weight is given.
+            ValueError: if the step began with `begin(None)` and no weight is given.
         """
         self._check_begun()
         began = time.perf_counter()
@@ -650,8 +661,8 @@ class ModuleEngine(Engine):
             RuntimeError: if `begin` was not called.
         """
         self._check_begun()
-        # Ranks may have launched the reductions of different buckets so far. Launches the remaining
-        # reductions before another collective is called.
+        # Some ranks may have launched more reductions than others. Every rank must launch all of
+        # its reductions before another collective is called.
         self.reducer.all_passes_ended()
         return self._end_step(self._loss, tokens)
 
@@ -666,12 +677,12 @@ class ModuleEngine(Engine):
         return super()._end_step(loss, tokens)
 
     def _begin(self, microbatches: int) -> None:
-        self.gatherer.release_all()  # before the check, which may raise
+        self.gatherer.release_all()  # parameters must be freed even if the check raises an error
         self._check_scales()
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Raises RuntimeError under fp16 if a gradient has the loss scale of another engine."""
+        """Raises RuntimeError under fp16 if a gradient is scaled by another engine's loss scale."""
         for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
             raise RuntimeError(
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"
@@ -687,7 +698,8 @@ class ModuleEngine(Engine):
     def inference(self) -> Iterator[nn.Module]:
         """Context manager: yields the module for forwards without gradients."""
         try:
-            # Not inference mode, because tensors that a module caches must work in training too.
+            # `no_grad` instead of inference mode: tensors that the module caches here may be used
+            # in training later.
             with torch.inference_mode(False), torch.no_grad():
                 yield self.module
         finally:
@@ -717,7 +729,7 @@ class ModuleEngine(Engine):
             self._sync_states()
 
     def _sync_states(self) -> None:
-        """Completes the last step as in `Engine`. Also copies parameter values that the program has
-        changed to the optimizer's states."""
+        """Completes the last step as in `Engine`. Then copies the values of parameters that the
+        program has changed into the optimizer's states."""
         super()._sync_states()
         self.gatherer.changes.absorb_edits(self.optimizer)

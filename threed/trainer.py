@@ -58,15 +58,17 @@ from threed.zero.setup import describe_rate
 
 # Seconds that a rank has to complete in-memory checkpoints after another rank has failed.
 BEFORE_EXIT_S = 5.0
-GRACE_S = 60  # seconds: process groups time out this much later than the watchdog
+# Process groups time out this number of seconds later than the watchdog.
+GRACE_S = 60
 
 
 class Trainer:
     """Trains a model on text: a run with its folder, metrics, evaluation, checkpoints and report.
 
-    A trainer for a custom model is created from a command line or from a configuration. Both build
-    data, topology, model and engine. The model is a class or function as for `threed train
-    FILE.py:MODEL` (docs/guide/own_models.md):
+    For a custom model, one of the two class methods below creates the trainer, from a command line
+    or from a configuration. Each of them also opens the data, and builds topology, model and
+    engine. The model is a class or function as for `threed train FILE.py:MODEL`
+    (docs/guide/own_models.md):
 
         trainer = threed.Trainer.from_command_line(MyModel)             # accepts every flag
         trainer = threed.Trainer.from_config(config, MyModel)
@@ -129,9 +131,9 @@ class Trainer:
 
         Args:
             config: the configuration; derived keys may be missing.
-            model: class or function at the top level of a file, with the parameters (config,
-                slicing), (config) or (): a `ModelConfig` and a `Slicing`. By default the model of
-                `config.model.arch`.
+            model: class or function at the top level of a file, which is called as
+                `model(config, slicing)`, `model(config)` or `model()`, with a `ModelConfig` and a
+                `Slicing`. By default the model of `config.model.arch`.
             callbacks: additional callbacks.
 
         Returns:
@@ -162,7 +164,7 @@ class Trainer:
         except ValueError as error:
             if isinstance(error, ConfigError) or is_foreign(error, Path(__file__).parent):
                 raise
-            raise ConfigError([str(error)]) from None  # the model cannot be forecast
+            raise ConfigError([str(error)]) from None  # no forecast could be made of the model
 
     @classmethod
     def from_command_line(
@@ -233,7 +235,7 @@ class Trainer:
         last = min(train.steps, train.stop_after or train.steps)
         writes = (
             start.step < last or not start.saved
-        )  # otherwise only figures and the export are written
+        )  # if False, the run is complete, and only the figures and the export are written
         aside = retention.set_aside(start.extra.get("path"), start.step) if writes else ""
         with self._monitor(start, writes) as monitor:
             run = Run(
@@ -319,16 +321,17 @@ def open_configured(config: Config) -> Data:
 
 
 def start_engine(config: Config) -> Engine:
-    """Creates the process groups of a resolved configuration, its model and engine. Collective.
+    """Creates the process groups, model and engine of a resolved configuration. Collective.
 
-    If the model is an `nn.Module`, seeds torch's random generator.
+    If the model is a plain `nn.Module`, also seeds torch's random generator, differently per rank.
     """
     p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
-    # At least TIMEOUT, because the watchdog does not watch loading and the end of a run.
+    # The timeout is at least TIMEOUT, because the watchdog is not active while a run loads a
+    # checkpoint or ends.
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
     engine = build_engine(config, topology)
     if engine.wraps_module:
-        # Its dropout uses torch's generator; the masks of data ranks must differ.
+        # The module's dropout uses torch's generator, and dropout masks must differ between ranks.
         torch.manual_seed(config.train.seed + topology.rank)
     return engine
 
@@ -343,7 +346,7 @@ def _check_model(engine: Engine) -> None:
 
 
 class Loop:
-    """The loop over the steps of a run, with its callbacks."""
+    """Runs the steps of a run, and calls callbacks before and after each step."""
 
     def __init__(
         self,
@@ -413,18 +416,19 @@ class Loop:
     def _share_of_batch(self, step: int) -> dict[str, Tensor]:
         """Returns this data rank's share of the batch of a step.
 
-        The share depends only on the number of samples consumed before the step. So prefetching and
-        resuming give the same batches.
+        The share depends only on the number of samples consumed before the step. So the batches are
+        the same if they are prefetched, and after a resume.
         """
         start, axis = self.run.start, self.engine.topology.axis("dp")
-        # The batch size may have been changed on resume, so it applies from the start step on.
+        # The batch size may have changed when the run was resumed. So samples before the start step
+        # are counted by `start.samples`, and only later ones by the current size.
         size = self.engine.config.train.global_batch
         share = size // axis.size
         first = start.samples + (step - start.step) * size
         return self.run.data.train.batch(first + axis.index * share, share)
 
     def _mark_preempted(self) -> None:
-        """Records the stop in the run folder before any rank exits. Collective."""
+        """Records the preemption in the run folder before any rank exits. Collective."""
         folder, world = self.run.folder, self.engine.topology.axis("world")
         if world.index == 0:
             newest = next(candidates(folder, "auto"), None)

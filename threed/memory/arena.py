@@ -6,9 +6,8 @@
 
 See ZeRO, arXiv 1910.02054, section 6.3 (memory defragmentation, M_D). The first `take` allocates a
 buffer for `count` slots of the requested size. If more slots or larger slots are needed later, a
-larger buffer replaces the old one, whose memory is freed once no tensor uses it. So a run allocates
-once if it never needs more than `count` slots, or larger slots than the first one; otherwise it
-still works.
+larger buffer replaces the old buffer, whose memory is freed once no tensor uses it. So a run
+allocates only once if it never needs more than `count` slots, nor a slot larger than the first one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from threed.memory.pool import host_buffer
 
-ALIGN = 64  # bytes; torch's alignment
+ALIGN = 64  # alignment of slots in bytes; torch's CPU allocator uses the same alignment
 
 
 class Arena:
@@ -38,7 +37,7 @@ class Arena:
     def __init__(self, count: int, device: torch.device, *, pinned: bool = False) -> None:
         self.count, self.device, self.pinned = max(count, 1), device, pinned
         self.allocations = 0
-        self.nbytes = 0  # bytes per slot
+        self.nbytes = 0  # bytes per slot; 0 before the first `take`
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._free: list[int] = []
 
@@ -58,7 +57,7 @@ class Arena:
         return self._buffer[first : first + nbytes].view(dtype)
 
     def give(self, slot: Tensor) -> None:
-        """Returns a slot to the pool. A slot of a buffer that was replaced is ignored."""
+        """Gives a slot back to the arena. A slot of a buffer that was replaced is ignored."""
         at = slot.data_ptr() - self._buffer.data_ptr()
         if 0 <= at < self._buffer.numel():
             self._free.append(at // self.nbytes)

@@ -3,14 +3,15 @@
     disk = Disk("/nvme/swap", "optimizer")
     offset = disk.reserve(values.nbytes)          # allocates space; SwapError if the drive is full
     disk.write(offset, values).wait()
-    disk.read(offset, into=values).wait()         # SwapError unless every byte was read
+    disk.read(offset, into=values).wait()         # SwapError if not every byte was read
     disk.close()
 
-A Disk is one file, preallocated and unlinked (without a name). Each transfer is split into pieces,
-which a few threads transfer concurrently; their system calls release the GIL. Memory that starts on
-a page boundary (`threed.memory.pool`) is read and written directly. Other memory is copied through
-an aligned buffer, and so are the last bytes of a tensor if its size is not a multiple of 4096.
-Transfers are not ordered: wait for a write before reading or writing the same region.
+A Disk is one file, which is preallocated and unlinked (has no name). Each transfer is split into
+pieces, which a few threads transfer concurrently; the threads release the GIL during system calls.
+Memory that starts on a page boundary (`threed.memory.pool`) is transferred directly. Other memory
+is copied through an aligned buffer, and so are the last bytes of a tensor if its size is not a
+multiple of 4096. Transfers are not ordered: wait for a write before reading or writing the same
+region.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-BLOCK = 4096  # the alignment of memory, lengths and offsets in direct I/O
+BLOCK = 4096  # bytes; direct I/O requires this alignment of memory, lengths and offsets
 PIECE = 8 * 2**20  # bytes per piece of a transfer
-WORKERS = 4  # threads that transfer pieces
+WORKERS = 4  # number of threads that transfer pieces
 
 _FIXES = {
     errno.ENOSPC: "free space there, or name a folder on a larger drive",
@@ -50,9 +51,9 @@ class SwapError(OSError):
 
 
 def _make_folder(folder: str) -> None:
-    """Creates a folder if it is missing, and then warns.
+    """Creates a folder if it does not exist, and issues a warning that it did so.
 
-    The warning is needed because a missing folder may be on a drive that is not mounted.
+    The warning is needed because a missing folder may belong to a drive that is not mounted.
     """
     if os.path.lexists(folder):
         return
@@ -70,9 +71,9 @@ def _make_folder(folder: str) -> None:
 class _File:
     """An open file, which is closed when neither its Disk nor a transfer in flight refers to it.
 
-    So a Disk that is garbage-collected without `close` does not have to wait for its threads.
-    Garbage collection may run in any thread. In a thread that is just being started, waiting for
-    other threads would hang.
+    So a Disk that is garbage-collected without `close` does not have to wait for its threads. Such
+    a wait could hang, because garbage collection may run in any thread, including a thread that is
+    just being started.
     """
 
     def __init__(self, fd: int = -1) -> None:
@@ -89,7 +90,7 @@ class _File:
 class Transfer:
     """A read or write in flight.
 
-    It keeps the tensor alive. Do not use the tensor until the transfer is done.
+    This object keeps the tensor alive. Do not use the tensor until the transfer is done.
     """
 
     def __init__(self, disk: Disk, what: str, pieces: list[Future[None]]) -> None:
@@ -113,7 +114,7 @@ class Transfer:
             raise self._disk._failure(self._what, errors[0])
 
     def _errors(self) -> list[BaseException]:
-        """Waits for all pieces; returns the errors of failed pieces."""
+        """Waits for all pieces of the transfer, and returns the errors of failed pieces."""
         return [error for piece in self._pieces if (error := piece.exception()) is not None]
 
 
@@ -126,7 +127,7 @@ class Disk:
 
     Args:
         folder: folder on the drive; created with a warning if it does not exist.
-        name: prefix of the file name, which messages contain.
+        name: prefix of the file name. Error messages contain the file name.
 
     Attributes:
         path: path of the file before it was unlinked, for messages.
@@ -163,8 +164,8 @@ class Disk:
             SwapError: if the drive is full.
         """
         need = _round_up(nbytes)
-        # Checked before the lock is taken: in a forked child, the lock may be held forever, if a
-        # thread of the parent held it during the fork.
+        # The process is checked before the lock is taken: if a thread of the parent held the lock
+        # during a fork, the lock is never released in the child.
         self._check_process("reserving space")
         with self._lock:
             self._check_open("reserving space")
@@ -173,7 +174,7 @@ class Disk:
             try:
                 _allocate(self._fd, self._size, need)
             except OSError as error:
-                os.ftruncate(self._fd, self._size)  # frees partial allocations
+                os.ftruncate(self._fd, self._size)  # frees the part that was allocated
                 what = f"cannot reserve {need} bytes beyond the {self._size} of {self.path}: {error.strerror}"
                 raise self._error(
                     error.errno, f"{what}; {_free_bytes(self._fd)} bytes are free"
@@ -187,7 +188,7 @@ class Disk:
             self._free.setdefault(_round_up(nbytes), []).append(offset)
 
     def read(self, offset: int, into: Tensor) -> Transfer:
-        """Starts to fill a tensor from the file.
+        """Starts to read a tensor from the file.
 
         Args:
             offset: offset in the file, a multiple of 4096.
@@ -226,7 +227,7 @@ class Disk:
 
     def _submit(self, write: bool, offset: int, tensor: Tensor) -> list[Future[None]]:
         block, nbytes = BLOCK if self.direct else 1, tensor.nbytes
-        aligned = nbytes // block * block  # the tail is a separate piece
+        aligned = nbytes // block * block  # the bytes after the last full block are another piece
         bounds = [*range(0, aligned, PIECE), aligned, nbytes]
         return [
             self._threads.submit(_move, write, self._file, tensor, range(a, b), offset + a, block)
@@ -235,7 +236,7 @@ class Disk:
         ]
 
     def _drop_finished(self) -> None:
-        """Drops finished transfers, except failed ones, which `close` reports."""
+        """Drops the references to finished transfers, except failed ones, which `close` reports."""
         for transfer in list(self._in_flight):
             if transfer.done() and not transfer._errors():
                 self._in_flight.discard(transfer)
@@ -246,7 +247,7 @@ class Disk:
         Raises:
             SwapError: if a transfer failed and its `wait` has not been called.
         """
-        if os.getpid() != self._process:  # a forked child inherits the file, but no threads
+        if os.getpid() != self._process:  # a forked child inherits the file, but not the threads
             self._file.close()
             return
         with self._lock:
@@ -289,8 +290,8 @@ def _open(path: str) -> tuple[int, bool]:
     """Creates a file and unlinks it.
 
     Returns:
-        The file descriptor, and whether the file supports direct I/O, which a write of one block
-        has tested.
+        (fd, direct): the file descriptor, and whether the file supports direct I/O. A write of one
+        block tests this.
     """
     for direct in (getattr(os, "O_DIRECT", 0), 0):
         fd = -1
@@ -318,7 +319,7 @@ def _round_up(nbytes: int) -> int:
 
 def _free_bytes(fd: int) -> int:
     here = os.fstatvfs(fd)
-    # some file systems report no blocks at all
+    # some file systems report 0 blocks; their free space is assumed to be unlimited
     return here.f_bavail * here.f_frsize if here.f_blocks else 2**63
 
 
@@ -338,18 +339,18 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        os.ftruncate(fd, offset + nbytes)  # file system without fallocate
+        os.ftruncate(fd, offset + nbytes)  # the file system does not support fallocate
 
 
 def _move(write: bool, file: _File, tensor: Tensor, part: range, offset: int, block: int) -> None:
     """Transfers a range of a tensor's bytes, through an aligned buffer if direct I/O requires it.
 
     Args:
-        write: whether to write to the file; otherwise reads from it.
+        write: True to write to the file, False to read from it.
         file: the file.
         tensor: contiguous tensor on the CPU.
-        part: range of its bytes.
-        offset: offset in the file.
+        part: range of the tensor's bytes to transfer.
+        offset: offset in the file, in bytes.
         block: required alignment in bytes; 1 without direct I/O.
 
     Raises:

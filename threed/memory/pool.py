@@ -24,7 +24,7 @@ HUGE = 2 * 2**20
 
 
 class _Registered(mmap.mmap):
-    """Mapped memory. If it is page-locked for CUDA, it is unlocked before it is unmapped."""
+    """Mapped memory. If page-locked for CUDA, the memory is unlocked before it is unmapped."""
 
     address = 0  # start of the page-locked memory; 0 if it is not page-locked
 
@@ -54,7 +54,7 @@ def host_buffer(nbytes: int) -> Tensor:
     # The remainder uses small pages, because a huge page would use more memory than needed.
     full_pages = nbytes // HUGE * HUGE
     if full_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages also works, but slower
+        with contextlib.suppress(OSError):  # without huge pages the buffer works, but is slower
             memory.madvise(mmap.MADV_HUGEPAGE, start, full_pages)
     # `zero_` touches every page, which makes the buffer resident.
     buffer = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes).zero_()
@@ -77,9 +77,11 @@ def free_bytes() -> int:
         free[0] = 1024 * next(
             int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
         )
-    with contextlib.suppress(OSError, ValueError):  # cgroup v2; "max" is not a number
+    # Limit of the cgroup (v2). A ValueError means that the limit is "max": memory is not limited.
+    with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free.append(most - used + int(stat.get("inactive_file", 0)))  # page cache is reclaimable
+        # inactive page cache counts as free, because the kernel can reclaim it
+        free.append(most - used + int(stat.get("inactive_file", 0)))
     return max(0, min(free))

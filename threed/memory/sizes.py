@@ -7,8 +7,9 @@ also the parameters.
 
 from __future__ import annotations
 
-BUCKETS_IN_FLIGHT = 2  # one bucket is filled or used while the other is communicated
-UPDATES_AHEAD = 1  # number of buckets whose states are read from a drive while another is updated
+# Number of buckets in flight: one is filled or used while the other one is communicated.
+BUCKETS_IN_FLIGHT = 2
+UPDATES_AHEAD = 1  # number of buckets whose states are read ahead while another bucket is updated
 
 
 _SLICED = {
@@ -73,16 +74,16 @@ def regime(
 def drive_buffers(gathered: int, buffers: int, early: int = 0) -> int:
     """Returns the number of host buffers that transfers to and from a drive need.
 
-    A buffer has the size of the largest slice of a bucket. Forward and backward need buffers for
-    slices that are gathered, and for gradients that are in flight, accumulated or written. An
-    update needs buffers for the buckets that are read, updated and written.
+    Each buffer has the size of the largest slice of a bucket. Forward and backward need buffers for
+    slices of parameters that are gathered, and for gradients that are in flight, accumulated or
+    written. An update needs buffers for the buckets that are read, updated and written.
 
     Args:
         gathered: number of parameter slices that are read from the drive at the same time.
         buffers: buffers per bucket in an update; see `update_buffers`.
-        early: 0 if updates begin after the backward. If they begin during the backward, the number
-            of buckets of the largest layer, which may all wait for their update at the same time.
-            The updates and the backward then need buffers at the same time.
+        early: 0 if updates begin after the backward. If updates run during the backward: the number
+            of buckets of the layer with most buckets, which may all wait for their update at the
+            same time. Updates and backward then need buffers at the same time.
     """
     busy = gathered + BUCKETS_IN_FLIGHT + 2
     if early:
@@ -93,7 +94,7 @@ def drive_buffers(gathered: int, buffers: int, early: int = 0) -> int:
 def update_buffers(
     optimizer: bool, params: bool, *, narrow: bool, zero_stage: int, moments: int
 ) -> int:
-    """Returns the number of buffers that an update reads from a drive for one bucket.
+    """Returns the number of buffers that an update needs to read one bucket's values from a drive.
 
     Args:
         optimizer: whether optimizer states are on the drive.

@@ -1,19 +1,19 @@
 """Stores slices of the training state in memory or on an NVMe drive, with staged access.
 
-    storage = tier(numel, dtype)    a tier is a function that allocates a storage of zeros
+    storage = tier(numel, dtype)    allocates a storage of zeros; the function `tier` decides where
     staged = storage.fetch()        starts to read the values into a staged buffer
     values = staged.wait()          [numel], may be changed in place; SwapError if the read failed
     staged.store()                  starts to write the values back, and releases the buffer
-    staged.drop()                   or releases the buffer without writing
+    staged.drop()                   instead of `store`: releases the buffer without writing
 
 `storage.empty()` returns a staged buffer without reading the values. The values must not be used
 after `store` or `drop`.
 
 For a storage in memory, these calls take no time, because the staged buffer is the tensor itself.
 For a storage on a drive, values are read into page-aligned buffers of constant size before they are
-used, and written back in the background. So each algorithm is written once, as if all state were on
-a drive, and the size of the buffers does not grow with the state (ZeRO-Infinity, arXiv 2104.07857,
-section 6).
+used, and written back in the background. So each algorithm is implemented once, as if all state
+were on a drive, and the size of the buffers does not grow with the size of the state
+(ZeRO-Infinity, arXiv 2104.07857, section 6).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class InMemory:
         return self.tensor
 
     def exchange(self, other: InMemory) -> None:
-        """Exchanges the tensors of two storages."""
+        """Exchanges the tensors of this storage and another storage."""
         self.tensor, other.tensor = other.tensor, self.tensor
 
     def fetch(self) -> InMemory:
@@ -65,10 +65,10 @@ class InMemory:
         return self.tensor
 
     def store(self) -> None:
-        """No-op: the values are already in the storage."""
+        """Has no effect, because the values are already in the storage."""
 
     def drop(self) -> None:
-        """No-op."""
+        """Has no effect, because there is no separate buffer to release."""
 
 
 def memory_tier(device: torch.device) -> Tier:
@@ -112,9 +112,9 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
 
 
 class Copied:
-    """A staged buffer whose values are copied to another device.
+    """A copy of a staged buffer's values on another device.
 
-    The caller uses only the copy. The values cannot be written back.
+    The caller uses only the copy, which cannot be written back to the storage.
 
     Args:
         staged: the staged buffer.
@@ -161,7 +161,7 @@ class Drive:
 
     @property
     def in_use(self) -> int:
-        """The number of buffers in use, including the buffers of writes in flight."""
+        """The number of buffers in use, including buffers that are being written to the drive."""
         return 0 if self._buffers is None else self.count - len(self._buffers)
 
     def settle(self) -> None:
@@ -170,7 +170,7 @@ class Drive:
             self._reap(wait=True)
 
     def on_full(self, make_room: Callable[[], None]) -> None:
-        """Registers a callback that releases buffers. `take` calls it if all buffers are in use."""
+        """Registers a function that releases buffers. `take` calls it if all buffers are in use."""
         self._make_room = make_room
 
     def size_buffers(self, nbytes: int, count: int) -> None:
@@ -207,10 +207,10 @@ class Drive:
         self._writing.append((transfer, buffer))
 
     def _reap(self, wait: bool) -> None:
-        """Frees the buffers of finished writes.
+        """Returns the buffers of finished writes to the pool.
 
         Args:
-            wait: whether to wait for the oldest write.
+            wait: whether to wait for the oldest write first.
 
         Raises:
             SwapError: if a write failed.
@@ -225,7 +225,8 @@ class Drive:
 class MetaDrive(Drive):
     """A drive without a file, for forecasts on the meta device.
 
-    All staged buffers are the same tensor. It is also its own `Disk`, without transfers.
+    All staged buffers are the same tensor. The object is also its own `Disk`, which transfers no
+    bytes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -243,10 +244,10 @@ class MetaDrive(Drive):
         return self._buffer
 
     def give(self, buffer: Tensor) -> None:
-        """No-op: all staged buffers are the same tensor."""
+        """Has no effect, because all staged buffers are the same tensor."""
 
     def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
-        """No-op."""
+        """Has no effect, because all staged buffers are the same tensor."""
 
     def read(self, offset: int, into: Tensor) -> Transfer | None:
         """Returns None, because no bytes are transferred."""
@@ -258,7 +259,8 @@ class MetaDrive(Drive):
 class OnDrive:
     """A storage in a region of a swap file.
 
-    It may have a second region, for new values that replace the old ones when `swap` is called.
+    The storage may have a second region, for new values that replace the old values when `swap` is
+    called.
 
     Args:
         drive: the tier.
@@ -275,9 +277,9 @@ class OnDrive:
         self.drive, self.device = drive, drive.device
         self.hold(numel, dtype)
         self.offset = drive.disk.reserve(self.nbytes)
-        self.second_offset: int | None = None  # offset of the second region
+        self.second_offset: int | None = None  # offset of the second region; None: no such region
         self.writing: Transfer | None = None
-        self.staged_buffers = 0  # staged buffers in use
+        self.staged_buffers = 0  # number of staged buffers in use
 
     @property
     def reserved(self) -> int:
@@ -289,18 +291,18 @@ class OnDrive:
         self.second_offset = self.drive.disk.reserve(self.nbytes)
 
     def swap(self) -> None:
-        """Exchanges the two regions, so that the storage has the values of the second region."""
+        """Exchanges the two regions. The storage then has the values of the second region."""
         assert self.second_offset is not None
         if self.staged_buffers:
             raise RuntimeError("a staged buffer of the old values is still in use")
         self.offset, self.second_offset = self.second_offset, self.offset
 
     def hold(self, numel: int, dtype: torch.dtype) -> None:
-        """Changes the length and dtype of the values; the new values must fit into the region."""
+        """Sets the number and dtype of the values. They must fit into the storage's region."""
         self.dtype, self.nbytes = dtype, numel * dtype.itemsize
 
     def fetch(self) -> DriveBuffer:
-        if self.writing is not None:  # a read must see the latest write
+        if self.writing is not None:  # a read must begin after the latest write has ended
             self.writing.wait()
             self.writing = None
         buffer = self.drive.take()
@@ -319,7 +321,8 @@ class DriveBuffer:
         self, storage: OnDrive, buffer: Tensor, values: Tensor, transfer: Transfer | None
     ) -> None:
         self.storage, self._buffer, self.values = storage, buffer, values
-        self._transfer = transfer  # read that fills the buffer, or write that `write` started
+        # the read that fills the buffer, or the write that `write` started; None once waited for
+        self._transfer = transfer
         storage.staged_buffers += 1
 
     def arrived(self) -> bool:
@@ -345,7 +348,7 @@ class DriveBuffer:
     def store_second(self) -> None:
         """Starts to write the values to the second region, and releases the buffer.
 
-        They become the values of the storage when `OnDrive.swap` is called.
+        These values become the values of the storage when `OnDrive.swap` is called.
         """
         assert self.storage.second_offset is not None
         self._store(self.storage.second_offset)
@@ -355,8 +358,8 @@ class DriveBuffer:
         storage.staged_buffers -= 1
         try:
             self.wait()
-            # Another staged buffer of this storage was read before this write, so its values are
-            # stale.
+            # If the storage has another staged buffer, that buffer was read before this write, so
+            # its values are stale.
             if storage.staged_buffers:
                 raise RuntimeError(
                     "values were staged twice: the other staged buffer is stale after this store"
@@ -382,6 +385,6 @@ class DriveBuffer:
             self.storage.drive.give(self._buffer)
 
 
-Storage = InMemory | OnDrive  # stores a flat tensor
+Storage = InMemory | OnDrive  # stores a flat tensor in memory or on a drive
 StagedBuffer = InMemory | DriveBuffer | Copied  # buffer in memory with the values of a storage
 Tier = Callable[[int, torch.dtype], Storage]

@@ -40,17 +40,17 @@ from threed.memory.tiers import Drive, InMemory, OnDrive, StagedBuffer, Storage
 from threed.pipeline.replicated_inputs import ReplicatedInputs
 
 META = torch.device("meta")
-FETCH_AHEAD = 2  # inputs being read from the drive
-GATHER_AHEAD = 1  # inputs being copied to the device, or gathered
-# Host buffers of a drive, for inputs being read, used or written.
+FETCH_AHEAD = 2  # number of inputs that are read from the drive ahead of their use
+GATHER_AHEAD = 1  # number of inputs that are copied to the device, or gathered, ahead of their use
+# Number of host buffers of a drive, for inputs that are being read, used or written.
 BUFFERS = 2 * FETCH_AHEAD + 2
-# Limit on the tensors of one layer's input if they are saved on a drive. They are all in use at the
-# same time, each in one buffer, and the other buffers are needed to read ahead.
+# Largest number of tensors in a layer's input that is saved on a drive. All of them are in use at
+# the same time, each in one buffer. The other buffers are needed to read further inputs ahead.
 MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD
 
 
 class StoragePool(Protocol):
-    """Reusable storages for saved inputs."""
+    """A pool of reusable storages for saved inputs."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Storage:
         """Returns a storage for `numel` values."""
@@ -98,8 +98,8 @@ class OnDrives:
     def _large_enough(self, nbytes: int) -> Drive:
         """Returns the drive, or a new drive if the buffers of the old one are too small.
 
-        New buffers are at least 1.5 times as large as the old ones. So all regions of the file that
-        are too small for the new drive together take no more space than two new regions per input.
+        New buffers are at least 1.5 times as large as the old buffers. So the regions of the file
+        that become too small for reuse take, per input, at most the space of two new regions.
         """
         old = 0 if self._drive is None else self._drive.nbytes
         if self._drive is None or nbytes > old:
@@ -113,7 +113,7 @@ class OnDrives:
 
     def _release(self, storage: OnDrive) -> None:
         if storage.writing is not None:
-            storage.writing.wait()  # the next owner of the region may write only afterwards
+            storage.writing.wait()  # the next owner of the region must not write before this ends
         self.disk.release(storage.offset, storage.drive.nbytes)
 
 
@@ -124,12 +124,13 @@ class SavedInput:
     Attributes:
         shape: shape of the input.
         axis: the ranks over which the input is sliced; None if it is saved in full.
-        sample: some elements of a sliced input, to check the gathered input.
+        sample: some elements of the full input, to check the input after slices are gathered; None
+            if the input is not sliced or not checked.
         storage: storage of the copy; None if the tensor itself is saved.
-        value: the full input or this rank's slice, if it is on the device.
-        arrived: event after the copy from host memory to the device.
-        staged: buffer into which the storage is read, once `fetch` was called.
-        gathering: the all-gather of the slices in flight.
+        value: the full input, or this rank's slice; None while it is not on the device.
+        arrived: event recorded after the copy from host memory to the device, or None.
+        staged: buffer into which the storage is read; None before `fetch` is called.
+        gathering: the all-gather of the slices while it is in flight, else None.
     """
 
     shape: torch.Size
@@ -146,11 +147,11 @@ class ActivationStore:
     """Saves inputs of layers until their backward.
 
     Args:
-        axis: ranks over which inputs are sliced, or None.
-        storages: pool for copies; None saves the inputs themselves.
+        axis: ranks over which inputs are sliced; None to save inputs in full.
+        storages: pool of storages for copies; None to save the inputs themselves.
         device: device of the layers.
         away: whether the storages are on another device. Copies then use a separate stream.
-        replicated: finds the inputs that can be sliced; None if all can.
+        replicated: determines which inputs can be sliced; None if all inputs can be sliced.
     """
 
     def __init__(
@@ -190,7 +191,8 @@ class ActivationStore:
             saved.sample = None if self.replicated is None else self.replicated.sample(x)
             numel = -(-numel // self.axis.size)
             first = self.axis.index * numel
-            part = part.reshape(-1)[first : first + numel]  # may be shorter on the last ranks
+            # the slices of the last ranks may be shorter than `numel`
+            part = part.reshape(-1)[first : first + numel]
         if self.storages is None:
             saved.value = self._own(part, numel, saved.axis is not None)
             return saved
@@ -200,7 +202,10 @@ class ActivationStore:
         return saved
 
     def _own(self, part: Tensor, numel: int, sliced: bool) -> Tensor:
-        """Returns a tensor that keeps no other memory alive: `part` itself, or a copy of it."""
+        """Returns `part`, or a copy of it if `part` would keep more memory alive than it needs.
+
+        A slice is always copied, and padded to `numel` elements.
+        """
         if not sliced:
             return part if part.untyped_storage().nbytes() <= part.nbytes else part.clone()
         own = part.new_empty(numel)
@@ -219,10 +224,10 @@ class ActivationStore:
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
-        """Stores the finished copies, and lets the device reuse the memory of their sources.
+        """Stores the finished copies, and lets the device reuse the memory of the copied tensors.
 
-        All but the last `at_most` copies are waited for: by the device's current stream, and by the
-        host only before a write to a drive.
+        The device's current stream waits for all copies except the last `at_most`. The host waits
+        for them only if they are written to a drive.
         """
         while self._outgoing and (len(self._outgoing) > at_most or self._outgoing[0][0].query()):
             event, staged, _ = self._outgoing.popleft()
@@ -232,7 +237,7 @@ class ActivationStore:
             staged.store()
 
     def fetch(self, saved: SavedInput) -> None:
-        """Starts to read a saved input from its drive, if it is on one."""
+        """Starts to read a saved input from the drive, if it is on a drive."""
         if saved.storage is not None and saved.staged is None and saved.value is None:
             self._store_left(at_most=0)
             saved.staged = saved.storage.fetch()
@@ -280,7 +285,8 @@ class ActivationStore:
             saved.gathering.wait()
         if saved.staged is not None:
             if self._stream is not None and not isinstance(saved.storage, InMemory):
-                self._stream.synchronize()  # before the drive reuses the buffer, which the stream reads
+                # the stream must have read the buffer before the drive reuses it
+                self._stream.synchronize()
             saved.staged.drop()
         if saved.storage is not None and self.storages is not None:
             self._store_left(at_most=0)
@@ -296,8 +302,8 @@ class Recomputed:
 
     Attributes:
         units: numbers of the units.
-        store: stores the units' inputs if the units are recomputed in full; otherwise None.
-        selective: the operations to recompute if only a part of each unit is recomputed; otherwise
+        store: stores the inputs of the units if they are recomputed in full; otherwise None.
+        selective: the operations to recompute if each unit is recomputed only in part; otherwise
             None.
     """
 
@@ -309,9 +315,9 @@ class Recomputed:
 def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
     """Returns the numbers of the layers to recompute.
 
-    Of the layers whose `recomputable` is not False, these are the first and every `every`-th after
-    it. They are counted over the full model, so that the choice does not depend on the pipeline
-    stages.
+    These are the first layer whose `recomputable` is not False, and every `every`-th such layer
+    after it. Layers are counted over the full model, so that the choice does not depend on the
+    pipeline stages.
     """
     return [n for n, layer in enumerate(layers) if contract(layer).recomputable][::every]
 
@@ -349,7 +355,7 @@ def build(
     Args:
         config: the configuration.
         units: the layers that are recomputed in full or in part, by number.
-        live: largest number of micro-batches with saved inputs at the same time.
+        live: largest number of micro-batches for which inputs are saved at the same time.
         slicing: the model's slicing.
         topology: the topology.
         unlike: flag to set if an input was sliced although it differs between tensor ranks.
@@ -371,8 +377,8 @@ def build(
 def for_tracing(
     config: Config, numbers: Sequence[int], slicing: Slicing, device: torch.device = META
 ) -> Recomputed:
-    """Returns the recomputation of layers that are traced or timed one by one. It saves the inputs
-    themselves, not copies.
+    """Returns the recomputation of layers that are traced or timed one by one. Its store saves the
+    inputs themselves, not copies.
 
     Args:
         config: the configuration.

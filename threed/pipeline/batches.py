@@ -94,8 +94,8 @@ class Batches:
     def check_rows(self, batch: Batch) -> None:
         """Checks that all data ranks evaluate equally many rows. Collective over dp.
 
-        Unequal numbers would make the ranks hang. Training steps need no such check, as their
-        number of rows is configured.
+        Ranks with unequal numbers of rows would hang. Training steps need no such check, because
+        their number of rows is configured.
 
         Raises:
             ValueError: if numbers of rows differ.
@@ -122,7 +122,7 @@ class Batches:
             step: number of steps done.
             consumed: number of samples in the global batches before this one.
             scale: the loss scale.
-            training: whether the batch is trained on; otherwise it is evaluated.
+            training: True for a training step, False for an evaluation.
 
         Raises:
             ValueError: if the batch does not fit the model or the configuration.
@@ -141,7 +141,7 @@ class Batches:
         tensors = {key: self._to_device(value) for key, value in batch.items()}
         if self.wrapped is None:
             if "tokens" in batch:
-                # raises if the sequence cannot be split over ranks
+                # this call raises an error if the sequence cannot be split over ranks
                 self.slicing.positions(batch["tokens"].shape[1])
             first, device = consumed + data.index * rows, self.topology.device
             tensors.setdefault("samples", torch.arange(first, first + rows, device=device))
@@ -165,7 +165,7 @@ class Batches:
         scale: Tensor | float, training: bool,
     ) -> list[MicroBatch]:  # fmt: skip
         """Returns the micro-batches of a wrapped module. The module returns a mean loss, so the
-        weight of a micro-batch contains the number of items that this loss is the mean of."""
+        weight of a micro-batch is multiplied by the number of items in this mean."""
         items = [wrapped.count(part) for part in parts]
         weight = self._weight(torch.stack(items).sum(0), scale)
         return [
@@ -176,15 +176,15 @@ class Batches:
         ]
 
     def _to_device(self, value: Tensor) -> Tensor:
-        """Copies a tensor to the device. With `precision.cast_inputs`, casts it to the dtype of
-        parameters if it is floating-point."""
+        """Copies a tensor to the device. With `precision.cast_inputs`, a floating-point tensor is
+        also cast to the dtype of parameters."""
         casts = self.casts and value.is_floating_point()
         return start_copy_in(value, self.topology.device, self.dtype if casts else value.dtype)
 
     def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the loss scale divided by the global number of valid items. Collective over dp.
 
-        It is computed on every pipeline stage, as any layer may compute a loss.
+        Every pipeline stage computes this weight, because any layer may compute a loss.
 
         Args:
             valid: number of valid items in this data rank's share of the batch.

@@ -3,7 +3,8 @@ dict of tensors.
 
     parts = tensors(value)      the tensors of a value, in order
     like(value, parts)          other tensors in the same structure
-    form = Form.of(value)       structure, shapes and dtypes, which the next stage needs to receive
+    form = Form.of(value)       structure, shapes and dtypes; the next stage needs them to receive
+                                the value
 """
 
 from __future__ import annotations
@@ -127,15 +128,15 @@ class Form:
 
         Args:
             device: device of the tensors.
-            gradients: False: one tensor for each tensor of a value. True: one for the gradient of
-                each tensor that requires a gradient.
+            gradients: False to receive a value: one tensor for each tensor of the value. True to
+                receive gradients: one tensor for each tensor that requires a gradient.
         """
         wanted = [n for n, grad in enumerate(self.grads) if grad or not gradients]
         return [torch.empty(self.shapes[n], dtype=self.dtypes[n], device=device) for n in wanted]
 
     def value(self, parts: Sequence[Tensor]) -> Any:
-        """Returns received tensors in the structure of the value. They are leaves of a new autograd
-        graph."""
+        """Returns received tensors in the structure of the value. The tensors become leaves of a
+        new autograd graph."""
         leaves = [part.requires_grad_(grad) for part, grad in zip(parts, self.grads, strict=True)]
         if self.keys is None:
             return leaves[0]

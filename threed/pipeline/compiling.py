@@ -30,7 +30,7 @@ def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run:
         fix = "give them the attribute `compilable = True`, or leave it out (docs/guide/own_models.md)"
         raise ConfigError([f"--run.compile: no layer of this model is marked as compilable; {fix}"])
     try:
-        from threed.layers.compiled import compile_layer  # uses a new part of torch's API
+        from threed.layers.compiled import compile_layer  # fails if torch lacks the required API
     except ImportError as error:
         raise ConfigError(
             [f"--run.compile needs torch 2.13, or a later version with the same API: {error}"]

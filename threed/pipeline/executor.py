@@ -15,8 +15,8 @@ An asynchronous plan may end before the backwards of its last micro-batches have
 messages are in flight. The next plan then runs these backwards and uses these messages.
 
 Receives are posted at their position in the plan, or earlier if the transport has `posts_ahead`.
-They are waited for when their tensors are first used. A send is waited for after two further
-messages, or at the end of a plan that leaves no micro-batch open.
+The executor waits for a receive when its tensors are first used. It waits for a send after two
+further messages, or at the end of a plan that leaves no backward to the next plan.
 
 Stages exchange tensors of any shape, dtype and number. The first message for micro-batches of a
 given shape is preceded by the form of the value: its structure, shapes and dtypes
@@ -49,16 +49,16 @@ Span = tuple[Action, float, float]
 
 
 class Outdated(Exception):
-    """Raised at VALIDATE if the plan's forwards ran with wrong weights. The weights are correct
-    now: run the plan again."""
+    """Raised at VALIDATE if the plan's forwards ran with wrong weights. The weights have been
+    corrected, so the caller must run the plan again."""
 
 
 def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
     """Returns every action with the parts of the compute action that follows it.
 
-    The parts of a pair FB are its forward and its backward; any other action has itself as its only
-    part. The parts are empty if no compute action follows, or if a W follows, which reads no
-    weights.
+    The parts of a pair FB are its forward and its backward. The only part of any other action is
+    the action itself. The tuple of parts is empty if no compute action follows, or if a W follows,
+    because a W reads no weights.
     """
     following: list[tuple[Action, ...]] = []
     next_parts: tuple[Action, ...] = ()
@@ -125,15 +125,16 @@ class Executor:
         stages: the rank's stages, by chunk.
         transport: sends and receives the messages of the plan.
         rank: pipeline rank.
-        on_reduce: `on_reduce(chunk)` is called at a REDUCE action, to reduce the chunk's gradients.
+        on_reduce: `on_reduce(chunk)` is called at a REDUCE action, and reduces the gradients of the
+            chunk.
         on_backward: `on_backward(chunk)` is called after each full backward, and after the W of
             each split backward.
         weight_gradients: defers weight gradients; required for plans with split backwards.
-        overlap: streams for the forward and the backward of a pair (FB). By default the backward
-            runs after the forward.
+        overlap: streams on which the forward and the backward of a pair (FB) run concurrently. By
+            default the backward runs after the forward.
         device: device of the received tensors.
-        varying: whether the shapes of activations depend on more than the shapes of a micro-batch.
-            If so, every message with activations is preceded by its form.
+        varying: whether the shapes of activations depend on more than the shapes of the tensors in
+            a micro-batch. If so, every message with activations is preceded by its form.
         on_validate: called at VALIDATE; returns whether the previous weight update was correct. If
             the update was wrong, it corrects the weights before it returns False.
         updates: updates the weights; required for asynchronous plans.
@@ -228,7 +229,7 @@ class Executor:
         self._next_parts: tuple[Action, ...] = ()
         self.overlap.reset()
         self._outgoing: dict[tuple[Kind, int, int], list[Tensor]] = {}
-        # Operands of weight gradients, from an I to its W.
+        # Operands of weight gradients by (micro-batch, chunk), kept from an action I to its W.
         self._deferred: dict[tuple[int, int], list[Any]] = {}
         self._outputs: dict[int, Tensor] = {}
         self._posted: set[tuple[Kind, int, int]] = set()
@@ -251,10 +252,10 @@ class Executor:
         return losses
 
     def _continue_plan(self, plan: Plan, micros: Sequence[MicroBatch]) -> None:
-        """Takes over the micro-batches that the previous plan left open. They are renumbered so
-        that the last micro-batch of the previous plan is -1.
+        """Takes over the micro-batches that the previous plan left open, with backwards still to
+        run. They are renumbered so that the last micro-batch of the previous plan is -1.
 
-        If the plan does not continue the previous one, drops all remaining state instead.
+        If the plan does not continue the previous plan, all remaining state is dropped instead.
         """
         if plan.begun and plan.begun != self._plan.left:
             raise ValueError(
@@ -287,12 +288,12 @@ class Executor:
             self._store_result(Kind.SEND_F, Kind.RECV_F, action, y)
 
     def _pair(self, action: Action) -> None:
-        """Runs a forward and the backward of another micro-batch, concurrently if the device has
-        streams."""
+        """Runs the forward of one micro-batch and the backward of another: concurrently if the
+        device has streams, otherwise one after the other."""
         forward, backward = action.parts
         self._wait_for(Kind.RECV_F, forward)
         self._wait_for(Kind.RECV_B, backward)
-        # Keeps the received tensors allocated until the other stream has read them.
+        # This list keeps the received tensors allocated until the other stream has read them.
         received = [list(parts) for parts in self._incoming.values()]
         next_parts, self._next_parts = self._next_parts, (backward,)
         with self.overlap.pair():
@@ -304,8 +305,8 @@ class Executor:
         self._end_backward(backward, deferred)
 
     def _backward(self, action: Action) -> None:
-        """Runs a B or an I. An I computes the input gradient only; its weight gradients are
-        deferred to the W that follows."""
+        """Runs an action B or I. An I computes the input gradient only; the weight gradients are
+        deferred to the action W that follows."""
         self._end_backward(action, self._run_backward(action))
 
     def _run_backward(self, action: Action) -> list[Any]:
@@ -338,8 +339,8 @@ class Executor:
     def _next_is(self, action: Action, *kinds: Kind) -> bool:
         """Returns whether the next compute action has one of these kinds and uses the same chunk.
 
-        If so, the unit (layer) that this pass ends with may stay gathered, because the next pass
-        starts with it.
+        If so, the last unit (layer) of this pass may stay gathered, because the next pass starts
+        with the same unit.
         """
         return (
             bool(self._next_parts)
@@ -363,7 +364,7 @@ class Executor:
 
     def _take_incoming(self, kind: Kind, action: Action) -> list[Tensor] | None:
         """Waits for the tensors that another stage computed for this action, and returns them.
-        Returns None if no stage does, as for a forward of the model's first stage."""
+        Returns None if the action uses no such tensors, as a forward of the model's first stage."""
         if self._plan.producer(self.rank, action) is None:
             return None
         self._wait_for(kind, action)
@@ -374,15 +375,15 @@ class Executor:
         coming = [part for part in self._incoming.get(key, ()) if isinstance(part, Pending)]
         if coming:
             self._incoming[key] = [part.wait() for part in coming]
-            self._mark_start()  # the wait counts as bubble, not as part of the action
+            self._mark_start()  # the time of the wait counts as idle time, not as the action's time
 
     def _mark_start(self) -> None:
         if self._clock is not None:
             self._started = self._clock.now()
 
     def _store_result(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
-        """Stores a result for the send action that follows; or, if the stage that uses the result
-        is on this rank, as an input of that stage."""
+        """Stores a result for the send action that follows. If the stage that uses the result is on
+        this rank, stores it as an input of that stage instead."""
         consumer = self._plan.consumer(self.rank, action)
         here = consumer is not None and consumer[0] == self.rank
         if send is Kind.SEND_F:
@@ -425,8 +426,8 @@ class Executor:
             part.wait()
 
     def _post_ahead(self, actions: Sequence[Action], start: int) -> None:
-        """Posts the receives that come before the next compute action, in order. Stops at a receive
-        whose form is unknown."""
+        """Posts the receives that precede the next compute action, in the order of the plan. Stops
+        at the first receive whose form is not known yet."""
         for at in range(start, len(actions)):
             action = actions[at]
             if action.kind in COMPUTE or action.kind is Kind.VALIDATE:
@@ -473,8 +474,8 @@ class Executor:
         ]
 
     def _store_form(self, side: str, action: Action, form: Form) -> Form:
-        """Stores and returns the form of a chunk's input or output. Raises RuntimeError if a
-        different form is stored already."""
+        """Stores and returns the form of a chunk's input or output. Raises RuntimeError if another
+        form was stored before for micro-batches of the same shape."""
         known = self._forms.setdefault(self._key(side, action), form)
         if known != form:
             layers = self.stages[action.chunk].layers
@@ -499,8 +500,9 @@ class Executor:
     def _validate(self, action: Action) -> None:
         if self.on_validate is None or self.on_validate():
             return
-        # No message crosses VALIDATE: if it is sent before the sender's VALIDATE, it is received
-        # before the receiver's VALIDATE. So all messages in flight arrive, and these waits end.
+        # No message crosses VALIDATE: a message that is sent before the sender's VALIDATE is
+        # received before the receiver's VALIDATE. So all messages in flight arrive, and none of the
+        # following waits hangs.
         for arrived in self._incoming.values():
             for part in arrived:
                 if isinstance(part, Pending):

@@ -8,10 +8,10 @@ layer starts.
 A layer's parameters are gathered, or read from a drive, once per pass instead of once per
 micro-batch, and its gradient is reduced once per step. The plan is GPipe's on one stage: all
 forwards, then all backwards. The forwards run layer by layer, and so do the backwards. As in GPipe,
-the saved state of all micro-batches is alive at once. With full recompute this state consists of
-the inputs of layers, stored according to `--recompute.offload`. Only the last layer, whose logits
-are the largest tensor, runs the backward of a micro-batch right after its forward. Gradients are
-summed in the order of micro-batches, as in 1F1B.
+the saved state of all micro-batches is alive at once. With full recomputation this state consists
+of the inputs of layers, which are saved according to `--recompute.offload`. The last layer differs:
+it runs the backward of each micro-batch right after its forward, because its logits are the largest
+tensor. Gradients are summed in the order of micro-batches, as in 1F1B.
 
 Source: arXiv 2512.17570 (GreedySnake), which calls this order vertical scheduling.
 """
@@ -43,11 +43,12 @@ class LayerMajorStage(Stage):
     separate graph.
 
     Args:
-        layers: see `Stage`, also for `gatherer`, `prefetch`, `first`, `recomputed` and `scope`.
+        layers: see `Stage`; `gatherer`, `prefetch`, `first`, `recomputed` and `scope` are described
+            there too.
         unit_ended: `unit_ended(unit)` is called when a layer has run the backwards of all
             micro-batches; `unit` is the number of the layer among the layers of this rank.
-        between: called after each backward of a layer on one micro-batch, except in the last layer
-            of the model.
+        between: called after each backward of a layer on one micro-batch, except after backwards of
+            the last layer of the model.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class LayerMajorStage(Stage):
         # No layer shares a graph with the next layer. The backward of a shared graph would run both
         # layers on one micro-batch before the later layer has run the other micro-batches.
         self._joined = set()
-        self._frames: list[Frame] = []  # the backward pops them from the end
+        self._frames: list[Frame] = []  # frames for the backward, which pops them from the end
 
     def reset(self, ended: int | None = None) -> None:
         """Begins a step, and drops the frames of an aborted step."""
@@ -69,8 +70,8 @@ class LayerMajorStage(Stage):
         self._frames.clear()
 
     def run_all(self, micros: Sequence[MicroBatch], during: During) -> list[Tensor]:
-        """Runs forward and backward of all micro-batches; the gradients of parameters go to their
-        sinks.
+        """Runs forward and backward of all micro-batches. The gradients of parameters are added to
+        the gradient sinks of the parameters (`param.sink`).
 
         Args:
             micros: the micro-batches.
@@ -105,7 +106,10 @@ class LayerMajorStage(Stage):
     def _forward_of(
         self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During
     ) -> None:
-        """Runs a layer on all micro-batches, and replaces each input in `values` by the output."""
+        """Runs the forward of a layer on all micro-batches.
+
+        Each entry of `values` is the layer's input, and is replaced by the layer's output.
+        """
         first = len(self._frames)
         with torch.enable_grad(), self.scope.enter():
             for number, micro in enumerate(micros):
@@ -121,7 +125,8 @@ class LayerMajorStage(Stage):
     ) -> tuple[list[Tensor], list[Any]]:
         """Runs forward and backward of the last layer, one micro-batch after the other.
 
-        Returns the losses and the gradients of `values`. Sets the entries of `values` to None.
+        Returns the losses, and the gradients of the inputs in `values`. Sets the entries of
+        `values` to None.
         """
         losses, grads = list[Tensor](), list[Any]()
         self._gather_for_backward(unit)

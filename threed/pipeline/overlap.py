@@ -22,8 +22,9 @@ from threed.distributed.topology import Axis
 
 
 class Overlap:
-    """The two streams of a device for overlapped passes: the main stream and a side stream. On a
-    device without streams all passes run in program order.
+    """Runs overlapped passes on two streams of a device: the main stream and a side stream. On a
+    device without streams, all passes run in program order. A forward and its backward have the
+    same key, which is any hashable value.
 
     Args:
         device: the device.
@@ -41,14 +42,14 @@ class Overlap:
         self._paired = False
 
     def reset(self) -> None:
-        """Begins a step, and forgets the forwards of an aborted step."""
+        """Begins a step. Drops the record of forwards of an aborted step."""
         self._on_side.clear()
 
     @contextmanager
     def pair(self) -> Iterator[None]:
         """Context in which a forward and a backward run concurrently.
 
-        When the context ends, the main stream waits for both.
+        When the context ends, the main stream waits for the side stream.
         """
         if self._side is None:
             yield
@@ -68,7 +69,8 @@ class Overlap:
             yield
             return
         self._on_side.add(key)
-        # The side stream waited for the main stream in `pair`, and no work was queued since.
+        # The side stream has already waited for the main stream in `pair`, and the main stream has
+        # received no work since.
         with on_stream(self._side):
             yield
 

@@ -2,8 +2,9 @@
 may save only a slice of such an input.
 
     inputs = ReplicatedInputs(axis, flag)
-    inputs.is_replicated(place, x)   # whether the input `place`, (layer, tensor), is the same on all
-                                     # ranks; decided by its first x, which is collective
+    inputs.is_replicated(place, x)   # whether the input at `place` (layer, number of the tensor) is
+                                     # the same on all ranks; the first call per place compares x
+                                     # between ranks and is collective
     sample = inputs.sample(x)        # some elements of x, saved together with the slice
     inputs.check(sample, x)          # sets the flag if x, gathered from the slices, differs
 
@@ -23,12 +24,13 @@ from threed.distributed import collectives
 from threed.distributed.topology import Axis
 from threed.layers.slicing import Flag
 
-# The number of elements of an input that are compared.
+# The number of elements of an input that are compared between ranks.
 SAMPLED = 256
-# Elements are sampled at the multiples of the golden ratio modulo 1, times the number of elements.
-# These positions are spread evenly, and do not align with the tensor's dimensions.
+# The k-th sampled element has the index (k * GOLDEN modulo 1) * (number of elements), rounded down.
+# These indices are spread evenly, and do not align with the tensor's dimensions.
 GOLDEN = 0.6180339887498949
-ROUNDINGS = 8  # tolerance between replicas, in units of eps times the largest element
+# Tolerance between replicas of an input, in units of the dtype's eps times the largest element.
+ROUNDINGS = 8
 
 
 def unlike_inputs() -> Flag:

@@ -3,10 +3,10 @@ micro-batch at a time.
 
 Each layer is a unit of ZeRO-3: its parameters are gathered before it runs and released afterwards.
 A layer has a separate autograd graph if its parameters are gathered and released, or if it is
-recomputed. Neighboring layers for which neither is the case share one graph, which saves host
-time. For each micro-batch the stage keeps an edge into every graph
-(`torch.autograd.graph.GradientEdge`) instead of the output, so an activation is freed as soon as it
-has been sent to the next stage.
+recomputed. Neighboring layers that are neither gathered nor recomputed share one graph, which saves
+host time. For each micro-batch the stage keeps an edge into every graph
+(`torch.autograd.graph.GradientEdge`) instead of the graph's output, so an activation is freed as
+soon as it has been sent to the next stage.
 
 A recomputed layer has no graph until its backward, because its forward only saves the input. The
 backward first runs the forward again; it needs no additional gather, because the layer's parameters
@@ -79,8 +79,9 @@ class Frame:
     """The state of one autograd graph from forward to backward.
 
     Attributes:
-        x: the input; its tensors get the input gradient.
-        edges: for each output tensor, its edge into the graph, or None if it requires no gradient.
+        x: the input of the graph; the `.grad` of its tensors receives the input gradient.
+        edges: per output tensor: the edge at which autograd begins the tensor's backward, or None
+            if the tensor requires no gradient.
         recomputation: if the layer is recomputed, the saved state from which the backward builds
             the graph; otherwise None.
     """
@@ -96,7 +97,7 @@ class Recomputation:
 
     Attributes:
         saved: the saved input tensors, empty on the model's first layer.
-        structure: the input without its tensors, for `boundary.like`.
+        structure: the input with None in place of its tensors, for `boundary.like`.
         grads: for each input tensor, whether it requires a gradient.
         rng: state of the random generators before the first forward.
         micro: the micro-batch.
@@ -115,9 +116,9 @@ class Stage:
     forward(m, x, micro) -> y;  backward(m, dy) -> dx
 
     x is `None` on the model's first stage. On the last stage, y is the weighted loss of the
-    micro-batch and dy is `None`. Gradients have the structure of the values, with None for a tensor
-    without a gradient; for a single tensor without a gradient this is (None,). The tensors of y
-    have no graph; their `requires_grad` marks those that need a gradient.
+    micro-batch and dy is `None`. A gradient has the structure of the value, with None for a tensor
+    without a gradient. If the value is a single tensor without a gradient, its gradient is (None,).
+    The tensors of y have no graph; `requires_grad` is True for the tensors that need a gradient.
 
     A layer whose backward does not read its parameters sets `backward_reads_weights = False`. A
     layer that must not be recomputed sets `recomputable = False`.
@@ -128,7 +129,8 @@ class Stage:
         prefetch: number of units that are gathered ahead of the running unit.
         first: number of the first layer among the layers of this rank.
         recomputed: the layers that are recomputed in the backward.
-        scope: active while a forward runs; the rank's gradient sinks read it too.
+        scope: active while a forward runs, so that the rank's gradient sinks can reject gradients
+            that are computed during a forward.
     """
 
     def __init__(
@@ -158,14 +160,14 @@ class Stage:
         separate = {
             unit for unit in self._units if gatherer.is_freed(unit) or unit in self.recomputed.units
         }
-        # Units that share a graph with the next unit.
+        # Numbers of the units that share a graph with the next unit.
         self._joined = {unit for unit in self._units[:-1] if not separate & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
         self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
 
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
-        """Returns the steps of a pass. They gather and release only the units whose parameters are
-        freed between uses."""
+        """Returns the steps of a pass. The steps gather and release only the units whose parameters
+        are freed between uses."""
         if (backward, keep) not in self._walks:
             units = self._backward_units if backward else self._units
             moves = self.gatherer.is_freed
@@ -202,8 +204,8 @@ class Stage:
     # -------------------------------------------------------------------------------------------------------- forward
 
     def forward(self, microbatch: int, x: Any, micro: MicroBatch, keep: bool = False) -> Any:
-        """Runs the layers on a micro-batch, and saves the state for its backward if it is for
-        training.
+        """Runs the layers on a micro-batch. If the micro-batch is for training, also saves the
+        state that its backward needs.
 
         Args:
             microbatch: number of the micro-batch.
@@ -237,9 +239,9 @@ class Stage:
     def _run(self, unit: int, x: Any, micro: MicroBatch, begin: Any) -> tuple[Any, Frame | None]:
         """Runs one layer of a forward.
 
-        Returns the output without its graph, and the frame of the graph, whose input is `begin`. If
-        the next layer continues the graph, returns the output with its graph, and None instead of
-        a frame.
+        Returns the output, detached from the graph, and the frame of the graph, whose input is
+        `begin`. If the next layer shares the graph, returns the output with its graph, and None
+        instead of a frame.
         """
         if micro.training and unit in self._recomputed:
             return self._run_to_recompute(unit, x, micro)
@@ -250,7 +252,8 @@ class Stage:
         layer = self._layer(unit)
         with self._watch(unit) if micro.training else nullcontext():
             y = self._call(layer, unit, x, micro)
-        # An in-place change of an input that is a leaf needs no check: torch itself raises.
+        # An in-place change of an input that is a leaf needs no check, because torch itself raises
+        # an error.
         if [part._version for part in given] != versions:
             raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
@@ -295,8 +298,8 @@ class Stage:
     def _run_to_recompute(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
         """Runs one layer without a graph, and saves its input.
 
-        The output tensors are marked as requiring a gradient if the recomputed ones may require
-        one.
+        Floating-point output tensors are marked as requiring a gradient, because the recomputed
+        tensors may require one.
         """
         store = self.recomputed.store
         assert store is not None
@@ -324,14 +327,14 @@ class Stage:
     # ------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, microbatch: int, dy: Any, keep: bool = False, split: bool = False) -> Any:
-        """Runs the backward of a micro-batch; the gradients of parameters go to their sinks.
+        """Runs the backward of a micro-batch; adds gradients of parameters to `param.sink`.
 
         Args:
             microbatch: number of the micro-batch.
             dy: gradient of the stage's output; None on the last stage.
             keep: whether the first unit stays gathered, because the next pass starts with it.
-            split: whether weight gradients are computed later from the saved inputs, whose memory
-                must then stay valid.
+            split: whether weight gradients are computed later, from the saved inputs. If so, the
+                memory of these inputs must stay valid after the backward.
 
         Returns:
             The gradient of the stage's input, None on the first stage.
@@ -365,9 +368,9 @@ class Stage:
         """Runs the backward of the graph that ends with layer `unit`; returns the input gradient.
 
         Args:
-            before: remaining frames, of which the last one runs next.
-            first: whether this is the stage's first graph in backward order. If it is and dy is
-                None, then y is a loss, which must have a graph.
+            before: the frames whose backwards have not run yet; the last one runs next.
+            first: whether this is the stage's first graph in backward order. If so, and if dy is
+                None, the output is a loss, which must have a graph.
         """
         with self._graph(unit, frame, before, split) as (x, edges):
             grads = gradients_of(dy, len(edges))
@@ -405,8 +408,8 @@ class Stage:
     def _graph(
         self, unit: int, frame: Frame, before: list[Frame], split: bool
     ) -> Iterator[tuple[Any, tuple[GradientEdge | None, ...]]]:
-        """Yields a graph's input and the edges into it; runs the forward first if the layer is
-        recomputed."""
+        """Yields a graph's input, and the edges into the graph. If the layer is recomputed, first
+        runs the layer's forward again."""
         recomputation, store = frame.recomputation, self.recomputed.store
         if recomputation is None or store is None:
             yield frame.x, frame.edges

@@ -3,9 +3,9 @@
     times = Timer(micro_batch, dtype, grad_dtype, device).measure(layers, recomputed)       one LayerTimes per layer
 
 One layer at a time gets weights, gradient buffers and an input, and runs as in a pipeline stage.
-All layers are timed one after the other, and this is repeated `ROUNDS` times. Each time a layer
-runs `WARM` passes that are not measured and `REPEATS` passes that are. The result is the lower
-quartile of a layer's measured passes, because disturbances only add time.
+All layers are timed one after the other, and this is repeated `ROUNDS` times. Each time, a layer
+runs `WARM` passes that are not measured and then `REPEATS` measured passes. The result is the lower
+quartile of all measured passes of a layer, because disturbances only add time.
 
 A layer with the same structure and input shapes as an earlier layer is not run, but gets the
 earlier layer's times. So for a model of equal blocks only three layers run: the embedding, one
@@ -13,8 +13,8 @@ block and the head. If layers communicate with other tensor ranks, all of these 
 
 The times of the input gradient and of the weight gradients are separated as in a split backward:
 the gradient sinks (`param.sink`) of linear layers collect the matrix products of weight gradients,
-and run them after the input gradient. Linear layers of torch have no such sinks; their time for
-weight gradients is counted as time for the input gradient.
+and run them after the input gradient. torch's own linear layers do not use such sinks, so the time
+of their weight gradients is counted as time of the input gradient.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Timer:
             recomputed: the recomputed layers; its `units` are indices in `layers`.
 
         Raises:
-            RuntimeError: if a layer cannot be run; names the layer.
+            RuntimeError: if a layer cannot be run; the message names the layer.
         """
         recomputed, rng = recomputed or Recomputed(), rng_states(self.device)
         known: dict[Any, _Timed] = {}
@@ -151,7 +151,7 @@ class Timer:
         stage = Stage([layer], AlwaysGathered(), recomputed=recomputed, scope=self._scope)
         try:
             passes = [self._run(stage, timed.input, sinks) for _ in range(WARM + REPEATS)]
-        except Exception as error:  # a custom layer may raise anything
+        except Exception as error:  # the code of a custom layer may raise any exception
             raise RuntimeError(
                 f"{timed.name} ({type(layer).__name__}) could not be run alone for timing: {error}; choose"
                 " --parallel.partition balanced, uniform, or the layers of each stage"

@@ -47,8 +47,8 @@ class LayerCost:
         kept: bytes alive from forward to backward, without input and output.
         keeps_input: whether the input is alive from forward to backward.
         keeps_output: whether the output is alive from forward to backward.
-        forward: peak bytes in the forward, of all tensors of the layer: the input, the kept tensors
-            and the others.
+        forward: peak bytes in the forward, of all tensors of the layer: its input, the tensors that
+            are kept for the backward, and temporary tensors.
         backward: peak bytes in the backward, of all tensors of the layer.
         input: bytes of the input.
         output: bytes of the output.
@@ -86,7 +86,7 @@ class Pass:
     def __init__(self, layers: Sequence[LayerCost]) -> None:
         self.kept = self.forward = 0
         self.backward: list[int] = []
-        kept_before = False  # whether the layer before keeps its output
+        kept_before = False  # whether the previous layer keeps its output
         for cost in layers:
             own = 0 if cost.keeps_input or not kept_before else cost.input
             self.forward = max(self.forward, self.kept + cost.forward)
@@ -145,7 +145,8 @@ class Watch(TorchDispatchMode):
 
     Args:
         ignored: tensors whose storages are not counted.
-        real: whether to ignore storages on the meta device, which take no real memory.
+        real: whether to count only storages that take real memory, and so not storages on the meta
+            device.
 
     Attributes:
         flops: FLOPs so far.
@@ -158,12 +159,13 @@ class Watch(TorchDispatchMode):
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, StorageWeakRef] = {}
         self._size: dict[int, int] = {}  # bytes of each storage when it was last seen
-        self._bound = 0  # upper bound of the bytes alive
+        self._bound = 0  # upper bound of the number of bytes that are alive
         self.flops = self.most = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # With True, every operation would first pass through a wrapper of torch's compiler.
+        # If this returned True, every operation would first run through a wrapper of torch's
+        # compiler.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -189,7 +191,7 @@ class Watch(TorchDispatchMode):
             known = self._seen.get(key)
             if known is None or known.expired():
                 self._seen[key], self._size[key] = StorageWeakRef(storage), 0
-            if nbytes != self._size[key]:  # new, or resized
+            if nbytes != self._size[key]:  # the storage is new or was resized
                 self._bound += max(0, nbytes - self._size[key])
                 self._size[key] = nbytes
                 # Counting the live bytes is slow, so it is done only if their upper bound exceeds
@@ -310,7 +312,7 @@ class Tracer:
                     self._known[key] = self._run(layer, form, recomputed if recompute else None)
                 except ForwardError:
                     raise
-                except Exception as error:  # a custom layer may raise anything
+                except Exception as error:  # the code of a custom layer may raise any exception
                     raise TraceError(
                         f"{title(layer, number)} could not be run on the"
                         f" meta device to measure its cost: {error}; its memory cannot be forecast; to balance"

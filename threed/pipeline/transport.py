@@ -19,7 +19,8 @@ class Transport(Protocol):
     tensors.
 
     Attributes:
-        posts_ahead: whether receives should be posted long before their messages are sent.
+        posts_ahead: whether receives should be posted as early as possible, before their messages
+            are sent.
     """
 
     posts_ahead: bool
@@ -68,7 +69,8 @@ class Links:
 
 
 def is_sliced(tensor: Tensor, axis: Axis) -> bool:
-    """Returns whether each rank of an axis sends only its slice of a tensor that all ranks have."""
+    """Returns whether a tensor that all ranks of an axis have can be sent in slices, one by each
+    rank."""
     return axis.size > 1 and tensor.is_floating_point() and tensor.numel() % axis.size == 0
 
 

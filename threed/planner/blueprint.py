@@ -3,9 +3,9 @@
     pipeline  = Pipeline.of(layers, topology, config, costs, divide)     # the same on every rank
     blueprint = Blueprint.build(model, layers, topology, config, pipeline)
 
-An engine builds its blueprint with a topology that has process groups, and trains it. A forecast
-builds blueprints with `Topology.on_meta`: of any rank of any grid, on the meta device, without
-allocating memory.
+An engine builds the blueprint of its rank, with a topology that has process groups, and trains the
+blueprint's stages. A forecast builds blueprints of any rank of any grid, with `Topology.on_meta`,
+on the meta device and without allocating memory.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Pipeline:
         schedule: name of the schedule.
         plan: compute actions of a step, for every pipeline rank.
         layout: the partition of layers into stages, and the ranks of the stages.
-        costs: times of the stages, if the schedule plans by times.
-        limit: limit on micro-batches in memory per rank, if the schedule plans by times.
-        division: the partition by measured times, if configured.
+        costs: times of the stages with which the plan was made; None for equal times.
+        limit: limit on micro-batches in memory per rank with which the plan was made; None for no
+            limit.
+        division: the partition by measured times; None if layers are not partitioned by them.
     """
 
     schedule: str
@@ -72,14 +73,14 @@ class Pipeline:
         cls, layers: list[nn.Module], topology: Topology, config: Config,
         costs: Callable[[], Sequence[float]], divide: Callable[[Plan], Division],
     ) -> Pipeline:  # fmt: skip
-        """Partitions a model into stages and plans a step. Collective if the topology has groups.
+        """Partitions a model into stages and plans a step. Collective, except on the meta device.
 
         Args:
             layers: all layers of the model.
             topology: the ranks.
             config: the resolved configuration.
             costs: returns the FLOPs of the layers; called if stages are balanced by FLOPs.
-            divide: partitions the layers by measured times.
+            divide: partitions the layers by measured times; called if this is configured.
 
         Raises:
             ConfigError: if the configuration does not fit the number of layers or their parameters.
@@ -116,7 +117,7 @@ class Pipeline:
 
 
 def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Iterator[str]:
-    """Yields the problems of running these layers with a configuration."""
+    """Yields the reasons why these layers cannot run with the configuration."""
     p, count, stages = config.parallel, len(layers), plan.total_stages
     if count < stages:
         given = f"{counted(count, 'layer')}, embedding and head included, cannot fill the {stages} stages"
@@ -142,8 +143,8 @@ def _divide_by_cost(
     config: Config,
     costs: Callable[[], Sequence[float]],
 ) -> Pipeline:
-    """Returns the pipeline of a partition that needs no measured times: by costs of layers, by
-    their number, or as listed in the configuration.
+    """Returns the pipeline for a partition without measured times: by the costs of layers, by the
+    number of layers, or as listed in the configuration.
 
     If layers are partitioned by costs and the schedule plans by times, the costs are used as times.
     """
@@ -171,7 +172,7 @@ class Blueprint:
         layers: all layers of the model.
         recomputed: numbers of the layers with activation recomputation, full or selective.
         pipeline: the stages and the plan.
-        layout: the parameters of this rank in ZeRO buckets.
+        layout: the memory layout of this rank's parameters (`threed.zero.layout`).
     """
 
     model: Model
@@ -239,7 +240,7 @@ class Blueprint:
     def lowered(
         self, microbatches: int, training: bool = True, part: Callable[[Plan], Plan] | None = None
     ) -> Plan:  # fmt: skip
-        """Returns the plan of a step, with its communication.
+        """Returns the plan of a step, with communication actions.
 
         Args:
             microbatches: number of micro-batches.
@@ -257,7 +258,8 @@ class Blueprint:
         """Returns the executable stages (chunks) of this rank.
 
         A wrapped module gathers its parameters and recomputes activations itself, so its stage does
-        neither. In layer-major order the stage calls the reducer after all backwards of a layer.
+        neither. In layer-major order, the stage calls `reducer.unit_ended` after all backwards of a
+        layer.
 
         Args:
             gatherer: gathers ZeRO-3 parameters.
@@ -329,8 +331,8 @@ class Blueprint:
 
     @property
     def flags(self) -> list[Flag]:
-        """The flags that layers and stages set on the device if their data is invalid. The list has
-        the same order on every rank."""
+        """The flags that layers and stages set on the device if they receive invalid data. The list
+        has the same order on every rank."""
         found = [
             f
             for layer in self.layers
@@ -346,8 +348,8 @@ class Blueprint:
 
     @functools.cached_property  # cached, because `is_optimistic` hashes the plan, which is slow
     def optimistic(self) -> bool:
-        """Whether a weight update is made before the gradient norm is known, and validated in the
-        next step."""
+        """Whether weights are updated before the gradient norm is known. Such an update is
+        validated in the next step."""
         return setup.is_optimistic(self.config, self.pipeline.plan)
 
     @property
@@ -357,7 +359,7 @@ class Blueprint:
 
     @property
     def live(self) -> int:
-        """The largest number of micro-batches with activations on this rank at one time."""
+        """The largest number of micro-batches with activations on this rank at the same time."""
         return math.ceil(
             simulation.peak_activations(self.pipeline.plan, self.topology.axis("pp").index)
         )
@@ -366,8 +368,7 @@ class Blueprint:
 def step_plan(config: Config, data_ranks: int) -> Plan:
     """Returns the compute actions of a step.
 
-    If the schedule plans by times (`registry.plans_by_times`), it assumes that all stages take the
-    same time.
+    A schedule that plans by times (`registry.plans_by_times`) is given equal times for all stages.
     """
     p = config.parallel
     return schedules.build(
@@ -386,14 +387,14 @@ def names(layer: nn.Module) -> list[str]:
 
 
 def dealt_over(layers: Sequence[nn.Module]) -> set[str]:
-    """Returns the axes of data ranks over which parameters of the model have different pieces
-    (`ShardSpec.over`)."""
+    """Returns the axes of data ranks over which parameters of the model are distributed, so that
+    each rank holds different pieces (`ShardSpec.over`)."""
     specs = (spec_of(param) for layer in layers for param in layer.parameters())
     return {spec.over for spec in specs if spec.over is not None}
 
 
 def blocks(layers: Sequence[nn.Module]) -> set[str]:
-    """Returns the axes over which parameters of the model are replicated or their gradients are
-    partial sums (`ShardSpec.replicated` and `partial`)."""
+    """Returns the axes over which parameters of the model are replicated (`ShardSpec.replicated`)
+    or over which their gradients are partial sums (`ShardSpec.partial`)."""
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     return {axis for spec in specs for axis in (spec.replicated, spec.partial) if axis is not None}

@@ -58,8 +58,9 @@ def _costs(
 ) -> Sequence[float]:
     """Returns the cost of each layer, by which stages are balanced. Collective.
 
-    If the model defines `costs`, these are returned. Otherwise the cost of a layer is 3 × the FLOPs
-    of its forward, summed over the tensor ranks so that all of them compute the same partition.
+    If the model defines `costs`, these costs are returned. Otherwise the cost of a layer is 3 × the
+    FLOPs of its forward, summed over the tensor ranks, so that all tensor ranks compute the same
+    partition.
     """
     own = options_of(model).costs
     if own is not None:

@@ -36,8 +36,8 @@ from threed.schedules import registry, simulation
 from threed.zero.setup import check_tile, state_names
 
 GIB = 2**30
-# Assumed FLOP/s of compute, as a share of the device's peak. Megatron-LM reached 44 to 52 % of an
-# A100's peak, including the time of messages and bubbles (arXiv 2104.04473, table 1).
+# Assumed FLOP/s of computation, divided by the device's peak FLOP/s. Megatron-LM reached 44 to 52 %
+# of an A100's peak, including the time of messages and bubbles (arXiv 2104.04473, table 1).
 EFFICIENCY = 0.5
 _VERSIONS = "two of the parameters, and a copy of the gradient slices; updates are one step late"
 
@@ -71,19 +71,19 @@ class Forecast:
         sizes: number of ranks per axis.
         parameters: number of parameters of the model.
         microbatches: number of micro-batches per step and data rank.
-        bubble: of the pipeline rank with the longest time from its first to its last action, the
-            idle share of that time (arXiv 2401.10241).
-        idle: share of the step's time in which a pipeline rank is idle, mean over pipeline ranks.
+        bubble: idle share of the time from a pipeline rank's first to its last action, for the rank
+            for which this time is longest (arXiv 2401.10241).
+        idle: share of the step's time in which a pipeline rank is idle; mean over pipeline ranks.
         flops_per_token: FLOPs of forward and backward per token.
         ranks: forecast of each rank.
         division: the partition by measured times, if configured.
         ways: number of pipeline ranks with a replica of each stage.
-        step_flops: FLOPs that one device could execute in the simulated time of a step's forwards
-            and backwards, idle time included; None if FLOPs are not known.
-        measured_s: simulated time of a step's forwards and backwards in seconds, if it follows from
-            measured times of layers; otherwise None.
+        step_flops: simulated time of a step's forwards and backwards, with idle time, expressed as
+            the FLOPs that one device executes in this time; None if FLOPs are not known.
+        measured_s: simulated time of a step's forwards and backwards in seconds, if it was computed
+            from measured times of layers; otherwise None.
         device: name of this machine's GPU, or None.
-        note: why the memory of activations is not known and not included, or an empty text.
+        note: reason why the memory of activations is not known and not included; empty if it is.
     """
 
     config: Config
@@ -124,8 +124,8 @@ class Forecast:
         build = build or (lambda slicing: models.build(config.model, slicing))
         p = config.parallel
         grid = Grid.of(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
-        # A column is the ranks with one tensor-parallel index. Columns with the same parameter
-        # shapes share a forecast.
+        # A column consists of the ranks with the same tensor-parallel index. Columns with the same
+        # shapes of parameters share a forecast.
         unique: dict[object, _Column] = {}
         columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
         columns = [unique.setdefault(column.shapes, column) for column in columns]
@@ -156,7 +156,8 @@ class Forecast:
             ranks.append(RankForecast(rank, grid.label(rank), layers, sizes.bytes, sizes.sends))
         costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
         timeline = schedules.simulate(pipeline.plan, costs)
-        # From traced FLOPs rather than a model's custom costs, which may have another unit.
+        # FLOPs per token are computed from traced FLOPs, because a model's custom costs may have
+        # another unit.
         counted = sum(3.0 * cost.flops for cost in unsharded.costs)
         per_token = counted / (config.train.micro_batch * config.model.seq)
         arch = config.model.arch.rpartition(":")[2]  # the NAME of FILE.py:NAME
@@ -174,8 +175,8 @@ class Forecast:
     def seconds(self) -> float | None:
         """Predicted seconds of a step's forwards and backwards; None if they are not known.
 
-        With `--parallel.partition measured` they follow from measured times of layers. Otherwise
-        they are `step_seconds` at the peak of this machine's GPU, if that peak is known
+        With `--parallel.partition measured` they are computed from measured times of layers.
+        Otherwise they are `step_seconds` at the peak of this machine's GPU, if that peak is known
         (`monitor.meter`). The time of messages is not included, because the bandwidth of links is
         not known.
         """
@@ -189,14 +190,14 @@ class Forecast:
     ) -> float:
         """Returns seconds per step: FLOPs / (peak × efficiency) + bytes / bandwidth.
 
-        The schedule is simulated with times of stages in proportion to their FLOPs. The bytes are
-        taken from the rank that sends most, and messages are assumed not to overlap with compute.
-        The weight update is not included.
+        The FLOPs are `step_flops`, from a simulation in which the times of stages are proportional
+        to their FLOPs. The bytes are those that the rank with most traffic sends. Messages are
+        assumed not to overlap with computation. The time of the weight update is not included.
 
         Args:
             tflops: peak of a device in TFLOP/s.
             gb_per_s: bandwidth of a device in GB/s; by default messages take no time.
-            efficiency: share of the peak that compute reaches.
+            efficiency: FLOP/s that computation reaches, divided by the peak.
 
         Raises:
             ValueError: if FLOPs are not known, because stages are balanced by custom costs or by
@@ -295,14 +296,14 @@ def _gib(size: float) -> str:
 
 
 def _widths(config: Config) -> tuple[int, int]:
-    """Returns the bytes per parameter and per gradient."""
+    """Returns the bytes per element of parameters, and per element of gradients."""
     grads = config.precision.grad_dtype or "fp32"
     return dtype(config.precision.dtype).itemsize, dtype(grads).itemsize
 
 
 class _Column:
-    """The ranks with one tensor-parallel index: the model that they share on the meta device, and
-    the costs of its layers."""
+    """The ranks with the same tensor-parallel index. They share a model on the meta device, and the
+    costs of its layers."""
 
     def __init__(
         self, config: Config, grid: Grid, build: Callable[[Slicing], Model], number: int
@@ -345,16 +346,16 @@ class _Column:
         except TraceError as error:
             if not isinstance(self.model, models.Wrapped):
                 raise
-            # A single layer needs no partition by costs. Its FLOPs are estimated from the number
-            # of parameters (arXiv 2001.08361, section 2.1).
+            # A wrapped module is a single layer, so no partition by costs is needed. Its FLOPs are
+            # estimated from the number of parameters (arXiv 2001.08361, section 2.1).
             self.note = f"of activations is not known: {error.__cause__} (on the meta device)"
             tokens = self.config.train.micro_batch * self.config.model.seq
             return [LayerCost(2 * self.parameters * tokens)]
 
     @property
     def flops(self) -> list[float]:
-        """Forward and backward FLOPs of each layer, where a backward counts as two forwards; or the
-        model's custom costs."""
+        """The model's custom costs of each layer if it has any; otherwise the FLOPs of forward and
+        backward of each layer, where a backward counts as two forwards."""
         custom_costs = options_of(self.model).costs
         return (
             [3.0 * cost.flops for cost in self.costs]
@@ -459,5 +460,5 @@ def _recompute_text(config: Config) -> str:
 
 
 def checkpoint_bytes(parameters: int, name: str) -> int:
-    """Returns the bytes of a checkpoint: master weights and two moments of every parameter."""
+    """Returns the bytes of a checkpoint with master weights and two moments of every parameter."""
     return 3 * parameters * max(dtype(name).itemsize, 4)

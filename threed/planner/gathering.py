@@ -1,12 +1,12 @@
-"""Counts ZeRO-3's gathers in a step, and the peak of gathered parameters.
+"""Counts the gathers of ZeRO-3 in a step, and computes the peak of gathered parameters.
 
     gathering(units, reads, plan.ranks[rank], prefetch=1).times
 
 A unit (layer) is gathered before its forward, and again before its backward if that backward reads
 weights. If the next pass of the chunk begins with the unit that the current pass ends with, this
 unit stays gathered: the chunk's last unit from a forward to a backward, and its first unit from a
-backward to a forward. The two passes may be of different micro-batches, as the weights are the
-same.
+backward to a forward. The two passes may be of different micro-batches, because all micro-batches
+use the same weights.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def gathering(
         units: per unit, the groups of parameters that it gathers, with their numbers of elements. A
             group shared by units is gathered once while it is in use.
         reads: per unit, whether its backward reads weights.
-        actions: all actions of the rank in a step. Actions without computation are ignored. Passes
-            of other chunks matter only because no unit stays gathered across them.
+        actions: all actions of the rank in a step. Actions without computation are ignored. No unit
+            stays gathered between two passes of this chunk if a pass of another chunk runs between
+            them.
         prefetch: number of units that are gathered ahead of the running unit.
         chunk: number of the chunk.
     """
@@ -73,7 +74,8 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        # Units that need no weights in the backward run while other units are gathered.
+        # Units whose backward reads no weights gather nothing, but run while other units are
+        # gathered.
 
         for unit in () if is_forward else set(range(len(units))).difference(order):
             backward[unit] = max(backward[unit], now)
@@ -83,8 +85,8 @@ def gathering(
 def _passes(
     reads: Sequence[bool], actions: Sequence[Action], chunk: int
 ) -> Iterator[tuple[bool, list[int], bool]]:
-    """Yields for each pass of the chunk: whether it is a forward; the units that it gathers, in
-    order; whether the last of these stays gathered."""
+    """Yields for each pass of the chunk: whether the pass is a forward; the units that the pass
+    gathers, in order; whether the last of these units stays gathered for the next pass."""
     forward = list(range(len(reads)))
     backward = [number for number in reversed(forward) if reads[number]]
     compute = [part for action in actions if action.kind in COMPUTE for part in action.parts]

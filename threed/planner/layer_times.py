@@ -55,7 +55,7 @@ def layer_times(
     topology: Topology,
     device: torch.device | None = None,
 ) -> list[LayerTimes]:
-    """Returns the measured times of every layer; the same on every rank. Collective.
+    """Measures the times of every layer; returns the same times on every rank. Collective.
 
     Args:
         model: the model.
@@ -80,7 +80,8 @@ def layer_times(
 def _measure(
     model: Model, layers: list[nn.Module], config: Config, topology: Topology, device: torch.device
 ) -> list[LayerTimes]:
-    """Returns the times on this rank. The traffic of the measured layers is not counted."""
+    """Measures the times of every layer on this rank. Bytes that the layers send in this
+    measurement are not counted as traffic."""
     before, precision = Counter(topology.traffic), config.precision
     numbers = activation_checkpointing.recomputed_layers(config, layers)
     timer = Timer(
@@ -134,8 +135,8 @@ def division(
     plan: Plan, layers: Sequence[nn.Module], times: Sequence[LayerTimes], flops: Sequence[float] | None,
     layer_sizes: Callable[[], Sequence[LayerBytes]], config: Config, device: torch.device,
 ) -> Division:  # fmt: skip
-    """Partitions a model by its layers' times. If the schedule plans by times, also plans the step
-    by them.
+    """Partitions a model by the times of its layers. If the schedule plans by times, also plans the
+    step by the times of the stages.
 
     The memory limit of a rank is the configured limit; if none is configured, it is the memory of
     the GPU. If no partition fits the GPU's memory, the result is the partition without a limit,
@@ -146,7 +147,7 @@ def division(
         layers: all layers of the model.
         times: times of every layer.
         flops: FLOPs of the layers, for comparison with a balanced partition; None if not known.
-        layer_sizes: returns the bytes of the layers, the largest over tensor ranks.
+        layer_sizes: returns the bytes of each layer: the maximum over tensor ranks.
         config: the resolved configuration.
         device: device of the stages.
 
@@ -175,8 +176,8 @@ def _divider(
     flops: Sequence[float] | None,
     config: Config,
 ) -> Callable[[Sequence[LayerBytes] | None, float | None], Division]:
-    """Returns a function that partitions the model, given the bytes of each layer and the memory
-    limit of a rank in bytes (or None, None)."""
+    """Returns a function that partitions the model. Its arguments are the bytes of each layer and
+    the memory limit of a rank in bytes, or (None, None) for no limit."""
     name, stages = config.parallel.schedule, plan.total_stages
 
     def planner(costs: Costs | None, limit: float | None) -> Plan:
@@ -220,7 +221,7 @@ def trace_layer_bytes(
 
 
 def max_over_ranks(ranks: Sequence[Sequence[LayerBytes]]) -> list[LayerBytes]:
-    """Returns the bytes of each layer: the maximum over tensor ranks, of each kind of bytes.
+    """Returns the bytes of each layer. Each kind of bytes is the maximum over tensor ranks.
 
     Args:
         ranks: per tensor rank, the bytes of each layer.
@@ -263,7 +264,8 @@ def layer_bytes(
 
 
 def _state_bytes(config: Config, shards: int, device: torch.device, ways: int) -> float:
-    """Returns the bytes of states on the device per element of a trained parameter."""
+    """Returns the bytes of parameters, gradients and optimizer states on the device, per element of
+    a trained parameter."""
     zero, width = config.zero, dtype(config.precision.dtype).itemsize
     grad, slices = (
         dtype(config.precision.grad_dtype or "fp32").itemsize,

@@ -48,9 +48,9 @@ from threed.zero.optimistic import copied_bytes
 from threed.zero.reducer import Reducer
 from threed.zero.state import State, holdings, new_state, storages
 
-# Number of messages to other stages that are in flight at once.
+# Number of messages to other stages that are in flight at the same time.
 MESSAGES = 2
-# After the reductions of this many backwards, a further backward allocates no new buffers.
+# Number of backwards after whose reductions a further backward allocates no new buffers.
 STEADY = 3
 
 
@@ -61,8 +61,9 @@ class Footprint:
     Attributes:
         bytes: bytes on the device, by kind: `parameters`, `gradients`, `optimizer`, `activations`
             and `buffers`; if the device is a CPU also `saving` (asynchronous checkpoints) and
-            `copies` (in-memory checkpoints). `peak` is the sum of these. `offloaded`, if any, are
-            bytes on a drive and, if the device is a GPU, in host memory; not included in `peak`.
+            `copies` (in-memory checkpoints). `peak` is the sum of these kinds. `offloaded`, which
+            is not included in `peak`, is the number of bytes on a drive and, if the device is a
+            GPU, in host memory; missing if this number is 0.
         sends: bytes sent per step, by axis: tp, pp, dp and cp.
     """
 
@@ -118,7 +119,7 @@ def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCos
     """Returns a recomputed layer's cost if its input is saved as configured: in an arena, in host
     memory or on a drive."""
     r = config.recompute
-    # If inputs are sliced, the layer does not keep its input: `kept` is the slice.
+    # If inputs are sliced, the layer does not keep its full input, and `kept` counts the slice.
     copied = cost.input if cost.keeps_input else cost.kept
     if r.offload == "nvme" or (r.offload == "cpu" and device != "cpu"):
         passing = cost.backward + activation_checkpointing.BUFFERS * copied
@@ -148,7 +149,7 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
 
 
 def _to_device(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Moves a tensor of an example to a device; a meta tensor becomes zeros."""
+    """Returns a tensor of an example on a device, with a dtype; zeros for a meta tensor."""
     return (
         torch.zeros_like(value, dtype=dtype, device=device)
         if value.is_meta
@@ -200,7 +201,7 @@ def decide_order(
 ) -> Config:
     """Returns the configuration with `zero.order` decided, the same on all ranks. Collective.
 
-    A model that cannot be traced runs micro-batch by micro-batch.
+    With `zero.order` "auto", a model that cannot be traced runs micro-batch by micro-batch.
 
     Raises:
         ConfigError: if the order is `layer` and the model is a wrapped module.
@@ -245,8 +246,8 @@ def order_facts(
     """Returns two numbers of bytes on this tensor rank: the activations that one micro-batch keeps,
     and the parameters that ZeRO-3 frees between uses.
 
-    Of every parameter that is not kept gathered (`zero.resident`), the slices of other ranks are
-    freed; if parameters are offloaded, this rank's slice is freed too.
+    Parameters with fewer than `zero.resident` elements are not freed. Of each other parameter, the
+    slices of other ranks are freed; if parameters are offloaded, this rank's slice is freed too.
     """
     zero, data = config.zero, config.parallel.dp or 1
     ranks = data if zero.shard_size == "all" else int(zero.shard_size)
@@ -257,7 +258,8 @@ def order_facts(
         if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)
     ]
     nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
-    # the last layer runs forward and backward of one micro-batch at a time
+    # the last layer runs forward and backward of a micro-batch directly after each other, and so
+    # only keeps its input
     kept = Pass(costs[:-1] or costs).kept + costs[-1].input
     return kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
 
@@ -269,8 +271,8 @@ def measuring(
     """Measures the peak of tensor memory inside a `with` block; yields a function that returns it
     in bytes.
 
-    On a GPU it is the allocator's peak. On a CPU the tensors of every operation are counted, and
-    the storages of `layout` and `states` from the start.
+    On a GPU it is the peak of torch's allocator. On a CPU it is the peak of all tensors that
+    operations use, together with the storages of `layout` and `states`.
     """
     if device.type == "cuda":
         reset_peak(device)
@@ -331,7 +333,8 @@ def _activations(
             current = current + chunk_pass.kept
             kept = max(kept, current)
             continue
-        # The activations that an I used are kept until its W, which adds to the gradients.
+        # The activations of a micro-batch are kept from action I until its action W, which adds to
+        # the gradients.
         if action.kind is Kind.W:
             peak, current = max(peak, current + reductions.standing), current - chunk_pass.kept
             reductions.standing = max(
@@ -349,9 +352,9 @@ def _activations(
         reductions.standing = max(
             reductions.standing, reductions.kept_between if reductions.always else 0
         )
-    # In a plan without a flush (2BW), a rank with fewer open backwards of the previous step than
-    # another rank completes that step earlier. While it waits for the other rank, its reducer keeps
-    # buffers.
+    # In an asynchronous plan (2BW), a rank with fewer open backwards of the previous step than
+    # another rank completes that step earlier. While the first rank waits for the other rank, the
+    # reducer of the first rank keeps buffers.
     pending = plan.asynchronous and plan.begun[rank] < plan.before
     return kept, max(peak + reductions.waiting * pending, reductions.end)
 
@@ -370,13 +373,13 @@ def _activations_by_layer(
     """
     rest = blueprint.pipeline.plan.microbatches - 1
     width = blueprint.layout.policy.param_dtype.itemsize
-    # `kept`: bytes that all micro-batches keep in the previous layers.
+    # `kept` is the number of bytes that all micro-batches together keep in the previous layers.
     kept = peak = all_kept = 0
     previous_keeps = False  # whether the previous layer keeps its output
     for unit, cost in enumerate(layers):
         stays = cost.input * (cost.keeps_input or previous_keeps)
         passed = cost.kept + stays + cost.output
-        # in the backward also the gradient of the output
+        # in the backward, a micro-batch that waits also keeps the gradient of the output
         waiting = passed + cost.output * cost.keeps_output
         if unit == len(layers) - 1:
             all_kept = kept + rest * cost.input + cost.kept + stays
@@ -401,7 +404,7 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
     """Counts the traffic of a step's gathers; returns the gathers of each chunk."""
     layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
     actions = blueprint.pipeline.plan.ranks[blueprint.topology.axis("pp").index]
-    if blueprint.layer_major:  # one pass for all micro-batches
+    if blueprint.layer_major:  # gathers are per pass over all micro-batches
         actions = (Action(Kind.F, 0), Action(Kind.B, 0))
     times = Counter(
         {group: 1 for group in layout.groups if group.key.trainable and not group.sliced}
@@ -430,7 +433,8 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
             blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (
                 count - 1
             )
-    # Pipeline ranks with replicas of one slice update a part each; then they gather the slice.
+    # Pipeline ranks with replicas of the same slice each update a part of it, and then gather the
+    # updated parts.
     for bucket in layout.buckets:
         part = torch.empty(bucket.updates, dtype=layout.policy.param_dtype, device=META)
         collectives.start_all_gather(part, bucket.group.holders)
@@ -449,7 +453,7 @@ def _decoding_bytes(blueprint: Blueprint) -> int:
 
 
 def _tile_bytes(layout: Layout) -> int:
-    """Returns the peak bytes of gathered tiles: one in use and one in flight."""
+    """Returns the peak bytes of gathered tiles, of which one is in use and one is in flight."""
     tiles = sorted((group.numel for group in layout.groups if group.key.tile), reverse=True)[:2]
     return sum(tiles) * layout.policy.param_dtype.itemsize
 
@@ -467,8 +471,8 @@ def _gathered_by(layout: Layout, units: range) -> dict[Group, int]:
 def _count_pass_traffic(
     blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]
 ) -> None:
-    """Adds the bytes that this rank sends for all micro-batches of a step: in its layers, and as
-    messages to other stages."""
+    """Adds to `sends` the bytes that this rank sends for all micro-batches of a step: in its
+    layers, and as messages to other stages."""
     plan, topology = blueprint.pipeline.plan, blueprint.topology
     microbatches = plan.microbatches // plan.ways
     rank = topology.axis("pp").index
@@ -497,7 +501,8 @@ class _Reductions:
     device.
 
     Attributes:
-        always: whether every backward reduces gradients (ZeRO-2 and 3), or only the last one.
+        always: True if every backward reduces gradients (ZeRO-2 and 3), False if only the last
+            backward of a step does.
         during: per layer, peak bytes of the reducer while the layer's backward runs.
         kept_between: bytes that the reducer keeps between two backwards, if `always`.
         waiting: bytes that the reducer keeps while the rank waits for other stages at the end of a
@@ -511,12 +516,13 @@ class _Reductions:
         reducer = Reducer(layout, setup.gradient_codecs(config), whole_step=blueprint.layer_major)
         self.always = reducer.rounds
         plan = blueprint.pipeline.plan
-        self.passes = plan.microbatches // plan.ways  # per chunk
+        self.passes = plan.microbatches // plan.ways  # number of backwards of a step per chunk
         rounds = min(self.passes, STEADY) if reducer.rounds else 1
         traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
-        staged = [drive.take() for drive in layout.policy.drives]  # counted by `_constant_bytes`
+        # buffers of drives are ignored here, because `_constant_bytes` counts them
+        staged = [drive.take() for drive in layout.policy.drives]
         with Watch([*storages(layout, states), *staged]) as watch:
-            # A second step may have another peak, because it reuses the buffers of the first step.
+            # The second step may have another peak, because it reuses the buffers of the first.
             for _ in range(2 if layout.policy.slices_gradients and rounds < STEADY else 1):
                 traffic.clear()
                 traffic.update(before)
@@ -526,8 +532,8 @@ class _Reductions:
     def _step(self, blueprint: Blueprint, reducer: Reducer, rounds: int, watch: Watch) -> None:
         """Runs the reductions of a step with `rounds` backwards per chunk; records their memory.
 
-        If the real step has more backwards, each of the others is assumed to send as many bytes as
-        the last backward here.
+        If a step of the run has more backwards, each further backward is assumed to send as many
+        bytes as the last backward here.
         """
         traffic = blueprint.topology.traffic
         reducer.begin(rounds)

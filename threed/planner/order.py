@@ -2,9 +2,10 @@
 
     choose(microbatches=8, kept=2**20, freed=2**30)
 
-In micro-batch-major order a rank sends every sharded parameter twice and every gradient once per
-micro-batch. In layer-major order it sends them that often per step (arXiv 2512.17570). The price is
-memory: the activations of all micro-batches exist at once.
+In micro-batch-major order, a rank sends every sharded parameter twice and every gradient once per
+micro-batch. In layer-major order, it sends every sharded parameter twice and every gradient once
+per step (arXiv 2512.17570), but needs more memory: the activations of all micro-batches exist at
+the same time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"
     Args:
         microbatches: number of micro-batches of a step.
         kept: bytes of activations that one micro-batch keeps on the device.
-        freed: bytes of parameters that are not on the device between uses: slices of other ranks,
-            and offloaded parameters.
+        freed: bytes of parameters that are not on the device between their uses: the slices of
+            other ranks, and offloaded parameters.
     """
     return "layer" if microbatches > 1 and freed and (microbatches - 1) * kept <= freed else "micro"

@@ -29,7 +29,8 @@ def check_configuration(config: Config, world: Axis) -> None:
     Raises:
         ValueError: the configurations differ; the message names the first rank that differs.
     """
-    text = config.model_dump_json(exclude={"zero": {"nvme_path"}})  # may differ between machines
+    # `nvme_path` is not compared, because it may differ between machines
+    text = config.model_dump_json(exclude={"zero": {"nvme_path"}})
     fix = "start all ranks with the same flags"
     _check_same(text, "has a different configuration", fix, world)
 
@@ -80,7 +81,7 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
             for bucket in group.buckets
         ]
         data = axis is topology.data
-        if data:  # all buckets, in the order in which they are reduced
+        if data:  # compare all buckets, in the order in which they are reduced
             buckets = [*layout.buckets, *layout.frozen]
         cuts = [
             (b.first, b.last, [(s.first, (data and s.spec.over) or s.spec.name) for s in b.slots()])
@@ -99,7 +100,8 @@ class GlobalTensor(NamedTuple):
         shape: shape of the full tensor.
         trained: whether the weight is trained.
         has_moments: whether the weight is trained with an update rule that keeps moments.
-        over: axis of data ranks that hold different parts of it (`ShardSpec.over`), or "".
+        over: name of the axis of data ranks that hold different parts of the weight
+            (`ShardSpec.over`); "" if all data ranks hold the same.
     """
 
     shape: tuple[int, ...]
@@ -111,8 +113,8 @@ class GlobalTensor(NamedTuple):
 def tensors_of_model(layout: Layout, topology: Topology) -> dict[str, GlobalTensor]:
     """Returns the properties of all weights of the full model, by name. Collective.
 
-    Ranks exchange their lists, because pipeline stages, tensor ranks, and the data ranks that
-    parameters are distributed over hold weights with different names.
+    Ranks exchange their lists, because the names of weights differ between pipeline stages, between
+    tensor ranks, and between data ranks over which parameters are distributed (`ShardSpec.over`).
 
     Args:
         layout: this rank's layout.
@@ -138,10 +140,10 @@ def tensors_of_model(layout: Layout, topology: Topology) -> dict[str, GlobalTens
 
 
 def check_gathers(orders: Sequence[int]) -> None:
-    """Checks that all ranks gathered the same groups in the same order.
+    """Checks that all ranks gathered the same groups of parameters in the same order.
 
     Args:
-        orders: `Gatherer.order` of each rank, a hash of the gathered groups in order.
+        orders: `Gatherer.order` of each rank: a hash of the sequence of gathered groups.
 
     Raises:
         RuntimeError: the orders differ.

@@ -42,17 +42,20 @@ from threed.zero.update import Update
 class Asynchronous:
     """Runs asynchronous plans, and applies updates when the executor reaches them in the plan.
 
-    Has the same methods as `Synchronous`, and those that the executor calls.
+    In addition to the methods of `Synchronous`, it has the methods that the executor calls: `use`,
+    `start_update` and `end_update`.
 
     Args:
         plan_of: `plan_of(count, part=)` returns the plan, with communication actions, of a step of
-            `count` micro-batches. `part` is `double_buffered.first` for a step that finds no outstanding
-            backwards, `double_buffered.drain` for the outstanding backwards only, else None.
+            `count` micro-batches. `part` is None for a step that also runs outstanding backwards of
+            the previous step, `double_buffered.first` for a step without such backwards, and
+            `double_buffered.drain` for only the outstanding backwards.
         reducer: sums the gradients.
         optimizer: updates the weights. Keeps two versions of them (`Policy.versions`).
 
     Attributes:
-        pending: True: the results of `update` need a sum over all ranks, which is still in flight.
+        pending: always True, because the results of `update` need a sum over all ranks that is
+            still in flight.
         open: number of micro-batches of the last step while its update is outstanding, else 0.
         seconds: [reductions, update]: host seconds that the last plan spent on each.
     """
@@ -67,9 +70,9 @@ class Asynchronous:
         self.versions = optimizer.versions
         self.open = 0
         self.seconds = [0.0, 0.0]
-        self._running = 0  # micro-batches of the running step
-        # whether the previous batch's update was applied: the running batch then uses the older
-        # version of the weights
+        self._running = 0  # number of micro-batches of the running step
+        # whether the update for the previous batch has been applied; if so, the running batch uses
+        # the older of the two versions of the weights
         self._updated = True
         self._gradients: Callable[[], list[Gradient]] = list
         self._end: Callable[[], Update]
@@ -88,7 +91,10 @@ class Asynchronous:
         return {"last_update": [number if math.isfinite(number) else None for number in numbers]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the norm and learning rate that the next metrics report; 0 if missing."""
+        """Restores the gradient norm and learning rate that the next metrics report.
+
+        Both are 0 if `state` does not contain them.
+        """
         numbers = [
             math.nan if number is None else float(number)
             for number in state.get("last_update", (0.0, 0.0))
@@ -99,7 +105,7 @@ class Asynchronous:
         self._carry = torch.zeros_like(norm)[None]
 
     def begin(self, microbatches: int) -> None:
-        """Does nothing: gradients of this step are accumulated once the last step's have ended."""
+        """Does nothing: `run` and `all_passes_ended` begin to accumulate a step's gradients."""
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs the outstanding backwards of the previous step, and this step's micro-batches.
@@ -121,12 +127,12 @@ class Asynchronous:
         return self._run(run, self.plan_of(count, part=None if self.open else first), micros)
 
     def drop(self) -> None:
-        """Does nothing: `step` has already returned for the step with outstanding gradients."""
+        """Does nothing: a step ends when `Engine.step` returns, so no step is left to discard."""
 
     def finish(self, run: Run) -> None:
         """Runs the outstanding backwards of the last step and applies its update. Collective.
 
-        Afterwards the layers' parameters show the newest weights.
+        Afterwards the parameters of the layers have the newest values.
 
         Args:
             run: runs a plan on micro-batches: `Executor.run`.
@@ -143,7 +149,8 @@ class Asynchronous:
         try:
             losses = run(plan, micros)
         except BaseException:
-            self.optimizer.consistency.invalidate()  # gradients of two steps are lost
+            # the gradients of this step, and of the previous one if it was outstanding, are lost
+            self.optimizer.consistency.invalidate()
             raise
         self.open = len(micros)
         return losses
@@ -174,9 +181,9 @@ class Asynchronous:
         self.versions.show(newest=not (before or self._updated))
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends the gradients of a batch, after its last backward on this rank.
+        """Ends the accumulation of a batch's gradients, after its last backward on this rank.
 
-        Later gradients belong to the next batch.
+        Gradients that are added later belong to the next batch.
 
         Args:
             chunk: ignored.

@@ -1,13 +1,13 @@
 """Contributions to gradients: their number, their order, and the backward that produced them.
 
-A contribution is one gradient that a layer or autograd computes for a parameter; a parameter that
-is used in two places gets two per micro-batch. A gradient is complete when it has the expected
-number of contributions, and a bucket is ready when all its gradients are complete. Contributions
-are counted per round: a micro-batch or a step, see `reducer`.
+A contribution is one gradient that a layer or autograd computes for a parameter. A parameter that
+is used in two places of the model gets two contributions per micro-batch. A gradient is complete
+when it has the expected number of contributions, and a bucket is ready when all its gradients are
+complete. Contributions are counted per round, which is a micro-batch or a step (see `reducer`).
 
 A backward of another engine may also compute gradients of this engine's parameters: in a GAN, the
 generator's loss is differentiated through the discriminator. Such gradients accumulate in `.grad`.
-As in plain PyTorch they are added in the next step, unless `zero_grad` drops them first.
+As in plain PyTorch, they are part of the next step's gradients unless `zero_grad` drops them first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Contributions:
     Args:
         uses: number of places in the model that use the parameter. Each contributes once per
             micro-batch.
-        known: whether every micro-batch makes this number of contributions in one round. If not,
+        known: whether every micro-batch makes `uses` contributions, all in the same round. If not,
             the gradient is only complete when the round ends.
 
     Attributes:
@@ -53,7 +53,7 @@ class Contributions:
 
     @property
     def counted(self) -> int | None:
-        """`per_pass` if counting has changed it from the number of uses, else None."""
+        """`per_pass` if it was counted and differs from the number of uses, else None."""
         return None if self.per_pass == self._uses else self.per_pass
 
     def restore(self, counted: int | None) -> None:
@@ -73,9 +73,13 @@ class Contributions:
         return self.per_pass is None or self.remaining > 0
 
     def expect(self, passes: int) -> bool:
-        """Changes the expected contributions of the round by `passes` micro-batches.
+        """Adds the contributions of `passes` more micro-batches to those expected in this round.
 
-        Returns whether the gradient is incomplete.
+        Args:
+            passes: number of additional micro-batches; negative if there are fewer.
+
+        Returns:
+            Whether the gradient is incomplete.
         """
         self.remaining += (self.per_pass or 0) * passes
         return self.per_pass is None or self.remaining > 0
@@ -113,8 +117,8 @@ class LaunchQueue:
     Args:
         chunks: chunks of the model that use the parameters.
         parameters: `Contributions` of all parameters of the queue.
-        buckets: for each bucket, by its number and in launch order: the `Contributions` of its
-            parameters.
+        buckets: number of each bucket -> `Contributions` of the parameters in the bucket; in launch
+            order.
 
     Attributes:
         backwards: number of backwards of the chunks that are still to run in this step.
@@ -132,7 +136,7 @@ class LaunchQueue:
         for position, counts in enumerate(buckets.values()):
             for count in counts:
                 count.positions.append(position)
-        self._incomplete = [0] * len(buckets)  # incomplete gradients per bucket
+        self._incomplete = [0] * len(buckets)  # number of incomplete gradients per bucket
         self.backwards, self.rounds, self.launched = 1, 0, 0
 
     @property
@@ -147,7 +151,7 @@ class LaunchQueue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all gradients of the next bucket are complete."""
+        """Whether there is a next bucket and all gradients in it are complete."""
         return not self.is_done and self._incomplete[self.launched] == 0
 
     @property
@@ -176,7 +180,11 @@ class LaunchQueue:
         self._begin_round(passes)
 
     def expect(self, passes: int) -> None:
-        """Changes the number of micro-batches of a round in which no bucket was launched."""
+        """Adds micro-batches to the current round, in which no bucket was launched yet.
+
+        Args:
+            passes: number of additional micro-batches; negative if there are fewer.
+        """
         self._count_incomplete(count for count in self._parameters if count.expect(passes))
 
     def _begin_round(self, passes: int) -> None:
@@ -226,8 +234,8 @@ class Deferral:
         """Context: yields a list that collects the contributions computed in the block.
 
         Each parameter's `reducer.Sink` appends its contributions to the list instead of adding them
-        to the gradient. For a matrix product, only its two factors are kept. A contribution counts
-        in the round in which `add_deferred` adds it; the schedule determines when.
+        to the gradient. Of a matrix product, only the two factors are kept. A contribution counts
+        in the round in which `add_deferred` adds it. The schedule determines when that happens.
         """
         self.waiting = waiting = list[Contribution]()
         try:
@@ -237,7 +245,11 @@ class Deferral:
 
     @torch.no_grad()
     def add_deferred(self, waiting: list[Contribution]) -> None:
-        """Adds the contributions of a list in order, and removes each from the list."""
+        """Adds deferred contributions to their gradients, in order, and empties the list.
+
+        Args:
+            waiting: the list that `defer` has yielded.
+        """
         waiting.reverse()
         while waiting:
             add, arguments = waiting.pop()
@@ -256,7 +268,7 @@ _running: list[object] = []
 
 @contextmanager
 def own_backward(owner: Owner) -> Iterator[None]:
-    """Context: marks backwards in the block as the owner's; calls `give_up` after an error."""
+    """Context: attributes backwards in the block to `owner`; calls `owner.give_up` on an error."""
     _running.append(owner)
     try:
         yield

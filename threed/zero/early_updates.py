@@ -1,8 +1,9 @@
 """Updates during the backward: a bucket is updated as soon as its gradient is complete.
 
     early.begin()                   before a step: discards updates of an interrupted step
-    early.take(bucket, gradient)    called with each complete gradient, in the order of
-                                    `Layout.buckets`; returns whether it will be used for an update
+    early.take(bucket, gradient)    called with the complete gradient of each bucket, in the order
+                                    of `Layout.buckets`; returns whether the bucket will be updated
+                                    during the backward
     early.progress()                called between backwards: reads ahead, and updates buckets whose
                                     reads have finished
     done = early.end(now)           when the step's scalars are known: returns the updated states
@@ -41,7 +42,7 @@ class Early:
 
     Args:
         states: states of the optimizer, in the order in which their gradients are completed.
-        max_pending: largest number of queued gradients; beyond it, `take` runs updates.
+        max_pending: largest number of queued gradients. If there are more, `take` runs updates.
         clips: whether a step's gradients may be clipped.
         guess: function that returns the scalars of the next update, on the host, if the step is
             neither clipped nor skipped.
@@ -57,15 +58,16 @@ class Early:
         self.max_pending, self.clips, self.guess, self.apply = max_pending, clips, guess, apply
         self._states = {state.bucket: state for state in states if early_storages(state)}
         self._last_guess_right = True
-        self._guess: StepScalars | None = None  # None between steps
-        self._pending = deque[tuple[State, DriveBuffer]]()  # queued gradients
+        self._guess: StepScalars | None = None  # guessed scalars of this step; None between steps
+        # queued gradients with their states, oldest first
+        self._pending = deque[tuple[State, DriveBuffer]]()
         self._reads = fetched_in_turn(())
-        # the state of the next update, with its buffers
+        # the state that is updated next, and its staged buffers
         self._next: tuple[State, dict[str, StagedBuffer]] | None = None
         self._done: list[State] = []
 
     def begin(self) -> None:
-        """Begins a step, after discarding the updates of an interrupted one."""
+        """Begins a step; first discards the updates of an interrupted step."""
         self.drop()
         self._guess = self.guess()
         self._reads = fetched_in_turn((s, s.fetch(s.storages)) for s in self._states.values())
@@ -105,7 +107,7 @@ class Early:
         return True
 
     def progress(self) -> None:
-        """Begins to read the next states, and updates buckets whose reads have finished."""
+        """Begins to read the next states; updates the buckets whose states have been read."""
         if self._pending or self._done:
             self._read_ahead()
         while self._pending and self._arrived():
@@ -138,7 +140,7 @@ class Early:
         return done
 
     def _read_ahead(self) -> None:
-        """Begins to read the state of the next update, and the states after it."""
+        """Begins to read the states of the next two updates, unless they are being read already."""
         if self._next is None:
             self._next = next(self._reads, None)
 
@@ -150,7 +152,10 @@ class Early:
         return all(buffer.arrived() for buffer in buffers if isinstance(buffer, DriveBuffer))
 
     def _update(self) -> None:
-        """Updates the bucket of the oldest queued gradient; writes to its second regions."""
+        """Updates the bucket of the oldest queued gradient.
+
+        The new values are written to the second regions of the state's storages.
+        """
         self._read_ahead()
         state, gradient = self._pending.popleft()
         assert self._guess is not None
@@ -170,7 +175,7 @@ class Early:
 
 
 def max_pending_buckets(layout: Layout) -> int:
-    """Returns the largest number of buckets per layer, all of which may complete at once."""
+    """Returns the number of buckets of the layer with most buckets, which may complete at once."""
     groups = [group for group in layout.groups if group.key.units and group.key.trainable]
     layers = Counter(min(group.key.units or ()) for group in groups for _ in group.buckets)
     return max(layers.values(), default=0)

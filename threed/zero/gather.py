@@ -4,13 +4,14 @@
     complete()        completes and publishes slices of which this rank updates only a portion
     start(unit)       begins to gather the parameters of a unit (a layer or module, see `layout`)
     ready(unit)       waits until the parameters of a unit are gathered
-    release(unit)     frees the memory of these parameters, unless another unit still needs it
+    release(unit)     frees the memory of the unit's parameters, unless another unit still uses them
 
 Unsharded parameters (stages 1 and 2, small ones under stage 3) are gathered once per update, by
 `publish`. The gather overlaps with the beginning of the next forward, and `ready` waits for it.
 Sharded parameters (stage 3) are gathered at every use, into a new buffer. The parameters stay the
-same objects (`zero.access`). Autograd does not save their memory, but offsets and shapes in the
-buffer (`SavedView`). The backward gathers the parameters into another buffer and reads them there.
+same objects (`parameter_access`). Autograd does not save the memory of a sharded parameter, but its
+offset and shape in the buffer (`SavedView`). The backward gathers the parameters into another
+buffer and reads them there.
 
 Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases: this rank's slices
 are read, and the all-gather runs. The all-gather begins when the next group is requested. Both
@@ -40,7 +41,10 @@ from threed.zero.torch_modes import hide_from_checkpointing, without_transforms
 
 
 def _hidden_from_checkpointing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: hides gathers for wrapped modules from selective activation checkpointing."""
+    """Decorator: hides the gathers in a method from selective activation checkpointing.
+
+    Applies only to the gatherer of a wrapped module.
+    """
 
     @functools.wraps(method)
     def run(self: Gatherer, *args: Any) -> Any:
@@ -55,8 +59,8 @@ class SavedView:
 
     Attributes:
         group: the group.
-        slot: the parameter, if the tensor was saved while it was not gathered (its placeholder was
-            saved); None if a view of the gathered buffer was saved.
+        slot: if the tensor is the placeholder of a parameter that was not gathered: the parameter.
+            None if the tensor is a view of the gathered buffer.
         dtype: dtype of the tensor.
         place: (size, strides, offset in the buffer) of the tensor.
     """
@@ -83,16 +87,16 @@ class GatheredTile:
         self.gatherer, self.group = gatherer, group
 
     def ahead(self) -> None:
-        """Begins to gather the tile."""
+        """Begins to gather the tile, before the layer uses it."""
         self.gatherer.open(self.group, Holder.TILE)
 
     def open(self) -> None:
-        """Waits until the tile is gathered; begins to gather it if `ahead` has not."""
+        """Waits until the tile is gathered; first begins the gather if `ahead` was not called."""
         self.gatherer.open(self.group, Holder.TILE)
         self.gatherer.wait(self.group)
 
     def close(self) -> None:
-        """Frees the tile, unless something else keeps it gathered."""
+        """Frees the tile, unless another holder keeps it gathered."""
         self.gatherer.close(self.group, Holder.TILE)
 
 
@@ -111,7 +115,7 @@ class Gatherer:
             a parameter that is not gathered.
         version: counter, incremented when the values of sharded parameters change.
         wrapped: whether the parameters belong to a wrapped module. If so, the user's program may
-            read and change them.
+            read and change them at any time.
         order: hash of the sequence of gathered groups; must be equal on all ranks.
     """
 
@@ -129,7 +133,7 @@ class Gatherer:
             for slot in group.slots if group.sliced else ():
                 self.by_storage[storage_of(slot.placeholder)] = (group, slot)
         self.version = 0
-        self._published: dict[Bucket, Pending] = {}  # unsharded parameters: gathers in flight
+        self._published: dict[Bucket, Pending] = {}  # gathers in flight of unsharded parameters
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
@@ -200,8 +204,9 @@ class Gatherer:
     def show(self, newest: bool) -> None:
         """Selects the version of unsharded parameters that layers read (`zero.versions`).
 
-        Gathers in flight write to the newest version. Parameters that show it are guarded until
-        their gathers end; parameters that show the previous version need no guard.
+        Gathers in flight write to the newest version. While layers read the newest version, a
+        parameter is guarded until its gather ends: a use of the parameter waits for the gather.
+        While layers read the previous version, no guard is needed.
 
         Args:
             newest: whether to show the newest version.
@@ -252,29 +257,29 @@ class Gatherer:
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sharded parameters; raises the first error only after freeing the others."""
+        """Frees all sharded parameters; if some raise errors, raises the first one at the end."""
         first: RuntimeError | None = None
         for group in list(self._holders):
             try:
                 self._free(group)
-            except RuntimeError as error:  # values of another shape or dtype were set
+            except RuntimeError as error:  # the program has set values of another shape or dtype
                 first = first or error
         if first is not None:
             raise first
 
     def pass_ended(self) -> None:
-        """Hook: called after each backward."""
+        """Hook for subclasses: called after each backward. Does nothing in this class."""
 
     def gradient_complete(self, slot: Slot) -> None:
-        """Hook: called during a backward for each parameter whose gradient is complete."""
+        """Hook for subclasses: called in a backward when a parameter's gradient is complete."""
 
     # -------------------------------------------------------------------------------------------------------- groups
 
     def before_use(self, group: Group) -> None:
-        """Hook: called when a parameter of a sharded group is used; may open the group."""
+        """Hook for subclasses: called before a sharded parameter is used; may open its group."""
 
     def before_free(self, group: Group) -> None:
-        """Hook: called before a group's memory is freed."""
+        """Hook for subclasses: called before a group's memory is freed."""
 
     def groups_of(self, unit: int) -> list[Group]:
         """Returns the sharded groups that a unit uses."""
@@ -291,8 +296,8 @@ class Gatherer:
     def require(self, group: Group, slot: Slot) -> None:
         """Waits until a sharded group is gathered.
 
-        If it is not gathered, a forward or backward of a wrapped module starts the gather here
-        (`before_use`). All ranks must then use the group, because the gather is collective.
+        If the group is not gathered, a forward or backward of a wrapped module starts the gather
+        here (`before_use`). All ranks must then use the group, because the gather is collective.
 
         Args:
             group: the group.
@@ -331,7 +336,7 @@ class Gatherer:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context: gathers all sharded groups, and guards all parameters and their views."""
+        """Context: gathers all sharded groups; guards all parameters and views (`Access`)."""
         sliced = [group for group in self.layout.groups if group.sliced]
         for group in sliced:
             self.open(group, Holder.GATHERED)
@@ -400,7 +405,10 @@ class Gatherer:
     def _gather_from_host(
         self, axis: Axis, window: Tensor, own: Tensor, staged: StagedBuffer, codec: Codec
     ) -> Pending:
-        """Gathers from page-locked host memory to a GPU, on a separate stream."""
+        """Gathers a bucket from slices in page-locked host memory to the GPU.
+
+        The copy to the GPU and the gather run on a separate stream.
+        """
         stream = copy_stream(window.device, "in")
         with on_stream(stream):
             own = own.to(window.device, non_blocking=True)
@@ -420,7 +428,7 @@ class Gatherer:
 
     @_hidden_from_checkpointing
     def wait(self, group: Group) -> None:
-        """Waits for the gather of a group."""
+        """Waits for the gather of a group; starts the gather if slices are still being read."""
         if group in self._reading:
             self._start_gathers()
         if group in self._gathering:

@@ -6,10 +6,11 @@
 
 Parameters are gathered and released in groups (flat buffers). A unit (a module, see
 `Wrapped.units`) gathers the groups of its parameters when its forward is called, and releases them
-when the forward returns. Any other use of a parameter also gathers its group (`zero.access`), and
-so does a backward that reads a parameter, or a view of one, that autograd saved. In the backward, a
-group is released as soon as one of the following holds: the gradients of all its parameters have
-been added; `RECENT` other groups were used after it; the backward has ended.
+when the forward returns. Any other use of a parameter also gathers the parameter's group
+(`parameter_access`), and so does a backward that reads a parameter that autograd saved, or a saved
+view of a parameter. In the backward, a group is released as soon as one of the following holds: the
+gradients of all parameters of the group have been added; `RECENT` other groups were used after the
+group; the backward has ended.
 
 Groups are prefetched in the order in which the previous pass used them. If a pass uses other
 groups, prefetching costs bandwidth and memory, but the result is correct.
@@ -58,8 +59,8 @@ class Trace:
             ahead: number of groups to predict.
 
         Returns:
-            The `ahead` groups that the previous pass used after this one. Empty if the previous
-            pass did not use it, or if it was also the group of the last call.
+            The `ahead` groups that the previous pass used after `group`. Empty if the previous pass
+            did not use `group`, or if the last call recorded the same group.
         """
         if self._used and self._used[-1] is group:
             return []
@@ -87,9 +88,10 @@ class _Hook:
 
     def __init__(self, gatherer: ModuleGatherer, module: nn.Module, unit: int | None) -> None:
         self.gatherer, self.module, self.unit = gatherer, module, unit
-        self.saving: list[saved_tensors_hooks] = []  # one per running call
-        # wrapped here, not by decorators: `torch.compiler.disable` imports torch's compiler, which
-        # few programs need
+        # saved-tensor hooks of the calls in progress, innermost last
+        self.saving: list[saved_tensors_hooks] = []
+        # `torch.compiler.disable` is called here and not as a decorator, because it imports torch's
+        # compiler, which few programs need
         self._begin = torch.compiler.disable(self._enter, reason=UNTRACED)
         self._end = torch.compiler.disable(self._leave, reason=UNTRACED)
         module.register_forward_pre_hook(self.before, prepend=True)
@@ -105,10 +107,11 @@ class _Hook:
 
     def _enter(self, module: nn.Module) -> None:
         hooks: Any = module._forward_hooks
-        hooks.move_to_end(self.after_id)  # runs last: the user's hooks may use parameters
+        # `after` must run after the user's hooks, which may use parameters
+        hooks.move_to_end(self.after_id)
         self.gatherer.enter(self.unit)
         if self.gatherer.runs_compiled(module):
-            # compiled code and autograd bypass `__torch_function__`
+            # these hooks are needed because compiled code bypasses `__torch_function__`
             self.saving.append(self.gatherer.saving)
             self.saving[-1].__enter__()
 
@@ -135,8 +138,8 @@ class ModuleGatherer(Gatherer):
 
     Attributes:
         changes: tracks parameters that user code changes.
-        forwards: order of groups in forwards.
-        backwards: order of groups in backwards.
+        forwards: records the order in which forwards use groups.
+        backwards: records the order in which backwards use groups.
     """
 
     wrapped = True
@@ -146,7 +149,8 @@ class ModuleGatherer(Gatherer):
         self.changes = Changes(model.module, layout, self)
         self.prefetch = prefetch
         self.forwards, self.backwards = Trace(), Trace()
-        self._calls: list[list[Group]] = []  # per running module call, innermost last: its groups
+        # the groups that each module call in progress uses, innermost call last
+        self._calls: list[list[Group]] = []
         self._recent: list[Group] = []
         self._node: Any = None  # the running autograd node
         self._in_use: set[Group] = set()  # groups that `_node` has used
@@ -166,14 +170,19 @@ class ModuleGatherer(Gatherer):
     # -------------------------------------------------------------------------------------------------------- forward
 
     def enter(self, unit: int | None) -> None:
-        """Begins a module call; gathers the groups of its unit (None: the module is not a unit)."""
+        """Begins a module call and gathers the groups of its unit.
+
+        Args:
+            unit: number of the module's unit; None if the module is not a unit.
+        """
         self._calls.append([])
         for group in self.groups_of(unit) if unit is not None else ():
             self.before_use(group)
 
     def runs_compiled(self, module: nn.Module) -> bool:
         """Returns whether the module, or a submodule, is compiled."""
-        # after `torch._dynamo.reset` modules are still compiled, but `compiles()` returns False
+        # `_compiles` stays True: after `torch._dynamo.reset`, `compiles()` returns False although
+        # modules are still compiled
         self._compiles = self._compiles or compiles()
         return self._compiles and any(
             part._compiled_call_impl or "_orig_mod" in part._modules for part in module.modules()
@@ -189,7 +198,11 @@ class ModuleGatherer(Gatherer):
             self._use(group)
 
     def leave(self, output: Any) -> None:
-        """Ends a module call, and the use of its groups; `output` is the value that it returns."""
+        """Ends a module call and its use of groups.
+
+        Args:
+            output: the value that the module returns.
+        """
         if not self._calls:
             return
         depth, groups = len(self._calls), self._calls.pop()
@@ -231,7 +244,10 @@ class ModuleGatherer(Gatherer):
     # ------------------------------------------------------------------------------------------------------- backward
 
     def _use(self, group: Group) -> None:
-        """Gathers a group in a backward; releases old ones that the running node does not use."""
+        """Gathers a group in a backward, and releases groups that were used less recently.
+
+        The `RECENT` last groups, and all groups that the running autograd node uses, stay gathered.
+        """
         node = torch._C._current_autograd_node()
         if node is not self._node:
             self._node, self._in_use = node, set()
@@ -261,13 +277,13 @@ class ModuleGatherer(Gatherer):
             self.close(group, Holder.BACKWARD)
 
     def pass_ended(self) -> None:
-        """Ends a backward: releases all groups."""
+        """Releases all groups at the end of a backward."""
         self.release_all()
 
     def release_all(self) -> None:
         """Releases all groups and ends the pass that used them."""
         self.backwards.end()
-        self._calls.clear()  # only filled here if a forward was interrupted
+        self._calls.clear()  # not empty if an error interrupted a forward
         self._recent.clear()
         self._due.clear()
         self._node, self._in_use = None, set()

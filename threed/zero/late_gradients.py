@@ -1,6 +1,6 @@
-"""Late gradients: they arrive after the reduction of their bucket was launched.
+"""Late gradients: gradients that arrive after the reduction of their bucket was launched.
 
-They are kept in memory, and reduced when the step ends.
+They are kept in memory until the end of the step, and are then reduced.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LateGradients:
     Args:
         layout: parameters and their buckets.
         codecs: how gradients are encoded for communication.
-        gatherer: gathers the parameters. `reduce` checks that all ranks have gathered in the same
-            order. None to skip the check.
+        gatherer: gathers the parameters. `reduce` checks that all ranks have gathered the same
+            groups in the same order. None to skip the check.
     """
 
     def __init__(self, layout: Layout, codecs: GradientCodecs, gatherer: Gatherer | None) -> None:
@@ -40,14 +40,15 @@ class LateGradients:
             self._gradients[slot].add_(grad)
         else:
             copied = grad.to(self.layout.policy.grad_dtype, copy=True)
-            self._gradients[slot] = copied.contiguous()  # a product may be transposed
+            # a gradient that is a transposed matrix product is not contiguous
+            self._gradients[slot] = copied.contiguous()
 
     def clear(self) -> None:
-        """Drops all gradients."""
+        """Drops all late gradients of the step."""
         self._gradients.clear()
 
     def reduce(self) -> Iterator[tuple[Bucket, StagedBuffer]]:
-        """Sums late gradients over ranks, for all buckets that have some on any rank. Collective.
+        """Sums the late gradients of each bucket over ranks, if any rank has some. Collective.
 
         Yields:
             (bucket, staged buffer of this rank's slice, to which the sum was added). The caller
@@ -68,7 +69,10 @@ class LateGradients:
         self._gradients.clear()
 
     def _agree_on_buckets(self) -> list[int]:
-        """Returns the numbers of the buckets with late gradients on any rank that shares them."""
+        """Returns the numbers of the buckets for which any rank with the bucket has late gradients.
+
+        Collective.
+        """
         buckets, late = self.layout.buckets, set[int]()
         own = [
             number
@@ -76,7 +80,7 @@ class LateGradients:
             if any(slot in self._gradients for slot in bucket.slots())
         ]
         order = 0 if self.gatherer is None else self.gatherer.order
-        shards = {bucket.group.shard for bucket in buckets}  # gathers only use these axes
+        shards = {bucket.group.shard for bucket in buckets}  # the axes over which gathers run
         for axis in dict.fromkeys(chain.from_iterable(self._axes)):
             answers = collectives.exchange([order, own], axis)
             if axis in shards:
@@ -85,7 +89,7 @@ class LateGradients:
         return sorted(late)
 
     def _window(self, bucket: Bucket) -> Tensor:
-        """Returns a bucket's late gradients [last - first]; 0 for parameters that have none."""
+        """Returns a bucket's late gradients [last - first]; 0 for parameters without any."""
         size, dtype = bucket.last - bucket.first, self.layout.policy.grad_dtype
         window = torch.zeros(size, dtype=dtype, device=bucket.group.params.device)
         for slot in bucket.slots():

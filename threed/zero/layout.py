@@ -8,8 +8,8 @@
              same axes to sum gradients over
     bucket   a range of at most `zero.bucket-mib` in a group's buffer, which is reduced by one
              collective per axis; a parameter may span several buckets
-    slice    the part of a bucket that this rank owns: buckets are split evenly over the shard group
-             S, and the r-th rank of S owns the r-th part
+    slice    the part of a bucket that this rank owns: each bucket is split evenly over the ranks of
+             the shard group S, and the r-th rank of S owns the r-th part
     portion  the part of a slice that this rank updates. Usually this is the full slice. With
              bidirectional schedules two pipeline ranks have the same slice, and each keeps the
              optimizer states of one portion
@@ -17,13 +17,13 @@
 Parameters are stored in backward order, so that buckets complete one after the other during the
 backward. All parameters of a group are reduced over the same axes. So a bucket needs one collective
 per axis, one call of the update rule, and one owner that counts it in the gradient norm. Vocabulary
-shards can have different sizes on different tensor ranks. A group whose gradients are summed over
-tensor ranks therefore holds only parameters with the same shape on all of them, because its slices
-must align.
+shards can have different sizes on different tensor ranks. If the gradients of a group are summed
+over tensor ranks, slices must align on these ranks, so such a group contains only parameters with
+the same shape on all of them.
 
 The ZeRO stages (arXiv 1910.02054) differ in which tensors of a group are kept in full. Under stage
-3 each unit has separate groups, so that units can be gathered one at a time. Parameters with fewer
-than `Policy.resident` elements stay unsharded, as under stage 2.
+3 each unit has separate groups, so that units can be gathered one at a time. Under stage 3,
+parameters with fewer than `Policy.resident` elements stay unsharded, as they do under stage 2.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from threed.ops.update import Rule
 
 CPU = torch.device("cpu")
 ALIGN = 32  # parameters start at multiples of 32 elements (64 bytes in bf16)
-MIN_BUCKETS = 8  # per group, unless buckets would have fewer than MIN_BUCKET_NUMEL elements
+# An unsharded group has at least MIN_BUCKETS buckets, if these then have at least MIN_BUCKET_NUMEL
+# elements each.
+MIN_BUCKETS = 8
 MIN_BUCKET_NUMEL = 2**18
 
 
@@ -104,14 +106,14 @@ class Policy:
         host: device that updates offloaded values: the CPU, or "meta" for memory estimates.
         states_once: whether pipeline ranks that hold the same parameters split the optimizer
             states, so that each rank keeps the states of its portion. False with offload tiers.
-        versions: number of versions of the parameters; 2 if a step begins before the update of the
-            previous one (2BW). With 2, slices of gradients have separate memory, because the next
-            step overwrites the full gradients.
+        versions: number of versions of the parameters: 2 if a step begins before the update of the
+            previous step (2BW), else 1. With 2, slices of gradients have separate memory, because
+            the next step overwrites the full gradients.
         early: whether updates run during the backward and write to second regions of the drive
             (`threed.zero.early_updates`).
         delayed: whether an update runs during the next step, which still uses the old parameters.
-        dealt: for each value of `ShardSpec.over`: data axes of the parameters that are distributed
-            over these data ranks.
+        dealt: data axes of the parameters that are distributed over data ranks, by the value of
+            `ShardSpec.over`.
     """
 
     stage: int
@@ -137,19 +139,22 @@ class Policy:
 
     @property
     def drives(self) -> set[Drive]:
-        """The drives among the tiers."""
+        """The drives on which parameters or optimizer states are stored."""
         return {tier for tier in (self.params_tier, self.optimizer_tier) if isinstance(tier, Drive)}
 
     @property
     def slices_gradients(self) -> bool:
-        """Whether gradients are kept as slices, and full ones only per bucket (stages 2 and 3)."""
+        """Whether gradients are kept as slices (stages 2 and 3).
+
+        Full gradients then exist only for buckets that are being filled or reduced.
+        """
         return self.stage >= 2 and (self.data.shard.size > 1 or self.optimizer_tier is not None)
 
     def slices_parameter(self, param: nn.Parameter) -> bool:
         """Returns whether a parameter is sharded and gathered only while it is used (stage 3)."""
         spec = spec_of(param)
         spread = self.axes(spec.over).shard.size > 1 or self.params_tier is not None
-        full_numel = param.numel() * spec.tile[1]  # for a tile: elements of the full matrix
+        full_numel = param.numel() * spec.tile[1]  # for a tile, the size of the full matrix
         return self.stage == 3 and spread and full_numel >= max(self.resident, 1)
 
 
@@ -158,18 +163,18 @@ class GroupKey:
     """The properties that all parameters of a group share.
 
     Attributes:
-        options: rule, learning-rate factor and weight decay.
+        options: update rule, learning rate and weight decay.
         trainable: whether the parameters are trained.
         replicated: see `ShardSpec`.
-        partial: see `ShardSpec`; None if not trainable.
+        partial: see `ShardSpec`; None if the parameters are not trainable.
         tied: for tied parameters, the pipeline ranks that hold a copy; else empty.
-        units: units that use the parameters, if these are sharded; else None.
-        layers: if the parameters are tied and sharded, all layers of the model that use them; else
-            empty.
+        units: for sharded parameters, numbers of the units that use them; else None.
+        layers: for parameters that are tied and sharded, numbers of all layers of the model that
+            use them; else empty.
         tile: if the group is one tile of a linear layer, the tile's name; the layer gathers it
             separately while using it. None for other parameters.
         chunks: this rank's chunks of the model that use the parameters.
-        tied_chunks: for tied parameters, the chunks that use them, per rank in `tied`.
+        tied_chunks: for tied parameters, per rank in `tied`: the chunks that use them; else empty.
         over: see `ShardSpec`.
     """
 
@@ -192,9 +197,9 @@ class Slot:
 
     Attributes:
         param: the parameter.
-        spec: its sharding record.
+        spec: sharding record of the parameter.
         places: (module, attribute name) of each use of the parameter.
-        units: numbers of the units that use it.
+        units: numbers of the units that use the parameter.
         varies: whether one of these units declares that it runs a data-dependent number of times
             (`runs_vary`).
         first: first element in the flat buffer.
@@ -222,9 +227,9 @@ class Slot:
         A parameter with values stays the same object, because other objects may refer to it. A
         parameter on the meta device is replaced.
         """
-        # Through `.data` the parameter has a separate version counter. If it shared the counter of
-        # the buffer, a gather of another bucket that ends during the forward would increment it,
-        # and autograd would report that the weight was modified.
+        # Setting `.data` gives the parameter a version counter that is separate from the buffer's.
+        # With a shared counter, a gather of another bucket that ends during the forward would
+        # increment the counter, and autograd would report that the weight was modified.
         if self.param.device.type != "meta":
             point(self.param, storage)
             return
@@ -321,11 +326,16 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """The lowest number of a unit that uses a parameter of this bucket; -1 if it is empty."""
+        """The lowest number of a unit that uses a parameter of this bucket; -1 if there is none."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
-        """Returns a parameter's elements in `window`, a tensor [last - first] for the bucket."""
+        """Returns the view of `window` that contains a parameter's elements.
+
+        Args:
+            slot: the parameter.
+            window: tensor [last - first] with one value per element of the bucket.
+        """
         return window[max(slot.first - self.first, 0) : slot.last - self.first]
 
     def slots(self) -> list[Slot]:
@@ -340,21 +350,21 @@ class Group:
     """A flat buffer of parameters [numel], in the compute dtype.
 
     Attributes:
-        key: the properties that its parameters share.
-        slots: its parameters.
+        key: the properties that the parameters of the group share.
+        slots: the parameters of the group.
         numel: number of elements, with padding.
         shard: shard group S, over which buckets are split into slices.
         gather: the ranks of S, with a separate communicator for gathers under stage 3.
         sums: axes over which a slice's gradient is summed after the reduction over S.
         holders: the pipeline ranks that each update a portion of the same slice. If there are
             several, this is also the last axis of `sums`.
-        copies: axes whose ranks hold the same values of a portion.
-        granule: the size of every bucket is a multiple of this number of elements.
-        params: the buffer. A sharded group has a new one for every gather, and an empty one while
-            it is not gathered.
+        copies: axes over which portions are replicated.
+        granule: number of elements of which the size of every bucket is a multiple.
+        params: the buffer [numel]. A sharded group gets a new buffer for every gather; while the
+            group is not gathered, this is an empty tensor.
         previous: buffer of the previous version if there are two versions, else `params`.
-        grads: gradients [numel] if they are kept in full, else empty.
-        buckets: its buckets.
+        grads: gradients [numel] if they are kept in full, else an empty tensor.
+        buckets: the buckets of the group.
     """
 
     key: GroupKey
@@ -373,12 +383,12 @@ class Group:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank's replica is the one that is counted, e.g. in the gradient norm."""
+        """Whether this rank's replica is the one that is counted in the norm and saved."""
         return all(axis.index == 0 for axis in self.copies)
 
     @property
     def sliced(self) -> bool:
-        """Whether its parameters are sharded, and gathered only while they are used (stage 3)."""
+        """Whether the parameters are sharded, and gathered only while they are used (stage 3)."""
         return self.key.units is not None
 
     @property
@@ -399,7 +409,7 @@ class Group:
             point(slot.param, self.view(slot, self.params))
 
     def swap_versions(self) -> None:
-        """Swaps the buffers of the two versions."""
+        """Swaps the buffers of the two versions of the parameters."""
         self.params, self.previous = self.previous, self.params
 
     def free(self) -> None:
@@ -415,7 +425,7 @@ class Group:
 
 @dataclass(eq=False)
 class Layout:
-    """All groups of a stage.
+    """All groups of a pipeline stage: its parameters and their memory layout.
 
     Attributes:
         policy: how the parameters are laid out.
@@ -431,7 +441,7 @@ class Layout:
 
     @property
     def slots(self) -> list[Slot]:
-        """Every parameter of the stage, once."""
+        """All parameters of the stage, each of them once."""
         return [slot for group in self.groups for slot in group.slots]
 
     @property
@@ -497,8 +507,9 @@ def build(
             such a group therefore includes the chunks that use the parameters on every rank.
         topology: the process topology.
         policy: how the parameters are laid out.
-        chunks: chunk of the model that each unit belongs to; by default one chunk. Chunks have
-            separate buffers, because each is reduced when its own backwards have ended.
+        chunks: number of the chunk of the model that each unit belongs to; by default all units are
+            in one chunk. Chunks have separate buffers, because the buffers of a chunk are reduced
+            when the backwards of that chunk have ended.
     """
     keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
@@ -524,7 +535,7 @@ def build(
 
 
 def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
-    """Returns untied parameters in backward order, then tied ones, by descending tie number."""
+    """Returns untied parameters in backward order, then tied ones by descending `Tie.number`."""
     shared = [slot for slot in slots if slot.spec.name in tied]
     own = [slot for slot in slots if slot.spec.name not in tied]
     return [*reversed(own), *sorted(shared, key=lambda slot: -tied[slot.spec.name].number)]
@@ -546,7 +557,7 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     for slot in slots:
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
-    granule = data.shard.size * holders.size * ALIGN  # so that all portions are aligned
+    granule = data.shard.size * holders.size * ALIGN  # so that every portion is aligned
     numel = max(1, -(-end // granule)) * granule
     several = tuple(axis for axis in sums if axis.size > 1)
     axes = data.shard, data.gather, several, holders, tuple(copies)
@@ -589,7 +600,7 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     apart = group.key.trainable and (policy.slices_gradients or policy.versions > 1)
     elements = max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)
-    if group.key.units is None:  # sharded groups are per unit, and already small
+    if group.key.units is None:  # only for unsharded groups: a sharded group is already small
         elements = min(elements, max(group.numel // MIN_BUCKETS, MIN_BUCKET_NUMEL))
     step = max(group.granule, elements // group.granule * group.granule)
     for first in range(0, group.numel, step):

@@ -4,8 +4,9 @@
     changes.begin()                    tracks every change from now on
     changes.absorb_edits(optimizer)    call it before updates, and before states are read or written
 
-A change in place increments the parameter's version, and the parameter's class records accesses to
-`.data`. So changes are detected without reading values. A changed parameter is treated as follows:
+A change in place increments the parameter's version counter, and the parameter's class records
+accesses to `.data`. So changes are detected without reading values. A changed parameter is treated
+as follows:
 
 - If its `.data` was replaced, the new values are copied into the group's flat buffer.
 - If it is sharded, this rank's slice is stored when the group is released.
@@ -39,7 +40,8 @@ class Changes:
     def __init__(self, module: nn.Module, layout: Layout, gatherer: Gatherer) -> None:
         self.module, self.layout, self.gatherer = module, layout, gatherer
         self._versions: dict[Slot, int] = {}
-        # buckets with changes that the optimizer's states lack, and one of the changed parameters
+        # buckets with changes that are not yet in the optimizer's states; the value is one of the
+        # changed parameters, for messages
         self._newer: dict[Bucket, Slot] = {}
 
     def begin(self) -> None:
@@ -66,7 +68,7 @@ class Changes:
         return found
 
     def _copy_into_buffer(self, group: Group, slot: Slot) -> None:
-        """If `.data` was replaced: copies it into the group's buffer, which `.data` then views."""
+        """If `.data` was replaced, copies it into the group's buffer and points `.data` there."""
         param = slot.param
         got, has = ([*param.shape], param.dtype), ([*slot.shape], group.params.dtype)
         if got != has:
@@ -101,7 +103,8 @@ class Changes:
     def absorb_edits(self, optimizer: Optimizer) -> None:
         """Copies all changes so far to the optimizer's states.
 
-        All sharded groups must have been released before, because `store` runs at their release.
+        All sharded groups must have been released before the call, because their changes are stored
+        when they are released (`store`).
 
         Args:
             optimizer: the optimizer that holds the states.

@@ -1,9 +1,12 @@
 """The optimizer for offloaded states or parameters.
 
-The host waits for the scalars of an update (learning rate, clip factor, skip flag). The update then
-runs in one of three ways: at the end of the step; during the next step, in a thread
-(`zero.delayed_update`), so that the parameters receive the new weights one step late; or bucket by
-bucket during the backward (`early_updates.py`).
+The host waits for the scalars of an update (learning rate, clip factor, skip flag) at the end of
+the step. The update runs in one of three ways:
+
+- at the end of the step;
+- in a thread during the next step (`zero.delayed_update`), so that the parameters receive the new
+  weights one step late;
+- bucket by bucket during the backward, with guessed scalars (`early_updates.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ HOST = torch.device("cpu")
 
 
 class OffloadedOptimizer(Optimizer):
-    """An `Optimizer` for states or parameters in host memory or on a drive; same arguments."""
+    """An `Optimizer` for states or parameters in host memory or on a drive.
+
+    It takes the same arguments as `Optimizer`.
+    """
 
     def __init__(self, *args: Any, grad_clip: float, **keywords: Any) -> None:
         super().__init__(*args, grad_clip=grad_clip, **keywords)
@@ -40,7 +46,7 @@ class OffloadedOptimizer(Optimizer):
         if policy.delayed:
             self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
         self._thread = ThreadPoolExecutor(1, "delayed-update") if policy.delayed else None
-        self._delayed: Future[None] | None = None  # the last update in the thread
+        self._delayed: Future[None] | None = None  # the last update that the thread was given
         self._unpublished = False  # whether the parameters are older than the weights
 
     def wait(self) -> None:
@@ -49,7 +55,7 @@ class OffloadedOptimizer(Optimizer):
         Does not copy the weights of a delayed update to the parameters.
         """
         if self.early is not None:
-            self.early.drop()  # left over if a step raised an error
+            self.early.drop()  # drops updates of a step that raised an error
         super().wait()
 
     def _wait_for_update(self) -> None:
@@ -58,7 +64,10 @@ class OffloadedOptimizer(Optimizer):
         super()._wait_for_update()
 
     def _guess(self) -> StepScalars:
-        """Returns the next update's scalars on the host, for a step without clipping or skip."""
+        """Returns the scalars of the next update if the step is neither clipped nor skipped.
+
+        The scalars are on the host.
+        """
         sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
         return _on_host(scalars_of(self._outcome()(sums), self.updates + 1))
 
@@ -120,7 +129,7 @@ class OffloadedOptimizer(Optimizer):
 
 
 def _on_host(now: StepScalars) -> StepScalars:
-    """Returns a step's scalars and rates on the host, with a single copy."""
+    """Copies the scalars and learning rates of a step to the host, in a single copy."""
     rates, *others = now
     values = start_copy(torch.cat((torch.stack(others), rates)), HOST).wait()
     return StepScalars(values[len(others) :], *values[: len(others)].unbind())
@@ -129,8 +138,8 @@ def _on_host(now: StepScalars) -> StepScalars:
 def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
     """Returns copies of gradients in host memory.
 
-    The next step overwrites the original gradients while a delayed update still reads the copies.
-    All copies from a GPU are enqueued before the first one is waited for.
+    Copies are needed because the next step overwrites the gradients while a delayed update still
+    reads them. All copies from a GPU are enqueued before the first of them is waited for.
     """
     copies = []
     for gradient in gradients:

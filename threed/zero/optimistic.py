@@ -1,19 +1,20 @@
 """Optimistic updates: applied before the global gradient norm is known, and undone if wrong.
 
     results = optimistic.step(gradients, own_sums)  starts the all-reduce of the norm, and updates
-                                                    without waiting for it
+                                                    without waiting for the norm
     optimistic.validate()                           if the guess was wrong: undoes the update, and
-                                                    applies the right one
+                                                    applies the right update
 
-This is post-update validation (arXiv 2401.10241, section 4). Waiting for the all-reduce of the norm
-would make every rank wait for the last one at the end of each step. Schedules that let ranks end
-their steps at different times would lose their gain. An update therefore runs on a guess: that the
-step is neither clipped nor skipped. All values that an update changes are copied first, and
-restored if the guess was wrong. So the final result is bit-identical to an update that waits. All
-ranks call `validate` at the same point of the next step's plan (`threed.schedules.post_update_validation`) and
-read the same sum, so they agree on whether to restart that step. After a wrong guess, updates wait
-for the norm, up to and including the first step for which the guess would have been right. So if
-every step is clipped, only the first update is undone.
+This is post-update validation (arXiv 2401.10241, section 4). If updates waited for the all-reduce
+of the norm, every rank would wait for the slowest rank at the end of each step. Schedules in which
+ranks end their steps at different times would then not be faster than others. An update therefore
+runs on a guess: that the step is neither clipped nor skipped. All values that an update changes are
+copied first, and restored if the guess was wrong. So the final result is bit-identical to the
+result of an update that waits. All ranks call `validate` at the same point of the next step's plan
+(`threed.schedules.post_update_validation`) and read the same sum, so they agree on whether to
+restart that step. After a wrong guess, updates wait for the norm, up to and including the first
+step for which the guess would have been right. So if every step is clipped, only the first update
+is undone.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Attempt:
 
     Attributes:
         gradients: this rank's portion of each bucket's summed gradients.
-        results: waits for the sums, and returns the results of the update.
-        wrong: pending bool scalar: whether clip factor or skip flag differ from the guess.
-        guessed: whether the update was applied on the guess, without waiting for the sums.
+        results: function that waits for the sums, and returns the results of the update.
+        wrong: pending bool scalar: whether the clip factor or the skip flag differs from the guess.
+        guessed: whether the guess was applied, without waiting for the sums.
     """
 
     gradients: Sequence[Gradient]
@@ -67,16 +68,16 @@ class Optimistic:
 
     Args:
         states: states of the optimizer.
-        gatherer: gathers their parameters.
+        gatherer: gathers the parameters of the states.
         everyone: axis of all ranks.
-        consistency: marked while the states are being restored.
+        consistency: tracker in which the states are marked as inconsistent while they are restored.
         counters: scalar tensors that an update changes in addition to the states.
         outcome: returns a function from the sums over all ranks to the results of the next update
             (`BadSteps.outcome`).
         apply: `apply(gradients, results, guessed)` applies an update; `guessed` is whether the
             results are a guess.
-        observe: called with the results of an update on a right guess, once they are known; or
-            None.
+        observe: if not None, called with the results of each update whose guess was right, once
+            these results are known.
 
     Attributes:
         restarts: number of updates that were undone.
@@ -92,10 +93,11 @@ class Optimistic:
         self.consistency, self.counters = consistency, counters
         self.outcome, self.apply, self.observe = outcome, apply, observe
         self.restarts = 0
-        # whether the guess was right for the last step, even if unused; the same on all ranks
+        # whether the guess was, or would have been, right for the last step; the same on all ranks
         self._last_guess_right = True
         self._attempt: Attempt | None = None
-        self._copies: list[Tensor] = []  # copies of the tensors that an update changes
+        # the tensors that an update changes, copied before the last guessed update
+        self._copies: list[Tensor] = []
 
     @property
     def pending(self) -> bool:
@@ -105,7 +107,8 @@ class Optimistic:
     def step(self, gradients: Sequence[Gradient], own_sums: Tensor) -> Callable[[], Update]:
         """Updates the weights. Collective.
 
-        Does not wait for the norm if the guess would have been right for the last step.
+        Applies the guess without waiting for the norm if the guess was right for the last step, or
+        would have been.
 
         Args:
             gradients: this rank's portion of each bucket's summed gradients.
@@ -113,7 +116,7 @@ class Optimistic:
                 see `BadSteps.outcome`.
 
         Returns:
-            A function that waits for the sums and returns the results.
+            A function that waits for the sums and returns the results of the update.
         """
         outcome = self.outcome()
         guess, guessed = outcome(torch.zeros_like(own_sums)), self._last_guess_right
@@ -132,7 +135,10 @@ class Optimistic:
     def _begin(
         self, gradients: Sequence[Gradient], outcome: Outcome, guess: Update, own_sums: Tensor
     ) -> Attempt:
-        """Starts the all-reduce. On a GPU, `Attempt.wrong` is computed on a separate stream."""
+        """Starts the all-reduce of the sums that the update depends on.
+
+        On a GPU, `Attempt.wrong` is computed on a separate stream.
+        """
         pending, device = collectives.start_sum_of_scalars(own_sums, self.everyone), own_sums.device
 
         def is_wrong() -> Tensor:
@@ -154,10 +160,10 @@ class Optimistic:
         return Attempt(gradients, results, wrong, self._last_guess_right)
 
     def validate(self) -> bool:
-        """Validates the last update; if its guess was wrong, undoes it and applies the right one.
+        """Validates the last update. If its guess was wrong, undoes and replaces the update.
 
-        Collective if the guess was wrong, which is the same on all ranks: gathered parameters are
-        released, and changed parameters are gathered again.
+        All ranks agree on whether the guess was wrong. If it was, the call is collective: gathered
+        parameters are released, and changed parameters are gathered again.
 
         Returns:
             Whether the update was right. If False, the caller must restart the step in progress.
@@ -176,7 +182,10 @@ class Optimistic:
         return False
 
     def discard(self) -> None:
-        """Ends the last update without validation: a load will overwrite it. Waits for its sums."""
+        """Ends the last update without validation, because a load will overwrite its results.
+
+        Waits for the sums of the update.
+        """
         if self._attempt is not None:
             self._attempt.results()
         self._attempt = None

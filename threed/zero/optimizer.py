@@ -7,14 +7,14 @@
                              (`optimistic.py`)
     wait()                   waits for the last update; states can then be read by
                              `staged(state, parts)`
-    overwriting(everything)  context for setting values from outside, as a load does
+    overwriting(everything)  context in which a caller sets values of states, as a load does
 
 `Synchronous` runs a step's plan, waits for its gradients, and runs the update.
 
 States are read and written through staged buffers (`threed.memory.tiers`): while one bucket is
-updated, the next one is read and the previous one written. Norm, clip factor, skip flag, loss scale
-and learning rate stay tensors on the device, so that the host does not wait for their values,
-except to validate an optimistic update. Offloaded states have a separate optimizer (`offload.py`).
+updated, the next one is read and the previous one is written. Norm, clip factor, skip flag, loss
+scale and learning rate stay tensors on the device, so that the host waits for their values only to
+validate an optimistic update. Offloaded states have a separate optimizer (`offload.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from threed.zero.unused import Stretch, Unused, update_stretches
 from threed.zero.update import BadSteps, Outcome, Scaler, Update, sum_of_squares
 from threed.zero.versions import Versions
 
-Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # runs a plan: `Executor.run`
+Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # runs a plan, as `Executor.run` does
 
 
 class Optimizer:
@@ -69,8 +69,9 @@ class Optimizer:
         everyone: axis of all ranks, for the norm.
         rates: learning rates of the parameter groups.
         device: device of the layers.
-        grad_clip: larger gradient norms are scaled down to this one; 0 for no clipping.
-        loss_scale: the rule of the loss scale, by which all gradients are multiplied.
+        grad_clip: gradients with a larger norm are scaled down to this norm; 0 for no clipping.
+        loss_scale: the rule by which the loss scale changes. All gradients are multiplied by the
+            loss scale.
         optimistic: whether updates run before the norm is known and are validated later (arXiv
             2401.10241).
         max_spike: see `BadSteps`.
@@ -157,10 +158,10 @@ class Optimizer:
         return self.optimistic is not None and self.optimistic.pending
 
     def validate(self) -> bool:
-        """Validates the last update; if it was wrong, undoes it and applies the right one.
+        """Validates the last update. If it was wrong, undoes it and applies the right update.
 
-        Does nothing if updates are not optimistic. If the update was wrong, which is the same on
-        all ranks, the call is collective and releases sharded parameters.
+        Does nothing if updates are not optimistic. All ranks agree on whether the update was wrong.
+        If it was, the call is collective and releases sharded parameters.
 
         Returns:
             Whether the update was right. If False, the caller must restart the step in progress.
@@ -229,7 +230,7 @@ class Optimizer:
             self.optimistic.discard()
 
     def _after_overwriting(self, everything: bool) -> None:
-        """Hook: called after the values are set and before parameters are gathered."""
+        """Hook for subclasses: called after values were set, before parameters are gathered."""
 
     # -------------------------------------------------------------------------------- scalars of an update
 
@@ -246,14 +247,20 @@ class Optimizer:
         return self.bad.outcome(rates, self.scaler.scale.clone(), self.grad_clip)
 
     def _wait_for_update(self) -> None:
-        """Waits for the last update; validates an optimistic one."""
+        """Waits for the last update, and validates it if it was optimistic."""
         self.validate()
         self.consistency.check()
 
     # ----------------------------------------------------------------------------------------------- update
 
     def _apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
-        """Counts an update and starts it; `guessed`: whether its norm is not known yet."""
+        """Counts an update and starts it.
+
+        Args:
+            gradients: this rank's portion of each bucket's summed gradients.
+            update: results of the step.
+            guessed: whether `update` is a guess, because the norm is not known yet.
+        """
         if self.versions is not None:
             for state in self.earlier:
                 self.readers.wait(state)
@@ -292,7 +299,7 @@ class Optimizer:
     def _update(
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool
     ) -> None:
-        """Updates one bucket: the weights, and with `publish` the parameters that layers use."""
+        """Updates the weights of one bucket; if `publish`, also the parameters that layers use."""
         same_device = state.bucket.portion.device == state.weight.device
         fused = publish and not state.shared and same_device
         weight = self._apply_rule(state, buffers, now, fused)
@@ -368,11 +375,14 @@ class Synchronous:
 
     @property
     def pending(self) -> bool:
-        """Whether the last update may be undone; reading its results then waits for other ranks."""
+        """Whether the last update may have to be undone.
+
+        If so, reading the results of the update waits for other ranks.
+        """
         return self.optimizer.pending
 
     def begin(self, microbatches: int) -> None:
-        """Begins a step."""
+        """Begins to accumulate the gradients of a step."""
         self.reducer.begin(microbatches)
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
@@ -400,7 +410,7 @@ class Synchronous:
         self.reducer.drop()
 
     def finish(self, run: Run) -> None:
-        """Validates the last update. Collective. Does not change the training result."""
+        """Validates the last update. Does not change the training result. Collective."""
         self.optimizer.validate()
 
     def state(self) -> dict[str, Any]:

@@ -36,7 +36,8 @@ from torch.utils import _pytree as pytree
 from threed.distributed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
-GRAD: Any = Tensor.grad  # the plain attribute, which the engine reads and writes
+# torch's own `.grad`, which the engine reads and writes; `_Managed.grad` is for the user's program
+GRAD: Any = Tensor.grad
 UNTRACED = (
     "parameters of a threed engine are gathered here, and torch.compile cannot trace it: compile without fullgraph=True"
     " (below ZeRO stage 3 it works outside of engine.gathered())"
@@ -50,17 +51,17 @@ class Holder(enum.Enum):
     a unit, or in a wrapped module the depth of a nested module call.
     """
 
-    TILE = enum.auto()  # a layer uses one tile of its weight
-    GATHERED = enum.auto()  # the block of `Engine.gathered`
-    BACKWARD = enum.auto()  # the backward of a wrapped module
-    AHEAD = enum.auto()  # the group is prefetched
-    FUNC_TRANSFORM = enum.auto()  # a `torch.func` transform used it; until the backward ends
+    TILE = enum.auto()  # a layer uses the group, which is one tile of its weight
+    GATHERED = enum.auto()  # a block of `Engine.gathered` uses all groups
+    BACKWARD = enum.auto()  # the backward of a wrapped module uses the group
+    AHEAD = enum.auto()  # the group is prefetched before its use
+    FUNC_TRANSFORM = enum.auto()  # a `torch.func` transform uses it until the backward has ended
 
 
 class Gatherer(Protocol):
     """The part of `threed.zero.gather.Gatherer` that `Access` uses."""
 
-    version: int  # counts changes of the sharded parameters' values
+    version: int  # incremented when the values of sharded parameters change
 
     @property
     def saving(self) -> saved_tensors_hooks: ...
@@ -121,7 +122,12 @@ class Access:
         )
 
     def guard_views(self, on: bool) -> None:
-        """Starts or stops guarding the gathered parameter and views taken from it."""
+        """Starts or stops guarding the gathered parameter and the views created from it.
+
+        Args:
+            on: True to start. False to stop, except for parameters that are always guarded
+                (`exposed`).
+        """
         self.guards_views = on or self.exposed
         self.guard(self.absent)
 
@@ -146,7 +152,7 @@ class Access:
             self.gatherer.wait_for(self.slot)
 
     def require_view(self, view: GuardedView, changes: bool) -> None:
-        """Gathers the parameter if the view is of its current buffer; else checks that it is valid.
+        """Gathers the parameter if the view is of the current buffer; else checks the view.
 
         A view of an earlier buffer, which the group has released, can be read until the parameter's
         values change. It cannot be written to.
@@ -169,7 +175,7 @@ class Access:
             )
 
     def share(self, out: Any) -> Any:
-        """Returns `out`; makes it a `GuardedView` if it shares the parameter's memory."""
+        """Returns `out`, which becomes a `GuardedView` if it shares the parameter's memory."""
         if (
             self.guards_views
             and type(out) is Tensor
@@ -228,7 +234,7 @@ def _guarded_in(args: Iterable[Any]) -> Iterator[Any]:
 
 
 def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Gathers the guarded arguments of a torch function, then calls it; guards returned views.
+    """Gathers the guarded arguments of a torch function, calls it, and guards the returned views.
 
     Args:
         run: function that makes the call, with `args` and `kwargs`.
@@ -287,7 +293,7 @@ class _Managed(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient in `.grad`, which is None in threed, because the engine sums gradients.
+        """The gradient. Usually None, because the engine moves gradients to its own buffers.
 
         Raises:
             RuntimeError: between a backward and the end of its step. Functions that read `.grad`,
@@ -368,7 +374,10 @@ class GuardedParameter(_Guarded, _Managed):
 
 
 def _gradient_edge(tensor: Any) -> Any:
-    """Returns the `torch.autograd.graph` edge of a guarded parameter; other inputs unchanged."""
+    """Returns the gradient edge of a guarded parameter (`torch.autograd.graph`).
+
+    Returns any other value unchanged.
+    """
     if not (isinstance(tensor, GuardedParameter) and tensor.requires_grad):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():

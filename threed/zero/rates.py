@@ -1,4 +1,4 @@
-"""The learning rate of each parameter group, by a schedule or as the program sets it."""
+"""The learning rate of each parameter group: from a schedule, or set by the program."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Rates:
     Args:
         schedule: function from the number of updates done (fp64 scalar tensor) to the learning rate
             of the next one (scalar tensor).
-        factors: factor of the schedule's rate per group. The first group, with the factor 1, has
-            the parameters that no group of the configuration matches.
+        factors: per group, the factor by which the schedule's rate is multiplied. The first group,
+            with the factor 1, has the parameters that no group of the configuration matches.
         device: device of the rates.
     """
 
@@ -69,7 +69,7 @@ class Rates:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the rates of a checkpoint.
 
-        Rates of another number of groups are ignored.
+        The rates are ignored if their number is not the number of groups.
         """
         rates = state.get("rates")
         self.set(rates if rates is not None and len(rates) == len(self.factors) else None)

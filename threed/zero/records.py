@@ -1,9 +1,9 @@
 """The optimizer's states as pieces of global tensors, for initialization, saving and loading.
 
 A state belongs to this rank's portion of a bucket. It has several parts: the weight, and the
-tensors of the update rule (moments). Each part is a flat tensor [n], in which boxes of several
-global tensors (`Piece`) follow each other. A `Record` is one such piece in one part. `read` yields
-the values of records, bucket by bucket.
+tensors of the update rule (moments). Each part is a flat tensor [n], in which pieces (boxes) of
+several global tensors follow each other (`Piece`). A `Record` is one such piece in one part. `read`
+yields the values of records, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Record:
         part: name of the part: "weight", or the name of a tensor of the update rule.
         piece: the piece; its offset is its position in the part's flat tensor, in elements.
         state: the state.
-        owned: whether this rank saves the piece. If several ranks hold replicas, one of them does.
+        owned: whether this rank saves the piece. If several ranks hold replicas of the piece, only
+            one of them saves it.
         dtype: dtype of the part.
         nbytes: bytes of the piece.
     """
@@ -145,9 +146,10 @@ def initialize(
     Args:
         optimizer: the optimizer that holds the states.
         initial: function from a piece to its initial values.
-        again: whether to keep `initial`, so that a failed load can be undone by calling it again.
-        everything: whether to set all other parts to 0, as in a new optimizer. If False, they are
-            left unchanged.
+        again: whether to keep `initial` after this call, so that it can compute the initial weights
+            again after a failed load.
+        everything: whether to set all parts other than weights to 0, as in a new optimizer. If
+            False, these parts are left unchanged.
     """
 
     def write(part: str, piece: Piece, out: Tensor) -> None:

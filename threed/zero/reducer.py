@@ -52,7 +52,9 @@ from threed.zero.reductions import (
 )
 from threed.zero.unused import Unused, warn_of_unused
 
-OPEN = 2**20  # more micro-batches than any step has: their number is not known
+# Value of `microbatches` for a step whose number of micro-batches is not known; larger than any
+# known number.
+OPEN = 2**20
 
 
 class StepState(enum.Enum):
@@ -60,7 +62,7 @@ class StepState(enum.Enum):
 
     ENDED = enum.auto()
     RUNNING = enum.auto()
-    ABORTED = enum.auto()  # an error ended it: its gradients must be discarded
+    ABORTED = enum.auto()  # an error ended the step, and its gradients must be discarded
 
 
 class Reducer:
@@ -76,19 +78,20 @@ class Reducer:
         dynamic: whether the parameters belong to a wrapped module, which may use different
             parameters in every step. If so, backwards must run inside `own_backward`.
         whole_step: whether every layer runs all micro-batches before the next layer.
-        early: updates complete slices during the backward, except in the first step.
+        early: updates slices during the backward as soon as their gradients are complete, except in
+            the first step; None: all updates run after the backward.
         unused: tracks which parameters of a wrapped module have been used.
-        warns: whether this rank may warn of unused parameters (one rank of each tensor-parallel
-            group does).
-        gatherer: gathers the parameters; notified when a gradient is complete and when a backward
-            ends.
+        warns: whether this rank may warn of unused parameters; true for one rank of each
+            tensor-parallel group.
+        gatherer: gathers the parameters. The reducer notifies the gatherer when a gradient is
+            complete and when a backward ends.
 
     Attributes:
         rounds: whether a round is a micro-batch; otherwise it is a step.
         sinks: sinks of all trainable parameters.
         memory: memory of the gradients.
         deferral: defers contributions to weight gradients in split backwards.
-        scope: active while a layer's forward runs; shared with the pipeline stages.
+        scope: active while a layer's forward runs; the pipeline stages enter it.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class Reducer:
         )  # fmt: skip
         self.late = LateGradients(layout, codecs, gatherer)
         self.deferral = Deferral()
-        self.scope = ForwardScope()  # shared with the pipeline stages
+        self.scope = ForwardScope()  # passed to the pipeline stages, which enter it in forwards
         self._queues: list[LaunchQueue] = []
         self._sinks: dict[Slot, Sink] = {}
         for chunks in dict.fromkeys(group.key.chunks for group in layout.groups):
@@ -126,9 +129,9 @@ class Reducer:
             [self._sinks[s] for s in bucket.slots()] for bucket in layout.buckets
         ]
         self._state = StepState.ENDED
-        self._passes = 1  # micro-batches per round
-        self._open = False  # whether the number of micro-batches of the step is not known
-        self._passes_ended = 0  # backwards that have ended in this step
+        self._passes = 1  # number of micro-batches per round
+        self._open = False  # True while the number of micro-batches of the step is not known
+        self._passes_ended = 0  # number of backwards that have ended in this step
         self._observer: Callable[[Tensor], None] | None = None
 
     @contextmanager
@@ -143,7 +146,8 @@ class Reducer:
     def _add_queue(self, chunks: tuple[int, ...]) -> None:
         """Adds the launch queue of these chunks of the model, and their parameters' sinks."""
         groups = [g for g in self.layout.groups if g.key.trainable and g.key.chunks == chunks]
-        split = self.rounds and len(chunks) > 1  # each round has some of the contributions
+        # whether several chunks contribute to a gradient, each in a different round
+        split = self.rounds and len(chunks) > 1
         counts = {
             slot: Contributions(1) if self.dynamic
             else Contributions(len(slot.places), known=not (split or slot.varies))
@@ -168,7 +172,7 @@ class Reducer:
         """Marks a gradient as complete; launches all buckets that are ready, in order."""
         if self.gatherer is not None:
             self.gatherer.gradient_complete(sink.slot)
-        if not sink.counts.positions:  # an empty vocabulary shard
+        if not sink.counts.positions:  # the parameter is an empty vocabulary shard, in no bucket
             return
         sink.queue.mark_complete(sink.counts)
         while sink.queue.is_ready:
@@ -226,7 +230,12 @@ class Reducer:
         self.late.add(sink.slot, grad)
 
     def _update_in_backward(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
-        """Updates a complete slice during the backward, if possible; returns whether it did."""
+        """Updates a bucket during the backward if that is possible; returns whether it did so.
+
+        Args:
+            bucket: the bucket.
+            gradient: staged buffer of this rank's slice of the complete gradient.
+        """
         # in the first step, late gradients may still be added to the slice
         if self.early is None or self._first_step:
             return False
@@ -235,7 +244,9 @@ class Reducer:
     # ------------------------------------------------------------------------- begin and end of a step
 
     def begin(self, microbatches: int) -> None:
-        """Begins a step. If the last step did not finish, discards its gradients (collective).
+        """Begins a step. If the last step did not finish, first discards its gradients.
+
+        Collective if the last step did not finish.
 
         Args:
             microbatches: number of micro-batches in the step; `OPEN` if it is not known yet.
@@ -256,7 +267,7 @@ class Reducer:
         self._expect(self._passes_ended + 1)
 
     def _expect(self, passes: int) -> None:
-        """Sets the number of backwards of an open step."""
+        """Sets the number of backwards of a step that began with `OPEN` micro-batches."""
         if self._open and self.rounds:
             for queue in self._queues:
                 queue.begin((passes - self._passes_ended) * len(queue.chunks))
@@ -279,11 +290,11 @@ class Reducer:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step is in progress in which a backward has ended."""
+        """Whether a step is in progress and at least one of its backwards has ended."""
         return self._state is StepState.RUNNING and self._passes_ended > 0
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """Ends a backward of a micro-batch on a chunk; if rounds are micro-batches, its round."""
+        """Ends a backward on a chunk. If rounds are micro-batches, also ends the round."""
         self._passes_ended += 1
         for queue in self._queues if self.rounds else ():
             if chunk in queue.chunks:
@@ -299,7 +310,11 @@ class Reducer:
                 self._launch(queue)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends the backwards of the step, or of one chunk; if rounds are steps, also the round."""
+        """Ends all backwards of the step, or of one chunk. If rounds are steps, also ends a round.
+
+        Args:
+            chunk: number of the chunk; None for the step.
+        """
         self._expect(max(1, self._passes_ended))
         for queue in self._queues if not self.rounds else ():
             if chunk is None or queue.chunks == (chunk,):
@@ -318,8 +333,9 @@ class Reducer:
     def close(self) -> Callable[[], list[Gradient]]:
         """Ends the step like `finish`, but does not wait for other pipeline stages.
 
-        The returned function may be called after the next step has begun, but before it ends. This
-        requires that slices of gradients have separate memory (`Policy.versions` is 2).
+        The returned function may be called after the next step has begun, but must be called before
+        that step ends. This requires that slices of gradients have separate memory
+        (`Policy.versions` is 2).
 
         Returns:
             A function that waits for the remaining sums and returns the gradients, one per bucket.
@@ -330,11 +346,11 @@ class Reducer:
     def _end_backwards(self) -> None:
         self.all_passes_ended()
         for queue in self._queues:
-            if queue.is_untouched:  # its chunk ran no micro-batch: gradients are zero
+            if queue.is_untouched:  # no micro-batch ran on the queue's chunk: gradients are zero
                 self._launch_all(queue)
         self.reductions.wait_all()
         if self.layout.slices_parameters:
-            self.memory.trim()  # gathered parameters need the memory next
+            self.memory.trim()  # so that gathered parameters can use the memory
         if self._counts_change:
             self._end_counting()
         self._passes_ended, self._first_step, self._state = 0, False, StepState.ENDED
@@ -354,7 +370,7 @@ class Reducer:
 
     @property
     def foreign(self) -> list[tuple[Slot, Tensor]]:
-        """Parameters with a gradient from another engine's backward, and that gradient."""
+        """Pairs (parameter, gradient): gradients that backwards of other engines have computed."""
         grads = ((slot, GRAD.__get__(slot.param)) for slot in self._sinks)
         return [(slot, grad) for slot, grad in grads if grad is not None]
 
@@ -363,13 +379,13 @@ class Reducer:
     def give_up(self) -> None:
         """Discards the step after an error.
 
-        Calls `recover` immediately, because the user's program may call other collectives next. If
-        parameters are sharded, the engine calls `recover` later, because another rank may still be
-        waiting for a gather.
+        If parameters are not sharded, calls `recover` immediately, because the user's program may
+        call other collectives next. If parameters are sharded, another rank may still be waiting
+        for a gather, so the engine calls `recover` later.
         """
         self._abort()
         if not self.layout.slices_parameters:
-            with suppress(RuntimeError):  # the original error must be raised instead
+            with suppress(RuntimeError):  # the caller raises the original error
                 self.recover()
 
     def _abort(self) -> None:
@@ -379,9 +395,10 @@ class Reducer:
     def recover(self) -> None:
         """Launches the remaining buckets of a discarded step of a wrapped module. Collective.
 
-        Ranks that failed at different points have then called the same collectives. Call it before
-        any other collective. Does nothing if no step was discarded, for pipeline layers, or with
-        `early`, because then launching a bucket would apply its gradients.
+        Ranks that failed at different points have then called the same collectives. Call this
+        method before any other collective. It does nothing if no step was discarded, or if the
+        model is not a wrapped module. It also does nothing with `early`, because launching a bucket
+        would then apply the bucket's gradients.
         """
         if self._state is not StepState.ABORTED or not self.dynamic or self.early is not None:
             return
@@ -419,9 +436,9 @@ class Reducer:
             stages: axis of the pipeline stages.
 
         Returns:
-            A dict with "uses": contributions per micro-batch by parameter name, for the parameters
-            with another number of contributions than places that use them; and for a wrapped module
-            "unused": the state of `Unused`.
+            A dict with two entries. "uses": parameter name -> number of contributions per
+            micro-batch, for the parameters for which this number differs from the number of places
+            that use the parameter. "unused", for a wrapped module only: the state of `Unused`.
         """
         own = {sink.slot.spec.name: sink.counts.counted for sink in self.sinks}
         own = {name: count for name, count in own.items() if count is not None}
@@ -433,7 +450,8 @@ class Reducer:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint, so that gradients are added in the same order."""
+        """Restores the state of a checkpoint, so that a resumed run adds gradients in the same
+        order as the original run."""
         for sink in self.sinks:
             sink.counts.restore(state.get("uses", {}).get(sink.slot.spec.name))
         if self.unused is not None:
@@ -483,7 +501,7 @@ class Sink:
         hooks[self._hook.id] = hooks.pop(self._hook.id)
 
     def add(self, grad: Tensor) -> None:
-        """Adds a gradient of the parameter's full shape."""
+        """Adds a contribution with the full shape of the parameter."""
         if self._try_defer(self.add, grad):
             return
         if self.is_late():
@@ -497,7 +515,10 @@ class Sink:
         self.mark_added()
 
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
-        """Adds the matrix product `a @ b`; accumulates in place unless the contribution is late."""
+        """Adds the matrix product `a @ b` of the gradient.
+
+        The product is accumulated directly into the gradient's memory, unless it arrives late.
+        """
         self._check_loss()
         if self._try_defer(self.add_product, a, b, by):
             return None
@@ -510,8 +531,8 @@ class Sink:
         """Adds the sum of matrix products `a @ b`, computed one at a time, as one contribution.
 
         If contributions are deferred, a single pair is deferred as its two factors. Several pairs
-        are multiplied now, and only the sum of their products is deferred: `pairs` yields one at a
-        time to save memory, so they must not all be kept.
+        are multiplied now, and only the sum of their products is deferred, because `pairs` yields
+        one pair at a time to save memory, and deferring the pairs would keep all of them.
         """
         self._check_loss()
         total, fresh = None, not self.counts.added
@@ -540,7 +561,15 @@ class Sink:
             )
 
     def _try_defer(self, add: Callable[..., None], *arguments: Any) -> bool:
-        """Defers a contribution during the B pass of a split backward; returns whether it did."""
+        """Defers a contribution if this is the input-gradient pass of a split backward.
+
+        Args:
+            add: function that adds the contribution.
+            arguments: the arguments of `add`.
+
+        Returns:
+            Whether the contribution was deferred.
+        """
         waiting = self.reducer.deferral.waiting
         if waiting is None:
             return False
@@ -548,7 +577,7 @@ class Sink:
         return True
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds rows [n h] to the gradient at row indices [n]."""
+        """Adds `rows` [n h] to the rows of the gradient with the indices `index` [n]."""
         self._check_loss()
         if self._try_defer(self.add_rows, index, rows):
             return None
@@ -566,9 +595,9 @@ class Sink:
         """Returns the gradient's memory, to which the caller writes a contribution.
 
         Returns:
-            (memory in the parameter's shape, whether to add to its values rather than overwrite
-            them). The caller must call `mark_added` after writing. None if the memory must not be
-            written now; the caller must then use `add`.
+            (memory, add): memory in the parameter's shape, and whether the caller must add to the
+            values in it rather than overwrite them. The caller must call `mark_added` after
+            writing. None if the memory must not be written now; the caller must then use `add`.
         """
         self._check_loss()
         if self.defers() or self.is_late():
@@ -585,11 +614,11 @@ class Sink:
         return self.queue.is_late(self.counts)
 
     def in_forward(self) -> bool:
-        """Returns whether a forward is running; the sink accepts no gradients during a forward."""
+        """Returns whether a layer's forward is running, in which the sink accepts no gradients."""
         return self.reducer.scope.active
 
     def defers(self) -> bool:
-        """Returns whether contributions are deferred to the W pass of a split backward."""
+        """Returns whether contributions are deferred to the weight pass (W) of a split backward."""
         return self.reducer.deferral.waiting is not None
 
     def take(self, param: Tensor) -> None:
@@ -614,7 +643,7 @@ def _grad_hook(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
     """Returns a post-accumulate hook for autograd that calls `sink.take`.
 
     The hook holds a weak reference to the sink. Python's garbage collector cannot traverse
-    autograd's hooks, so a strong reference would keep the engine and its drive alive forever.
+    autograd's hooks, so a strong reference would keep the engine and its swap file alive forever.
     """
 
     def hook(param: Tensor) -> None:

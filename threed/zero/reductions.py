@@ -1,6 +1,7 @@
-"""Memory of gradients, and their reduction over ranks.
+"""Memory of gradients, and the reduction of gradients over ranks.
 
-Reductions are launched during the backward, waited for in launch order, and stored as slices.
+Reductions are launched during the backward and waited for in launch order. Their results are stored
+as slices.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Gradients:
         bucket.part(slot, self.window(bucket)).zero_()
 
     def take_window(self, bucket: Bucket) -> Tensor:
-        """Returns a bucket's gradients [last - first] for reduction; ends their accumulation."""
+        """Ends the accumulation of a bucket's gradients; returns the gradients [last - first]."""
         return self.window(bucket)
 
     def release_window(self, window: Tensor) -> None:
-        """Releases a window after its reduction."""
+        """Releases the memory of a window for reuse, after the window's reduction."""
 
     def reset(self) -> None:
         """Discards all gradients, after an aborted step."""
@@ -74,8 +75,8 @@ class BucketGradients(Gradients):
     A bucket takes a buffer when its first gradient arrives and releases it after its reduction;
     buffers are reused. A parameter that spans several buckets has a separate buffer, from which the
     buckets take their parts. So memory is only needed for the buckets in progress and the largest
-    gradient, which does not depend on the number of layers. With `Policy.arena`, all buffers are
-    kept from step to step: once every bucket has been used, no more memory is allocated.
+    gradient. This amount does not depend on the number of layers. With `Policy.arena`, all buffers
+    are kept from step to step, so that no memory is allocated once every bucket has been used.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -90,10 +91,11 @@ class BucketGradients(Gradients):
         }
         self._open: dict[Bucket, Tensor] = {}
         self._spanning: dict[Slot, Tensor] = {}
-        # per spanning gradient: buckets that have not taken their part yet
+        # per gradient that spans several buckets: number of buckets that have not taken their part
         self._parts_left: dict[Slot, int] = {}
         self._free: list[Tensor] = []
-        # per reusable buffer in use, by id: number of users (its writer, and unreleased windows)
+        # per reusable buffer in use, by id: number of users, which are the gradient or bucket that
+        # fills the buffer, and the windows that are not released yet
         self._users: dict[int, int] = {}
 
     def view(self, slot: Slot) -> Tensor:
@@ -119,7 +121,8 @@ class BucketGradients(Gradients):
         return self._open[bucket]
 
     def take_window(self, bucket: Bucket) -> Tensor:
-        alone: Tensor | None = None  # the window, if one parameter fills the bucket
+        # if a single parameter fills the bucket: the part of its gradient in the bucket
+        alone: Tensor | None = None
         for slot in self._spanning_slots[bucket]:
             if slot not in self._spanning:
                 continue
@@ -184,7 +187,7 @@ class Gradient:
 
     Attributes:
         storage: storage of the portion.
-        squares: sum of its squares, fp64 scalar.
+        squares: sum of the squares of the portion's values, fp64 scalar tensor.
     """
 
     storage: Storage
@@ -196,9 +199,9 @@ class GradientCodecs:
     """How gradients are encoded for communication.
 
     Attributes:
-        data: codec between data ranks.
-        other: codec on all other axes: sums of partial gradients over tensor ranks, and of
-            gradients of tied weights over pipeline ranks.
+        data: codec for sums over data ranks.
+        other: codec for all other sums: of partial gradients over tensor ranks, and of gradients of
+            tied weights over pipeline ranks.
     """
 
     data: Codec = EXACT
@@ -222,7 +225,7 @@ class InFlight:
         pending: the reduction; its result is the sum for this rank's slice.
         staged: buffer of this rank's slice.
         add: whether to add the result to the sum of earlier rounds, which is in `staged`.
-        complete: whether the slice has the step's complete sum afterwards.
+        complete: whether the slice then contains the complete sum of the step.
     """
 
     bucket: Bucket
@@ -254,11 +257,16 @@ class Reductions:
     ) -> None:
         self.layout, self.codecs, self._release, self._update = layout, codecs, release, update
         self._in_flight = deque[InFlight]()
-        self._copying = deque[tuple[InFlight, Pending]]()  # sums being copied to the slice's device
+        # finished reductions whose sums are being copied to the device of the slice
+        self._copying = deque[tuple[InFlight, Pending]]()
         self._squares: dict[Bucket, Tensor] = {}  # sums of squares of complete slices
 
     def make_room(self, bucket: Bucket) -> None:
-        """Waits until under `BUCKETS_IN_FLIGHT` reductions are in flight, none of this bucket."""
+        """Waits until a reduction of the bucket can be launched.
+
+        This requires that fewer than `BUCKETS_IN_FLIGHT` reductions are in flight, and that none of
+        them is of this bucket.
+        """
         while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
             self.wait_oldest()
         while any(reduction.bucket is bucket for reduction in self._in_flight):
@@ -271,9 +279,9 @@ class Reductions:
 
         Args:
             bucket: the bucket.
-            window: its full gradients [last - first].
+            window: full gradients [last - first] of the bucket.
             add: whether to add the result to the sum of earlier rounds.
-            complete: whether the slice has the step's complete sum afterwards.
+            complete: whether the slice then contains the complete sum of the step.
         """
         shard = bucket.group.shard
         staged = bucket.grad.fetch() if add else bucket.grad.empty()
@@ -290,12 +298,12 @@ class Reductions:
         at_hand = not add or isinstance(bucket.grad, InMemory)
         local = self.layout.policy.slices_gradients and shard.size == 1 and not early_sum(bucket)
         if local and at_hand:
-            self.wait_oldest()  # no communication: the result is available now
+            self.wait_oldest()  # without communication, the result is available now
 
     def wait_oldest(self) -> None:
         """Waits for the oldest reduction and begins to copy its sum to the slice's device."""
         reduction = self._in_flight.popleft()
-        reduction.staged.wait()  # the sum of earlier rounds may still be read from the drive
+        reduction.staged.wait()  # the drive may still be reading the sum of earlier rounds
         total, device = reduction.pending.wait(), reduction.staged.values.device
         if total.device == device:
             self._store(reduction, total)
@@ -316,7 +324,10 @@ class Reductions:
         self._store(reduction, copy.wait())
 
     def _store(self, reduction: InFlight, total: Tensor) -> None:
-        """Adds a sum to its slice, or copies it there; does neither if it was reduced in place."""
+        """Adds a sum to its slice, or copies it into the slice, and stores the slice.
+
+        A sum that the reduction has written to the slice directly is neither added nor copied.
+        """
         own = reduction.staged.wait()
         if not collectives.same_start(total, own):
             own.add_(total) if reduction.add else own.copy_(total)
@@ -325,15 +336,16 @@ class Reductions:
             self._release(reduction.window)
 
     def store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
-        """Stores a slice, unless `update` uses it. If it is complete, first sums its squares.
+        """Stores a slice, unless `update` uses it. Of a complete slice, first sums the squares.
 
         Args:
             bucket: the bucket.
             staged: buffer of this rank's slice.
-            complete: whether the slice has the step's complete sum.
+            complete: whether the slice contains the complete sum of the step.
         """
         if complete:
-            self._squares[bucket] = squares(staged.values)  # while the values are in the CPU cache
+            # computed here, while the values are still in the CPU cache
+            self._squares[bucket] = squares(staged.values)
             if self._update is not None and self._update(bucket, staged):
                 return
         staged.store()
@@ -376,7 +388,7 @@ class Reductions:
         return InFlight(bucket, None, pending, staged, add=False, complete=True)
 
     def _gradient(self, bucket: Bucket) -> Gradient:
-        if bucket not in self._squares:  # fewer micro-batches ran than `begin` was called with
+        if bucket not in self._squares:  # fewer micro-batches ran than `Reducer.begin` announced
             staged = bucket.portion_grad.fetch()
             self._squares[bucket] = squares(staged.wait())
             staged.drop()
@@ -386,10 +398,11 @@ class Reductions:
 def early_sum(bucket: Bucket) -> tuple[Axis, ...]:
     """Returns the axes to all-reduce over during the backward: the data axis, or none.
 
-    It is the data axis if buckets are not sharded. Sums over other axes must wait until the end of
-    the step. Tensor ranks may have different buckets, because vocabulary shards differ in size. And
-    their layers communicate over the same axis during the backward, so a sum that is launched as
-    soon as its bucket is ready could be matched with another collective on another rank.
+    The result is the data axis if buckets are not sharded. Sums over other axes must wait until the
+    end of the step, for two reasons. Tensor ranks may have different buckets, because vocabulary
+    shards differ in size. And layers communicate over the tensor axis during the backward, so a sum
+    that is launched as soon as its bucket is ready could be matched with a layer's collective on
+    another rank.
     """
     first = bucket.group.sums[:1]
     return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
@@ -439,8 +452,8 @@ def squares(part: Tensor) -> Tensor:
     """Returns the sum of squares of a slice of gradients, as an fp64 scalar."""
     if sums.fits(part):
         return sums.square_sum(part)
-    # relative error of summing 16 million terms in fp32: 6e-4; in fp32 rows of 1024, whose sums are
-    # added in fp64: 5e-10
+    # The relative error of a sum of 16 million terms is 6e-4 if all terms are added in fp32. It is
+    # 5e-10 if rows of 1024 terms are added in fp32, and the sums of the rows in fp64.
     rows = part.reshape(-1, math.gcd(part.numel(), 1024))
     wide = part.dtype if part.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(rows, dim=1, dtype=wide).double().square().sum()

@@ -39,7 +39,7 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT, State, drop_all, fetched_in_turn
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PIECE = 2**20  # elements hashed at a time
+PIECE = 2**20  # number of elements that are hashed at a time
 FACTOR = 6364136223846793005  # odd, so that multiplication modulo 2^64 is invertible
 PARAMETERS, BEFORE = "parameters", "parameters of the version before"
 
@@ -54,7 +54,7 @@ Difference = tuple[str, list[int], list[int]]
 
 @dataclass(frozen=True)
 class GroupHashes:
-    """Hashes of one kind of values of a group on this rank: its parameters, or a part of its state.
+    """Hashes of a group's parameters, or of one part of its optimizer state, on this rank.
 
     Attributes:
         group: the group.
@@ -76,7 +76,7 @@ class GroupHashes:
 def fingerprint(values: Tensor) -> Tensor:
     """Returns the hash of a tensor's bits, an int64 scalar on the tensor's device.
 
-    Needs temporary memory for 2^20 int64 elements.
+    The values are hashed in pieces of 2^20 elements, to limit temporary memory.
     """
     bits = values.detach().reshape(-1)
     bits = bits.view(INTEGERS[bits.element_size()])
@@ -124,9 +124,9 @@ def compared(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def _group_hashes(optimizer: Optimizer) -> Iterator[GroupHashes]:
-    """Yields the hashes of all values, in an order that all ranks of an axis share."""
-    # `optimizer.states` is in the order in which the backward completes buckets, which differs
-    # between pipeline stages. The order of groups is the same.
+    """Yields the hashes of all values, in an order that is the same on all ranks of an axis."""
+    # The order of groups is the same on all ranks. `optimizer.states` is in the order in which the
+    # backward completes buckets, which differs between pipeline stages.
     states = {state.bucket: state for state in (*optimizer.states, *optimizer.frozen)}
     for group in optimizer.layout.groups:
         if not group.sliced:
@@ -186,7 +186,7 @@ def _differences(
 
 
 def _minority(values: Sequence[int]) -> list[int]:
-    """Returns the indices of values that deviate from the majority; all if there is none."""
+    """Returns the indices of values that deviate from the majority, or all without a majority."""
     (value, most), *_ = Counter(values).most_common(1)
     return [n for n, other in enumerate(values) if other != value or 2 * most <= len(values)]
 

@@ -36,7 +36,7 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": torch.ones_like,
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + torch.cos(math.pi * done)),
-    # warm-up, stable, decay: 1, then a linear decay to 0 over the last fifth
+    # warm-up, stable, decay: f is 1, and decays linearly to 0 over the last fifth of progress
     "wsd": lambda done: ((1 - done) / 0.2).clamp(max=1.0),
 }
 
@@ -53,9 +53,9 @@ def shard_axes(config: Config, topology: Topology, over: str | None = None) -> t
             are spread over all data ranks with the same pieces.
 
     Returns:
-        (shard, replicas, gather): names of the shard group S; of the replica group R (ranks with
-        the same slice); and of S with a separate communicator for gathers (only under stage 3,
-        otherwise S).
+        (shard, replicas, gather): the name of the shard group S; the name of the replica group R
+        (the ranks with the same slice); and the name of the group for gathers, which under stage 3
+        is S with a separate communicator, and otherwise S itself.
 
     Raises:
         ConfigError: the shard size does not divide the number of data ranks.
@@ -126,9 +126,10 @@ def _tiers(config: Config, host: torch.device, is_meta: bool) -> tuple[Tier | No
 
 
 def size_buffers(layout: Layout, config: Config, moments: int) -> None:
-    """Sets the size of drive buffers to the largest slice, and their number to those used at once.
+    """Sets the size and the number of drive buffers.
 
-    Does nothing without a drive.
+    Each buffer is as large as the largest slice. The number is the number of buffers in use at the
+    same time. Does nothing if neither parameters nor states are on a drive.
 
     Args:
         layout: layout of the parameters.
@@ -141,7 +142,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         for unit in group.key.units or ():
             slices[unit] += len(group.buckets) if group.key.tile is None else 0
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
-    # slices of a unit and of the units prefetched after it; units differ in size
+    # per unit: number of slices of the unit and of the units that are prefetched after it
     at_once = [sum(slices[unit + n] for n in range(zero.prefetch + 1)) for unit in list(slices)]
     gathered = max(at_once, default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
@@ -158,8 +159,8 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
 def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
     """Returns a function from a parameter's `ShardSpec` to its options.
 
-    If a parameter's name matches patterns of `optim.groups`, the group with the first of them
-    overrides the optimizer's options.
+    The first group of `optim.groups` whose pattern matches the parameter's name overrides the
+    optimizer's options.
     """
     groups = optim.groups
 
@@ -186,8 +187,8 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
 def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iterator[str]:
     """Yields an error for each pattern of `optim.groups` that matches no parameter of the model.
 
-    If parameters are distributed over data ranks (`ShardSpec.over`), no pattern is checked: their
-    names differ between ranks, and another rank may have a match.
+    If parameters are distributed over data ranks (`ShardSpec.over`), no pattern is checked, because
+    names of parameters then differ between ranks, and a pattern may match on another rank.
     """
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
@@ -198,19 +199,19 @@ def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iter
 
 
 def gradient_codecs(config: Config) -> GradientCodecs:
-    """Returns how gradients are encoded for communication."""
+    """Returns the codecs with which gradients are encoded for communication."""
     precision = config.precision
     cast = Cast(dtype(precision.reduce_dtype or precision.grad_dtype or "fp32"))
     return GradientCodecs(cast if config.zero.compress_gradients == "none" else Int8Blocks(), cast)
 
 
 def weight_codec(config: Config) -> Codec:
-    """Returns how sharded parameters are encoded in gathers."""
+    """Returns the codec with which sharded parameters are encoded in gathers."""
     return EXACT if config.zero.compress_weights == "none" else Int8Blocks()
 
 
 def rule(optim: OptimConfig, name: str | None = None) -> Rule:
-    """Returns the update rule `name`, by default `optim.name`, with the constants of `optim`."""
+    """Returns the update rule `name`, by default `optim.name`, with hyperparameters of `optim`."""
     name = name or optim.name
     if name == "sgd":
         return SGD(optim.momentum)
@@ -228,8 +229,8 @@ def state_names(optim: OptimConfig) -> tuple[str, ...]:
 def is_optimistic(config: Config, plan: Plan) -> bool:
     """Returns whether updates run before the gradient norm is known.
 
-    With `optimistic-step` "auto" they do if the plan lets ranks end their steps at different times
-    and all states are on the device.
+    With `optimistic-step` "auto", they run before the norm is known if the plan lets ranks end
+    their steps at different times, and all parameters and states are on the device.
     """
     zero, asked = config.zero, config.parallel.optimistic_step
     if asked != "auto":
@@ -237,15 +238,15 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
     offloads = {zero.offload_optimizer, zero.offload_params} != {"none"}
     if plan.stages == 1 or plan.asynchronous or zero.delayed_update or offloads:
         return False
-    # smaller times are rounding errors
+    # a difference of at most 1e-6 is a rounding error
     return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6
 
 
 def is_early(config: Config) -> bool:
     """Returns whether updates run during the backward (`threed.zero.early_updates`).
 
-    With `early-update` "auto" they do if the order is "layer", and both parameters and optimizer
-    states are on a drive.
+    With `early-update` "auto", they run during the backward if `zero.order` is "layer", and both
+    parameters and optimizer states are on a drive.
     """
     zero = config.zero
     if zero.early_update != "auto":
@@ -276,7 +277,7 @@ def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
 
 
 def rate_factors(optim: OptimConfig) -> list[float]:
-    """Returns the factors for `Rates`: 1, and each group's peak rate over that of `optim`."""
+    """Returns the factors for `Rates`: 1, then per group its peak rate divided by `optim.lr`."""
     return [1.0, *(1.0 if group.lr is None else group.lr / optim.lr for group in optim.groups)]
 
 

@@ -1,16 +1,17 @@
 """The optimizer's states at one moment, read while training continues and changes them.
 
-    snapshot = Snapshot(records, optimizer, room)     takes the snapshot; a GPU starts its copies
-    optimizer.readers.add("disk", snapshot.release)   makes updates wait until a state may change
+    snapshot = Snapshot(records, optimizer, room)     takes the snapshot; on a GPU, starts to copy
+    optimizer.readers.add("disk", snapshot.release)   makes an update wait for the snapshot's read
+                                                      or copy of each state before changing it
     for values in snapshot.values(): ...              yields the values; call it in another thread
     snapshot.close()                                  ends the snapshot; updates no longer wait
 
 States on the device are copied to host memory during the next forward and backward. On a GPU a
-separate stream copies them. On a CPU they are copied by the reading thread, or by the update that
-changes the state, whichever is first. Offloaded states (in host memory or on a drive) are not
-copied: the reading thread yields the values in their storage, and an update waits until the reading
-thread has finished with its state. With `Room(copies=False)`, states on a CPU device are not copied
-either.
+separate stream makes the copies. On a CPU each state is copied by the reading thread or by the
+update that changes the state, whichever is first. Offloaded states (in host memory or on a drive)
+are not copied: the reading thread yields the values from their storage, and an update of a state
+waits until the reading thread no longer needs the state. With `Room(copies=False)`, states on a CPU
+device are not copied either.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LINE = 4096  # bytes; direct I/O requires this alignment of buffers
 
 
 class GivenUp(RuntimeError):
-    """Raised in the reading thread if the snapshot is closed before all of it was read."""
+    """Raised in the reading thread if the snapshot is closed before all values were read."""
 
 
 @dataclass(eq=False)
@@ -75,14 +76,15 @@ class _Item:
         for part, end in last.items():
             storage = self.state.storages[part]
             if isinstance(storage, OnDrive):
-                self.first[part], self.drive[part] = 0, storage  # read from its first element
+                # read from the first element, because offsets of reads must be aligned
+                self.first[part], self.drive[part] = 0, storage
             else:
                 self.memory[part] = storage.fetch().wait()[self.first[part] : end]
         self.is_copied = self.is_copied and not self.drive
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory: for copies, or else for reading the parts on a drive."""
+        """Bytes of host memory that are needed for copies, or to read the parts on a drive."""
         if self.is_copied:
             return sum(values.nbytes for values in self.memory.values())
         return sum(_aligned(storage.nbytes) for storage in self.drive.values())
@@ -105,7 +107,8 @@ def _is_copied(state: State, policy: Policy, gpu: bool) -> bool:
     On a CPU only trainable states are copied, because frozen ones do not change.
     """
     group = state.bucket.group
-    parameters = policy.delayed and PREVIOUS in state.storages  # not on the optimizer's tier
+    # the state contains previous parameters, which are not on the tier of the optimizer states
+    parameters = policy.delayed and PREVIOUS in state.storages
     if group.key.trainable and not parameters:
         return policy.optimizer_tier is None
     return gpu and not (group.sliced and policy.params_tier is not None)
@@ -171,7 +174,7 @@ class Snapshot:
     def __init__(self, wanted: Iterable[Record], optimizer: Optimizer, room: Room) -> None:
         self._room, self._device = room, optimizer.updates.device
         self.waited_s, self._closed = 0.0, False
-        self._reading = torch.empty(0, dtype=torch.uint8)  # for values on a drive
+        self._reading = torch.empty(0, dtype=torch.uint8)  # buffer for values read from a drive
         gpu = is_accelerator(self._device)
         self._items = _items(wanted, optimizer.layout.policy, gpu, room.copies)
         self._items_of: dict[State, list[_Item]] = {}
@@ -181,12 +184,13 @@ class Snapshot:
         turn = {state: number for number, state in enumerate(reversed(optimizer.states))}
         self._to_copy = sorted(self._items, key=lambda item: turn.get(item.state, len(turn)))
         for item in self._to_copy if gpu else ():
-            self._copy(item)  # here, because the caller's current stream has computed the values
+            # copied here, because the copy must wait for the caller's current stream
+            self._copy(item)
 
     # -------------------------------------------------------------------------------------------------------- updates
 
     def release(self, state: State) -> None:
-        """Waits until a state may change; first copies it if the reading thread has not done so."""
+        """Waits until a state may change; first makes the copy that the snapshot still needs."""
         began = time.perf_counter()
         for item in self._items_of.get(state, ()):
             self._release(item)
@@ -204,7 +208,7 @@ class Snapshot:
             self._release(item)
 
     def close(self) -> None:
-        """Lets all states change. `values` raises GivenUp in a thread that is still reading."""
+        """Allows all states to change; `values` then raises GivenUp if it is still running."""
         self._closed = True
         for item in self._items:
             item.safe.set()
@@ -257,7 +261,7 @@ class Snapshot:
         return found
 
     def _copy(self, item: _Item) -> None:
-        """Copies a state if it needs a copy that was not made yet; not after `close`."""
+        """Copies a state if a copy is needed and not made yet; does nothing after `close`."""
         with item.lock:
             if item.is_copied and not item.safe.is_set():
                 self._into(item)

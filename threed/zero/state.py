@@ -24,8 +24,9 @@ from threed.zero.reductions import later_sums
 
 WEIGHT = "weight"
 Initial = Callable[[Piece], Tensor]
-PREVIOUS = "previous"  # parameters one update older than the weights, under 2bw and delayed updates
-GRADIENT, PARAMETER = "gradient", "parameter"  # names of two more buffers of an update
+# Name of the part with parameters that are one update older than the weights (2BW, delayed updates)
+PREVIOUS = "previous"
+GRADIENT, PARAMETER = "gradient", "parameter"  # names of the other staged buffers of an update
 
 
 @dataclass(eq=False)
@@ -39,8 +40,8 @@ class State:
 
     Attributes:
         bucket: the bucket.
-        storages: storage of each part, by name: "weight", and the names of the rule's tensors. For
-            parameters that are one update older than the weights: only "previous".
+        storages: storage of each part, by name: "weight", and the names of the rule's tensors. A
+            state of parameters that are one update older than the weights has only "previous".
     """
 
     bucket: Bucket
@@ -48,7 +49,7 @@ class State:
 
     @property
     def weight(self) -> Storage:
-        """The storage of the weights; at least fp32 if they are trained."""
+        """The storage of the weights, whose dtype is fp32 or wider if they are trained."""
         return self.storages[WEIGHT]
 
     @property
@@ -89,8 +90,8 @@ class Consistency:
     def changing(self) -> Iterator[None]:
         """Context: marks the states as inconsistent while the block changes them.
 
-        If the block raises, the states stay inconsistent until a later `changing` block, in which a
-        load overwrites them, ends without error.
+        If the block raises an error, the states stay inconsistent until a load has overwritten them
+        in a later `changing` block that ends without error.
         """
         self._inconsistent, self._depth, self.initial = True, self._depth + 1, None
         try:
@@ -125,13 +126,13 @@ class Consistency:
 
 
 class Readers:
-    """The asynchronous saves that still read states; an update waits for them, state by state."""
+    """The asynchronous saves that still read states. Updates wait for them, state by state."""
 
     def __init__(self) -> None:
         self._waits: dict[str, Callable[[State], None]] = {}
 
     def add(self, purpose: str, wait: Callable[[State], None]) -> None:
-        """Adds a save; replaces the earlier one with the same purpose.
+        """Adds a save, which replaces the earlier save with the same purpose.
 
         Args:
             purpose: "disk" or "memory".
@@ -157,7 +158,7 @@ def fetched_in_turn(
                 yield ahead.popleft()
         while ahead:
             yield ahead.popleft()
-    finally:  # if the caller stops early: buffers of the next states
+    finally:  # if the caller stops early, the buffers of the next states are released
         for _, buffers in ahead:
             drop_all(buffers)
 
@@ -171,7 +172,7 @@ def drop_all(buffers: dict[str, StagedBuffer]) -> None:
 def store_all(buffers: dict[str, StagedBuffer]) -> None:
     """Begins to write the buffers' values to their storages, and empties the dict."""
     while buffers:
-        # removed first: if `store` fails, the buffer must not be stored or dropped again
+        # removed from the dict first: if `store` fails, `drop_all` must not drop the buffer again
         buffers.popitem()[1].store()
 
 
@@ -191,8 +192,8 @@ def new_state(bucket: Bucket, policy: Policy) -> State:
     """Returns a bucket's state, stored on the policy's tier.
 
     Weights and parameters share memory (`State.shared`) if they are on the same device, parameters
-    are fp32 or fp64, and updates are not delayed. During a delayed update, layers still use the old
-    parameters.
+    are fp32 or fp64, and updates are not delayed. With delayed updates they cannot share memory,
+    because layers still use the old parameters while an update changes the weights.
     """
     device = bucket.group.params.device
     tier = policy.optimizer_tier or memory_tier(device)
@@ -211,9 +212,9 @@ def new_state(bucket: Bucket, policy: Policy) -> State:
 def early_storages(state: State) -> list[OnDrive]:
     """Returns the storages that an update during the backward writes.
 
-    Empty if the bucket cannot be updated during the backward. This requires that its parameters are
-    sharded, that its gradient needs no sum at the end of the step (`later_sums`), and that all
-    storages that the update writes are on a drive.
+    The list is empty if the bucket cannot be updated during the backward. Such an update requires
+    that the bucket's parameters are sharded, that its gradient needs no sum at the end of the step
+    (`later_sums`), and that all storages that the update writes are on a drive.
     """
     found = [storage for storage in state.changed if isinstance(storage, OnDrive)]
     complete_early = state.bucket.group.sliced and not later_sums(state.bucket)

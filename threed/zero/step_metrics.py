@@ -44,7 +44,8 @@ class Faults:
         self.flags, self.warns = tuple(flags), warns
         self._count = torch.zeros(len(flags), dtype=torch.float64, device=device)
         self._reported = [0.0] * len(flags)
-        self._raised: dict[int, str] = {}  # messages by step, to raise an error at every read
+        # error message of each step with an error, which every read of the step's metrics raises
+        self._raised: dict[int, str] = {}
 
     def clear(self) -> None:
         """Resets the flags of the step in progress; the counts are kept."""
@@ -82,14 +83,17 @@ class Faults:
         return self._count.clone()
 
     def raise_new(self, step: int, counts: Tensor) -> None:
-        """Raises DataError for errors up to `step` that were not reported yet; warns of the rest.
+        """Reports the flags that were set up to `step` and not reported yet.
 
-        Flags with `error=False` cause a warning. A second call for the same step raises the same
-        error again.
+        Flags with `error=False` cause a warning, other flags a DataError. A second call for the
+        same step raises the same error again.
 
         Args:
             step: number of the step.
             counts: the counts after that step, fp64 [number of flags].
+
+        Raises:
+            DataError: if a flag with `error=True` was set.
         """
         if what := self._new(counts):
             self._raised[step] = (
@@ -99,7 +103,7 @@ class Faults:
             raise DataError(self._raised[step])
 
     def raise_before_save(self, step: int, counts: Tensor, everyone: Axis) -> None:
-        """Raises DataError on every rank if a rank has unreported errors up to `step`. Collective.
+        """Raises DataError on every rank if any rank has errors that were not reported. Collective.
 
         Args:
             step: number of the last step.
@@ -114,7 +118,10 @@ class Faults:
             )
 
     def _new(self, counts: Tensor) -> list[str]:
-        """Returns descriptions of errors that were not reported yet; warns of other new flags."""
+        """Returns descriptions of the errors that were not reported yet.
+
+        Issues a warning for each new flag with `error=False`.
+        """
         now = counts.tolist()
         new = [
             flag
@@ -151,7 +158,7 @@ class Numbers:
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of the global batch; NaN if its data are invalid."""
+        """The mean loss of the global batch; NaN if the batch has invalid data."""
         return loss_of(self.update.sums)
 
 
@@ -215,7 +222,10 @@ class StepMetrics:
     max_bad_steps: int = 0
 
     def __repr__(self) -> str:
-        """Returns the values, or "not read yet" if reading them could wait for other ranks."""
+        """Returns the metrics as text, with "<not read yet>" for values that may need a wait.
+
+        These are values for which reading could wait for other ranks.
+        """
         numbers = self._numbers.found
         names = ("loss", "grad_norm", "lr", "loss_scale")
         parts = [f"step={self.step}", f"tokens={self.tokens}"]
@@ -230,7 +240,12 @@ class StepMetrics:
         return f"StepMetrics({', '.join(parts)})"
 
     def _checked(self, value: Tensor) -> float:
-        """Returns the value as a number; first raises DataError or BadStepsError if they apply."""
+        """Returns a value as a number, unless DataError or BadStepsError must be raised.
+
+        Raises:
+            DataError: see `StepMetrics`.
+            BadStepsError: see `StepMetrics`.
+        """
         numbers = self._numbers()
         self._faults.raise_new(self.step, numbers.counts)
         if 0 < self.max_bad_steps <= self.bad_steps:
@@ -249,10 +264,10 @@ class StepMetrics:
         """Mean loss of the global batch, computed with the weights before the update.
 
         For a model of pipeline layers it is the mean cross entropy of the valid labels, in nats per
-        token. For a wrapped module it is the mean of the losses that its forward returned, in their
-        unit, weighted by the number of items of each micro-batch: its labels of 0 or more, or its
-        rows if the labels are not integers. In a custom loop (`ModuleEngine.backward`) it is the
-        weighted sum of the losses, by default their mean.
+        token. For a wrapped module it is the mean of the losses that its forward returned, in the
+        unit of these losses. In this mean, each micro-batch is weighted by its number of items:
+        labels of 0 or more, or rows if the labels are not integers. In a custom loop
+        (`ModuleEngine.backward`) it is the weighted sum of the losses, by default their mean.
         """
         return self._checked(self._numbers().loss)
 
@@ -271,12 +286,12 @@ class StepMetrics:
 
     @property
     def lr(self) -> float:
-        """Learning rate of this update."""
+        """Learning rate of the step's update, for parameters that no parameter group matches."""
         return float(self._numbers().update.lr)
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss in this step's backward (fp16 loss scaling)."""
+        """Factor by which the loss was multiplied in the step's backward (fp16 loss scaling)."""
         return float(self._numbers().update.loss_scale)
 
     @property
@@ -292,6 +307,7 @@ class StepMetrics:
     def bad_steps(self) -> int:
         """Number of consecutive skipped steps up to this one.
 
-        Overflows do not count while a dynamic loss scale is above its minimum, since it then falls.
+        Overflows do not count while a dynamic loss scale is above its minimum, because the scale
+        then falls until no overflow occurs.
         """
         return int(self._numbers().update.in_a_row)

@@ -1,9 +1,9 @@
-"""Keeps parameters unchanged until a rank uses them, as torch's optimizers do without a gradient.
+"""Keeps parameters without gradient unchanged until a rank uses them, as torch's optimizers do.
 
     unused = Unused(layout, updates)
     unused.synchronize(used)    call it at the end of every step, on all ranks that share parameters
-    unused.stretches            buckets with unused parameters: the ranges of the slice that must be
-                                updated separately
+    unused.stretches            for each bucket with parameters that are, or were, unused: the
+                                ranges of the slice that must be updated separately
 
 If a parameter is first used after the first step, its updates are counted from its first use. The
 bias correction of Adam depends on this number.
@@ -23,8 +23,8 @@ from threed.ops.update import StepScalars
 from threed.zero.layout import Bucket, GroupOptions, Layout, Slot
 
 T = TypeVar("T", int, str)
-# (first, last, since): elements [first, last) of a slice; the number of updates before their first
-# use, or None if they are unused
+# (first, last, since): elements [first, last) of a slice, and the number of updates before the
+# first use of these elements, or None if they are unused
 Stretch = tuple[int, int, Tensor | None]
 
 
@@ -46,14 +46,14 @@ def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
 
 
 def _on_all_ranks(layout: Layout, own: set[T]) -> set[T]:
-    """Returns the entries that all data ranks have. Collective."""
+    """Returns the entries of `own` that are in the set of every data rank. Collective."""
     for axis in (layout.policy.data.shard, layout.policy.data.replicas):
         own = own.intersection(*collectives.exchange(sorted(own), axis))
     return own
 
 
 def _warn(layout: Layout, text: str, names: Sequence[str]) -> None:
-    """Emits a warning with the names, on the first data rank only; none if `names` is empty."""
+    """Emits a warning with the names if there are any; on the first data rank only."""
     if names and layout.policy.data.shard.index == layout.policy.data.replicas.index == 0:
         warnings.warn(text.format(", ".join(names)), stacklevel=4)
 
@@ -93,7 +93,8 @@ class Unused:
 
     Attributes:
         stretches: for each bucket with parameters that are unused, or that were first used after
-            the first step: the ranges of this rank's slice with the same number of updates.
+            the first step: ranges of this rank's slice. All elements of a range have the same
+            number of updates.
     """
 
     def __init__(self, layout: Layout, updates: Tensor) -> None:
@@ -168,7 +169,7 @@ class Unused:
         self.stretches = {bucket: self._stretches_of(bucket, never) for bucket in affected}
 
     def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
-        """Returns the ranges of a slice. Padding is in the range of the parameter before it."""
+        """Returns the ranges of a slice. Padding is in the range of the preceding parameter."""
         first, last = bucket.own_first, bucket.own_last
         start = torch.zeros_like(self.updates)
         slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]

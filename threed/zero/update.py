@@ -28,7 +28,9 @@ from threed.core.device import start_copy_in
 from threed.ops.precision import LossScale
 from threed.zero.layout import Bucket
 
-WINDOW, JUDGED_FROM = 100.0, 20.0  # in norms: largest divisor of the mean; minimum to detect spikes
+# WINDOW: from this number of norms on, the newest norm has the weight 1 / WINDOW in the mean.
+# JUDGED_FROM: from this number of norms in the mean on, spikes are detected.
+WINDOW, JUDGED_FROM = 100.0, 20.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,13 +167,14 @@ class Scaler:
         rule: rule by which the scale changes.
         scale: the current loss scale.
         good: number of steps since the last overflow.
-        hysteresis_left: the scale is halved by the last of this many further overflows.
+        hysteresis_left: number of further overflows until the scale is halved, including the
+            overflow that halves it.
     """
 
     def __init__(self, rule: LossScale, device: torch.device) -> None:
         self.rule = rule
         self.scale = torch.full((), rule.initial, dtype=torch.float64, device=device)
-        # steps since the last overflow
+        # number of steps since the last overflow
         self.good = torch.zeros((), dtype=torch.float64, device=device)
         self.hysteresis_left = torch.full(
             (), float(rule.hysteresis), dtype=torch.float64, device=device
@@ -222,7 +225,7 @@ class Scaler:
 def sum_of_squares(
     parts: Sequence[Tensor], buckets: Sequence[Bucket], device: torch.device
 ) -> Tensor:
-    """Returns this rank's contribution to the squared norm, and whether a gradient is not finite.
+    """Returns this rank's term of the squared norm, and whether any gradient is not finite.
 
     If several ranks hold the same portion of a bucket, only the owner (`Group.owned`) adds it to
     the squared norm. The owner is the first of these ranks; for a tied weight, it is on the first
@@ -247,7 +250,7 @@ def sum_of_squares(
 
 
 def _to_device(device: torch.device, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns scalar tensors on a device; those on other devices are copied in a single copy."""
+    """Returns scalar tensors on a device; a single copy moves the tensors of other devices."""
     away = [part for part in parts if part.device != device]
     arrived = iter(start_copy_in(torch.stack(away), device).unbind() if away else ())
     return [part if part.device == device else next(arrived) for part in parts]

@@ -1,15 +1,15 @@
-"""Two versions of the parameters: passes of one batch read one while the other is updated.
+"""Two versions of the parameters: passes of a batch read one version while the other is updated.
 
 See PipeDream-2BW (arXiv 2006.09503).
 
     versions.rotate()           call it before an update: reuses the memory of the older version for
                                 the newest version, which the update then changes
     versions.show(newest)       selects the version that layers read: the newest or the previous one
-    versions.restore(both)      call it after a load
+    versions.restore(both)      call it after a load, to complete the previous version
 
 Autograd saves the parameter itself, or a view of it, not a copy. A backward therefore needs the
-same values in the same memory as its forward. So every pass of a batch must be shown the version of
-its batch, and an update must write to the other version.
+same values in the same memory as its forward. So all passes of a batch must use the same version,
+and an update must write to the other version.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Versions:
         self.earlier = [State(bucket, {PREVIOUS: own}) for bucket, own in self._before.items()]
 
     def rotate(self) -> None:
-        """Swaps the versions, and copies this rank's slices of the newest values to the new newest.
+        """Swaps the versions; copies this rank's slices from the previous to the newest version.
 
         The update then changes these slices, and gathers the slices of the other ranks.
         """
@@ -73,7 +73,7 @@ class Versions:
         which = self._newest if newest else 1 - self._newest
         if which != self._shown:
             self._shown = which
-            # removes the guards: setting `.data` of a guarded parameter waits for its gather
+            # first removes the guards, because setting `.data` of a guarded parameter would wait
             self.gatherer.show(newest=False)
             for param, views in self._views:
                 param.data = views[which]
