@@ -20,8 +20,8 @@ class Pair(nn.Module):
         return self.fast(self.slow(x)).sum()
 
 
-def engine_of(module: nn.Module) -> Engine:
-    groups = [{"match": "fast.*|nothing.*", "lr": 0.4}]
+def engine_of(module: nn.Module, lr: float | None = 0.4) -> Engine:
+    groups = [{"match": "fast.*|nothing.*", "lr": lr}]
     optim = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "groups": groups, "schedule": "constant"}
     optim |= {"warmup": 0, "weight_decay": 0.0}
     train = {"micro_batch": 2, "global_batch": 2, "grad_clip": 0.0}
@@ -57,6 +57,17 @@ def test_rates_per_group(tmp_path: Path) -> None:
     assert engine.learning_rates == [0.2, 0.05]
     engine.load(tmp_path / "schedule")
     assert engine.learning_rates == pytest.approx([0.1, 0.4])
+
+
+def test_a_group_without_a_rate_has_its_own_entry() -> None:
+    engine = engine_of(Pair().double(), lr=None)
+    assert engine.learning_rates == pytest.approx([0.1, 0.1])
+    before = engine.full_state_dict()
+    engine.set_learning_rates([0.0, 0.3])
+    engine.step({"x": torch.ones(2, 2, dtype=torch.float64)})
+    after = engine.full_state_dict()
+    assert torch.equal(after["slow.weight"], before["slow.weight"])
+    assert not torch.equal(after["fast.weight"], before["fast.weight"])
 
 
 @pytest.mark.parametrize("rates", [[0.1], [0.1, -0.1], [0.1, float("nan")], [0.1, float("inf")]])

@@ -169,7 +169,7 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
         number, own = next(found, (0, ParamGroup(match="*")))
         decay = optim.weight_decay if decays else 0.0
         return GroupOptions(
-            rule(optim, own.name), 0 if own.lr is None else number,
+            rule(optim, own.name), number,
             decay if own.weight_decay is None else own.weight_decay,
         )  # fmt: skip
 

@@ -43,7 +43,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(list(own.values()) if passed is None else passed.param_groups, {})
         self._complete = True
         # For each group, the index of its learning rate in `Engine.learning_rates`.
-        self._index = list(own) if passed is None else _indices(self._groups)
+        self._index = list(own) if passed is None else _indices(self._groups, list(own))
         self._rates: list[float] = self._read()  # the groups' rates as last read or written
         self._kept = [_kept(group) for group in self._groups]
         self._members = list(map(id, self._groups))
@@ -164,13 +164,16 @@ def _kept(group: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "params": list(map(id, group.get("params", ())))}
 
 
-def _indices(groups: Sequence[dict[str, Any]]) -> list[int]:
+def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int]:
     """Returns the index of each group's rate in `Engine.learning_rates`.
 
-    A single group has no entry in `optim.groups`. Neither does a group of frozen parameters.
+    Args:
+        groups: the groups of a passed optimizer.
+        own: indices of the rates that the engine's parameters have. `optim.groups` has no entry for
+            a single group without its own values, nor for a group of frozen parameters.
     """
     if len(groups) == 1:
-        return [0]
+        return [own[0] if own else 0]
     trained = [any(param.requires_grad for param in group["params"]) for group in groups]
     return [sum(trained[: number + 1]) if used else 0 for number, used in enumerate(trained)]
 
