@@ -69,7 +69,9 @@ def step(engine: Engine, update: Callable[..., None], number: int) -> float:
     tier = engine.layout.policy.optimizer_tier
     began = time.perf_counter()
     with patch.object(Adam, "update", update):
-        engine.optimizer._update_all(gradients, StepScalars(one * 1e-4, one * number, one, one * 0))
+        engine.optimizer._update_all(
+            gradients, StepScalars(one[None] * 1e-4, one * number, one, one * 0)
+        )
         if isinstance(tier, Drive):
             tier.settle()
     return time.perf_counter() - began

@@ -129,7 +129,7 @@ def wait_in_a_collective(folder: str) -> list[str]:
 def test_where_a_rank_waits(tmp_path: Path) -> None:
     (said, _) = run_ranks(2, wait_in_a_collective, str(tmp_path))
     assert said[0].startswith(
-        "waits in all_reduce over tp, for wait_in_a_collective at tests/reliability/test_monitor_watchdog.py:"
+        "waits in all_reduce over tp, for wait_in_a_collective at reliability/test_monitor_watchdog.py:"
     )
 
 

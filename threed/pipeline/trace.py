@@ -282,12 +282,16 @@ class Tracer:
         grad_dtype: dtype of gradients.
         traffic: the counter to which the model's axes add the bytes that they send. A trace leaves
             it unchanged.
+
+    Attributes:
+        output: shapes and dtypes that the last layer of the last trace returned; None for a loss.
     """
 
     def __init__(
         self, micro: MicroBatch, dtype: torch.dtype, grad_dtype: torch.dtype, traffic: Counter[str]
     ) -> None:  # fmt: skip
         self.micro, self.dtype, self.grad_dtype, self.traffic = micro, dtype, grad_dtype, traffic
+        self.output: Form | None = None
         self._known: dict[Any, tuple[LayerCost, Form | None]] = {}
 
     def trace(
@@ -300,8 +304,7 @@ class Tracer:
             recomputed: the recomputed layers; its `units` are indices in `layers`.
 
         Raises:
-            TraceError: if a layer cannot be run on the meta device, or if the last layer returns no
-                loss.
+            TraceError: if a layer cannot be run on the meta device.
         """
         costs, form, recomputed = [], None, recomputed or Recomputed()
         for number, layer in enumerate(layers):
@@ -320,13 +323,17 @@ class Tracer:
                     ) from error
             cost, form = self._known[key]
             costs.append(cost)
-        if form is not None:
+        self.output = form
+        return costs
+
+    def require_loss(self, layers: Sequence[nn.Module]) -> None:
+        """Raises TraceError if the last of the layers that were traced returned no loss."""
+        if self.output is not None:
             raise TraceError(
                 f"{title(layers[-1], len(layers) - 1)} is the last layer and returned tensors of shape"
-                f" {', '.join(str(list(shape)) for shape in form.shapes)} for a batch with labels: return the loss of"
-                " the micro-batch, a scalar, as layers.LanguageModelHead does"
+                f" {', '.join(str(list(shape)) for shape in self.output.shapes)} for a batch with labels: return the"
+                " loss of the micro-batch, a scalar, as layers.LanguageModelHead does"
             )
-        return costs
 
     def _run(
         self, layer: nn.Module, form: Form | None, recomputed: Recomputed | None

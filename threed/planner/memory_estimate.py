@@ -91,13 +91,15 @@ def trace(
         recomputed: numbers of the layers with activation recomputation.
 
     Raises:
-        TraceError: if a layer cannot run on the meta device. The message names the layer.
+        TraceError: if a layer cannot run on the meta device, or if the last layer returns no loss.
+            The message names the layer.
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
     tracer = Tracer(example(model, config), wide, grads, topology.traffic)
     costs = tracer.trace(
         layers, activation_checkpointing.for_tracing(config, recomputed, model.slicing)
     )
+    tracer.require_loss(layers)
     if config.recompute.mode == "full":
         for number in recomputed:
             costs[number] = _with_stored_input(costs[number], config, default_device().type)
