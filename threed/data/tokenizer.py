@@ -82,7 +82,10 @@ class Tokenizer(Protocol):
         """Returns the text of `ids`, without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Returns the ids of each piece of UTF-8 text, as an array of `token_dtype(vocab_size)`."""
+        """Returns the ids of each of the `pieces` of UTF-8 text.
+
+        The arrays have the dtype `token_dtype(vocab_size)`.
+        """
 
     def count_bytes(self, ids: Tokens) -> int:
         """Returns the number of UTF-8 bytes in the text of `ids`, without special tokens."""

@@ -31,7 +31,8 @@ from threed.pipeline.trace import LayerCost, TraceError
 from threed.planner.blueprint import Blueprint, Pipeline, step_plan
 from threed.planner.layer_times import division as divided
 from threed.planner.layer_times import layer_times, max_over_ranks, trace_layer_bytes
-from threed.planner.memory_estimate import decide_order, footprint, order_facts, trace, with_order
+from threed.planner.memory_estimate import decide_order, footprint, order_facts, trace
+from threed.planner.order import with_order
 from threed.schedules import registry, simulation
 from threed.zero.setup import check_tile, state_names
 

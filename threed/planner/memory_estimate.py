@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from threed.checkpoint.copies import memory_bytes
 from threed.checkpoint.saving import save_bytes
 from threed.config import Config, ConfigError
-from threed.config.checks import LAYER_MAJOR
 from threed.core.device import peak_bytes, reset_peak
 from threed.distributed import collectives
 from threed.distributed.collectives import EXACT
@@ -39,7 +38,7 @@ from threed.pipeline.trace import META, LayerCost, Pass, TraceError, Tracer, Wat
 from threed.pipeline.transport import SlicedLinks, links
 from threed.planner.blueprint import Blueprint
 from threed.planner.gathering import Gathering, gathering
-from threed.planner.order import choose
+from threed.planner.order import with_order
 from threed.schedules import Action, Kind
 from threed.schedules.action import COMPUTE
 from threed.zero import setup
@@ -223,23 +222,6 @@ def decide_order(
         return collectives.exchange(own, topology.axis("tp"))
 
     return with_order(config, facts)
-
-
-def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -> Config:
-    """Returns the configuration with `zero.order` decided if it is auto (`planner.order`).
-
-    Args:
-        config: the configuration.
-        facts: returns the `order_facts` of every tensor rank.
-    """
-    p, zero, train = config.parallel, config.zero, config.train
-    if zero.order != "auto":
-        return config
-    microbatches, order = train.global_batch // (train.micro_batch * (p.dp or 1)), "micro"
-    if zero.stage == 3 and microbatches > 1 and p.pp == 1 and p.schedule in LAYER_MAJOR:
-        kept, freed = zip(*facts(), strict=True)
-        order = choose(microbatches, max(kept), min(freed))
-    return config.model_copy(update={"zero": zero.model_copy(update={"order": order})})
 
 
 def order_facts(

@@ -10,7 +10,11 @@ the same time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
+
+from threed.config import Config
+from threed.config.checks import LAYER_MAJOR
 
 
 def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"]:
@@ -27,3 +31,20 @@ def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"
             other ranks, and offloaded parameters.
     """
     return "layer" if microbatches > 1 and freed and (microbatches - 1) * kept <= freed else "micro"
+
+
+def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -> Config:
+    """Returns the configuration with `zero.order` decided if it is auto.
+
+    Args:
+        config: the configuration.
+        facts: returns the `memory_estimate.order_facts` of every tensor rank.
+    """
+    p, zero, train = config.parallel, config.zero, config.train
+    if zero.order != "auto":
+        return config
+    microbatches, order = train.global_batch // (train.micro_batch * (p.dp or 1)), "micro"
+    if zero.stage == 3 and microbatches > 1 and p.pp == 1 and p.schedule in LAYER_MAJOR:
+        kept, freed = zip(*facts(), strict=True)
+        order = choose(microbatches, max(kept), min(freed))
+    return config.model_copy(update={"zero": zero.model_copy(update={"order": order})})
