@@ -34,7 +34,6 @@ SET: dict[str, str] = {
     "zero.parameter_access: self.slot.param.__class__": PARAMETER,
     "zero.contributions: slot.param.grad": OTHER,
     "zero.gather: group.slots[0].param.tile_gatherer": PARAMETER,
-    "zero.reducer: sink.slot.param.grad": OTHER,
     "zero.reducer: slot.param.grad": OTHER,
     "zero.reducer: slot.param.sink": PARAMETER,
     "zero.versions: param.data": OTHER,

@@ -188,16 +188,19 @@ def test_hooks_of_a_passed_optimizer_are_refused(register: str) -> None:
 
 def test_other_changes_of_a_passed_optimizer_are_refused() -> None:
     engine, view, passed = started()
-    state = passed.state_dict()
     for optimizer in (passed, view):
         with pytest.raises(RuntimeError, match=r"call engine.step\(\)"):
             optimizer.step()
+        with pytest.raises(NotImplementedError, match=r"use engine.save_checkpoint\(\)"):
+            optimizer.state_dict()
+        with pytest.raises(NotImplementedError, match=r"use engine.save_checkpoint\(\)"):
+            optimizer.load_state_dict({})
     passed.param_groups[0]["weight_decay"] = 0.5
     with pytest.raises(RuntimeError, match=r"\[0\] has another weight_decay .* only lr may change"):
         step(engine)
     passed.param_groups[0]["weight_decay"] = 0
     step(engine)
-    passed.load_state_dict(state)
+    passed.param_groups[:] = [dict(passed.param_groups[0])]
     with pytest.raises(RuntimeError, match=r"has other groups: .* engine.load_checkpoint"):
         step(engine)
 

@@ -196,3 +196,13 @@ def is_foreign(error: BaseException, package: Path) -> bool:
     """
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and package not in Path(frames[-1].filename).parents
+
+
+def place_of(error: BaseException) -> str:
+    """Returns the line of the user's code in which an error arose, as " (FILE, line N)", or ""."""
+    package = Path(__file__).parents[1]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if package not in file.parents and "site-packages" not in file.parts:
+            return f" ({file.name}, line {frame.lineno})"
+    return ""

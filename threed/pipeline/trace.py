@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from threed.core.source import place_of
 from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
@@ -317,9 +318,10 @@ class Tracer:
                     raise
                 except Exception as error:  # the code of a custom layer may raise any exception
                     raise TraceError(
-                        f"{title(layer, number)} could not be run on the"
-                        f" meta device to measure its cost: {error}; its memory cannot be forecast; to balance"
-                        " stages, give the model a method costs(micro_batch), or choose --parallel.partition uniform"
+                        f"{title(layer, number)} could not be run on the meta device:"
+                        f" {type(error).__name__}: {error}{place_of(error)}. If the layer reads values on the host, threed"
+                        " train and plan, which forecast its memory, cannot run it; train it by threed.Engine in a"
+                        " program, with a method costs(micro_batch) of the model or --parallel.partition uniform"
                     ) from error
             cost, form = self._known[key]
             costs.append(cost)

@@ -13,10 +13,8 @@ import os
 import pickle
 import random
 import tempfile
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from threed.config import Config, ConfigError
 from threed.config.resolution import resolve
 from threed.core.errors import PicklableError
 from threed.core.messages import counted
-from threed.core.source import MODEL, count_arguments
+from threed.core.source import MODEL, count_arguments, place_of
 from threed.distributed.sharding import ModelError
 from threed.distributed.topology import Topology
 from threed.engine import Engine, StepMetrics
@@ -150,7 +148,7 @@ class _Broken(PicklableError):
 
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
-        text = f"{type(error).__name__}: {error}{_place(error)}"
+        text = f"{type(error).__name__}: {error}{place_of(error)}"
         kinds = {
             ModelError: "model",
             ForwardError: "forward",
@@ -160,16 +158,6 @@ class _Broken(PicklableError):
         kind = next(name for cause, name in kinds.items() if isinstance(error, cause))
         about = {"phase": phase, "layer": layer, "kind": kind, "text": text, "layers": layers}
         self.report = {**about, "message": str(error)}
-
-
-def _place(error: Exception) -> str:
-    """Returns the line of the user's code in which an error arose, as text, or ""."""
-    own = Path(__file__).parents[1]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = Path(frame.filename)
-        if own not in file.parents and "site-packages" not in file.parts:
-            return f" ({file.name}, line {frame.lineno})"
-    return ""
 
 
 @dataclass(frozen=True)

@@ -300,22 +300,29 @@ class _Managed(nn.Parameter):
                 such as torch's `clip_grad_norm_`, would otherwise do nothing.
         """
         grad: Tensor | None = GRAD.__get__(self)
-        sink = self.__dict__.get("sink")
-        if grad is None and sink is not None and sink.reducer.in_step:
-            raise RuntimeError(
-                f"{self.access.slot.spec.name}: .grad was read before the step ended: the engine sums gradients over"
-                " micro-batches and ranks. Clip by train.grad_clip (gradient_clipping of a ds_config), read the norm"
-                " from the step's metrics, and discard a step by engine.zero_grad()"
-            )
+        if grad is None:
+            self._check_step("read (zero_grad, clip_grad_norm_ and torch's optimizers read it)")
         return grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if GRAD.__get__(self) is None:
+            self._check_step("set")
         GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         GRAD.__delete__(self)
+
+    def _check_step(self, what: str) -> None:
+        """Raises RuntimeError if the engine's buffers have gradients of a step in progress."""
+        sink = self.__dict__.get("sink")
+        if sink is not None and sink.reducer.in_step:
+            raise RuntimeError(
+                f"{self.access.slot.spec.name}: .grad was {what} before the step ended: the engine sums gradients over"
+                " micro-batches and ranks in its own buffers. Clip by train.grad_clip (gradient_clipping of a"
+                " ds_config), read the norm from the step's metrics, and change gradients by register_hook"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(plain(self.detach()).clone(), self.requires_grad)

@@ -416,7 +416,7 @@ class Reducer:
         """
         self.recover()
         for sink in self.sinks:
-            sink.slot.param.grad = None
+            GRAD.__set__(sink.slot.param, None)
         if not self._passes_ended or self._state is not StepState.RUNNING:
             return
         if not self.rounds:

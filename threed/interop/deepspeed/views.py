@@ -51,8 +51,11 @@ class EngineOptimizer(torch.optim.Optimizer):
             (optimizer, optimizer.register_step_pre_hook(_refuse_step).id)
             for optimizer in (self, *(() if passed is None else (passed,)))
         ]
-        if passed is not None and not scheduled:
-            self._apply(self._rates)
+        if passed is not None:
+            passed.register_state_dict_pre_hook(_refuse_state)
+            passed.register_load_state_dict_pre_hook(_refuse_state)
+            if not scheduled:
+                self._apply(self._rates)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -145,17 +148,21 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> NoReturn:
         """Raises NotImplementedError, because the engine saves checkpoints."""
-        fix = "use engine.save_checkpoint(), which loads on any number of ranks"
-        raise NotImplementedError(f"a rank has slices only: {fix}")
+        _refuse_state()
 
     def load_state_dict(self, state: Any) -> NoReturn:
         """Raises NotImplementedError, because the engine loads checkpoints."""
-        raise NotImplementedError("use engine.load_checkpoint()")
+        _refuse_state()
 
 
 def _refuse_step(*_: Any) -> NoReturn:
     what = "step() of an optimizer of threed.initialize"
     raise NotImplementedError(f"{what}: call engine.step()")
+
+
+def _refuse_state(*_: Any) -> NoReturn:
+    fix = "use engine.save_checkpoint() and load_checkpoint(), which work on any number of ranks"
+    raise NotImplementedError(f"states of an optimizer of threed.initialize: {fix}")
 
 
 def _kept(group: dict[str, Any]) -> dict[str, Any]:
