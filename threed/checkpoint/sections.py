@@ -104,7 +104,7 @@ class Section:
         self._starts: dict[int, array[int]] = {}
 
     def window(self, number: int, line: Line, index: int) -> tuple[int, int]:
-        """Returns the range [first, last) of a line that a share contains of one window.
+        """Returns the part of a window that a share contains, as a range [first, last) of the line.
 
         Args:
             number: number of the share.
@@ -166,16 +166,16 @@ class Section:
         return len(self.parts) * sum(self._counts(number))
 
     def _counts(self, number: int) -> Iterator[int]:
-        """Yields, for each window, the number of its elements per part that a share contains."""
+        """Yields, for each window, the number of its elements in a share, per part of the state."""
         for line in self.lines:
             for index in range(line.windows):
                 first, last = self.window(number, line, index)
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns, for each window, the number of elements that a share has of earlier windows.
+        """Returns, for each window, the number of elements of all earlier windows in a share.
 
-        The elements of only one part of the state are counted, because all parts have equally many.
+        Only one part of the state is counted; every part has the same number of elements.
 
         Args:
             number: number of the share.

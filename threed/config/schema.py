@@ -35,7 +35,10 @@ def python_name(key: str) -> str:
 
 
 def key_name(field: str) -> str:
-    """Returns the key of a field name, as users write it. Inverse of `python_name`."""
+    """Returns the key of a field, as users write it: `bucket-mib` for `bucket_mib`.
+
+    Inverse of `python_name`.
+    """
     return field.rstrip("_").replace("_", "-")
 
 

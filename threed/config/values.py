@@ -69,7 +69,7 @@ class ParamGroup(Settings):
     def matches(self, name: str) -> bool:
         """Returns whether a pattern of the group matches the name of a parameter."""
         patterns = self.match.split("|")
-        # fnmatch is not called for plain names, of which imported groups may list hundreds
+        # fnmatch is not called for plain names, because imported groups may list hundreds of them
         wild = (pattern for pattern in patterns if set(pattern) & set("*?["))
         return name in patterns or any(fnmatchcase(name, pattern) for pattern in wild)
 

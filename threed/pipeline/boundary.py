@@ -135,8 +135,8 @@ class Form:
         return [torch.empty(self.shapes[n], dtype=self.dtypes[n], device=device) for n in wanted]
 
     def value(self, parts: Sequence[Tensor]) -> Any:
-        """Returns received tensors in the structure of the value. The tensors become leaves of a
-        new autograd graph."""
+        """Returns received tensors as a value of this form: a tensor, tuple or dict. The tensors
+        become leaves of a new autograd graph."""
         leaves = [part.requires_grad_(grad) for part, grad in zip(parts, self.grads, strict=True)]
         if self.keys is None:
             return leaves[0]
@@ -147,10 +147,14 @@ class Form:
         )
 
     def gradients(self, parts: Sequence[Tensor]) -> Any:
-        """Returns received gradients in the structure of the value.
+        """Returns received gradients as the gradient of a value of this form.
 
-        A tensor that requires no gradient gets None. If the value is a single such tensor, the
-        result is (None,), because a plain None would mean that the value is a loss.
+        The result has the structure of the value; it contains None for a tensor that requires no
+        gradient. If the value is a single such tensor, the result is (None,), because a plain None
+        would mean that the value is a loss.
+
+        Args:
+            parts: one gradient for each tensor that requires a gradient.
         """
         received = iter(parts)
         grads = [next(received) if grad else None for grad in self.grads]

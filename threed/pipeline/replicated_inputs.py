@@ -34,7 +34,7 @@ ROUNDINGS = 8
 
 
 def unlike_inputs() -> Flag:
-    """Returns the flag to set if an input was sliced although it differs between tensor ranks."""
+    """Returns a flag, to be set if a sliced input differs between tensor ranks."""
     return Flag(
         "inputs of recomputed layers that differ between tensor ranks, but were equal in the first micro-batch:"
         " --recompute.partition true cannot slice them; leave it out, or set `recomputable = False` on the layers"

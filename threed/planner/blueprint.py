@@ -245,7 +245,8 @@ class Blueprint:
         Args:
             microbatches: number of micro-batches.
             training: False for a plan with forwards only, as in evaluation and sampling.
-            part: `part(plan)` selects a part of an asynchronous plan; by default the full plan.
+            part: function that selects a part of the plan of an asynchronous schedule, such as
+                `double_buffered.first`. None means the full plan.
         """
         gathers, placement = self.config.zero.stage == 3, self.pipeline.layout.one_way
         if not training:

@@ -131,7 +131,7 @@ class Plan:
         return any(action.kind is Kind.W for actions in self.ranks for action in actions)
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Returns the stage of the model that a rank holds as a chunk.
+        """Returns the stage of the model that a (rank, chunk) holds.
 
         Args:
             rank: pipeline rank.

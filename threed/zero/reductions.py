@@ -94,8 +94,8 @@ class BucketGradients(Gradients):
         # per gradient that spans several buckets: number of buckets that have not taken their part
         self._parts_left: dict[Slot, int] = {}
         self._free: list[Tensor] = []
-        # per reusable buffer in use, by id: number of users, which are the gradient or bucket that
-        # fills the buffer, and the windows that are not released yet
+        # Per reusable buffer in use, by id: the number of its users. A user is the gradient or
+        # bucket that fills the buffer, or a window of the buffer that is not released yet.
         self._users: dict[int, int] = {}
 
     def view(self, slot: Slot) -> Tensor:

@@ -277,7 +277,11 @@ def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
 
 
 def rate_factors(optim: OptimConfig) -> list[float]:
-    """Returns the factors for `Rates`: 1, then per group its peak rate divided by `optim.lr`."""
+    """Returns the factors of the learning rates of all parameter groups, for `Rates`.
+
+    The first factor is 1, for parameters that no group of the configuration matches. Each further
+    factor is the peak rate of one group divided by `optim.lr`.
+    """
     return [1.0, *(1.0 if group.lr is None else group.lr / optim.lr for group in optim.groups)]
 
 

@@ -107,7 +107,7 @@ def _is_copied(state: State, policy: Policy, gpu: bool) -> bool:
     On a CPU only trainable states are copied, because frozen ones do not change.
     """
     group = state.bucket.group
-    # the state contains previous parameters, which are not on the tier of the optimizer states
+    # whether the state contains previous parameters, which are on the tier of the parameters
     parameters = policy.delayed and PREVIOUS in state.storages
     if group.key.trainable and not parameters:
         return policy.optimizer_tier is None

@@ -316,9 +316,10 @@ class DeepSpeedCheckpoint(HFTensors):
         self._check_universal(updates - {None})
 
     def _check_universal(self, updates: set[Any]) -> None:
-        """Checks that either all parameters have moments or none, and equal numbers of updates.
+        """Checks that all parameters or none have moments, and that all were updated equally often.
 
-        updates: the distinct numbers of updates in the files.
+        Args:
+            updates: the distinct numbers of updates in the files.
         """
         missing = [name for name, parts in self._tensors.items() if len(parts) < 3]
         if 0 < len(missing) < len(self._tensors):

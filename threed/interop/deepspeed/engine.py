@@ -179,9 +179,9 @@ class DeepSpeedEngine:
         Collective at the boundary.
 
         Raises:
-            RuntimeError: if gradients are missing, because neither this engine's `backward` was
-                called, nor another engine's with a loss that depends on this module; or if the
-                optimizer that was passed to `initialize` has new parameter groups or step hooks.
+            RuntimeError: if the micro-batch had no backward, neither by this engine nor by another
+                engine with a loss that depends on this module; or if the optimizer that was passed
+                to `initialize` has new parameter groups or step hooks.
         """
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")

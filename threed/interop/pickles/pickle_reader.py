@@ -107,7 +107,7 @@ def _call_result(function: Any, args: Any) -> Any:
     known = KNOWN.get(function.name)
     if known is None:
         return PickledObject(function.name, args)
-    if len(args) > MOST_DIMENSIONS:  # limited, because Python copies the arguments of a call
+    if len(args) > MOST_DIMENSIONS:  # limits memory: Python copies the arguments of a call
         raise ValueError("it calls a function with more arguments than any checkpoint")
     return known(*args)
 
