@@ -217,7 +217,7 @@ class _Draft:
             self.problems.append(f"--model.arch {arch}: {error}")
 
     def value(self, group: str, key: str) -> Any:
-        """Returns a value as it was given, or None if it was not given."""
+        """Returns the value of a key before validation, or None if no source sets the key."""
         return self.values.get(group, {}).get(key)
 
     def split(self, argv: list[str]) -> dict[str, Any]:

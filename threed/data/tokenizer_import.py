@@ -77,7 +77,7 @@ def _load(files: TokenizerFiles) -> Any:
 
 
 def _entries(files: TokenizerFiles) -> Mapping[str, int]:
-    """Returns the id of each token in the first vocabulary file."""
+    """Returns the tokens in the first of the vocabulary files, and their ids."""
     name = files.vocabulary[0]
     path = files.files[name]
     if name in SENTENCEPIECE:

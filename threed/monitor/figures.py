@@ -190,7 +190,10 @@ def _fit(axes: Any, points: Points, ticks: str, levels: Iterable[float] = ()) ->
 
 
 def _most(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 5th and 95th percentile of sorted values, or the extremes of fewer than 10."""
+    """Returns the 5th and 95th percentile of sorted values.
+
+    If there are fewer than 10 values, it returns the smallest and the largest.
+    """
     share = 0.05 * (len(values) - 1) if len(values) >= 10 else 0
     return values[math.ceil(share)], values[-1 - math.ceil(share)]
 

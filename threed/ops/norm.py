@@ -48,7 +48,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer:
 
 
 def fits(x: Tensor, *vectors: Tensor | None) -> bool:
-    """Returns whether the kernel supports rows x [... h] and weights [h].
+    """Returns whether the kernel supports x [... h] and weights [h].
 
     Weights may be unaligned views of a buffer, which the kernel does not support.
     """

@@ -35,7 +35,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def column_fits(x: Tensor) -> bool:
-    """Returns whether `column_sums` supports rows x [n h]."""
+    """Returns whether `column_sums` supports x [n h]."""
     return x.shape[1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 

@@ -96,10 +96,12 @@ class OnDrives:
             self._release(storage)
 
     def _large_enough(self, nbytes: int) -> Drive:
-        """Returns the drive, or a new drive if the buffers of the old one are too small.
+        """Returns a drive whose buffers have at least `nbytes` bytes.
 
-        New buffers are at least 1.5 times as large as the old buffers. So the regions of the file
-        that become too small for reuse take, per input, at most the space of two new regions.
+        If the buffers of the current drive are too small, a drive with larger buffers replaces it.
+        From then on, inputs use regions of the new size, and the smaller regions of the swap file
+        are not used again. New buffers are at least 1.5 times as large as the old ones, so all
+        smaller regions of an input together take at most twice the space of its new region.
         """
         old = 0 if self._drive is None else self._drive.nbytes
         if self._drive is None or nbytes > old:

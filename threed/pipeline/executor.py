@@ -474,8 +474,11 @@ class Executor:
         ]
 
     def _store_form(self, side: str, action: Action, form: Form) -> Form:
-        """Stores and returns the form of a chunk's input or output. Raises RuntimeError if another
-        form was stored before for micro-batches of the same shape."""
+        """Stores the form (structure, shapes and dtypes) of a chunk's input or output; returns it.
+
+        Raises:
+            RuntimeError: if a different form is already stored for micro-batches of this shape.
+        """
         known = self._forms.setdefault(self._key(side, action), form)
         if known != form:
             layers = self.stages[action.chunk].layers

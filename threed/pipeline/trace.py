@@ -302,7 +302,8 @@ class Tracer:
 
         Args:
             layers: the layers of the model.
-            recomputed: the recomputed layers; its `units` are indices in `layers`.
+            recomputed: the layers to recompute in the backward; `recomputed.units` are their
+                indices in `layers`.
 
         Raises:
             TraceError: if a layer cannot be run on the meta device.

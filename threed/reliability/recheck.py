@@ -90,7 +90,7 @@ def deterministic() -> Iterator[None]:
 
 
 class Record:
-    """Hashes of the results of a rank in one step. It observes the executor and the reducer.
+    """Hashes a rank's results in one step. The executor and the reducer call it as their observer.
 
     Attributes:
         forward: hash of the activations for the next stage, and of the losses; int64 scalar.

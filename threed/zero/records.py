@@ -88,7 +88,7 @@ def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[R
 
 
 def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
-    """Yields records with their values [*piece.size].
+    """Yields each record with the values of its piece, shape [*piece.size].
 
     The values are views of the state's buffers, and are only valid until the next iteration.
 

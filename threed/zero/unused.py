@@ -105,7 +105,7 @@ class Unused:
         ]
         # indices of unused parameters in `_slots`, the same on all ranks
         self._never = set(range(len(self._slots)))
-        # updates done before the first use, for parameters first used after the first step
+        # number of updates before its first use, per parameter first used after the first step
         self._updates_before_use: dict[Slot, Tensor] = {}
         self._first = True
 

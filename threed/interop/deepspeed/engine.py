@@ -81,7 +81,7 @@ class DeepSpeedEngine:
         self._batches = None if training_loader is None else repeat(training_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not set before __init__; a look-up in itself would never end
+        if name == "module":  # not set yet; `self.module` below would recurse without end
             raise AttributeError(name)
         try:
             return getattr(self.module, name)
