@@ -101,7 +101,8 @@ def _product_backward(
     need: whether the gradients of x, weight and bias are needed, in this order.
     """
     layer, tiles = opaque.value, tiled.tiles_of(opaque.value)
-    bias = layer.bias if need[2] else None  # the parameter, because the sink is its attribute
+    # read from the layer, because only the parameter itself has the gradient sink as an attribute
+    bias = layer.bias if need[2] else None
     sinks = map(sink_of, tiles)
     if any(sink is not None and sink.defers() for sink in sinks):
         # These sinks read dy and gathered later. The compiler may reuse the memory of both after

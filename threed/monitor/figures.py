@@ -62,8 +62,9 @@ _STYLE: dict[Any, Any] = {
     "grid.color": style.RULE,
 }
 _MOST_BARS = 32  # maximum number of ranks with two legible bars each, and of legible labels
-_LOG_RATIO = 20  # ratio (largest / smallest of most values) above which an axis is logarithmic
-_MARGIN = 3  # maximum distance of an axis's end from most values, in multiples of their spread
+# The 95th and the 5th percentile of the values (see `_most`) determine the scale of an axis:
+_LOG_RATIO = 20  # ratio of the percentiles above which the axis is logarithmic
+_MARGIN = 3  # the axis extends beyond a percentile by at most this multiple of their difference
 
 Row = Mapping[str, Any]
 Note = Callable[[str], None]
@@ -192,7 +193,7 @@ def _fit(axes: Any, points: Points, ticks: str, levels: Iterable[float] = ()) ->
 def _most(values: Sequence[float]) -> tuple[float, float]:
     """Returns the 5th and 95th percentile of sorted values.
 
-    If there are fewer than 10 values, it returns the smallest and the largest.
+    For fewer than 10 values, returns the smallest and the largest value.
     """
     share = 0.05 * (len(values) - 1) if len(values) >= 10 else 0
     return values[math.ceil(share)], values[-1 - math.ceil(share)]

@@ -60,7 +60,7 @@ class StoragePool(Protocol):
 
 
 class InArena:
-    """A pool of storages in the slots of an arena."""
+    """A pool of storages in memory. Each storage is a slot of an arena."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena

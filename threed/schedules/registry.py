@@ -226,9 +226,9 @@ def build(
 def build_some(name: str, stages: int, chunks: int | None = None) -> Plan | None:
     """Returns a plan for checks that do not depend on the number of micro-batches.
 
-    The plan of a CSV file has the number of micro-batches in the file; the plan of a registered
-    schedule has 2 * stages. For FILE.py:function, only imports the file, and returns None without
-    calling the function. Raises the same errors as `build`.
+    A registered schedule is built for 2 * stages micro-batches, and a CSV file for the number of
+    micro-batches that it contains. If the name is FILE.py:function, the file is imported, but the
+    function is not called, and the result is None. Raises the same errors as `build`.
     """
     if name.endswith(".csv"):
         return build(name, stages, read_csv(name).microbatches, chunks)

@@ -449,10 +449,10 @@ def _load(file: str) -> dict[str, Any]:
 
 
 def _train_reference(task: _Task) -> Seen:
-    """Trains on one process, and writes the results to the task's file.
+    """Trains on one process, and writes the results to the task's file, as the reference.
 
-    Then trains again with other random numbers, and returns the differences between the two
-    trainings.
+    Then trains again with another seed of the global random generators, and returns the differences
+    from the reference. Any difference means that the model uses these generators.
     """
     task = replace(task, config=plain(task.config))
     truth, watch = _train(task, {}, 0, lambda when, *held: vars(results_of(*held)), {})

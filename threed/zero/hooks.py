@@ -90,8 +90,8 @@ class _Hook:
         self.gatherer, self.module, self.unit = gatherer, module, unit
         # saved-tensor hooks of the calls in progress, innermost last
         self.saving: list[saved_tensors_hooks] = []
-        # `torch.compiler.disable` is called here and not as a decorator, because it imports torch's
-        # compiler, which few programs need
+        # A decorator `torch.compiler.disable` would import torch's compiler together with this
+        # module. Called here, it imports the compiler only in programs that use these hooks.
         self._begin = torch.compiler.disable(self._enter, reason=UNTRACED)
         self._end = torch.compiler.disable(self._leave, reason=UNTRACED)
         module.register_forward_pre_hook(self.before, prepend=True)

@@ -48,14 +48,16 @@ class LateGradients:
         self._gradients.clear()
 
     def reduce(self) -> Iterator[tuple[Bucket, StagedBuffer]]:
-        """Sums the late gradients of each bucket over ranks, if any rank has some. Collective.
+        """Sums late gradients over ranks, for each bucket with late gradients on any rank.
+
+        Collective.
 
         Yields:
-            (bucket, staged buffer of this rank's slice, to which the sum was added). The caller
-            stores the buffer.
+            (bucket, staged): `staged` is the staged buffer of this rank's gradient slice, to which
+            the sum was added. The caller must store it in the bucket.
 
         Raises:
-            RuntimeError: ranks gathered different groups.
+            RuntimeError: if the ranks did not gather the same groups in the same order.
         """
         for number in self._agree_on_buckets():
             bucket = self.layout.buckets[number]

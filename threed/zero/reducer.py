@@ -461,14 +461,16 @@ class Reducer:
 class Sink:
     """Accumulates the gradient of one parameter.
 
-    The first contribution of a round overwrites the gradient's memory; later ones are added to it.
+    A round is a micro-batch or a step (see the module's docstring). The first contribution of a
+    round overwrites the gradient's memory; later ones are added to it.
+
     Layers of `threed.layers` call the `add` methods of `param.sink`. For all other modules,
     autograd calls `take` when it has computed a gradient of the parameter.
 
     Args:
-        reducer: reduces the gradient.
+        reducer: the reducer that owns the sink.
         slot: the parameter.
-        counts: counts the contributions.
+        counts: number of contributions to the gradient, expected and added.
         queue: launch queue of the parameter's buckets.
     """
 

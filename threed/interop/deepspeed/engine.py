@@ -41,8 +41,8 @@ class DeepSpeedEngine:
         translation: the translated DeepSpeed configuration.
         passed: the optimizer that was passed to `initialize`.
         training_loader: the default data source of `train_batch`.
-        notes: messages of `initialize`. The attribute `notes` has them before the translation's
-            messages.
+        notes: messages of `initialize`. In the attribute `notes`, the messages of the translation
+            follow them.
 
     Attributes:
         engine: the wrapped `threed.engine.ModuleEngine`.

@@ -42,11 +42,11 @@ def import_hf(
 
     Args:
         folder: the Hugging Face folder.
-        out: the folder to write.
+        out: the checkpoint folder to write.
         dtype: dtype of all written weights; None keeps each weight's dtype.
         tokenizer: the tokenizer's path, which the manifest stores for a later export.
-        extra: additional entries for the manifest, such as the hashes of the tokenizer's files and
-            the folder's record.
+        extra: additional entries for the manifest: the hashes of the tokenizer's files, and the
+            record of the folder (see `folder_record`).
         file_bytes: limit on the size of a file, in bytes.
 
     Returns:
@@ -84,7 +84,8 @@ def load_hf(
         extras: the model's buffers.
 
     Returns:
-        The counters of a run at step 0, and a dict `extra` with the folder's record under "hf".
+        The counters of a run at step 0, and a dict `extra`, whose entry "hf" is the record of
+        the folder (see `folder_record`).
 
     Raises:
         CheckpointError: on every rank if any rank finds a problem. Mismatches with the model and
