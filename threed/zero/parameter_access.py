@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ from torch.utils import _pytree as pytree
 from threed.distributed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
+TRACERS = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses")
 GRAD: Any = Tensor.grad  # the plain attribute, which the engine reads and writes
 UNTRACED = (
     "parameters of a threed engine are gathered here, and torch.compile cannot trace it: compile without fullgraph=True"
@@ -272,6 +274,11 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
     return nullcontext() if user_hooks else sharded[0].gatherer.saving
 
 
+def _read_by_tracer() -> bool:
+    """Returns whether the caller of the calling function is a tracer of torch."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith(TRACERS)
+
+
 class _Managed(nn.Parameter):
     """A parameter of an engine. Copying or pickling it gives a plain `nn.Parameter`."""
 
@@ -291,11 +298,12 @@ class _Managed(nn.Parameter):
 
         Raises:
             RuntimeError: between a backward and the end of its step. Functions that read `.grad`,
-                such as torch's `clip_grad_norm_`, would otherwise do nothing.
+                such as torch's `clip_grad_norm_`, would otherwise do nothing. `torch.compile` reads
+                it of each parameter in the code that it compiles, and gets None.
         """
         grad: Tensor | None = GRAD.__get__(self)
         sink = self.__dict__.get("sink")
-        if grad is None and sink is not None and sink.reducer.in_step:
+        if grad is None and sink is not None and sink.reducer.in_step and not _read_by_tracer():
             raise RuntimeError(
                 f"{self.access.slot.spec.name}: .grad was read before the step ended: the engine sums gradients over"
                 " micro-batches and ranks. Clip by train.grad_clip (gradient_clipping of a ds_config), read the norm"
