@@ -678,6 +678,11 @@ class ModuleEngine(Engine):
                 " engine's loss scale: call zero_grad() before this engine's backward"
             )
 
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        if self.accumulating:
+            self._loss.zero_()
+
     def discard(self) -> None:
         """Discards the step in progress of a custom loop, for example after an error."""
         self.accumulating = False
