@@ -939,7 +939,14 @@ def test_a_topology_is_chosen_if_no_key_gives_one(
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--model.layers 2", "--parallel.dp 3", "--zero.stage 3", "--parallel.partition 8,2"],
+    [
+        "",
+        "--model.layers 2",
+        "--parallel.dp 3",
+        "--parallel.pp 1",
+        "--zero.stage 3",
+        "--parallel.partition 8,2",
+    ],
 )
 def test_a_topology_is_not_chosen_otherwise(flags: str) -> None:
     choose = flags != ""
