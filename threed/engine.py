@@ -338,7 +338,7 @@ class Engine:
         return self.optimizer.rates(self.optimizer.updates).tolist()
 
     def set_learning_rates(self, rates: Sequence[float] | None) -> None:
-        """Sets the learning rates of the following updates, in place of the schedule.
+        """Sets the learning rates of the following steps, in place of the schedule.
 
         They are saved in checkpoints. Every rank sets the same rates.
 
