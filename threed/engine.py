@@ -345,7 +345,7 @@ class Engine:
         return self.optimizer.rates(self.optimizer.updates).tolist()
 
     def set_learning_rates(self, rates: Sequence[float] | None) -> None:
-        """Replaces the schedule by constant learning rates for all following updates.
+        """Replaces the schedule by constant learning rates for all following steps.
 
         Checkpoints contain these rates. Every rank must pass the same rates.
 
@@ -688,6 +688,11 @@ class ModuleEngine(Engine):
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"
                 " engine's loss scale: call zero_grad() before this engine's backward"
             )
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        if self.accumulating:
+            self._loss.zero_()
 
     def discard(self) -> None:
         """Discards the step in progress of a custom loop, for example after an error."""

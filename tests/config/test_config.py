@@ -605,6 +605,22 @@ def test_vocabulary_smaller_than_the_tokenizers() -> None:
 # Parameter groups
 
 
+@pytest.mark.parametrize(
+    ("match", "names", "others"),
+    [
+        ("a.*|b", ["a.x", "b"], ["b.x", "a"]),
+        ("a.* | b", ["a.x", "b"], ["a", " b"]),
+        ("[ab].w|c", ["a.w", "b.w", "c"], ["c.w"]),
+        ("a[|]b|c", ["a|b", "c"], ["a", "b"]),
+        ("w[0]", ["w0", "w[0]"], ["w"]),
+    ],
+)
+def test_alternatives_of_a_pattern(match: str, names: list[str], others: list[str]) -> None:
+    group = ParamGroup(match=match)
+    assert all(map(group.matches, names))
+    assert not any(map(group.matches, others))
+
+
 def groups_of(text: str) -> tuple[ParamGroup, ...]:
     return load(["--optim.groups", text])[0].optim.groups
 
@@ -923,7 +939,14 @@ def test_a_topology_is_chosen_if_no_key_gives_one(
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--model.layers 2", "--parallel.dp 3", "--zero.stage 3", "--parallel.partition 8,2"],
+    [
+        "",
+        "--model.layers 2",
+        "--parallel.dp 3",
+        "--parallel.pp 1",
+        "--zero.stage 3",
+        "--parallel.partition 8,2",
+    ],
 )
 def test_a_topology_is_not_chosen_otherwise(flags: str) -> None:
     choose = flags != ""

@@ -301,3 +301,99 @@ def test_a_schedule_of_its_own_rates_sets_all_groups() -> None:
     cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}
     t = translate(config(scheduler=cosine), 4, ModelFacts(), groups)
     assert {g.lr for g in t.config.optim.groups} == {0.1, 0.2, None}
+
+
+RESUMED = {
+    "milestones": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5]),
+    "a tensor": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
+    "nested": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [linear(optimizer), torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])],
+        milestones=[2],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_scheduler_continues_after_a_load(name: str, tmp_path: Path) -> None:
+    def new() -> Any:
+        lr = torch.tensor(0.1) if name == "a tensor" else 0.1
+        model = Linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        ds = {"train_batch_size": 2}
+        scheduler = RESUMED[name]
+        return threed.initialize(model, ds, optimizer=optimizer, lr_scheduler=scheduler)[0]
+
+    engine, found = new(), []
+    for number in range(8):
+        if number == 3:
+            engine.save_checkpoint(tmp_path)
+        step(engine)
+        found.append(engine.get_lr())
+    engine = new()
+    engine.load_checkpoint(tmp_path)
+    for rates in found[3:]:
+        step(engine)
+        assert engine.get_lr() == pytest.approx(rates)
+
+
+def test_a_scheduler_continues_after_skipped_steps(tmp_path: Path) -> None:
+    def new() -> Any:
+        schedule = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
+        model = Linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+        ds = {"train_batch_size": 2, "fp16": fp16}
+        return threed.initialize(model, ds, optimizer=optimizer, lr_scheduler=schedule)[0]
+
+    engine = new()
+    for value in (1.0, float("nan"), 1.0):
+        engine.backward(engine(torch.full((2, 3), value, dtype=torch.float16)))
+        engine.step()
+    assert engine.skipped_steps == 1
+    engine.save_checkpoint(tmp_path)
+    assert engine.get_lr() == [0.025]
+    engine = new()
+    engine.load_checkpoint(tmp_path)
+    engine.backward(engine(torch.ones(2, 3, dtype=torch.float16)))
+    engine.step()
+    assert engine.get_lr() == [0.0125]
+
+
+def test_frozen_groups_keep_their_rates() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    for frozen in (0, 3):
+        model[frozen].requires_grad_(False)
+    groups = [{"params": model[n].parameters(), "lr": 0.1 * (n + 1)} for n in range(4)]
+    groups.insert(2, {"params": [], "lr": 0.9})
+    passed = torch.optim.SGD(groups)
+    ds = {"train_batch_size": 2}
+    engine, view, _, _ = threed.initialize(model, ds, optimizer=passed)
+    want = [0.1, 0.2, 0.9, 0.3, 0.4]
+    assert engine.get_lr() == pytest.approx(want)
+    for number, group in enumerate(view.param_groups):
+        group["lr"] = want[number] / 2
+    engine.backward(engine(torch.ones(2, 2)).square().mean())
+    engine.step()
+    assert engine.get_lr() == pytest.approx([rate / 2 for rate in want])
+    assert engine.engine.learning_rates[1:3] == pytest.approx([0.1, 0.15])
+
+
+def test_groups_of_parameters_with_odd_names() -> None:
+    names = ["a", "a|b", "[a|b]", "b"]
+    params = nn.ParameterDict({name: nn.Parameter(torch.ones(1)) for name in names})
+    model = nn.Module()
+    model.params = params
+    model.forward = lambda x: sum(params.values()).sum() * x.mean()  # type: ignore[method-assign,assignment]
+    groups = [{"params": [params[name]], "lr": 0.1 * n} for n, name in enumerate(names, 1)]
+    ds = {"train_batch_size": 2, "gradient_clipping": 0.0}
+    engine = threed.initialize(model, ds, optimizer=torch.optim.SGD(groups))[0]
+    engine.backward(engine(torch.ones(2, 1)))
+    engine.step()
+    found = [1 - float(params[name]) for name in names]
+    assert found == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+def test_a_created_scheduler_that_needs_a_metric_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs a metric"):
+        started(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
-from tests.configs import VOCAB, Case, config_of, topology_of
+from tests.configs import VOCAB, Case, batch, config_of, engine_of, topology_of
 from tests.harness import run_ranks
 from tests.pipeline.test_step import with_
 from threed import schedules
@@ -159,6 +160,31 @@ def test_the_forecast_counts_and_says_what_it_takes() -> None:
             "activations": 1,
         }.items():
             assert rank.bytes[part] == times * other.bytes[part], part
+
+
+def test_a_step_has_the_rates_that_were_set_before_it() -> None:
+    """Although its update runs in the next step, or in `finish`."""
+    run_ranks(2, set_rates)
+
+
+def set_rates() -> None:
+    config = config_of(Case(pp=2, schedule="2bw", microbatches=2, dtype="fp64"))
+    rates = (0.01, 0.002, 0.0, 0.03)
+    table = torch.tensor((*rates, 0.0), dtype=torch.float64)
+    found = []
+    for way in ("schedule", "set", "set and finished"):
+        schedule = (lambda updates: table[updates.long()]) if way == "schedule" else None
+        engine = engine_of(config, learning_rate=schedule)
+        for step, rate in enumerate(rates):
+            if way != "schedule":
+                engine.set_learning_rates([rate])
+            engine.step(batch(step, config.train.global_batch))
+            if way == "set and finished":
+                engine.finish()
+        found.append(engine.full_state_dict())
+    for weights in found[1:]:
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, found[0][name], rtol=0, atol=0)
 
 
 def test_it_is_for_models_of_layers() -> None:

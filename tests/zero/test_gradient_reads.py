@@ -59,6 +59,24 @@ def test_reads_of_gradients_within_a_step_are_refused(stage: int, name: str) -> 
     assert all(param.grad is None for param in module.parameters())
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_is_compiled_within_a_step(stage: int) -> None:
+    """torch.compile reads `.grad` when it compiles, again for each new shape."""
+    torch.manual_seed(0)
+    module, found = Small(), list[float]()
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    for compiles in (False, True):
+        module = Small()
+        module.load_state_dict(start)
+        engine = engine_of(stage, module)
+        run = torch.compile(module, backend="aot_eager", dynamic=False) if compiles else module
+        engine.begin(3)
+        for size in (2, 4, 3):
+            engine.backward(run(torch.ones(size, 3)))
+        found.append(engine.update().grad_norm)
+    assert found[0] == found[1] > 0
+
+
 def test_a_discarded_step_has_no_gradients() -> None:
     module = Small()
     engine = engine_of(1, module)

@@ -79,3 +79,17 @@ def test_an_open_step_needs_weights_and_can_be_discarded() -> None:
     assert metrics.grad_norm == 0
     for name, weight in engine.full_state_dict().items():
         torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-4)  # weight decay only
+
+
+@pytest.mark.parametrize("count", [None, 3])
+def test_the_loss_of_a_step_is_without_dropped_micro_batches(count: int | None) -> None:
+    config = Config.model_validate({"train": {"micro_batch": 2, "global_batch": 2}})
+    engine = Engine(Tied(), Topology(), config)
+    assert isinstance(engine, ModuleEngine)
+    engine.begin(count)
+    engine.backward(engine.module(torch.ones(2, 4), True), 0.5)
+    engine.zero_grad()
+    losses = [engine.module(torch.full((2, 4), x), True) for x in (0.5, -1.0)]
+    for loss in losses:
+        engine.backward(loss, 0.5)
+    assert engine.update().loss == pytest.approx(sum(map(float, losses)) / 2)

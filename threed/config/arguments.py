@@ -105,8 +105,8 @@ def load(
             [topology.N] of the preset or file. If None, combinations of keys are not checked.
         local_world: number of ranks on this machine.
         machines: minimum and maximum number of machines of an elastic job.
-        choose_topology: whether to choose `parallel.pp` if no key gives a topology and the global
-            batch cannot be divided over all ranks as data-parallel ranks.
+        choose_topology: whether to choose `parallel.pp` if no key gives it or another size, and the
+            global batch cannot be divided over all ranks as data-parallel ranks.
         more: function that returns further problems of a configuration with valid values.
         renames: renamed and removed keys.
 
@@ -135,7 +135,8 @@ def load(
     found = {} if draft.problems else begin(config)
     config = draft.begin(found, config)
     draft.find_custom_model(config)
-    if choose_topology and machines is None and (ranks := asked or world_size):
+    chooses = choose_topology and machines is None and ("parallel", "pp") not in draft.sources
+    if chooses and (ranks := asked or world_size):
         config = choose_sizes(config, ranks)
     flags = frozenset(map(renames.current_name, given))
     notes = tuple(dict.fromkeys(draft.notes))

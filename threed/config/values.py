@@ -7,6 +7,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from threed import schedules
@@ -44,6 +45,17 @@ def _pattern(text: str) -> str:
     return text.strip()
 
 
+@lru_cache
+def _alternatives(match: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Returns the alternatives of a pattern: all of them, and those with `*`, `?` or `[`.
+
+    They are separated by "|" outside of brackets. Imported groups may list thousands of names.
+    """
+    found = [text.strip() for text in re.findall(r"(?:\[.[^]]*\]|[^|])+", match)]
+    wild = tuple(text for text in found if set(text) & set("*?["))
+    return frozenset(found), wild
+
+
 _Rate = Annotated[float, Field(ge=0), BeforeValidator(number)]
 
 
@@ -68,10 +80,8 @@ class ParamGroup(Settings):
 
     def matches(self, name: str) -> bool:
         """Returns whether a pattern of the group matches the name of a parameter."""
-        patterns = self.match.split("|")
-        # fnmatch is not called for plain names, because imported groups may list hundreds of them
-        wild = (pattern for pattern in patterns if set(pattern) & set("*?["))
-        return name in patterns or any(fnmatchcase(name, pattern) for pattern in wild)
+        names, wild = _alternatives(self.match)
+        return name in names or any(fnmatchcase(name, pattern) for pattern in wild)
 
 
 def _groups(value: Any) -> Any:

@@ -75,6 +75,7 @@ class Asynchronous:
         # the older of the two versions of the weights
         self._updated = True
         self._gradients: Callable[[], list[Gradient]] = list
+        self._rates: Tensor | None = None  # of the last step's update
         self._end: Callable[[], Update]
         zero, one = torch.zeros_like(optimizer.updates), torch.ones_like(optimizer.updates)
         self._none = Update(zero, one, zero[None], one, zero, zero, zero[None], zero, zero)
@@ -166,6 +167,8 @@ class Asynchronous:
             belongs to the previous step, with these sums as `Update.sums`.
         """
         self._carry = carry
+        # the program may set other rates before the step's update runs
+        self._rates = self.optimizer.rates(self.optimizer.updates)
         sums = collectives.start_sum_of_scalars(carry, self.optimizer.everyone)
         last = replace(self._last, skips=self.optimizer.bad.skips.clone())
         return lambda: replace(last, sums=sums.wait())
@@ -198,7 +201,7 @@ class Asynchronous:
         with timed(self.seconds, 1):
             # keep no reference here, so that the gradients are freed after the update
             gradients, self._gradients = self._gradients, list
-            self._end = self.optimizer.start_step(gradients(), self._carry)
+            self._end = self.optimizer.start_step(gradients(), self._carry, self._rates)
 
     def end_update(self) -> None:
         """Waits for the gradient norm and updates the weights."""

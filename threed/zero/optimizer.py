@@ -134,16 +134,24 @@ class Optimizer:
         update = self.start_step(gradients, carry)()
         return lambda: update
 
-    def start_step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
+    def start_step(
+        self, gradients: Sequence[Gradient], carry: Tensor, rates: Tensor | None = None
+    ) -> Callable[[], Update]:
         """Starts the all-reduce that an update needs. Collective.
 
-        Takes the same arguments as `step`.
+        Args:
+            gradients: see `step`.
+            carry: see `step`.
+            rates: learning rate per parameter group; None for the current ones.
 
         Returns:
             A function that waits for the sum, updates the weights, and returns the results.
         """
         own = self._own_sums(gradients, carry)
-        outcome, pending = self._outcome(), collectives.start_sum_of_scalars(own, self.everyone)
+        outcome, pending = (
+            self._outcome(rates),
+            collectives.start_sum_of_scalars(own, self.everyone),
+        )
 
         def end() -> Update:
             update = outcome(pending.wait())
@@ -241,9 +249,9 @@ class Optimizer:
         found = [gradient.squares for gradient in gradients]
         return torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self, rates: Tensor | None = None) -> Outcome:
         """Returns a function that computes the next `Update` from the sums over all ranks."""
-        rates = self.rates(self.updates)
+        rates = self.rates(self.updates) if rates is None else rates
         return self.bad.outcome(rates, self.scaler.scale.clone(), self.grad_clip)
 
     def _wait_for_update(self) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ from torch.utils import _pytree as pytree
 from threed.distributed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
+TRACERS = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses")
 # torch's own `.grad`, which the engine reads and writes; `_Managed.grad` is for the user's program
 GRAD: Any = Tensor.grad
 UNTRACED = (
@@ -278,6 +280,11 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
     return nullcontext() if user_hooks else sharded[0].gatherer.saving
 
 
+def _read_by_tracer() -> bool:
+    """Returns whether the caller of the calling function is a tracer of torch."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith(TRACERS)
+
+
 class _Managed(nn.Parameter):
     """A parameter of an engine. Copying or pickling it gives a plain `nn.Parameter`."""
 
@@ -297,10 +304,11 @@ class _Managed(nn.Parameter):
 
         Raises:
             RuntimeError: between a backward and the end of its step. Functions that read `.grad`,
-                such as torch's `clip_grad_norm_`, would otherwise do nothing.
+                such as torch's `clip_grad_norm_`, would otherwise do nothing. `torch.compile` reads
+                it of each parameter in the code that it compiles, and gets None.
         """
         grad: Tensor | None = GRAD.__get__(self)
-        if grad is None:
+        if grad is None and not _read_by_tracer():
             self._check_step("read (zero_grad, clip_grad_norm_ and torch's optimizers read it)")
         return grad
 

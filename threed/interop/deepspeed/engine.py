@@ -26,7 +26,7 @@ from threed.engine import ModuleEngine, StepMetrics
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.missing import INSTEAD
-from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
+from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView, from_json, to_json
 from threed.models.wrapped import loss_of
 
 LATEST = "latest"  # file that contains the tag of the newest checkpoint
@@ -204,7 +204,9 @@ class DeepSpeedEngine:
         self._skipped = skipped
 
     def _scheduler_state(self) -> dict[str, Any]:
-        return {} if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        state = {} if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        found: dict[str, Any] = to_json(state)
+        return found
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Returns whether the current micro-batch is the last of its step."""
@@ -430,6 +432,7 @@ class DeepSpeedEngine:
         extra = self.engine.load(path)
         self.optimizer.show()
         if self.lr_scheduler is not None and (state := extra.get("lr_scheduler")):
-            self.lr_scheduler.load_state_dict(state)
+            self.lr_scheduler.load_state_dict(from_json(state))
+        self._skipped = self.skipped_steps
         self.micro_steps = self.engine.steps * self.translation.accumulation
         return str(path), extra.get("client_state", {})

@@ -88,10 +88,13 @@ def initialize(
         batch, last = translation.micro_batch, translation.drop_last
         loader = deepspeed_io(training_data, topology, batch, last, collate_fn)
     engine = DeepSpeedEngine(model, topology, translation, optimizer, loader, notes)
+    if callable(lr_scheduler):
+        own = optimizer or engine.optimizer
+        lr_scheduler = lr_scheduler(own)
+        if problem := _scheduler_problem(lr_scheduler, own):
+            raise ConfigError([f"lr_scheduler: {problem}"])
     if lr_scheduler is not None:
-        engine.lr_scheduler = (
-            lr_scheduler(optimizer or engine.optimizer) if callable(lr_scheduler) else lr_scheduler
-        )
+        engine.lr_scheduler = lr_scheduler
     if topology.rank == 0:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
     return engine, engine.optimizer, loader, engine.lr_scheduler

@@ -5,6 +5,7 @@ Both give access to the learning rates of the engine's parameter groups.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from threed.engine import ModuleEngine
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
 RATE = {"params", "lr", "initial_lr"}  # keys of a group that `_kept` does not compare
+PAIRS = "pairs of a Counter"  # the key of an encoded `Counter`
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -43,7 +45,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(list(own.values()) if passed is None else passed.param_groups, {})
         self._complete = True
         # For each group, the index of its learning rate in `Engine.learning_rates`.
-        self._index = list(own) if passed is None else _indices(self._groups, list(own))
+        self._index: list[int | None] = (
+            [*own] if passed is None else _indices(self._groups, list(own))
+        )
         self._rates: list[float] = self._read()  # the groups' rates as last read or written
         self._kept = [_kept(group) for group in self._groups]
         self._members = list(map(id, self._groups))
@@ -108,13 +112,19 @@ class EngineOptimizer(torch.optim.Optimizer):
             optimizer._opt_called = True
 
     def show(self) -> None:
-        """Writes the learning rates of the next update to the groups."""
+        """Writes the learning rates of the next update to the groups.
+
+        A frozen group has no update: it follows the schedule, or keeps what the program has set.
+        """
         rates = self._engine.learning_rates
+        scheduled = not self._engine.optimizer.rates.state()
         for group, index in zip(self._groups, self._index, strict=True):
+            if index is None and not scheduled:
+                continue
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rates[index])
+                group["lr"].fill_(rates[index or 0])
             else:
-                group["lr"] = rates[index]
+                group["lr"] = rates[index or 0]
         self._rates = self._read()
 
     def _read(self) -> list[float]:
@@ -129,7 +139,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         # because every parameter is then in a group.
         values[0] = rates[0]
         for index, rate in zip(self._index, rates, strict=True):
-            values[index] = rate
+            if index is not None:
+                values[index] = rate
         self._engine.set_learning_rates(values)
         self._rates = rates
 
@@ -171,18 +182,20 @@ def _kept(group: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "params": list(map(id, group.get("params", ())))}
 
 
-def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int]:
-    """Returns the index of each group's rate in `Engine.learning_rates`.
+def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int | None]:
+    """Returns the index of each group's rate in `Engine.learning_rates`; None without a rate.
+
+    A group without trained parameters has no rate.
 
     Args:
         groups: the groups of a passed optimizer.
         own: indices of the rates that the engine's parameters have. `optim.groups` has no entry for
-            a single group without its own values, nor for a group of frozen parameters.
+            a single group without its own values.
     """
     if len(groups) == 1:
         return [own[0] if own else 0]
     trained = [any(param.requires_grad for param in group["params"]) for group in groups]
-    return [sum(trained[: number + 1]) if used else 0 for number, used in enumerate(trained)]
+    return [sum(trained[: number + 1]) if used else None for number, used in enumerate(trained)]
 
 
 def _engine_groups(engine: ModuleEngine) -> dict[int, dict[str, Any]]:
@@ -231,3 +244,27 @@ class SchedulerView:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has no effect; see `state_dict`."""
+
+
+def to_json(state: Any) -> Any:
+    """Returns the state of a scheduler as JSON; `from_json` decodes it.
+
+    Tensors become numbers. A `Counter` (of `MultiStepLR`) becomes its pairs, because JSON has only
+    strings as keys.
+    """
+    if isinstance(state, Tensor):
+        return state.tolist()
+    if isinstance(state, Counter):
+        return {PAIRS: [[key, count] for key, count in state.items()]}
+    if isinstance(state, Mapping):
+        return {key: to_json(value) for key, value in state.items()}
+    return [to_json(value) for value in state] if isinstance(state, list | tuple) else state
+
+
+def from_json(state: Any) -> Any:
+    """Returns the state of a scheduler that `to_json` encoded."""
+    if isinstance(state, Mapping):
+        if PAIRS in state:
+            return Counter(dict(state[PAIRS]))
+        return {key: from_json(value) for key, value in state.items()}
+    return [from_json(value) for value in state] if isinstance(state, list) else state

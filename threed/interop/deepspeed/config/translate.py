@@ -315,7 +315,7 @@ def _groups(
     groups = groups if len(groups) > 1 or rates - {lr} or decays - {decay} else ()
     own = tuple(
         {
-            "match": "|".join(map(glob.escape, group.names)),
+            "match": "|".join(glob.escape(name).replace("|", "[|]") for name in group.names),
             "lr": lr if group.lr is None else group.lr,
             "weight_decay": group.weight_decay,
         }
