@@ -160,7 +160,7 @@ class ZeroConfig(_Group):
     memory for the activations, else micro"""
     early_update: AutoSwitch = "auto"
     """update each layer during the backward of the layers before it, with twice the space on the
-    drive; auto: with order layer if all state is on a drive"""
+    drive; auto: if the order is layer and all state is on a drive"""
     tile: Count = 1
     """tiles per large linear layer, gathered one at a time; 1: no tiling"""
     compress_weights: Literal["none", "int8"] = "none"
