@@ -406,7 +406,7 @@ class RunConfig(_Group):
     dir: PathText | None = None
     """run folder; if not set, or if only --run.name is given as a flag: runs/<name>"""
     name: FolderName | None = None
-    """name of the run; if not set, that of the preset or TOML file, else the architecture"""
+    """name of the run; if not set, the name of the preset or TOML file, else the architecture"""
     check_replicas: Natural = 0
     """steps between comparisons of replicated state across ranks; 0: never"""
     hang_timeout: DurationOrNone = 600.0

@@ -50,7 +50,7 @@ def how_to_download(vocab: int = 50257) -> str:
     """Returns a text: the command that downloads a published tokenizer, and the flag to use it.
 
     Args:
-        vocab: vocabulary size of the model, a key of `PUBLISHED`; by default that of GPT-2.
+        vocab: vocabulary size of the model, a key of `PUBLISHED`; by default GPT-2's.
     """
     folder = PUBLISHED[vocab].rpartition("/")[2].lower()
     command = f"hf download {PUBLISHED[vocab]} --include 'tokenizer*' --local-dir {folder}"

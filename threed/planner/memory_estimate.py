@@ -50,7 +50,7 @@ from threed.zero.state import State, holdings, new_state, storages
 # Number of messages to other stages that are in flight at the same time.
 MESSAGES = 2
 # The reductions of this number of backwards allocate all buffers that the reducer uses in a step.
-# Those of further backwards reuse these buffers, so their memory need not be measured.
+# Reductions of further backwards reuse these buffers, so their memory need not be measured.
 STEADY = 3
 
 

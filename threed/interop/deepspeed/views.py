@@ -99,7 +99,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             changed = [key for key in kept if key not in now or now[key] != kept[key]]
             if changed:
                 what = f"param_groups[{number}] has another {', '.join(changed)} than at the start"
-                raise RuntimeError(f"{what}: only lr may change")
+                cycles = {"betas", "momentum"} & {*changed}
+                hint = " (OneCycleLR: cycle_momentum=False)" if cycles else ""
+                raise RuntimeError(f"{what}: only lr may change{hint}")
         if (rates := self._read()) != self._rates:
             self._apply(rates)
 
