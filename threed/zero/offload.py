@@ -1,7 +1,8 @@
 """The optimizer for offloaded states or parameters.
 
 The scalars of an update are the learning rate, the clip factor and the skip flag. The host waits
-for them at the end of the step, because it must know whether to read and write offloaded states.
+for them at the end of the step, because it reads and writes offloaded values only if the step is
+not skipped.
 The update runs in one of three ways:
 
 - at the end of the step;
@@ -125,8 +126,7 @@ class OffloadedOptimizer(Optimizer):
             self._unpublished = True
 
     def _let_device_read(self) -> None:
-        """Waits until the GPU has ended all reads of host memory, so that the caller may change it.
-        """
+        """Waits until the GPU has read all host memory that the caller is about to change."""
         if is_accelerator(self.updates.device):
             synchronize(self.updates.device)
 

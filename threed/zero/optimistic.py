@@ -45,7 +45,8 @@ class Attempt:
 
     Attributes:
         gradients: this rank's portion of each bucket's summed gradients.
-        results: function that waits for the sums over ranks and returns the right results.
+        results: function that waits for the sums over all ranks, and returns the results of the
+            step that follow from these sums.
         wrong: pending bool scalar: whether the clip factor or the skip flag differs from the guess.
         guessed: whether the update used the guess; if not, it waited for the sums.
     """
