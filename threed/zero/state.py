@@ -2,8 +2,10 @@
 
     state = new_state(bucket, policy)                 the state of one bucket
     reads = ((state, state.fetch(parts)) for state in states)
-    for state, buffers in fetched_in_turn(reads):     reads the next state in the background
+    for state, buffers in fetched_in_turn(reads):     buffers: name of a part -> its staged buffer
         weight = buffers["weight"].wait()             [n]
+
+While the caller uses one state, the next state is read in the background.
 """
 
 from __future__ import annotations
