@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages of layers, and an executor that runs the plan of a rank.
+"""Pipeline parallelism: stages of layers, and an executor that runs a rank's part of a plan.
 
 This package is internal.
 """
