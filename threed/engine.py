@@ -394,14 +394,15 @@ class Engine:
         return torch.stack(losses).double().sum().view(1) / scale
 
     def record(self, on: bool = True) -> list[Span]:
-        """Starts or stops recording the times of actions; returns the spans recorded so far.
+        """Starts or stops recording the times of actions; returns the spans recorded until then.
 
         Args:
             on: True to start, False to stop.
 
         Returns:
-            (action, start, end) of each action that this rank has run since recording started;
-            start and end are in seconds of `time.perf_counter`.
+            (action, start, end) of each action that this rank has run since the last call with
+            True; start and end are in seconds of `time.perf_counter`. Empty if nothing was
+            recorded.
         """
         return self.executor.record(on)
 
@@ -529,7 +530,7 @@ class Engine:
             weights: global name -> full tensor; every rank passes all tensors.
 
         Raises:
-            KeyError, ValueError: if names or shapes differ from those of the model.
+            KeyError, ValueError: if names or shapes differ from the model's names and shapes.
         """
         self._sync_states()
         compatibility.take_full(self.optimizer, self.buffers, self.topology, weights)
@@ -623,9 +624,10 @@ class ModuleEngine(Engine):
         """Begins an optimizer step in a custom loop. Collective.
 
         Args:
-            microbatches: number of micro-batches of the step; None if the number is not known. If
-                None, every `backward` needs an argument `weight`, and gradients are reduced after
-                the last backward instead of during it, unless it is called with `last=True`.
+            microbatches: number of micro-batches of the step; None if the number is not known.
+                Every call of `backward` then needs an argument `weight`. Under ZeRO stages 0 and 1,
+                gradients are then reduced after the last backward instead of during it, unless that
+                backward is called with `last=True`.
         """
         self.faults.clear()
         self._begin(OPEN if microbatches is None else microbatches)
@@ -637,14 +639,14 @@ class ModuleEngine(Engine):
     ) -> None:
         """Runs the backward of a micro-batch and accumulates its gradients and its loss.
 
-        If this method raises an error, the gradients of the step are discarded. Call `begin` then
-        for the next step.
+        If this method raises an error, the gradients of the step are discarded. Afterwards, call
+        `begin` to start the next step.
 
         Args:
             loss: mean loss of the micro-batch, a scalar.
-            weight: factor by which the loss is multiplied in the loss of the step. By default 1 /
-                (micro-batches × data ranks), so that the loss of the step is the mean over all
-                micro-batches of all data ranks.
+            weight: the loss of the step is the sum of the micro-batches' losses, each multiplied by
+                its `weight`. By default 1 / (micro-batches × data ranks), so that the loss of the
+                step is the mean over all micro-batches of all data ranks.
             last: whether this is the last backward of the step. Only needed if the number of
                 micro-batches of the step is not known (`begin(None)`).
 
@@ -726,8 +728,8 @@ class ModuleEngine(Engine):
     def inference(self) -> Iterator[nn.Module]:
         """Context manager: yields the module for forwards without gradients."""
         try:
-            # `no_grad` instead of inference mode: tensors that the module caches here may be used
-            # in training later.
+            # `no_grad` instead of inference mode, because the module may cache tensors here and use
+            # them in training later
             with torch.inference_mode(False), torch.no_grad():
                 yield self.module
         finally:
@@ -757,9 +759,9 @@ class ModuleEngine(Engine):
             self._sync_states()
 
     def _sync_states(self) -> None:
-        """Completes the last step as in `Engine`; then copies the program's edits to the states.
+        """Completes the last step; copies the program's edits of parameters to the states.
 
-        Edits are changes of parameters by the program (`threed.zero.manual_edits`).
+        See `threed.zero.manual_edits`.
         """
         super()._sync_states()
         self.gatherer.changes.absorb_edits(self.optimizer)

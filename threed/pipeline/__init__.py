@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages of layers, and an executor that runs a rank's part of a plan.
+"""Pipeline parallelism: stages of layers, and an executor that runs the plan of a rank.
 
 This package is internal.
 """

@@ -105,8 +105,9 @@ class OnDrives:
 
         If the buffers of the current drive are too small, a drive with larger buffers replaces it.
         From then on, saved inputs use regions of the new size in the swap file, and smaller regions
-        are released. New buffers are at least 1.5 times as large as the old ones, so even if their
-        space is not reused, the smaller regions take at most twice the space of the new ones.
+        are released. New buffers are at least 1.5 times as large as the old ones. So even if no
+        smaller region is reused, all smaller regions together take at most twice the space of the
+        new ones.
         """
         old = 0 if self._drive is None else self._drive.nbytes
         if self._drive is None or nbytes > old:
@@ -158,8 +159,8 @@ class ActivationStore:
         storages: pool of storages for copies; None to save the inputs themselves.
         device: device of the layers.
         away: whether the storages are not on `device`. Copies then use a separate stream.
-        replicated: object that determines which inputs can be sliced, because all tensor ranks have
-            the same; None if all inputs can be sliced.
+        replicated: object that determines which inputs are equal on all tensor ranks; only these
+            are sliced. None if all inputs are equal on all tensor ranks.
     """
 
     def __init__(

@@ -51,7 +51,12 @@ def tensors(value: Any) -> tuple[Any, ...]:
 
 
 def like(value: Any, parts: Sequence[Any]) -> Any:
-    """Returns `parts` (tensors or None) in the structure of `value`: alone, in a tuple or dict."""
+    """Returns `parts` in the structure of `value`: the only part, or a tuple or dict of parts.
+
+    Args:
+        value: a value with as many tensors as there are parts.
+        parts: tensors or None.
+    """
     if value is None or isinstance(value, Tensor):
         return parts[0] if parts else None
     return dict(zip(value, parts, strict=True)) if isinstance(value, dict) else tuple(parts)
@@ -61,7 +66,7 @@ def gradients_of(gradient: Any, count: int) -> tuple[Tensor | None, ...]:
     """Returns the gradient of a value as one gradient per tensor of the value.
 
     Args:
-        gradient: the gradient, in the structure of the value; None if there is none.
+        gradient: the gradient, in the structure of the value; None if the value has no gradient.
         count: number of tensors of the value, used if `gradient` is None.
 
     Returns:

@@ -414,9 +414,10 @@ class Stage:
             return like(x, [part.grad for part in tensors(x)])
 
     def _refuse_untrained(self, unit: int, x: Any) -> None:
-        """Raises RuntimeError for a loss without a graph, if this stage has something to train.
+        """Raises RuntimeError for a loss without a graph, if a gradient is required.
 
-        That is a parameter, or a tensor of the input `x`, that requires a gradient.
+        A gradient is required if any parameter of this stage, or any tensor of the input `x`, has
+        `requires_grad`.
         """
         inside = [part for layer in self.layers for part in layer.modules()]
         params = [

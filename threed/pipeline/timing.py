@@ -99,7 +99,7 @@ class Timer:
         grad_dtype: dtype of gradients.
         device: device on which the layers run.
         seed: seed of the weights' initial values.
-        prepare: called with each layer before it runs.
+        prepare: function that is called with the copy of each layer before the copy runs.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ class LayerCost:
     """The cost of one layer for one micro-batch on one rank.
 
     Attributes:
-        flops: FLOPs of the forward. A matrix product counts 2mnk; attention counts the full square
-            of positions (arXiv 2204.02311, appendix B).
+        flops: FLOPs of the forward. A product of matrices [m k] and [k n] counts 2mnk; attention
+            counts all pairs of positions, without a causal mask (arXiv 2204.02311, appendix B).
         kept: bytes that the layer keeps in memory from forward to backward, without the bytes of
             its input and output.
         keeps_input: whether the layer keeps its input from forward to backward.
@@ -57,7 +57,7 @@ class LayerCost:
         cached: bytes that outlive the micro-batch, such as a table of rotary angles; not included
             in the other fields.
         elsewhere: bytes that are offloaded to a drive or host memory from forward to backward.
-        sent: bytes sent by this rank, by name of the axis.
+        sent: name of an axis -> bytes that this rank sends over the axis.
     """
 
     flops: int

@@ -1,4 +1,4 @@
-"""ZeRO: flat parameter buffers, gradient reduction, and an optimizer that is sharded over ranks.
+"""ZeRO: flat buffers of parameters, gradient reduction, and an optimizer sharded over ranks.
 
 This package is internal.
 """

@@ -32,8 +32,8 @@ class Contributions:
     Args:
         uses: number of places in the model that use the parameter. Each place contributes once per
             micro-batch.
-        known: whether every micro-batch makes `uses` contributions, all in the same round. If not,
-            the gradient is only complete when the round ends.
+        known: whether every micro-batch makes `uses` contributions, all in the same round. If
+            False, the gradient is only complete when the round ends.
 
     Attributes:
         per_pass: number of contributions expected per micro-batch, None if it is unknown.

@@ -179,7 +179,7 @@ class Early:
 
 
 def max_pending_buckets(layout: Layout) -> int:
-    """Returns the largest number of buckets of a layer, which may become complete at once."""
+    """Returns the largest number of buckets of a layer; they may all be complete at one time."""
     groups = [group for group in layout.groups if group.key.units and group.key.trainable]
     layers = Counter(min(group.key.units or ()) for group in groups for _ in group.buckets)
     return max(layers.values(), default=0)

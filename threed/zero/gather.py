@@ -351,7 +351,11 @@ class Gatherer:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context: gathers all sharded groups; guards all parameters and views (`Access`)."""
+        """Context: gathers all sharded groups for code outside of the layers.
+
+        All parameters and views of parameters are guarded in the block, so that the use of a stale
+        view raises an error (`Access.guard_views`).
+        """
         sliced = [group for group in self.layout.groups if group.sliced]
         for group in sliced:
             self.open(group, Holder.GATHERED)

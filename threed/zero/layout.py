@@ -22,8 +22,8 @@ on all of these ranks, so that slices align. Vocabulary shards can have differen
 tensor ranks, and are in other groups.
 
 The ZeRO stages (arXiv 1910.02054) differ in which tensors of a group are kept in full. Under stage
-3 each unit has separate groups, so that units can be gathered one at a time. An exception are
-parameters with fewer than `Policy.resident` elements, which stay unsharded, as under stage 2.
+3 each unit has separate groups, so that units can be gathered one at a time. Only parameters with
+fewer than `Policy.resident` elements stay unsharded under stage 3, as they do under stage 2.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class Run:
     offset: int
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the run as boxes of the global tensor; their `offset` is that in the portion."""
+        """Yields the run as boxes of the global tensor; each has its `offset` in the portion."""
         return split(self.piece, self.first, self.last, self.offset)
 
 
@@ -330,7 +330,7 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """The lowest number of a unit that uses a parameter of this bucket; -1 without any."""
+        """The lowest number of a unit that uses a parameter of this bucket; -1 if no unit does."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
@@ -590,7 +590,7 @@ def _buffers(
 
 
 def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor with the parameter's shape whose elements are all one read-only NaN."""
+    """Returns a NaN tensor of the parameter's shape; all elements share one read-only element."""
     if device.type == "meta":
         return torch.empty(slot.shape, dtype=dtype, device=device)
     nan = torch.full((), torch.nan, dtype=dtype, device=device)

@@ -2,8 +2,7 @@
 
 The scalars of an update are the learning rate, the clip factor and the skip flag. The host waits
 for them at the end of the step, because it reads and writes offloaded values only if the step is
-not skipped.
-The update runs in one of three ways:
+not skipped. The update runs in one of three ways:
 
 - at the end of the step;
 - in a thread during the next step (`zero.delayed_update`), so that the parameters receive the new
@@ -34,7 +33,7 @@ HOST = torch.device("cpu")
 class OffloadedOptimizer(Optimizer):
     """An `Optimizer` for states or parameters in host memory or on a drive.
 
-    Its arguments and attributes are those of `Optimizer`.
+    It has the same arguments and attributes as `Optimizer`.
     """
 
     def __init__(self, *args: Any, grad_clip: float, **keywords: Any) -> None:

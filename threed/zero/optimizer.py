@@ -188,7 +188,7 @@ class Optimizer:
     def staged(
         self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True
     ) -> Iterator[dict[str, Tensor]]:
-        """Context: yields the values of some parts of a state, by name.
+        """Context: reads some parts of a state; yields name of each part -> its values [n].
 
         Args:
             state: state of a bucket.
@@ -433,7 +433,7 @@ class Synchronous:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Does nothing, because `state` is empty."""
+        """Does nothing, because `state` returns an empty dict."""
 
 
 def scalars_of(update: Update, updates: Tensor) -> StepScalars:

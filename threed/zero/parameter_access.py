@@ -19,8 +19,8 @@ parameter or view of these classes, autograd saves an offset and a shape in the 
 buffer is not freed while a tensor shares its memory: `Group.allocate` makes a new buffer for each
 gather, and Python frees the old buffer with its last view.
 
-"Guarded" means that the class of a tensor is one of these three, so that torch functions called on
-the tensor first check or gather its values.
+A guarded tensor is an `AbsentParameter`, a `GuardedParameter` or a `GuardedView`. Any torch
+function that is called on it first gathers its values, or checks that they are still valid.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
 
 
 def _read_by_tracer() -> bool:
-    """Returns whether the caller of the calling function is a tracer of torch."""
+    """Returns whether a tracer of torch has called the function that calls this one."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith(TRACERS)
 
 
@@ -350,8 +350,8 @@ class _Managed(nn.Parameter):
 class WatchedParameter(_Managed):
     """A parameter that records accesses to `.data`.
 
-    They must be recorded because changes through `.data` do not increment the parameter's version
-    counter.
+    Changes through `.data` do not increment the parameter's version counter, so they cannot be
+    detected in another way.
     """
 
     @property
@@ -461,7 +461,7 @@ def _guarded_class(kind: type[GuardedParameter], own: type[nn.Parameter]) -> typ
 
     `torch.func` passes parameters to native code without calling `__torch_function__`, but flattens
     its arguments as pytrees first. Subclasses of `AbsentParameter` are therefore registered as
-    pytree nodes, and flattening one gathers the parameter.
+    pytree nodes, so that flattening such a parameter gathers it.
 
     Args:
         kind: `GuardedParameter` or `AbsentParameter`.

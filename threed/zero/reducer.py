@@ -3,7 +3,7 @@
 The life of a gradient has four steps:
 
     add     a contribution is added to the gradient by the parameter's `Sink`: layers of
-            `threed.layers` call the sink, and for other modules an autograd hook does
+            `threed.layers` call the sink, and for other modules an autograd hook calls it
     ready   a bucket is ready when its gradients have all expected contributions (`contributions`)
     launch  the reductions of ready buckets are launched in one fixed order, which is the same on
             all ranks (`reductions`)
@@ -183,7 +183,10 @@ class Reducer:
             self._launch(sink.queue)
 
     def _launch(self, queue: LaunchQueue) -> None:
-        """Launches the reduction of the queue's next bucket; zeroes gradients that are missing."""
+        """Launches the reduction of the queue's next bucket.
+
+        Gradients in the bucket that received no contributions are set to zero first.
+        """
         number = queue.take()
         bucket = self.layout.buckets[number]
         for sink in self._sinks_of_bucket[number]:
@@ -320,7 +323,9 @@ class Reducer:
                 self._launch(queue)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends all backwards of the step, or of one chunk. If a round is a step, also ends it.
+        """Ends all backwards of the step, or of one chunk.
+
+        If a round is a step, also ends the round.
 
         Args:
             chunk: number of the chunk; None for the step.
@@ -461,8 +466,10 @@ class Reducer:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint, so that a resumed run adds gradients in the same
-        order as the original run."""
+        """Restores the state of a checkpoint.
+
+        A resumed run then adds gradients in the same order as the original run.
+        """
         for sink in self.sinks:
             sink.counts.restore(state.get("uses", {}).get(sink.slot.spec.name))
         if self.unused is not None:

@@ -114,7 +114,12 @@ def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
 
 
 def compared(optimizer: Optimizer) -> tuple[int, int]:
-    """Returns (with, without): bytes of this rank's values with and without replicas elsewhere."""
+    """Returns the bytes of this rank's values with replicas on other ranks.
+
+    Returns:
+        (replicated, unique): bytes of the values with replicas on other ranks, and bytes of the
+        values without.
+    """
     optimizer.wait()
     sizes = Counter[bool]()
     for entry in _group_hashes(optimizer):

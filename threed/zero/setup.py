@@ -185,7 +185,7 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
 
 
 def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iterator[str]:
-    """Yields an error for each pattern of `optim.groups` that matches no parameter of the model.
+    """Yields a message for each pattern of `optim.groups` that matches no parameter of the model.
 
     If parameters are distributed over data ranks (`ShardSpec.over`), no pattern is checked: ranks
     then have parameters with different names, and a pattern may match on another rank.

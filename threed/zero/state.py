@@ -230,7 +230,10 @@ def early_storages(state: State) -> list[OnDrive]:
 
 
 def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Storage, bool]]:
-    """Yields (category, storage, whether it is on a tier) for parameters, gradients and states."""
+    """Yields (category, storage, offloaded) for parameters, gradients and optimizer states.
+
+    `offloaded` is whether the policy has an offload tier for values of this category.
+    """
     params, optimizer = layout.policy.params_tier, layout.policy.optimizer_tier
     for group in layout.groups:
         yield "parameters", InMemory(group.params), False

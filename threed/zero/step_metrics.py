@@ -57,7 +57,7 @@ class Faults:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Context: resets the flags at its begin, and restores their earlier values at its end."""
+        """Context: resets the flags for the block, and restores their earlier values at its end."""
         kept = [flag.swap(None) for flag in self.flags]
         try:
             yield
@@ -152,7 +152,7 @@ def loss_of(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """The results of a step.
+    """The results of a step, with the counts of flags for invalid data.
 
     Attributes:
         update: results of the step's update.

@@ -72,7 +72,7 @@ def update_stretches(
         stretches: the ranges.
         values: weights, gradient and moments of the bucket's slice, each [n].
         now: scalars of the update.
-        out: receives the new weights [n], or None.
+        out: tensor [n] that receives the new weights; None if they are not needed separately.
     """
     for first, last, since in stretches:
         weight, gradient, *moments = (tensor[first:last] for tensor in values)
