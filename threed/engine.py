@@ -401,8 +401,7 @@ class Engine:
 
         Returns:
             (action, start, end) of each action that this rank has run since the last call with
-            True; start and end are in seconds of `time.perf_counter`. Empty if nothing was
-            recorded.
+            True; start and end are in seconds of `time.perf_counter`. Empty if recording was off.
         """
         return self.executor.record(on)
 
@@ -450,8 +449,8 @@ class Engine:
 
         Returns:
             The save in progress. Its method `wait()`, which is collective, waits for the end of the
-            save. Its property `done` is True once this rank has written its part; on rank 0, once
-            the entire save has ended.
+            save. Its property `done` is True once this rank's part has ended, successfully or not;
+            on rank 0, once the entire save has ended.
 
         Raises:
             CheckpointError: on every rank, if a problem is found before this call returns; `wait`

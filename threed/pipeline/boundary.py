@@ -67,10 +67,10 @@ def gradients_of(gradient: Any, count: int) -> tuple[Tensor | None, ...]:
 
     Args:
         gradient: the gradient, in the structure of the value; None if the value has no gradient.
-        count: number of tensors of the value, used if `gradient` is None.
+        count: number of tensors of the value, used if `gradient` is `None`.
 
     Returns:
-        A flat tuple of gradients; `count` times None if `gradient` is None.
+        A flat tuple of gradients; `count` times None if `gradient` is `None`.
     """
     if gradient is None:
         return (None,) * count

@@ -394,7 +394,7 @@ class Stage:
                 next.
             dy: gradient of the graph's output; None if no gradient arrives, or for a loss.
             first: whether this is the stage's first graph in backward order. If it is, and dy is
-                None, the output is a loss, which must have a graph.
+                `None`, the output is a loss, which must have a graph.
             split: see `backward`.
         """
         with self._graph(unit, frame, before, split) as (x, edges):

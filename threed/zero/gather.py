@@ -277,7 +277,7 @@ class Gatherer:
             raise first
 
     def pass_ended(self) -> None:
-        """Hook for subclasses: called after each backward. Does nothing in this class."""
+        """Hook for subclasses: called after each backward."""
 
     def gradient_complete(self, slot: Slot) -> None:
         """Hook for subclasses: called in a backward when a parameter's gradient is complete."""

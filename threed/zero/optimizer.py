@@ -168,8 +168,8 @@ class Optimizer:
     def validate(self) -> bool:
         """Validates the last update. If it was wrong, undoes it and applies the right update.
 
-        Does nothing if updates are not optimistic. All ranks agree on whether the update was wrong.
-        If it was, the call is collective and releases sharded parameters.
+        Has no effect if updates are not optimistic. All ranks agree on whether the update was
+        wrong. If it was, the call is collective and releases sharded parameters.
 
         Returns:
             Whether the update was right. If False, the caller must restart the step in progress.

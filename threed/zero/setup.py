@@ -129,7 +129,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     """Sets the size and the number of drive buffers.
 
     Each buffer is as large as the largest slice, and there are enough buffers for all slices that
-    are in use at the same time. Does nothing if neither parameters nor states are on a drive.
+    are in use at the same time. Has no effect if parameters and states are not on a drive.
 
     Args:
         layout: layout of the parameters.
