@@ -516,8 +516,8 @@ class Engine:
         """Returns the full weights and persistent buffers, on the CPU of rank 0. Collective.
 
         Returns:
-            On rank 0: global name -> full tensor; trained weights are fp32 or wider. An empty dict
-            on other ranks.
+            On rank 0: global name -> full tensor; weights are fp32, or fp64 if the model uses fp64.
+            An empty dict on other ranks.
         """
         self._sync_states()
         return native.collect(self.optimizer, self.topology) | self.buffers.collect()
