@@ -7,8 +7,8 @@
 
 A step counts the valid tokens of the global batch; runs the pipeline plan, while gradients are
 reduced bucket by bucket; computes the gradient norm; updates this rank's slices of the parameters;
-and gathers the parameters, overlapped with the next forward. Usually the host does not wait for a
-tensor's value during a step. It waits when the program reads a property of `StepMetrics`.
+and gathers the parameters, overlapped with the next forward. Usually the host does not wait for the
+value of a tensor during a step. It waits when the program reads a property of `StepMetrics`.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Engine:
         topology: the axes (pipeline, data, context, tensor) of the ranks.
         config: the configuration; for a `threed.models.Model` it must be resolved
             (`threed.config.resolve`).
-        learning_rate: function from the number of updates done to the learning rate of the next
-            update (both scalar tensors, fp64); replaces the configured schedule.
-        loss_scale: rule for changing the loss scale; replaces the configured rule.
+        learning_rate: function from the number of updates applied so far to the learning rate of
+            the next update (both scalar tensors, fp64); replaces the configured schedule.
+        loss_scale: rule by which the loss scale changes; replaces the configured rule.
         transport: object that sends activations between pipeline stages; by default it uses the
             topology's point-to-point links.
 
@@ -85,12 +85,12 @@ class Engine:
         topology: the topology of the ranks.
         model: the model; for an `nn.Module` the `threed.models.Wrapped` around it.
         steps: number of completed steps.
-        consumed: number of samples in the global batches of all completed steps together.
+        consumed: total number of samples in the global batches of all completed steps.
         wraps_module: True for a `ModuleEngine`, whose parameters the program may edit between
             steps.
 
     Raises:
-        ConfigError: if the configuration needs a feature that is not available.
+        ConfigError: if the configuration is invalid, or needs a feature that is not available.
         TypeError: if `model` is neither a `threed.models.Model` nor an `nn.Module`.
         ValueError: if the module cannot be wrapped, or if model or configuration differ between
             ranks.
@@ -109,7 +109,7 @@ class Engine:
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
         """Returns a `LayeredEngine` for a model of pipeline layers, else a `ModuleEngine`."""
         kind = LayeredEngine if is_layered(model) else ModuleEngine
-        # A copy of an engine (`copy.copy`) calls `__new__` with the subclass, which is then kept.
+        # `copy.copy` of an engine calls `__new__` with a subclass as `cls`, which must be kept
         return super().__new__(kind if cls is Engine else cls)
 
     def __init__(
@@ -168,8 +168,9 @@ class Engine:
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wraps_module)
-        # If parameters are sharded or layers have buffers, a forward and a backward do not overlap:
-        # the allocator could reuse the memory of these tensors while the second stream reads them.
+        # If parameters are sharded or layers have buffers, a forward and a backward must not
+        # overlap, because the allocator could reuse the memory of parameters and buffers while the
+        # second stream still reads them.
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
         streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
@@ -182,7 +183,7 @@ class Engine:
         )  # fmt: skip
 
     def _make_optimizer(self, rates: Rates, loss_scale: LossScale) -> Optimizer:
-        """Returns the optimizer of this rank's states, with offloading if configured."""
+        """Returns the optimizer; an `OffloadedOptimizer` if states or parameters are offloaded."""
         policy, train = self.layout.policy, self.config.train
         offloads = policy.optimizer_tier is not None or policy.params_tier is not None
         return (OffloadedOptimizer if offloads else Optimizer)(
@@ -204,15 +205,15 @@ class Engine:
         """Runs one optimizer step. Collective.
 
         The step is skipped (weights stay unchanged) if a token id is not in the vocabulary or if no
-        label is valid; see `StepMetrics.skipped` for the other reasons. After an invalid token id,
-        reading `StepMetrics.loss` raises DataError.
+        label of the global batch is valid; see `StepMetrics.skipped` for the other reasons. After a
+        step with an invalid token id, reading `StepMetrics.loss` raises DataError.
 
         Args:
             batch: this data rank's share of the global batch; every pipeline and tensor rank passes
                 the same tensors. 'tokens' and 'labels': int64 [b s], with b a multiple of the
                 micro-batch size; labels below 0 are ignored. 'samples' (optional): int64 [b],
                 global sample indices, consecutive by default. For a wrapped module: the keyword
-                arguments of its forward.
+                arguments of the module's forward.
 
         Returns:
             The metrics of the step. Their values are on the device; reading a value waits until the
@@ -235,7 +236,7 @@ class Engine:
         self._seconds = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
         metrics = self._end_step(self._local_loss(losses, scale), tokens)
-        # Updated only here, so that the samples of a step that raises an error are not counted.
+        # changed only here, so that the samples of a step that raises an error are not counted
         self.consumed += self.batches.rows(batch) * self.topology.dp
         return metrics
 
@@ -251,14 +252,14 @@ class Engine:
         """Reduces the gradients and updates the weights. Collective.
 
         Args:
-            loss: this rank's term of the step's loss, which is the sum over all ranks, fp64 [1].
-            tokens: number of tokens of the global batch.
+            loss: this rank's term, fp64 [1]; the loss of the step is the sum of all ranks' terms.
+            tokens: number of tokens of the global batch, for the metrics.
         """
         began = time.perf_counter()
         self.gatherer.release_all()
         if self.buffers.exist:
-            # Called before the update, so that weights are unchanged if it raises an error because
-            # the forward changed a buffer that must stay constant.
+            # Raises an error if the forward changed a buffer that must stay constant. Called before
+            # the update, so that the weights are unchanged in this case.
             self.buffers.end_step()
         update = self.runner.update(self.faults.appended_to(loss))
         reducing, updating = self.runner.seconds
@@ -276,23 +277,26 @@ class Engine:
     def zero_grad(self) -> None:
         """Drops the gradients of a step that has not ended.
 
-        Also drops the gradients that backwards of other engines have added to this engine's
-        parameters. A step ends when `step` returns, even if its update is applied later, as in the
-        asynchronous schedule 2BW.
+        Also drops the gradients that backwards of other engines have computed for this engine's
+        parameters. A step has ended when `step` returns, even if its update is applied later, as in
+        the asynchronous schedule 2BW.
         """
         self.runner.drop()
 
     def finish(self) -> None:
-        """Completes the last step if its update is still pending. Collective.
+        """Completes the last step if its update is pending. Collective.
 
         The last update is pending if it was optimistic and is not validated yet, or if the schedule
-        is asynchronous (2BW). The results of training are the same with or without this call.
+        is asynchronous (2BW). A call of this method does not change the results of training.
         """
         self.reducer.recover()
         self.runner.finish(self.executor.run)
 
     def _sync_states(self) -> None:
-        """Completes the last step and releases gathered parameters, so that states can be read."""
+        """Releases gathered parameters and completes the last step, so that states can be read.
+
+        Collective.
+        """
         self.gatherer.release_all()
         self.finish()
 
@@ -303,8 +307,8 @@ class Engine:
             batch: this data rank's share of the batch, as for `step`.
 
         Returns:
-            A scalar tensor: the mean loss as in `StepMetrics.loss`; NaN if ids are not in the
-            vocabulary or no label is valid.
+            The mean loss as defined in `StepMetrics.loss`, a scalar tensor; NaN if a token id is
+            not in the vocabulary or no label is valid.
         """
         with self.evaluating():
             micros = self.batches.micro_batches(batch, self.steps, self.consumed, 1.0, False)
@@ -316,7 +320,8 @@ class Engine:
     def evaluating(self) -> Iterator[None]:
         """Context manager for forwards without training. Collective.
 
-        Flags that the step in progress has set for invalid data are restored at the end.
+        Completes the last step first. Flags for invalid data that the step in progress has set are
+        restored at the end.
         """
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
@@ -337,20 +342,21 @@ class Engine:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Learning rates of the next update; reading them waits for the device.
+        """Learning rates of the next update; reading this property waits for the device.
 
         The first rate applies to the parameters that no parameter group matches. The other rates
-        apply to the groups in `config.optim.groups`, one rate per group, in the same order.
+        apply to the groups in `config.optim.groups`, one rate per group, in this order.
         """
         return self.optimizer.rates(self.optimizer.updates).tolist()
 
     def set_learning_rates(self, rates: Sequence[float] | None) -> None:
-        """Replaces the schedule by constant learning rates for all following steps.
+        """Replaces the schedule by constant learning rates, or returns to the schedule.
 
-        Checkpoints contain these rates. Every rank must pass the same rates.
+        The rates apply to all following steps, and are saved in checkpoints. Every rank must pass
+        the same rates.
 
         Args:
-            rates: one rate per entry of `learning_rates`; None returns to the schedule.
+            rates: one rate per entry of `learning_rates`; None to return to the schedule.
 
         Raises:
             ValueError: if the number of rates is not the length of `learning_rates`, or if a rate
@@ -373,23 +379,29 @@ class Engine:
         replicas.check(self.optimizer, self.topology, self.steps)
 
     def _local_loss(self, losses: list[Tensor], scale: Tensor | float) -> Tensor:
-        """Returns this rank's term of the loss, fp64 [1]; the loss is the sum over all ranks. The
-        term is zero unless this rank is on the last pipeline stage and has tensor-parallel index
-        0."""
+        """Returns this rank's term of the loss, fp64 [1]; the loss is the sum of all ranks' terms.
+
+        The term is zero unless this rank is on the last pipeline stage and has tensor-parallel
+        index 0.
+
+        Args:
+            losses: weighted losses of the micro-batches; empty except on the last stage.
+            scale: loss scale by which the losses were multiplied.
+        """
         device = self.topology.device
         if not losses or self.topology.axis("tp").index > 0:
             return torch.zeros(1, dtype=torch.float64, device=device)
         return torch.stack(losses).double().sum().view(1) / scale
 
     def record(self, on: bool = True) -> list[Span]:
-        """Starts or stops recording the times of actions; returns the spans recorded so far.
+        """Starts or stops recording the times of actions; returns the spans recorded until then.
 
         Args:
             on: True to start, False to stop.
 
         Returns:
-            (action, start, end) of each action that this rank has run since recording started;
-            times are in seconds.
+            (action, start, end) of each action that this rank has run since the last call with
+            True; start and end are in seconds of `time.perf_counter`. Empty if recording was off.
         """
         return self.executor.record(on)
 
@@ -404,10 +416,10 @@ class Engine:
 
         Args:
             path: the folder of the checkpoint.
-            extra: values for the manifest, as JSON; `load` returns them.
+            extra: values for the manifest, which must be serializable as JSON; `load` returns them.
             hurries: function that returns True once the limit `checkpoint.write-limit-mib` (MiB/s)
-                no longer applies, for example because the run must stop. It may be called in any
-                thread. None: the limit always applies.
+                no longer applies, for example because the run must stop. The function may be called
+                in any thread. None: the limit always applies.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint cannot be written.
@@ -430,14 +442,15 @@ class Engine:
 
         Args:
             path: the folder of the checkpoint.
-            extra: values for the manifest, as JSON; `load` returns them.
-            before_publishing: called on rank 0 in the writing thread, after all files are written
-                and before the folder is renamed to `path`.
+            extra: values for the manifest, which must be serializable as JSON; `load` returns them.
+            before_publishing: function that is called on rank 0 in the writing thread, after all
+                files are written and before the folder is renamed to `path`.
             hurries: see `save`.
 
         Returns:
-            The save in progress. `wait()`, which is collective, waits for its end. `done` is True
-            once this rank's part (on rank 0: the entire save) has ended.
+            The save in progress. Its method `wait()`, which is collective, waits for the end of the
+            save. Its property `done` is True once this rank's part has ended, successfully or not;
+            on rank 0, once the entire save has ended.
 
         Raises:
             CheckpointError: on every rank, if a problem is found before this call returns; `wait`
@@ -453,11 +466,12 @@ class Engine:
         """Returns the state of training for a checkpoint's manifest. Collective.
 
         Args:
-            extra: values of the caller, as JSON.
+            extra: values of the caller, which must be serializable as JSON.
 
         Returns:
-            The number of completed steps, the number of consumed samples, `extra`, and the states
-            of the gradient reducer (`Reducer.state`) and of an asynchronous schedule.
+            A dict with the number of completed steps ("steps"), the number of consumed samples
+            ("consumed") and `extra` ("extra"). Entries of `Reducer.state` and, with an asynchronous
+            schedule, of `Asynchronous.state` are added.
 
         Raises:
             DataError: see `save`.
@@ -475,18 +489,19 @@ class Engine:
 
         Args:
             path: the checkpoint or Hugging Face folder.
-            hashed: names of the files whose hashes this rank checks. Default: each rank checks a
-                share of the files.
+            hashed: names of the files whose hashes this rank checks. None: each rank checks a share
+                of the files.
 
         Returns:
-            The `extra` values that were passed to `save`. For a Hugging Face folder, one value
-            `hf`: the data of the folder that a later export needs.
+            The `extra` values that were passed to `save`. For a Hugging Face folder, a dict with
+            one entry "hf": the data of the folder that a later export needs.
 
         Raises:
-            CheckpointError: on every rank. If a file is missing or damaged, or the checkpoint is of
-                another model or optimizer, the engine is unchanged. If the checkpoint has values
-                that are not finite, an engine that still had its initial weights gets its initial
-                weights back. Any other engine then refuses to train or save until another load.
+            CheckpointError: on every rank, if the checkpoint cannot be loaded. If a file is missing
+                or damaged, or the checkpoint is of another model or optimizer, the engine is
+                unchanged. If the checkpoint has values that are not finite, an engine that still
+                had its initial weights gets them back; any other engine refuses to train or save
+                until another load.
         """
         self.saver.end()
         self._sync_states()
@@ -498,10 +513,11 @@ class Engine:
         return dict(state["extra"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns full weights (fp32 or wider) and persistent buffers on rank 0's CPU. Collective.
+        """Returns the full weights and persistent buffers, on the CPU of rank 0. Collective.
 
         Returns:
-            Global name -> full tensor on rank 0; an empty dict on other ranks.
+            On rank 0: global name -> full tensor; weights are fp32, or fp64 if the model uses fp64.
+            An empty dict on other ranks.
         """
         self._sync_states()
         return native.collect(self.optimizer, self.topology) | self.buffers.collect()
@@ -510,10 +526,10 @@ class Engine:
         """Sets weights and buffers from full tensors; optimizer moments are kept. Collective.
 
         Args:
-            weights: global name -> full tensor; every rank passes all of them.
+            weights: global name -> full tensor; every rank passes all tensors.
 
         Raises:
-            KeyError, ValueError: if names or shapes differ from the model.
+            KeyError, ValueError: if names or shapes differ from the model's names and shapes.
         """
         self._sync_states()
         compatibility.take_full(self.optimizer, self.buffers, self.topology, weights)
@@ -542,10 +558,14 @@ class LayeredEngine(Engine):
         records.initialize(self.optimizer, values, again=True)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Returns logits [b s v/t] on the last pipeline stage, else None. Collective.
+        """Returns the logits of a batch of tokens. Collective.
 
         Args:
-            tokens: int64 [b s].
+            tokens: token ids, int64 [b s].
+
+        Returns:
+            On the last pipeline stage: the logits [b s v/t] of this tensor rank's shard of the
+            vocabulary. None on other stages.
         """
         self.finish()
         with torch.inference_mode(False):
@@ -558,10 +578,11 @@ class LayeredEngine(Engine):
 class ModuleEngine(Engine):
     """Trains any `nn.Module` on data ranks; `Engine(...)` creates it for a plain module.
 
-    `step` runs a full batch. A custom loop can run the micro-batches itself instead.
+    `step` runs a full batch. Instead, a custom loop can run the micro-batches itself, between
+    `begin` and `update`.
 
     Attributes:
-        accumulating: True between `begin` and `update`.
+        accumulating: True between `begin` and `update`, except while a backward runs.
 
     Example:
 
@@ -602,9 +623,10 @@ class ModuleEngine(Engine):
         """Begins an optimizer step in a custom loop. Collective.
 
         Args:
-            microbatches: number of micro-batches of the step; None if the number is not known. With
-                None, `backward` requires a weight. Gradients are then reduced after the last
-                backward, not during it, unless the last `backward` is called with `last=True`.
+            microbatches: number of micro-batches of the step; None if the number is not known.
+                Every call of `backward` then needs an argument `weight`. Under ZeRO stages 0 and 1,
+                gradients are then reduced after the last backward instead of during it, unless that
+                backward is called with `last=True`.
         """
         self.faults.clear()
         self._begin(OPEN if microbatches is None else microbatches)
@@ -616,12 +638,14 @@ class ModuleEngine(Engine):
     ) -> None:
         """Runs the backward of a micro-batch and accumulates its gradients and its loss.
 
-        If it raises, the gradients of the step are discarded: call `begin` for the next step.
+        If this method raises an error, the gradients of the step are discarded. Afterwards, call
+        `begin` to start the next step.
 
         Args:
             loss: mean loss of the micro-batch, a scalar.
-            weight: factor of the loss; by default 1 / (micro-batches × data ranks), so that the
-                loss of the step is the mean over all micro-batches of all data ranks.
+            weight: the loss of the step is the sum of the micro-batches' losses, each multiplied by
+                its `weight`. By default 1 / (micro-batches × data ranks), so that the loss of the
+                step is the mean over all micro-batches of all data ranks.
             last: whether this is the last backward of the step. Only needed if the number of
                 micro-batches of the step is not known (`begin(None)`).
 
@@ -682,7 +706,7 @@ class ModuleEngine(Engine):
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Raises RuntimeError under fp16 if a gradient is scaled by another engine's loss scale."""
+        """Raises RuntimeError with fp16 if a gradient is scaled by another engine's loss scale."""
         for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
             raise RuntimeError(
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"
@@ -703,8 +727,8 @@ class ModuleEngine(Engine):
     def inference(self) -> Iterator[nn.Module]:
         """Context manager: yields the module for forwards without gradients."""
         try:
-            # `no_grad` instead of inference mode: tensors that the module caches here may be used
-            # in training later.
+            # `no_grad` instead of inference mode, because the module may cache tensors here and use
+            # them in training later
             with torch.inference_mode(False), torch.no_grad():
                 yield self.module
         finally:
@@ -720,7 +744,7 @@ class ModuleEngine(Engine):
     def gathered(self) -> Iterator[nn.Module]:
         """Context manager: yields the module with full parameters, to read or edit. Collective.
 
-        Every rank must make the same changes.
+        If a program edits parameters, it must make the same changes on every rank.
         """
         if self.gatherer.is_held(Holder.GATHERED):
             yield self.module  # an enclosing block keeps the parameters gathered
@@ -734,7 +758,9 @@ class ModuleEngine(Engine):
             self._sync_states()
 
     def _sync_states(self) -> None:
-        """Completes the last step as in `Engine`. Then copies the values of parameters that the
-        program has changed into the optimizer's states."""
+        """Completes the last step; copies the program's edits of parameters to the states.
+
+        See `threed.zero.manual_edits`.
+        """
         super()._sync_states()
         self.gatherer.changes.absorb_edits(self.optimizer)

@@ -1,18 +1,20 @@
 """Activation checkpointing: which layers are recomputed in the backward, and where their inputs are
 saved until then.
 
-    recomputed = build(config, units, live, slicing, topology, unlike)    # an argument of Stage
+    recomputed = build(config, units, live, slicing, topology, unlike)    # for `Stage`
     store = recomputed.store
     saved = store.save(x)                          # x: input of a layer, after the layer's forward
     store.fetch(saved); store.prefetch(saved)      # a few layers before the layer's backward
-    x = store.get(saved); store.release(saved)     # in the backward: before and after its use
+    x = store.get(saved)                           # in the backward, before the input is used
+    store.release(saved)                           # in the backward, after the input was used
 
 A saved input is either the tensor itself, or a copy. A copy is in a slot of an arena (a
 preallocated buffer, `threed.memory.arena`), in host memory or on a drive. If all tensor ranks have
 the same input (`replicated_inputs`), each rank may save only its slice, and the slices are gathered
-before the backward (ZeRO, arXiv 1910.02054, section 6.1: P_a, P_a+cpu). `fetch` starts to read from
-the drive. `prefetch` starts to copy to the device and to gather the slices. All tensor ranks run
-the same layers in the same order, so they also start these gathers in the same order.
+before the backward (ZeRO, arXiv 1910.02054, section 6.1: P_a, P_a+cpu). `fetch` starts to read the
+input from the drive. `prefetch` starts to copy it to the device and to gather its slices. All
+tensor ranks run the same layers in the same order, so they also start these gathers in the same
+order.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ FETCH_AHEAD = 2  # number of inputs that are read from the drive ahead of their 
 GATHER_AHEAD = 1  # number of inputs that are copied to the device, or gathered, ahead of their use
 # Number of host buffers of a drive, for inputs that are being read, used or written.
 BUFFERS = 2 * FETCH_AHEAD + 2
-# Largest number of tensors in a layer's input that is saved on a drive. All of them are in use at
-# the same time, each in one buffer. The other buffers are needed to read further inputs ahead.
+# Largest number of tensors in a layer's input, if inputs are saved on a drive. All tensors of an
+# input are in use at the same time, each in one buffer. The other buffers are needed to read the
+# inputs of other layers ahead.
 MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD
 
 
@@ -60,7 +63,7 @@ class StoragePool(Protocol):
 
 
 class InArena:
-    """A pool of storages in memory. Each storage is a slot of an arena."""
+    """A pool of storages in memory; each storage is a slot of an arena."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -74,8 +77,10 @@ class InArena:
 
 
 class OnDrives:
-    """A pool of storages in a swap file. Each storage is as large as a buffer of the drive, so any
-    input fits into any storage."""
+    """A pool of storages in a swap file.
+
+    Each storage is as large as a buffer of the drive, so any input fits into any storage.
+    """
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -99,9 +104,10 @@ class OnDrives:
         """Returns a drive whose buffers have at least `nbytes` bytes.
 
         If the buffers of the current drive are too small, a drive with larger buffers replaces it.
-        From then on, inputs use regions of the new size, and the smaller regions of the swap file
-        are not used again. New buffers are at least 1.5 times as large as the old ones, so all
-        smaller regions of an input together take at most twice the space of its new region.
+        From then on, saved inputs use regions of the new size in the swap file, and smaller regions
+        are released. New buffers are at least 1.5 times as large as the old ones. So even if no
+        smaller region is reused, all smaller regions together take at most twice the space of the
+        new ones.
         """
         old = 0 if self._drive is None else self._drive.nbytes
         if self._drive is None or nbytes > old:
@@ -131,7 +137,7 @@ class SavedInput:
         storage: storage of the copy; None if the tensor itself is saved.
         value: the full input, or this rank's slice; None while it is not on the device.
         arrived: event recorded after the copy from host memory to the device, or None.
-        staged: buffer into which the storage is read; None before `fetch` is called.
+        staged: buffer into which the input is read from its storage; None before `fetch` is called.
         gathering: the all-gather of the slices while it is in flight, else None.
     """
 
@@ -152,8 +158,9 @@ class ActivationStore:
         axis: ranks over which inputs are sliced; None to save inputs in full.
         storages: pool of storages for copies; None to save the inputs themselves.
         device: device of the layers.
-        away: whether the storages are on another device. Copies then use a separate stream.
-        replicated: determines which inputs can be sliced; None if all inputs can be sliced.
+        away: whether the storages are not on `device`. Copies then use a separate stream.
+        replicated: object that determines which inputs are equal on all tensor ranks; only these
+            are sliced. None if all inputs are equal on all tensor ranks.
     """
 
     def __init__(
@@ -170,7 +177,8 @@ class ActivationStore:
         """Saves the input tensors of layer `unit`.
 
         Raises:
-            ValueError: if there are more tensors than drive buffers.
+            ValueError: if inputs are saved on a drive and there are more than `MOST_ON_DRIVE`
+                tensors.
         """
         if len(given) > MOST_ON_DRIVE and isinstance(self.storages, OnDrives):
             raise ValueError(
@@ -180,10 +188,11 @@ class ActivationStore:
         return tuple(self.save(x, (unit, number)) for number, x in enumerate(given))
 
     def save(self, x: Tensor, place: tuple[int, int] = (0, 0)) -> SavedInput:
-        """Saves a tensor of any shape; the caller may drop it as soon as this returns.
+        """Saves a tensor; the caller may drop it as soon as this method returns.
 
         Args:
-            place: (layer, number of the tensor in the layer's input).
+            x: the tensor, of any shape.
+            place: (number of the layer, index of the tensor in the layer's input).
         """
         saved, part, numel = SavedInput(x.shape), x.detach(), x.numel()
         if self.axis is not None and (
@@ -229,7 +238,7 @@ class ActivationStore:
         """Stores the finished copies, and lets the device reuse the memory of the copied tensors.
 
         The device's current stream waits for all copies except the last `at_most`. The host waits
-        for them only if they are written to a drive.
+        for these copies only if they are written to a drive.
         """
         while self._outgoing and (len(self._outgoing) > at_most or self._outgoing[0][0].query()):
             event, staged, _ = self._outgoing.popleft()
@@ -245,8 +254,10 @@ class ActivationStore:
             saved.staged = saved.storage.fetch()
 
     def prefetch(self, saved: SavedInput) -> None:
-        """Starts to copy a saved input to the device, and to gather its slices. Collective if the
-        input is sliced."""
+        """Starts to copy a saved input to the device, and to gather its slices.
+
+        Collective if the input is sliced.
+        """
         self.fetch(saved)
         with nullcontext() if self._stream is None else on_stream(self._stream):
             if saved.value is None:
@@ -260,7 +271,8 @@ class ActivationStore:
         """Returns a saved input in full. Collective if the input is sliced.
 
         Args:
-            own: whether the result must stay valid after `release`; otherwise it may be a view of
+            saved: the saved input.
+            own: whether the result must stay valid after `release`; if False, it may be a view of
                 the storage.
         """
         self.prefetch(saved)
@@ -304,9 +316,8 @@ class Recomputed:
 
     Attributes:
         units: numbers of the units.
-        store: stores the inputs of the units if they are recomputed in full; otherwise None.
-        selective: the operations to recompute if each unit is recomputed only in part; otherwise
-            None.
+        store: store for the inputs of the units, if the units are recomputed in full; else None.
+        selective: the operations to recompute, if the units are recomputed only in part; else None.
     """
 
     units: frozenset[int] = frozenset()
@@ -317,9 +328,9 @@ class Recomputed:
 def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
     """Returns the numbers of the layers to recompute.
 
-    These are the first layer whose `recomputable` is not False, and every `every`-th such layer
-    after it. Layers are counted over the full model, so that the choice does not depend on the
-    pipeline stages.
+    Only layers whose attribute `recomputable` is not False can be recomputed. The result contains
+    the first such layer, and every `every`-th such layer after it. Layers are counted over the full
+    model, so that the choice does not depend on the pipeline stages.
     """
     return [n for n, layer in enumerate(layers) if contract(layer).recomputable][::every]
 
@@ -335,10 +346,10 @@ def fully_recomputed(config: Config, layers: Sequence[nn.Module]) -> list[int]:
 
 
 def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[float]:
-    """Returns the FLOPs of layers, forward and backward, with recomputation.
+    """Returns the FLOPs of each layer, forward and backward together, with recomputation.
 
     Args:
-        costs: FLOPs per layer without recomputation, of which the forward is a third.
+        costs: FLOPs per layer without recomputation; the forward takes a third of them.
         again: numbers of the layers that are recomputed in full; their forward runs twice.
     """
     return [cost + cost / 3 if number in again else cost for number, cost in enumerate(costs)]
@@ -352,15 +363,15 @@ def build(
     topology: Topology,
     unlike: Flag,
 ) -> Recomputed:
-    """Returns the recomputation of a rank's stages.
+    """Returns the recomputation settings of a rank's stages.
 
     Args:
         config: the configuration.
         units: the layers that are recomputed in full or in part, by number.
         live: largest number of micro-batches for which inputs are saved at the same time.
-        slicing: the model's slicing.
-        topology: the topology.
-        unlike: flag to set if an input was sliced although it differs between tensor ranks.
+        slicing: the model's slicing, with its tensor ranks.
+        topology: the process topology.
+        unlike: flag that is set if an input was sliced although it differs between tensor ranks.
     """
     r = config.recompute
     if r.mode == "none" or not units:
@@ -379,13 +390,14 @@ def build(
 def for_tracing(
     config: Config, numbers: Sequence[int], slicing: Slicing, device: torch.device = META
 ) -> Recomputed:
-    """Returns the recomputation of layers that are traced or timed one by one. Its store saves the
-    inputs themselves, not copies.
+    """Returns the recomputation settings of layers that are traced or timed one by one.
+
+    Their store saves the inputs themselves, not copies.
 
     Args:
         config: the configuration.
         numbers: numbers of the recomputed layers.
-        slicing: the model's slicing.
+        slicing: the model's slicing, with its tensor ranks.
         device: device of the layers.
     """
     r = config.recompute
@@ -399,8 +411,7 @@ def for_tracing(
 
 
 def sliced_over(config: Config, slicing: Slicing) -> Axis | None:
-    """Returns the tensor ranks over which saved inputs are sliced, or None if they are saved in
-    full."""
+    """Returns the tensor ranks over which saved inputs are sliced; None to save them in full."""
     return (
         slicing.tp
         if config.recompute.partition and slicing.tp.size > 1 and not slicing.sequence_parallel
@@ -409,8 +420,15 @@ def sliced_over(config: Config, slicing: Slicing) -> Axis | None:
 
 
 def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | None:
-    """Returns the pool for copies of inputs, or None if the inputs themselves are saved. If the
-    device is a CPU, `--recompute.offload cpu` has no effect."""
+    """Returns the pool for copies of inputs, or None if the inputs themselves are saved.
+
+    If the device is a CPU, `--recompute.offload cpu` has no effect.
+
+    Args:
+        config: the configuration.
+        topology: the process topology.
+        inputs: largest number of inputs that are saved at the same time.
+    """
     r, on_gpu = config.recompute, is_accelerator(topology.device)
     if r.offload == "nvme":
         return OnDrives(Disk(str(config.zero.nvme_path), f"activations-rank{topology.rank}"))
@@ -422,10 +440,10 @@ def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | 
 
 
 def enable(module: nn.Module, config: Config) -> None:
-    """Enables recomputation in a module that is not built from `threed.layers`, by calling the
-    module's own method for it.
+    """Enables recomputation in a module that is not built from `threed.layers`.
 
-    With `--recompute.mode none` the call has no effect.
+    Calls the method that the module has for this purpose, `activation_checkpointing_enable` or
+    `gradient_checkpointing_enable`. Has no effect with `--recompute.mode none`.
 
     Raises:
         ConfigError: if the module does not support the configured recomputation.
@@ -437,7 +455,7 @@ def enable(module: nn.Module, config: Config) -> None:
     named = (
         getattr(module, f"{what}_checkpointing_enable", None) for what in ("activation", "gradient")
     )
-    # `gradient_checkpointing_enable` is the older name of the method.
+    # `gradient_checkpointing_enable` is the older name, used if the newer one does not exist
     found = next((method for method in named if method is not None), None)
     if r.mode == "selective":
         raise ConfigError(

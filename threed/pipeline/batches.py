@@ -2,9 +2,9 @@
 
     micros = Batches(model, topology, config).micro_batches(batch, step, consumed, scale, training=True)
 
-The loss of a step is the mean over all valid items (tokens) of the global batch, however the batch
-is split. So the summed loss of each micro-batch is multiplied by its weight: the loss scale divided
-by the number of valid items in the global batch.
+The loss of a step is the mean over all valid items (tokens) of the global batch, and must not
+depend on how the batch is split. So the summed loss of each micro-batch is multiplied by a weight:
+the loss scale divided by the number of valid items in the global batch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class Batches:
     """Splits this data rank's share of global batches into micro-batches.
 
     Args:
-        model: the model; a wrapped module counts the items of a micro-batch itself.
-        topology: the ranks.
+        model: the model. If it is a wrapped module, `Wrapped.count` counts the items of a
+            micro-batch.
+        topology: the process topology.
         config: the resolved configuration.
-        layers: all layers of the model. An `Embedding` needs 'tokens' in the batch, a
-            `LanguageModelHead` needs 'labels'.
+        layers: all layers of the model. They determine the ids that a batch must contain: 'tokens'
+            for an `Embedding`, 'labels' for a `LanguageModelHead`.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Batches:
         """Returns the number of rows (sequences) of a batch.
 
         Raises:
-            ValueError: if tensors differ in their number of rows, or if this number is not a
-                multiple of the micro-batch size.
+            ValueError: if a value is not a tensor with rows, if tensors differ in their number of
+                rows, or if this number is 0 or not a multiple of the micro-batch size.
         """
         for name, value in batch.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
@@ -94,8 +95,8 @@ class Batches:
     def check_rows(self, batch: Batch) -> None:
         """Checks that all data ranks evaluate equally many rows. Collective over dp.
 
-        Ranks with unequal numbers of rows would hang. Training steps need no such check, because
-        their number of rows is configured.
+        Ranks with unequal numbers of rows would hang. Training steps do not need this check,
+        because their number of rows is configured.
 
         Raises:
             ValueError: if numbers of rows differ.
@@ -118,9 +119,9 @@ class Batches:
                 pipeline stages of the data rank. Keys: 'tokens' [b s]; 'labels' [b ...], integers,
                 where values below 0 are ignored (without labels, every row counts as one item);
                 'samples' [b], global sample indices; and other tensors that the model reads from
-                `MicroBatch.inputs`. For a wrapped module: its keyword arguments.
-            step: number of steps done.
-            consumed: number of samples in the global batches before this one.
+                `MicroBatch.inputs`. For a wrapped module: the keyword arguments of its forward.
+            step: number of completed steps.
+            consumed: total number of samples in the global batches before this one.
             scale: the loss scale.
             training: True for a training step, False for an evaluation.
 
@@ -164,8 +165,11 @@ class Batches:
         self, wrapped: Wrapped, parts: Sequence[dict[str, Tensor]], step: int,
         scale: Tensor | float, training: bool,
     ) -> list[MicroBatch]:  # fmt: skip
-        """Returns the micro-batches of a wrapped module. The module returns a mean loss, so the
-        weight of a micro-batch is multiplied by the number of items in this mean."""
+        """Returns the micro-batches of a wrapped module.
+
+        The module returns the mean loss of a micro-batch, so the weight of the micro-batch is
+        multiplied by the number of items in this mean.
+        """
         items = [wrapped.count(part) for part in parts]
         weight = self._weight(torch.stack(items).sum(0), scale)
         return [
@@ -176,8 +180,10 @@ class Batches:
         ]
 
     def _to_device(self, value: Tensor) -> Tensor:
-        """Copies a tensor to the device. With `precision.cast_inputs`, a floating-point tensor is
-        also cast to the dtype of parameters."""
+        """Copies a tensor to the device.
+
+        With `precision.cast_inputs`, floating-point tensors are also cast to the parameters' dtype.
+        """
         casts = self.casts and value.is_floating_point()
         return start_copy_in(value, self.topology.device, self.dtype if casts else value.dtype)
 

@@ -3,8 +3,8 @@ dict of tensors.
 
     parts = tensors(value)      the tensors of a value, in order
     like(value, parts)          other tensors in the same structure
-    form = Form.of(value)       structure, shapes and dtypes; the next stage needs them to receive
-                                the value
+    form = Form.of(value)       structure, shapes and dtypes of a value; the next stage needs them
+                                to receive the value
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from threed.layers.slicing import MicroBatch
 
-# The structure of a value: the length of a tuple, the names of a dict, None for a single tensor.
+# The structure of a value: the length if it is a tuple, the keys if it is a dict, None if it is a
+# single tensor.
 Keys = int | tuple[str, ...] | None
 
 
@@ -50,14 +51,27 @@ def tensors(value: Any) -> tuple[Any, ...]:
 
 
 def like(value: Any, parts: Sequence[Any]) -> Any:
-    """Returns `parts` in the structure of `value`. Parts may be tensors or None."""
+    """Returns `parts` in the structure of `value`: the only part, or a tuple or dict of parts.
+
+    Args:
+        value: a value with as many tensors as there are parts.
+        parts: tensors or None.
+    """
     if value is None or isinstance(value, Tensor):
         return parts[0] if parts else None
     return dict(zip(value, parts, strict=True)) if isinstance(value, dict) else tuple(parts)
 
 
 def gradients_of(gradient: Any, count: int) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of `count` tensors as a flat tuple; all None if `gradient` is `None`."""
+    """Returns the gradient of a value as one gradient per tensor of the value.
+
+    Args:
+        gradient: the gradient, in the structure of the value; None if the value has no gradient.
+        count: number of tensors of the value, used if `gradient` is `None`.
+
+    Returns:
+        A flat tuple of gradients; `count` times None if `gradient` is `None`.
+    """
     if gradient is None:
         return (None,) * count
     if isinstance(gradient, Tensor):
@@ -135,8 +149,10 @@ class Form:
         return [torch.empty(self.shapes[n], dtype=self.dtypes[n], device=device) for n in wanted]
 
     def value(self, parts: Sequence[Tensor]) -> Any:
-        """Returns received tensors as a value of this form: a tensor, tuple or dict. The tensors
-        become leaves of a new autograd graph."""
+        """Returns received tensors as a value of this form: a tensor, tuple or dict.
+
+        The tensors become leaves of a new autograd graph.
+        """
         leaves = [part.requires_grad_(grad) for part, grad in zip(parts, self.grads, strict=True)]
         if self.keys is None:
             return leaves[0]
@@ -150,8 +166,8 @@ class Form:
         """Returns received gradients as the gradient of a value of this form.
 
         The result has the structure of the value; it contains None for a tensor that requires no
-        gradient. If the value is a single such tensor, the result is (None,), because a plain None
-        would mean that the value is a loss.
+        gradient. If the value is a single tensor that requires no gradient, the result is (None,),
+        because a plain None would mean that the value is a loss.
 
         Args:
             parts: one gradient for each tensor that requires a gradient.
@@ -167,12 +183,13 @@ class Form:
         )
 
     def gradients_to_send(self, gradient: Any, device: torch.device) -> list[Tensor]:
-        """Returns the gradients to send to the previous stage, where `gradients` restores their
-        structure.
+        """Returns the gradients to send to the previous stage, in a flat list.
+
+        The previous stage restores the structure by `gradients`.
 
         Args:
-            gradient: the gradient in the structure of the value. A tensor that did not contribute
-                to the loss has None, for which zeros are sent.
+            gradient: the gradient in the structure of the value. It contains None for a tensor that
+                did not contribute to the loss; for this tensor, zeros are sent.
             device: device of the zeros.
         """
         given = gradients_of(gradient, len(self.shapes))
@@ -193,8 +210,11 @@ class Form:
 
 
 def signature(micro: MicroBatch) -> tuple[Any, ...]:
-    """Returns a hashable key of the facts that determine the shapes of activations: the shapes and
-    dtypes of all tensors of a micro-batch, and whether the micro-batch is for training."""
+    """Returns a hashable key; micro-batches with equal keys have activations of equal shapes.
+
+    The key contains the shapes and dtypes of all tensors of the micro-batch, and whether the
+    micro-batch is for training.
+    """
     given = {"tokens": micro.tokens, "labels": micro.labels, **(micro.inputs or {})}
     shapes = ((name, tuple(t.shape), t.dtype) for name, t in given.items() if isinstance(t, Tensor))
     return (micro.training, *sorted(shapes, key=lambda one: one[0]))

@@ -11,15 +11,15 @@ from threed.layers.contract import contract
 
 
 def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run: RunConfig) -> None:
-    """Makes torch compile each of this rank's layers that has `compilable = True`. A layer is
-    compiled as one graph, when it first runs.
+    """Marks this rank's layers that have `compilable = True` for compilation by `torch.compile`.
 
-    Without `run.compile` this has no effect.
+    Each of these layers is compiled as one graph when it first runs. Has no effect without
+    `run.compile`.
 
     Args:
         layers: the layers of this rank.
-        model: all layers of the model.
-        run: the run's configuration.
+        model: all layers of the model; at least one of them must be compilable.
+        run: the section `run` of the configuration.
 
     Raises:
         ConfigError: if no layer of the model is compilable, or torch lacks the required API.

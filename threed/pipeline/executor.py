@@ -1,5 +1,5 @@
-"""Runs one pipeline rank's plan: a loop over its actions, and a table with a handler per kind of
-action.
+"""Runs one pipeline rank's part of a plan: a loop over its actions, and a table with a handler per
+kind of action.
 
     executor = Executor(stages, transport, rank)
     losses   = executor.run(plan, micro_batches)
@@ -7,21 +7,21 @@ action.
 The executor contains no schedule: training, evaluation and sampling are all plans.
 
 A backward is either full (action B) or split (actions I and W). In a split backward, I computes the
-input gradient and sets aside the operands of the weight gradients; W computes the weight gradients
-from these operands later. If the action VALIDATE finds that the previous weight update was wrong,
-`run` raises Outdated, and the caller runs the plan again.
+input gradient and keeps the operands of the weight gradients; later, W computes the weight
+gradients from these operands. If the action VALIDATE finds that the previous weight update was
+wrong, `run` raises Outdated, and the caller runs the plan again.
 
 An asynchronous plan may end before the backwards of its last micro-batches have run, and while
 messages are in flight. The next plan then runs these backwards and uses these messages.
 
 Receives are posted at their position in the plan, or earlier if the transport has `posts_ahead`.
-The executor waits for a receive when its tensors are first used. It waits for a send after two
-further messages, or at the end of a plan that leaves no backward to the next plan.
+The executor waits for a receive when the received tensors are first used. It waits for a send after
+it has sent two further messages, or at the end of a plan that leaves no backward to the next plan.
 
-Stages exchange tensors of any shape, dtype and number. The first message for micro-batches of a
-given shape is preceded by the form of the value: its structure, shapes and dtypes
-(`threed.pipeline.boundary.Form`). Both sides store the form, so later messages contain tensors
-only.
+Stages exchange tensors of any shape, dtype and number. The first activations for micro-batches of a
+given shape are preceded by their form: structure, shapes and dtypes
+(`threed.pipeline.boundary.Form`). Both sides store the form, so later messages contain only
+tensors.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ Span = tuple[Action, float, float]
 
 
 class Outdated(Exception):
-    """Raised at VALIDATE if the plan's forwards ran with wrong weights. The weights have been
-    corrected, so the caller must run the plan again."""
+    """Raised at VALIDATE if the plan's forwards ran with wrong weights.
+
+    The weights are correct when it is raised, so the caller must run the plan again.
+    """
 
 
 def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
-    """Returns every action with the parts of the compute action that follows it.
+    """Yields every action with the parts of the next compute action after it.
 
-    The parts of a pair FB are its forward and its backward. The only part of any other action is
-    the action itself. The tuple of parts is empty if no compute action follows, or if a W follows,
-    because a W reads no weights.
+    A pair FB has two parts, its forward and its backward. Any other action has one part, the action
+    itself. The tuple of parts is empty if no compute action follows, or if the next one is a W,
+    which reads no weights.
     """
     following: list[tuple[Action, ...]] = []
     next_parts: tuple[Action, ...] = ()
@@ -91,10 +93,10 @@ class Updates(Protocol):
     """Updates the weights while an asynchronous plan runs (`threed.zero.asynchronous`)."""
 
     def use(self, before: bool) -> None:
-        """Makes the layers use the weights for the next forward or backward.
+        """Points the layers at the version of the weights that the next pass must use.
 
         Args:
-            before: whether that forward or backward belongs to the previous step.
+            before: whether this pass (forward or backward) belongs to the previous step.
         """
 
     def start_update(self) -> None:
@@ -114,6 +116,7 @@ class Observer(Protocol):
         """Called at the end of a plan.
 
         Args:
+            micros: the micro-batches of the plan.
             losses: losses in the order of micro-batches; empty except on the last stage.
         """
 
@@ -122,9 +125,9 @@ class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
     Args:
-        stages: the rank's stages, by chunk.
+        stages: the rank's stages; the index of a stage is the number of its chunk.
         transport: sends and receives the messages of the plan.
-        rank: pipeline rank.
+        rank: index of this rank among the pipeline ranks.
         on_reduce: `on_reduce(chunk)` is called at a REDUCE action, and reduces the gradients of the
             chunk.
         on_backward: `on_backward(chunk)` is called after each full backward, and after the W of
@@ -135,9 +138,9 @@ class Executor:
         device: device of the received tensors.
         varying: whether the shapes of activations depend on more than the shapes of the tensors in
             a micro-batch. If so, every message with activations is preceded by its form.
-        on_validate: called at VALIDATE; returns whether the previous weight update was correct. If
-            the update was wrong, it corrects the weights before it returns False.
-        updates: updates the weights; required for asynchronous plans.
+        on_validate: function that is called at VALIDATE, and returns whether the previous weight
+            update was correct. If the update was wrong, the function first corrects the weights.
+        updates: object that updates the weights; required for asynchronous plans.
 
     Attributes:
         spans: (action, start, end) of every action since `record()`, in seconds of
@@ -188,14 +191,18 @@ class Executor:
             }
 
     def record(self, on: bool = True) -> list[Span]:
-        """Starts or stops recording spans; returns the spans recorded so far."""
+        """Starts or stops recording spans; returns and drops the spans recorded so far.
+
+        Args:
+            on: True to start, False to stop.
+        """
         spans = self.spans
         self._clock, self._marks = Clock(self.device) if on else None, []
         return spans
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Passes the results of plans that run inside the block to `observer`."""
+        """Context: passes the results of plans that run inside the block to `observer`."""
         self._observer = observer
         try:
             yield
@@ -214,6 +221,10 @@ class Executor:
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs this rank's part of a lowered plan. Collective over the pipeline.
+
+        Args:
+            plan: the plan, with communication actions.
+            micros: the micro-batches that the plan begins.
 
         Returns:
             The losses in the order of micro-batches, on the last stage; an empty list on other
@@ -252,9 +263,9 @@ class Executor:
         return losses
 
     def _continue_plan(self, plan: Plan, micros: Sequence[MicroBatch]) -> None:
-        """Takes over the micro-batches that the previous plan left open, with backwards still to
-        run. They are renumbered so that the last micro-batch of the previous plan is -1.
+        """Begins a plan; takes over the micro-batches whose backwards the previous plan left open.
 
+        These micro-batches are renumbered so that the last micro-batch of the previous plan is -1.
         If the plan does not continue the previous plan, all remaining state is dropped instead.
         """
         if plan.begun and plan.begun != self._plan.left:
@@ -288,8 +299,10 @@ class Executor:
             self._store_result(Kind.SEND_F, Kind.RECV_F, action, y)
 
     def _pair(self, action: Action) -> None:
-        """Runs the forward of one micro-batch and the backward of another: concurrently if the
-        device has streams, otherwise one after the other."""
+        """Runs the forward of one micro-batch and the backward of another.
+
+        They run concurrently if the device has streams, otherwise one after the other.
+        """
         forward, backward = action.parts
         self._wait_for(Kind.RECV_F, forward)
         self._wait_for(Kind.RECV_B, backward)
@@ -305,8 +318,11 @@ class Executor:
         self._end_backward(backward, deferred)
 
     def _backward(self, action: Action) -> None:
-        """Runs an action B or I. An I computes the input gradient only; the weight gradients are
-        deferred to the action W that follows."""
+        """Runs an action B or I.
+
+        An I computes only the input gradient; the weight gradients are deferred to the action W of
+        the same micro-batch.
+        """
         self._end_backward(action, self._run_backward(action))
 
     def _run_backward(self, action: Action) -> list[Any]:
@@ -364,7 +380,9 @@ class Executor:
 
     def _take_incoming(self, kind: Kind, action: Action) -> list[Tensor] | None:
         """Waits for the tensors that another stage computed for this action, and returns them.
-        Returns None if the action uses no such tensors, as a forward of the model's first stage."""
+
+        Returns None if the action needs no such tensors, e.g. a forward of the model's first stage.
+        """
         if self._plan.producer(self.rank, action) is None:
             return None
         self._wait_for(kind, action)
@@ -382,8 +400,11 @@ class Executor:
             self._started = self._clock.now()
 
     def _store_result(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
-        """Stores a result for the send action that follows. If the stage that uses the result is on
-        this rank, stores it as an input of that stage instead."""
+        """Stores a result for the send action that follows.
+
+        If the stage that uses the result is on this rank, stores it as an input of that stage
+        instead.
+        """
         consumer = self._plan.consumer(self.rank, action)
         here = consumer is not None and consumer[0] == self.rank
         if send is Kind.SEND_F:
@@ -426,8 +447,10 @@ class Executor:
             part.wait()
 
     def _post_ahead(self, actions: Sequence[Action], start: int) -> None:
-        """Posts the receives that precede the next compute action, in the order of the plan. Stops
-        at the first receive whose form is not known yet."""
+        """Posts the receives that precede the next compute action, in the order of the plan.
+
+        Stops at the first receive for which the form of the tensors is not known yet.
+        """
         for at in range(start, len(actions)):
             action = actions[at]
             if action.kind in COMPUTE or action.kind is Kind.VALIDATE:
@@ -476,6 +499,11 @@ class Executor:
     def _store_form(self, side: str, action: Action, form: Form) -> Form:
         """Stores the form (structure, shapes and dtypes) of a chunk's input or output; returns it.
 
+        Args:
+            side: "in" for the input of the chunk, "out" for its output.
+            action: action with the chunk and the micro-batch.
+            form: the form.
+
         Raises:
             RuntimeError: if a different form is already stored for micro-batches of this shape.
         """
@@ -490,8 +518,10 @@ class Executor:
         return known
 
     def _gather(self, action: Action) -> None:
-        """Starts to gather the first units of the next compute action, so that they are gathered
-        while this rank waits for messages."""
+        """Starts to gather the first units of the next compute action.
+
+        They are then gathered while this rank waits for messages.
+        """
         for part in self._next_parts:
             if part.chunk == action.chunk:
                 self.stages[action.chunk].start(backward=part.kind is not Kind.F)

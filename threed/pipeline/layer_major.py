@@ -5,12 +5,13 @@ layer starts.
     executor = LayerMajorExecutor([stage], transport, 0)
     losses   = executor.run(gpipe(1, 8), micro_batches)
 
-A layer's parameters are gathered, or read from a drive, once per pass instead of once per
-micro-batch, and its gradient is reduced once per step. The plan is GPipe's on one stage: all
-forwards, then all backwards. The forwards run layer by layer, and so do the backwards. As in GPipe,
-the saved state of all micro-batches is alive at once. With full recomputation this state consists
-of the inputs of layers, which are saved according to `--recompute.offload`. The last layer differs:
-it runs the backward of each micro-batch right after its forward, because its logits are the largest
+A layer's parameters are gathered, or read from a drive, once for the forwards and once for the
+backwards of a step, instead of once per micro-batch. The layer's gradient is reduced once per step.
+The plan is GPipe's on one stage: all forwards, then all backwards. The forwards run layer by layer,
+and so do the backwards. As in GPipe, the saved state of all micro-batches is alive at once. With
+full recomputation this state consists of the inputs of layers, which are saved according to
+`--recompute.offload`. The last layer is an exception: it runs the backward of each micro-batch
+right after the forward of this micro-batch, so that only one micro-batch has logits, the largest
 tensor. Gradients are summed in the order of micro-batches, as in 1F1B.
 
 Source: arXiv 2512.17570 (GreedySnake), which calls this order vertical scheduling.
@@ -39,16 +40,16 @@ During = Callable[[Kind, int], AbstractContextManager[None]]
 
 
 class LayerMajorStage(Stage):
-    """A stage that can run all micro-batches of a layer before the next layer. Every layer has a
-    separate graph.
+    """A stage that can run all micro-batches on a layer before it runs the next layer.
+
+    Every layer has a separate autograd graph.
 
     Args:
-        layers: see `Stage`; `gatherer`, `prefetch`, `first`, `recomputed` and `scope` are described
-            there too.
+        layers: the layers of the stage; see `Stage` for this and the other positional arguments.
         unit_ended: `unit_ended(unit)` is called when a layer has run the backwards of all
             micro-batches; `unit` is the number of the layer among the layers of this rank.
-        between: called after each backward of a layer on one micro-batch, except after backwards of
-            the last layer of the model.
+        between: function that is called after each backward of a layer on one micro-batch, except
+            after backwards of the model's last layer.
     """
 
     def __init__(
@@ -59,23 +60,23 @@ class LayerMajorStage(Stage):
         super().__init__(layers, gatherer, prefetch, first, recomputed, scope)
         self.unit_ended, self.between = unit_ended, between
         # No layer shares a graph with the next layer. The backward of a shared graph would run both
-        # layers on one micro-batch before the later layer has run the other micro-batches.
+        # layers on one micro-batch before the later layer has run its other backwards.
         self._joined = set()
         self._frames: list[Frame] = []  # frames for the backward, which pops them from the end
 
     def reset(self, ended: int | None = None) -> None:
-        """Begins a step, and drops the frames of an aborted step."""
+        """Begins a step; drops the frames (autograd graphs) that an aborted step has left."""
         super().reset(ended)
         self._drop(self._frames)
         self._frames.clear()
 
     def run_all(self, micros: Sequence[MicroBatch], during: During) -> list[Tensor]:
-        """Runs forward and backward of all micro-batches. The gradients of parameters are added to
-        the gradient sinks of the parameters (`param.sink`).
+        """Runs forward and backward of all micro-batches; adds gradients to `param.sink`.
 
         Args:
             micros: the micro-batches.
-            during: `during(kind, microbatch)` is entered around each F and B of a layer.
+            during: `during(kind, microbatch)` returns a context manager, which is entered around
+                each forward (F) and backward (B) of a layer.
 
         Returns:
             The losses in the order of micro-batches.
@@ -117,7 +118,8 @@ class LayerMajorStage(Stage):
                     values[number], frame = self._run(unit, values[number], micro, values[number])
                 assert frame is not None
                 self._frames.append(frame)
-        # The backward also begins with micro-batch 0, but pops frames from the end of the list.
+        # Reversed, because the backward pops frames from the end of the list, and also begins with
+        # micro-batch 0.
         self._frames[first:] = self._frames[first:][::-1]
 
     def _turn(
@@ -162,18 +164,17 @@ class LayerMajorStage(Stage):
 
 
 class LayerMajorExecutor(Executor):
-    """Runs training plans layer by layer, on one stage with the full model. Forward-only plans run
-    as in `Executor`.
+    """Runs training plans layer by layer, on one stage with the full model.
 
-    A recorded span covers one layer on one micro-batch.
+    Forward-only plans run as in `Executor`. A recorded span covers one layer on one micro-batch.
     """
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs a plan; returns the losses in the order of micro-batches.
 
         Raises:
-            ValueError: if a training plan is not all forwards, then all backwards, in the order of
-                micro-batches, on one rank.
+            ValueError: if a training plan has several stages, or does not run all forwards and then
+                all backwards, each in the order of micro-batches.
         """
         if plan.forward_only:
             return super().run(plan, micros)
@@ -198,7 +199,7 @@ class LayerMajorExecutor(Executor):
 
 
 def check(plan: Plan) -> None:
-    """Raises ValueError unless a plan can be run layer by layer."""
+    """Raises ValueError if a plan cannot be run layer by layer."""
     expected = gpipe(1, plan.microbatches).ranks[0]
     found = [action for action in plan.ranks[0] if action.kind in COMPUTE]
     if plan.stages > 1 or tuple(found) != expected:

@@ -1,13 +1,13 @@
-"""Runs a forward and a backward at the same time, on two streams of a device.
+"""Runs the forward of one micro-batch and the backward of another at the same time, on two streams.
 
     with overlap.pair():
         with overlap.forward(key, paired_with=other): ...   # on the stream that the backward of `other` does not use
         with overlap.backward(other): ...
     with overlap.backward(key): ...                         # a backward alone
 
-Autograd runs a backward on the stream of its forward. So a micro-batch keeps the stream of its
-forward, and the two streams alternate between forwards and backwards. On a CPU everything runs in
-program order.
+Autograd runs a backward on the stream of its forward. So the passes of a micro-batch run on one
+stream, and each of the two streams alternates between forwards and backwards. On a CPU everything
+runs in program order.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from threed.distributed.topology import Axis
 
 
 class Overlap:
-    """Runs overlapped passes on two streams of a device: the main stream and a side stream. On a
-    device without streams, all passes run in program order. A forward and its backward have the
-    same key, which is any hashable value.
+    """Runs overlapped passes on two streams of a device: the main stream and a side stream.
+
+    On a device without streams, all passes run in program order. A key, which is any hashable
+    value, identifies a forward and its backward.
 
     Args:
         device: the device.
-        axis: the ranks that layers communicate with during a forward or a backward.
-        twin: the same ranks with a second communicator, for the side stream.
+        axis: the ranks with which layers communicate during a forward or a backward.
+        twin: the same ranks as `axis`, with a second communicator for the side stream.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Overlap:
         self._paired = False
 
     def reset(self) -> None:
-        """Begins a step. Drops the record of forwards of an aborted step."""
+        """Begins a step; forgets the forwards of an aborted step."""
         self._on_side.clear()
 
     @contextmanager
@@ -64,7 +65,7 @@ class Overlap:
 
     @contextmanager
     def forward(self, key: Hashable, paired_with: Hashable) -> Iterator[None]:
-        """Context for the forward of `key`; it overlaps with the backward of `paired_with`."""
+        """Context for the forward of `key`, which overlaps with the backward of `paired_with`."""
         if self._side is None or paired_with in self._on_side:
             yield
             return

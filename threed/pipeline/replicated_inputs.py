@@ -2,17 +2,17 @@
 may save only a slice of such an input.
 
     inputs = ReplicatedInputs(axis, flag)
-    inputs.is_replicated(place, x)   # whether the input at `place` (layer, number of the tensor) is
-                                     # the same on all ranks; the first call per place compares x
+    inputs.is_replicated(place, x)   # whether the input x at `place` (layer, index of the tensor)
+                                     # is the same on all ranks; the first call per place compares x
                                      # between ranks and is collective
     sample = inputs.sample(x)        # some elements of x, saved together with the slice
     inputs.check(sample, x)          # sets the flag if x, gathered from the slices, differs
 
 A layer may return a tensor that differs between tensor ranks, such as the outputs of the rank's
-attention heads. As an input of the next layer, such a tensor must be saved in full. So the inputs
-of the first micro-batch are compared between the ranks. Constant inputs are saved in full too,
-because an input that will differ between ranks later may be all zeros in the first micro-batch.
-Inputs of later micro-batches are checked on the device, without a host read.
+attention heads. If such a tensor is the input of a recomputed layer, each rank must save it in
+full. So the inputs of the first micro-batch are compared between the ranks. Constant inputs are
+saved in full too: an input may be all zeros in the first micro-batch and differ between ranks
+later. Inputs of later micro-batches are checked on the device, without a host read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ SAMPLED = 256
 # The k-th sampled element has the index (k * GOLDEN modulo 1) * (number of elements), rounded down.
 # These indices are spread evenly, and do not align with the tensor's dimensions.
 GOLDEN = 0.6180339887498949
-# Tolerance between replicas of an input, in units of the dtype's eps times the largest element.
+# Largest difference between replicas of an input, as a multiple of the dtype's eps times the
+# largest element.
 ROUNDINGS = 8
 
 
 def unlike_inputs() -> Flag:
-    """Returns a flag, to be set if a sliced input differs between tensor ranks."""
+    """Returns the flag to pass to `ReplicatedInputs`; its message describes the fix."""
     return Flag(
         "inputs of recomputed layers that differ between tensor ranks, but were equal in the first micro-batch:"
         " --recompute.partition true cannot slice them; leave it out, or set `recomputable = False` on the layers"
@@ -56,11 +57,13 @@ class ReplicatedInputs:
         self._indices: dict[int, Tensor] = {}
 
     def is_replicated(self, place: tuple[int, int], x: Tensor) -> bool:
-        """Returns whether an input is replicated. The first call for a `place` compares x between
-        the ranks, which is collective; later calls return the same result.
+        """Returns whether an input is replicated.
+
+        The first call for a `place` compares x between the ranks, which is collective. Later calls
+        return the result of the first call.
 
         Args:
-            place: (layer, number of the tensor in the layer's input).
+            place: (number of the layer, index of the tensor in the layer's input).
             x: the input.
         """
         if place not in self._replicated:
@@ -68,8 +71,10 @@ class ReplicatedInputs:
         return self._replicated[place]
 
     def _compare(self, x: Tensor) -> bool:
-        """Returns whether x has the same size and sampled values on all ranks, and is not constant.
-        Collective."""
+        """Returns whether x is equal on all ranks in size and sampled values, and not constant.
+
+        Collective.
+        """
         own_sample = (
             self.sample(x).double()
             if x.numel()
@@ -94,16 +99,22 @@ class ReplicatedInputs:
         """Sets the flag if x differs from the input that was saved.
 
         Args:
-            sample: the `sample` of the input, taken before it was sliced.
+            sample: result of `sample` for the input, computed before the input was sliced.
             x: the input, gathered from the slices.
         """
         self.flag.note(_differ(self.sample(x).double(), sample.double(), x.dtype))
 
 
 def _differ(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a mask of the elements of a that differ from b by more than rounding in `dtype`.
+    """Returns a mask of the elements of `a` that differ from `b` by more than rounding errors.
 
-    The mask is bool and has the shape of a.
+    Args:
+        a: fp64 tensor.
+        b: fp64 tensor of a shape that broadcasts to the shape of `a`.
+        dtype: dtype of the input, which determines the size of rounding errors.
+
+    Returns:
+        A bool tensor of the shape of `a`.
     """
     if not dtype.is_floating_point:
         return a != b

@@ -1,9 +1,9 @@
 """One pipeline stage: a contiguous range of a model's layers, run forward and backward for one
 micro-batch at a time.
 
-Each layer is a unit of ZeRO-3: its parameters are gathered before it runs and released afterwards.
-A layer has a separate autograd graph if its parameters are gathered and released, or if it is
-recomputed. Neighboring layers that are neither gathered nor recomputed share one graph, which saves
+With ZeRO-3 each layer is a unit: its parameters are gathered before it runs and released
+afterwards. A layer has a separate autograd graph if its parameters are gathered and released, or if
+it is recomputed. Neighboring layers without gathers and recomputation share one graph, which saves
 host time. For each micro-batch the stage keeps an edge into every graph
 (`torch.autograd.graph.GradientEdge`) instead of the graph's output, so an activation is freed as
 soon as it has been sent to the next stage.
@@ -43,10 +43,13 @@ from threed.schedules.prefetch_order import Step, first_units, walk
 
 
 class ParameterGatherer(Protocol):
-    """Gathers parameters before they are used (`threed.zero.gather.Gatherer`)."""
+    """Gathers parameters before they are used (`threed.zero.gather.Gatherer`).
+
+    A unit is the number of a layer among the layers of this rank.
+    """
 
     def is_freed(self, unit: int) -> bool:
-        """Returns whether the parameters of this rank's layer `unit` are freed between uses."""
+        """Returns whether the parameters of a unit are freed between uses."""
 
     def start(self, unit: int) -> None:
         """Starts to gather the parameters of a unit."""
@@ -59,7 +62,7 @@ class ParameterGatherer(Protocol):
 
 
 class AlwaysGathered:
-    """A gatherer without effect, for parameters that are always unsharded or that hooks gather."""
+    """A gatherer without effect, for parameters that are never sharded or that hooks gather."""
 
     def is_freed(self, unit: int) -> bool:
         return False
@@ -76,10 +79,10 @@ class AlwaysGathered:
 
 @dataclass(eq=False)
 class Frame:
-    """The state of one autograd graph from forward to backward.
+    """The state of one autograd graph, kept from its forward to its backward.
 
     Attributes:
-        x: the input of the graph; the `.grad` of its tensors receives the input gradient.
+        x: the input of the graph; the backward writes the input gradient to `.grad` of its tensors.
         edges: per output tensor: the edge at which autograd begins the tensor's backward, or None
             if the tensor requires no gradient.
         recomputation: if the layer is recomputed, the saved state from which the backward builds
@@ -96,8 +99,8 @@ class Recomputation:
     """The state that is needed to run a layer's forward again.
 
     Attributes:
-        saved: the saved input tensors, empty on the model's first layer.
-        structure: the input with None in place of its tensors, for `boundary.like`.
+        saved: the saved input tensors; empty for the model's first layer.
+        structure: the structure of the input: the input with None in place of its tensors.
         grads: for each input tensor, whether it requires a gradient.
         rng: state of the random generators before the first forward.
         micro: the micro-batch.
@@ -115,10 +118,11 @@ class Stage:
 
     forward(m, x, micro) -> y;  backward(m, dy) -> dx
 
-    x is `None` on the model's first stage. On the last stage, y is the weighted loss of the
-    micro-batch and dy is `None`. A gradient has the structure of the value, with None for a tensor
-    without a gradient. If the value is a single tensor without a gradient, its gradient is (None,).
-    The tensors of y have no graph; `requires_grad` is True for the tensors that need a gradient.
+    x is the stage's input and y its output; dx and dy are their gradients. x is `None` on the
+    model's first stage. On the last stage, y is the weighted loss of the micro-batch and dy is
+    `None`. A gradient has the structure of its value (x or y), with None for a tensor without a
+    gradient. If the value is a single tensor without a gradient, the gradient is (None,). The
+    tensors of y have no graph; `requires_grad` is True for the tensors that need a gradient.
 
     A layer whose backward does not read its parameters sets `backward_reads_weights = False`. A
     layer that must not be recomputed sets `recomputable = False`.
@@ -166,8 +170,14 @@ class Stage:
         self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
 
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
-        """Returns the steps of a pass. The steps gather and release only the units whose parameters
-        are freed between uses."""
+        """Returns the steps of a pass: which units to gather, run and release, in order.
+
+        The steps gather and release only units whose parameters are freed between uses.
+
+        Args:
+            backward: whether the pass is a backward.
+            keep: whether the last unit of the pass stays gathered.
+        """
         if (backward, keep) not in self._walks:
             units = self._backward_units if backward else self._units
             moves = self.gatherer.is_freed
@@ -184,10 +194,10 @@ class Stage:
         """Begins a step.
 
         Args:
-            ended: number of micro-batches of the previous step, if this step runs the backwards
-                that the previous step has left open. The open micro-batches are renumbered so that
-                the last micro-batch of the previous step is -1. None drops all open micro-batches,
-                for example after an aborted step.
+            ended: None drops all open micro-batches, for example after an aborted step. If this
+                step runs the backwards that the previous step has left open: number of
+                micro-batches of the previous step. The open micro-batches are then renumbered so
+                that the last micro-batch of the previous step is -1.
         """
         if ended is not None:
             self._open = {microbatch - ended: frames for microbatch, frames in self._open.items()}
@@ -204,8 +214,9 @@ class Stage:
     # -------------------------------------------------------------------------------------------------------- forward
 
     def forward(self, microbatch: int, x: Any, micro: MicroBatch, keep: bool = False) -> Any:
-        """Runs the layers on a micro-batch. If the micro-batch is for training, also saves the
-        state that its backward needs.
+        """Runs the layers on a micro-batch.
+
+        If the micro-batch is for training, also saves the state that its backward needs.
 
         Args:
             microbatch: number of the micro-batch.
@@ -214,7 +225,7 @@ class Stage:
             keep: whether the last unit stays gathered, because the next pass starts with it.
 
         Returns:
-            The output without a graph; the weighted loss on the last stage.
+            The output of the stage, detached from its graph; on the last stage, the weighted loss.
         """
         frames: list[Frame] = []
         if micro.training:
@@ -239,9 +250,15 @@ class Stage:
     def _run(self, unit: int, x: Any, micro: MicroBatch, begin: Any) -> tuple[Any, Frame | None]:
         """Runs one layer of a forward.
 
-        Returns the output, detached from the graph, and the frame of the graph, whose input is
-        `begin`. If the next layer shares the graph, returns the output with its graph, and None
-        instead of a frame.
+        Args:
+            unit: number of the layer.
+            x: input of the layer.
+            micro: the micro-batch.
+            begin: input of the graph to which the layer belongs.
+
+        Returns:
+            (output, frame): the output, detached from the graph, and the `Frame` of the graph. If
+            the next layer shares the graph: the output with its graph, and None.
         """
         if micro.training and unit in self._recomputed:
             return self._run_to_recompute(unit, x, micro)
@@ -252,8 +269,8 @@ class Stage:
         layer = self._layer(unit)
         with self._watch(unit) if micro.training else nullcontext():
             y = self._call(layer, unit, x, micro)
-        # An in-place change of an input that is a leaf needs no check, because torch itself raises
-        # an error.
+        # `given` is empty if the input is a leaf: torch itself raises an error if a leaf is changed
+        # in place.
         if [part._version for part in given] != versions:
             raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
@@ -266,8 +283,11 @@ class Stage:
         return outputs, Frame(begin, edges)
 
     def _call(self, layer: nn.Module, unit: int, x: Any, micro: MicroBatch) -> Any:
-        """Runs a layer. If it fails and x is not a tensor, adds the layer's name and the type of x
-        to the error."""
+        """Runs a layer.
+
+        If the layer raises an error and x is not a tensor, adds the layer's name and the type of x
+        to the error.
+        """
         try:
             return layer(x, micro)
         except (AttributeError, TypeError) as error:
@@ -333,11 +353,11 @@ class Stage:
             microbatch: number of the micro-batch.
             dy: gradient of the stage's output; None on the last stage.
             keep: whether the first unit stays gathered, because the next pass starts with it.
-            split: whether weight gradients are computed later, from the saved inputs. If so, the
-                memory of these inputs must stay valid after the backward.
+            split: whether weight gradients are computed later, from the saved inputs. If True, the
+                memory of these inputs stays valid after the backward.
 
         Returns:
-            The gradient of the stage's input, None on the first stage.
+            The gradient of the stage's input; None on the first stage.
         """
         frames, reading = self._open[microbatch], self._backward_units
         keep = keep and bool(reading) and reading[-1] == self.first
@@ -365,12 +385,17 @@ class Stage:
         first: bool,
         split: bool = False,
     ) -> Any:
-        """Runs the backward of the graph that ends with layer `unit`; returns the input gradient.
+        """Runs the backward of one graph; returns the gradient of the graph's input.
 
         Args:
-            before: the frames whose backwards have not run yet; the last one runs next.
-            first: whether this is the stage's first graph in backward order. If so, and if dy is
-                None, the output is a loss, which must have a graph.
+            unit: number of the last layer of the graph.
+            frame: the state of the graph.
+            before: the frames whose backwards have not run yet; the backward of the last one is
+                next.
+            dy: gradient of the graph's output; None if no gradient arrives, or for a loss.
+            first: whether this is the stage's first graph in backward order. If it is, and dy is
+                `None`, the output is a loss, which must have a graph.
+            split: see `backward`.
         """
         with self._graph(unit, frame, before, split) as (x, edges):
             grads = gradients_of(dy, len(edges))
@@ -389,8 +414,11 @@ class Stage:
             return like(x, [part.grad for part in tensors(x)])
 
     def _refuse_untrained(self, unit: int, x: Any) -> None:
-        """Raises RuntimeError for a loss without a graph, if this stage has an input or parameter
-        to train."""
+        """Raises RuntimeError for a loss without a graph, if a gradient is required.
+
+        A gradient is required if any parameter of this stage, or any tensor of the input `x`, has
+        `requires_grad`.
+        """
         inside = [part for layer in self.layers for part in layer.modules()]
         params = [
             param for part in inside for param in part._parameters.values() if param is not None
@@ -408,8 +436,10 @@ class Stage:
     def _graph(
         self, unit: int, frame: Frame, before: list[Frame], split: bool
     ) -> Iterator[tuple[Any, tuple[GradientEdge | None, ...]]]:
-        """Yields a graph's input, and the edges into the graph. If the layer is recomputed, first
-        runs the layer's forward again."""
+        """Context: yields (x, edges): a graph's input, and the edges into the graph.
+
+        If the layer is recomputed, first runs the layer's forward again.
+        """
         recomputation, store = frame.recomputation, self.recomputed.store
         if recomputation is None or store is None:
             yield frame.x, frame.edges

@@ -3,13 +3,14 @@
     times = Timer(micro_batch, dtype, grad_dtype, device).measure(layers, recomputed)       one LayerTimes per layer
 
 One layer at a time gets weights, gradient buffers and an input, and runs as in a pipeline stage.
-All layers are timed one after the other, and this is repeated `ROUNDS` times. Each time, a layer
-runs `WARM` passes that are not measured and then `REPEATS` measured passes. The result is the lower
-quartile of all measured passes of a layer, because disturbances only add time.
+All layers are timed one after the other, and this is repeated `ROUNDS` times. In each repetition, a
+layer runs `WARM` passes that are not measured and then `REPEATS` measured passes. The result is the
+lower quartile of all measured passes of a layer, because disturbances only add time.
 
 A layer with the same structure and input shapes as an earlier layer is not run, but gets the
 earlier layer's times. So for a model of equal blocks only three layers run: the embedding, one
-block and the head. If layers communicate with other tensor ranks, all of these ranks must measure.
+block and the head. If layers communicate with other tensor ranks, all of these ranks must measure
+at the same time.
 
 The times of the input gradient and of the weight gradients are separated as in a split backward:
 the gradient sinks (`param.sink`) of linear layers collect the matrix products of weight gradients,
@@ -67,7 +68,12 @@ class _Timed:
     """A timed layer with its input and output.
 
     Attributes:
-        rows: per measured pass, the seconds of (forward, input gradient, weight gradients).
+        layer: the layer.
+        name: name of the layer, for error messages.
+        input: value that the previous layer returned; None for the first layer.
+        recomputed: recomputation settings; None if the layer is not recomputed.
+        output: value that the layer returned in the last measured pass.
+        rows: for each measured pass, seconds of (forward, input gradient, weight gradients).
     """
 
     layer: nn.Module
@@ -91,9 +97,9 @@ class Timer:
         micro: a micro-batch on the device, with the shapes and dtypes of the run.
         dtype: dtype of parameters and activations.
         grad_dtype: dtype of gradients.
-        device: the device.
+        device: device on which the layers run.
         seed: seed of the weights' initial values.
-        prepare: called with each layer before it runs.
+        prepare: function that is called with the copy of each layer before the copy runs.
     """
 
     def __init__(
@@ -114,7 +120,8 @@ class Timer:
 
         Args:
             layers: the layers of the model.
-            recomputed: the recomputed layers; its `units` are indices in `layers`.
+            recomputed: the recomputed layers; `recomputed.units` are their indices in `layers`.
+                None: no layer is recomputed.
 
         Raises:
             RuntimeError: if a layer cannot be run; the message names the layer.
@@ -161,10 +168,11 @@ class Timer:
             timed.rows.append((at[1] - at[0], at[3] - at[2], at[4] - at[3]))
 
     def _run(self, stage: Stage, x: Any, sinks: list[_DeferringSink]) -> tuple[list[Moment], Any]:
-        """Runs one forward and one backward.
+        """Runs one forward, one backward, and the matrix products that the sinks have collected.
 
-        Returns five moments and the output. The moments are: start and end of the forward, start
-        and end of the backward, end of the collected products.
+        Returns:
+            (moments, output): five moments (start and end of the forward, start and end of the
+            backward, end of the collected products), and the output of the layer.
         """
         now = self._clock.now
         given = like(x, [p.detach().requires_grad_(p.requires_grad) for p in tensors(x)])
@@ -182,7 +190,7 @@ class Timer:
         return moments, y
 
     def _gradient(self, y: Any) -> Any:
-        """Returns small random numbers as the gradient of an output; None for a loss."""
+        """Returns a gradient of small random numbers for an output; None for a loss."""
         if isinstance(y, Tensor) and y.dim() == 0:
             return None
         form = Form.of(y)
@@ -191,7 +199,7 @@ class Timer:
         )
 
     def _parameter(self, param: nn.Parameter) -> nn.Parameter:
-        """Returns a parameter with its initial values on the device, and a sink."""
+        """Returns a new parameter on the device, with initial values and a gradient sink."""
         values = torch.zeros(param.numel(), dtype=self.dtype, device=self.device)
         for piece in spec_of(param).pieces:
             at = piece.offset

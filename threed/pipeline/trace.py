@@ -1,5 +1,5 @@
-"""Measures the cost of a layer by running it once on the meta device: FLOPs, bytes kept, peak bytes
-and bytes sent.
+"""Measures the cost of a layer by running it once on the meta device: FLOPs, bytes kept for the
+backward, peak bytes and bytes sent.
 
     costs = Tracer(micro_batch, dtype, grad_dtype, traffic).trace(layers, recomputed)      one LayerCost per layer
 
@@ -43,11 +43,12 @@ class LayerCost:
     """The cost of one layer for one micro-batch on one rank.
 
     Attributes:
-        flops: FLOPs of the forward. A matrix product counts 2mnk; attention counts the full square
-            of positions (arXiv 2204.02311, appendix B).
-        kept: bytes alive from forward to backward, without input and output.
-        keeps_input: whether the input is alive from forward to backward.
-        keeps_output: whether the output is alive from forward to backward.
+        flops: FLOPs of the forward. A product of matrices [m k] and [k n] counts 2mnk; attention
+            counts all pairs of positions, without a causal mask (arXiv 2204.02311, appendix B).
+        kept: bytes that the layer keeps in memory from forward to backward, without the bytes of
+            its input and output.
+        keeps_input: whether the layer keeps its input from forward to backward.
+        keeps_output: whether the layer keeps its output from forward to backward.
         forward: peak bytes in the forward, of all tensors of the layer: its input, the tensors that
             are kept for the backward, and temporary tensors.
         backward: peak bytes in the backward, of all tensors of the layer.
@@ -55,8 +56,8 @@ class LayerCost:
         output: bytes of the output.
         cached: bytes that outlive the micro-batch, such as a table of rotary angles; not included
             in the other fields.
-        elsewhere: bytes kept on a drive or in host memory from forward to backward.
-        sent: bytes sent by this rank, by name of the axis.
+        elsewhere: bytes that are offloaded to a drive or host memory from forward to backward.
+        sent: name of an axis -> bytes that this rank sends over the axis.
     """
 
     flops: int
@@ -79,9 +80,9 @@ class Pass:
         layers: costs of the chunk's layers.
 
     Attributes:
-        kept: bytes kept for the backward.
+        kept: bytes that all layers keep from forward to backward.
         forward: peak bytes in the forward.
-        backward: peak bytes in the backward of each layer.
+        backward: for each layer, peak bytes during its backward.
     """
 
     def __init__(self, layers: Sequence[LayerCost]) -> None:
@@ -126,8 +127,8 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
 def _formula(operation: Any) -> Callable[..., int] | None:
     """Returns the formula for an operation's FLOPs, or None if it has no formula.
 
-    For attention it is this package's formula. For other operations it is torch's; an in-place
-    variant uses the formula of the plain operation.
+    Fused attention has a formula of this package. Other operations use torch's formulas; an
+    in-place variant uses the formula of the operation that is not in place.
     """
     if operation in attention.FUSED:
         return attention.kernel_flops
@@ -137,17 +138,15 @@ def _formula(operation: Any) -> Callable[..., int] | None:
 
 
 class TraceError(ValueError):
-    """Raised if a layer cannot be run on the meta device. The message names the layer and a fix."""
+    """Raised if a layer cannot be traced. The message names the layer and a fix."""
 
 
 class Watch(TorchDispatchMode):
-    """A context manager that counts the FLOPs of the operations inside it, and the bytes of the
-    storages that they use.
+    """Context manager: counts the FLOPs of operations inside it, and the bytes of their storages.
 
     Args:
         ignored: tensors whose storages are not counted.
-        real: whether to count only storages that take real memory, and so not storages on the meta
-            device.
+        real: whether to leave out storages on the meta device, which take no memory.
 
     Attributes:
         flops: FLOPs so far.
@@ -165,8 +164,7 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # If this returned True, every operation would first run through a wrapper of torch's
-        # compiler.
+        # if this returned True, every operation would run through a wrapper of torch's compiler
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,7 +177,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def look_at(self, values: Any) -> None:
-        """Counts new storages, and storages that have grown.
+        """Counts the bytes of new storages, and of storages that have grown.
 
         Args:
             values: a tensor, or nested lists and tuples of tensors; anything else is ignored.
@@ -195,8 +193,7 @@ class Watch(TorchDispatchMode):
             if nbytes != self._size[key]:  # the storage is new or was resized
                 self._bound += max(0, nbytes - self._size[key])
                 self._size[key] = nbytes
-                # Counting the live bytes is slow, so it is done only if their upper bound exceeds
-                # the peak.
+                # `bytes()` is slow, so it is called only if the upper bound exceeds the peak
                 if self._bound > self.most:
                     self.most = max(self.most, self.bytes())
         elif isinstance(values, list | tuple):
@@ -204,7 +201,7 @@ class Watch(TorchDispatchMode):
                 self.look_at(value)
 
     def bytes(self) -> int:
-        """Returns the number of bytes of all counted storages that still exist."""
+        """Returns the total size in bytes of all counted storages that still exist."""
         found = {
             key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             for key, ref in self._seen.items()
@@ -217,14 +214,16 @@ class Watch(TorchDispatchMode):
         return self._bound
 
     def begin(self) -> int:
-        """Resets the peak to the number of bytes alive now, and returns it."""
+        """Resets the peak to the current number of bytes, and returns this number."""
         self.most = self.bytes()
         return self.most
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Replaces scaled dot-product attention by a fused operator, because on the meta device torch
-    would use its unfused implementation."""
+    """Mode that replaces scaled dot-product attention by a fused operator.
+
+    Without it, torch would use its unfused implementation on the meta device.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
@@ -235,8 +234,8 @@ class _FusedAttention(TorchFunctionMode):
 class BufferSink:
     """A gradient sink: the object in `param.sink`, to which layers add the parameter's gradient.
 
-    It adds the gradient to a buffer as ZeRO's gradient sinks do, but neither counts contributions
-    nor reduces the gradient.
+    It adds the gradient to a buffer, as ZeRO's gradient sinks do. Unlike these, it does not count
+    contributions or reduce the gradient.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -281,11 +280,12 @@ class Tracer:
         micro: a micro-batch on the meta device, with the shapes and dtypes of the run.
         dtype: dtype of parameters and activations.
         grad_dtype: dtype of gradients.
-        traffic: the counter to which the model's axes add the bytes that they send. A trace leaves
-            it unchanged.
+        traffic: axis name -> bytes sent; the counter to which the model's axes add the bytes that
+            they send. A trace leaves it unchanged.
 
     Attributes:
-        output: shapes and dtypes that the last layer of the last trace returned; None for a loss.
+        output: `Form` (shapes and dtypes) of the value that the last layer of the newest trace
+            returned; None for a loss.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class Tracer:
         Args:
             layers: the layers of the model.
             recomputed: the layers to recompute in the backward; `recomputed.units` are their
-                indices in `layers`.
+                indices in `layers`. None: no layer is recomputed.
 
         Raises:
             TraceError: if a layer cannot be run on the meta device.
@@ -330,7 +330,11 @@ class Tracer:
         return costs
 
     def require_loss(self, layers: Sequence[nn.Module]) -> None:
-        """Raises TraceError if the last of the layers that were traced returned no loss."""
+        """Raises TraceError if the last layer of the newest trace did not return a loss.
+
+        Args:
+            layers: the layers that were traced.
+        """
         if self.output is not None:
             raise TraceError(
                 f"{title(layers[-1], len(layers) - 1)} is the last layer and returned tensors of shape"
@@ -341,9 +345,9 @@ class Tracer:
     def _run(
         self, layer: nn.Module, form: Form | None, recomputed: Recomputed | None
     ) -> tuple[LayerCost, Form | None]:
-        """Runs a copy of the layer, so that the layer's own state does not change.
+        """Measures a copy of the layer, so that the layer's own state does not change.
 
-        Returns the cost, and the `Form` (shapes and dtypes) of the output, None for a loss.
+        Returns the cost, and the `Form` (shapes and dtypes) of the output or None for a loss.
         """
         traced = copy.deepcopy(layer)
         params = materialize(layer, traced, self._parameter, META)
@@ -397,7 +401,7 @@ def materialize(
     """Gives a copy of a layer new parameters, and moves the copy's buffers to a device.
 
     Args:
-        layer: the layer. Its parameters have sharding records.
+        layer: the layer. Its parameters have sharding records (`ShardSpec`).
         copied: the copy of the layer. Its parameters have no sharding records.
         make: `make(param)` returns the copy's new parameter for a parameter of the layer.
         device: device for the buffers.
@@ -417,8 +421,15 @@ def materialize(
 
 
 def for_layer_alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
-    """Returns the recomputation settings of a stage that consists of this layer only, or None for a
-    layer without recomputation."""
+    """Returns the recomputation settings of a stage that consists only of this layer.
+
+    Args:
+        recomputed: settings of the full model; None if the layer is not recomputed.
+        layer: the layer. If it is recomputed in part, it is prepared for that.
+
+    Returns:
+        The settings; None if the layer is not recomputed.
+    """
     if recomputed is None or recomputed.selective is None:
         return recomputed and replace(recomputed, units=frozenset({0}))
     selective = Selective(recomputed.selective.ops)
@@ -429,7 +440,7 @@ def for_layer_alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomput
 def _measure(
     stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch
 ) -> tuple[LayerCost, Form | None]:
-    """Runs one forward and one backward of a stage with a single layer.
+    """Measures one forward and one backward of a stage with a single layer.
 
     Args:
         stage: the stage.
@@ -476,7 +487,7 @@ def _any_alive(refs: Iterable[StorageWeakRef]) -> bool:
 def cost_key(
     layer: nn.Module, layers: Sequence[nn.Module], form: Form | None, recompute: bool
 ) -> Any:
-    """Returns a hashable key that is equal for layers of the same cost.
+    """Returns a hashable key of a layer; layers with equal keys have equal costs.
 
     Args:
         layer: the layer.
@@ -488,14 +499,13 @@ def cost_key(
 
 
 def fingerprint(value: Any, name: str, ancestors: set[int]) -> Any:
-    """Returns a hashable key of a value's structure. It is equal for layers that differ only in
-    their name.
+    """Returns a hashable key of a value's structure; equal for layers that differ only in name.
 
     Args:
-        value: a layer, or an attribute of one.
+        value: a layer, or an attribute of a layer.
         name: the layer's name, which is removed from strings.
-        ancestors: ids of the values that contain this value. They are not visited again, because a
-            module may refer to its parent.
+        ancestors: ids of the values that contain this value. A module may refer to its parent, so
+            these values are not visited again.
     """
     if isinstance(value, nn.Module | dict | list | tuple | set | frozenset):
         if id(value) in ancestors:

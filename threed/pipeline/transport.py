@@ -1,5 +1,7 @@
-"""Sends activations and gradients between pipeline stages, asynchronously. Each pair of ranks has
-one ordered channel per direction."""
+"""Sends activations and gradients between pipeline stages, asynchronously.
+
+Each pair of ranks has one channel per direction, in which messages keep their order.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ from threed.models import Model, options_of
 
 
 class Transport(Protocol):
-    """Sends messages to and receives messages from other pipeline ranks. A message is a list of
-    tensors.
+    """Exchanges messages with other pipeline ranks; a message is a list of tensors.
 
     Attributes:
-        posts_ahead: whether receives should be posted as early as possible, before their messages
-            are sent.
+        posts_ahead: whether receives should be posted as early as possible, before the other rank
+            sends the messages.
     """
 
     posts_ahead: bool
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        """Starts to send a message. The tensors must not change until the returned handles have
-        been waited for.
+        """Starts to send a message.
+
+        The tensors must not change until the caller has waited for the returned handles.
 
         Args:
             tensors: the tensors of the message.
@@ -42,7 +44,7 @@ class Transport(Protocol):
         """Starts to receive a message.
 
         Args:
-            outs: tensors to receive into.
+            outs: tensors that receive the message; their shapes and dtypes must fit it.
             source: pipeline rank of the sender.
             target: pipeline rank of this process.
 
@@ -69,8 +71,10 @@ class Links:
 
 
 def is_sliced(tensor: Tensor, axis: Axis) -> bool:
-    """Returns whether a tensor that all ranks of an axis have can be sent in slices, one by each
-    rank."""
+    """Returns whether a tensor can be sent in slices, one from each rank of an axis.
+
+    All ranks of the axis must have the tensor.
+    """
     return axis.size > 1 and tensor.is_floating_point() and tensor.numel() % axis.size == 0
 
 
@@ -113,8 +117,9 @@ class SlicedLinks(Links):
 def links(model: Model, topology: Topology) -> Links:
     """Returns the transport for a model's stages.
 
-    Each tensor rank sends only a slice of the values between stages if these values are the same on
-    all tensor ranks: the model sets `boundaries_replicated` and has no sequence parallelism.
+    If the values that stages exchange are the same on all tensor ranks, each tensor rank sends only
+    a slice of them. They are the same if the model sets `boundaries_replicated` and does not use
+    sequence parallelism.
     """
     replicated = options_of(model).boundaries_replicated and not model.slicing.sequence_parallel
     return SlicedLinks(topology) if replicated and topology.tp > 1 else Links(topology)

@@ -1,6 +1,6 @@
 """Checks that all ranks have the same configuration, plan and buckets.
 
-If they differ, ranks would call different collectives and hang.
+If one of them differed, ranks would call different collectives and hang.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def check_configuration(config: Config, world: Axis) -> None:
     """Checks that all ranks have the same configuration. Collective.
 
     Ranks with different configurations would create different process groups or send tensors of
-    different shapes. Collectives would then hang, or gloo would abort the process.
+    different shapes. Their collectives would then hang, or gloo would abort the process.
 
     Args:
         config: this rank's configuration.
@@ -38,8 +38,8 @@ def check_configuration(config: Config, world: Axis) -> None:
 def check_plan(plan: Plan, world: Axis) -> None:
     """Checks that all ranks have the same plan. Collective.
 
-    A user-defined schedule, or a schedule search based on measured times, may return different
-    plans on different ranks. Ranks would then wait for messages that are never sent.
+    A user-defined schedule may return different plans on different ranks, and so may a schedule
+    search that uses measured times. Ranks would then wait for messages that are never sent.
 
     Args:
         plan: this rank's plan.
@@ -63,8 +63,9 @@ def _check_same(text: str, differs: str, fix: str, axis: Axis) -> None:
 def check_buckets(layout: Layout, topology: Topology) -> None:
     """Checks that the ranks of each axis have the same parameters in each bucket. Collective.
 
-    If one rank builds the model's layers in a different order, its buckets may have the same sizes
-    as on other ranks but hold different parameters. Their gradients would be summed silently.
+    A rank that builds the model's layers in a different order may have buckets of the same sizes as
+    the other ranks, but with different parameters. Without this check, gradients of different
+    parameters would be added up without an error.
 
     Args:
         layout: this rank's layout.
@@ -99,9 +100,9 @@ class GlobalTensor(NamedTuple):
     Attributes:
         shape: shape of the full tensor.
         trained: whether the weight is trained.
-        has_moments: whether the weight is trained with an update rule that keeps moments.
+        has_moments: whether the weight is trained, and its update rule keeps moments.
         over: name of the axis of data ranks that hold different parts of the weight
-            (`ShardSpec.over`); "" if all data ranks hold the same.
+            (`ShardSpec.over`); "" if all data ranks hold the same part.
     """
 
     shape: tuple[int, ...]
@@ -111,14 +112,18 @@ class GlobalTensor(NamedTuple):
 
 
 def tensors_of_model(layout: Layout, topology: Topology) -> dict[str, GlobalTensor]:
-    """Returns the properties of all weights of the full model, by name. Collective.
+    """Returns the properties of all weights of the full model. Collective.
 
-    Ranks exchange their lists, because the names of weights differ between pipeline stages, between
-    tensor ranks, and between data ranks over which parameters are distributed (`ShardSpec.over`).
+    One rank has only some of the weights: pipeline stages and tensor ranks have different weights,
+    and so do data ranks over which parameters are distributed (`ShardSpec.over`). The ranks
+    therefore exchange their lists.
 
     Args:
         layout: this rank's layout.
         topology: the process topology.
+
+    Returns:
+        Name of each weight -> its properties; the same on all ranks.
     """
     found: dict[str, GlobalTensor] = {}
     for group in layout.groups:
@@ -143,10 +148,11 @@ def check_gathers(orders: Sequence[int]) -> None:
     """Checks that all ranks gathered the same groups of parameters in the same order.
 
     Args:
-        orders: `Gatherer.order` of each rank: a hash of the sequence of gathered groups.
+        orders: `Gatherer.order` of each rank, a hash of the sequence of groups that the rank has
+            gathered.
 
     Raises:
-        RuntimeError: the orders differ.
+        RuntimeError: the hashes differ.
     """
     if len(set(orders)) > 1:
         raise RuntimeError(

@@ -3,18 +3,19 @@
     runner  = Asynchronous(plan_of, reducer, optimizer)
     losses  = runner.run(executor.run, micros)
     results = runner.update(carry)    # results() waits for the sums over all ranks
-    runner.finish(executor.run)       # ends the last step, before states are read
+    runner.finish(executor.run)       # before states are read: completes the last step
 
 The last backwards of a batch run between the first forwards of the next batch. All passes of a
 batch use the same version of the weights: the version before the update for the previous batch.
 That update is applied while the batch runs, and creates the version that the next batch uses. So
 gradients are computed with weights that are one update older than the weights to which they are
-applied (section 3.1). If `finish` applies the update for the previous batch before the batch
-begins, the batch still uses the older version, so that the result is the same.
+applied (section 3.1). A call of `finish` applies that update earlier, before the batch begins. The
+batch still uses the older version, so calls of `finish` do not change the training result.
 
-The gradient norm covers all pipeline stages. Its all-reduce starts when the last stage has its
-gradients, and is waited for at the end of the step. Until then this rank's slices of the summed
-gradients are kept in separate memory, because the next batch already accumulates gradients.
+The gradient norm covers all pipeline stages. The all-reduce of the norm starts when the last stage
+has its gradients, and is waited for at the end of the step. Until then this rank's slices of the
+summed gradients are kept in separate memory, because gradients of the next batch already accumulate
+in the usual memory.
 """
 
 from __future__ import annotations
@@ -42,22 +43,23 @@ from threed.zero.update import Update
 class Asynchronous:
     """Runs asynchronous plans, and applies updates when the executor reaches them in the plan.
 
-    In addition to the methods of `Synchronous`, it has the methods that the executor calls: `use`,
-    `start_update` and `end_update`.
+    It has the methods of `threed.zero.optimizer.Synchronous`. In addition, it has methods that the
+    executor calls during a plan: `use`, `start_update` and `end_update`.
 
     Args:
         plan_of: `plan_of(count, part=)` returns the plan, with communication actions, of a step of
-            `count` micro-batches. `part` is None for a step that also runs outstanding backwards of
-            the previous step, `double_buffered.first` for a step without such backwards, and
-            `double_buffered.drain` for only the outstanding backwards.
+            `count` micro-batches. `part` selects the actions: None returns the full plan, which
+            also runs the outstanding backwards of the previous step; `double_buffered.first` leaves
+            these backwards out; `double_buffered.drain` returns only these backwards.
         reducer: sums the gradients.
         optimizer: updates the weights. Keeps two versions of them (`Policy.versions`).
 
     Attributes:
         pending: always True, because the results of `update` need a sum over all ranks that is
             still in flight.
-        open: number of micro-batches of the last step while its update is outstanding, else 0.
-        seconds: [reductions, update]: host seconds that the last plan spent on each.
+        open: number of micro-batches of the last step until its update is applied; then 0.
+        seconds: [s1, s2], host seconds during the last plan: s1 for ending the accumulation and
+            reduction of gradients, s2 for the update.
     """
 
     pending = True
@@ -75,7 +77,7 @@ class Asynchronous:
         # the older of the two versions of the weights
         self._updated = True
         self._gradients: Callable[[], list[Gradient]] = list
-        self._rates: Tensor | None = None  # of the last step's update
+        self._rates: Tensor | None = None  # learning rates for the update of the last step
         self._end: Callable[[], Update]
         zero, one = torch.zeros_like(optimizer.updates), torch.ones_like(optimizer.updates)
         self._none = Update(zero, one, zero[None], one, zero, zero, zero[None], zero, zero)
@@ -102,11 +104,11 @@ class Asynchronous:
         ]
         norm, rate = (torch.full_like(self.optimizer.updates, number) for number in numbers)
         self._last = replace(self._none, grad_norm=norm, rates=rate[None])
-        # this rank's `carry` of the last step, before the sum over ranks
+        # the argument `carry` of the last call of `update`
         self._carry = torch.zeros_like(norm)[None]
 
     def begin(self, microbatches: int) -> None:
-        """Does nothing: `run` and `all_passes_ended` begin to accumulate a step's gradients."""
+        """Does nothing, because `run` and `all_passes_ended` begin to accumulate gradients."""
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs the outstanding backwards of the previous step, and this step's micro-batches.
@@ -163,11 +165,12 @@ class Asynchronous:
             carry: fp64 [1 + k], this rank's loss and k flags of invalid data; see `Optimizer.step`.
 
         Returns:
-            A function that waits for the sums. It returns the results of the newest update, which
-            belongs to the previous step, with these sums as `Update.sums`.
+            A function that waits for the sums of `carry` and returns an `Update`. Its `sums` are
+            the sums of this step; its other fields are the results of the newest applied update,
+            which is the update for the previous step.
         """
         self._carry = carry
-        # the program may set other rates before the step's update runs
+        # stored now, because the program may set other rates before the step's update runs
         self._rates = self.optimizer.rates(self.optimizer.updates)
         sums = collectives.start_sum_of_scalars(carry, self.optimizer.everyone)
         last = replace(self._last, skips=self.optimizer.bad.skips.clone())

@@ -3,11 +3,13 @@
 A contribution is one gradient that a layer or autograd computes for a parameter. A parameter that
 is used in two places of the model gets two contributions per micro-batch. A gradient is complete
 when it has the expected number of contributions, and a bucket is ready when all its gradients are
-complete. Contributions are counted per round, which is a micro-batch or a step (see `reducer`).
+complete. Contributions are counted per round: the time between two reductions of the same bucket,
+which is a micro-batch or a step (see `reducer`).
 
 A backward of another engine may also compute gradients of this engine's parameters: in a GAN, the
-generator's loss is differentiated through the discriminator. Such gradients accumulate in `.grad`.
-As in plain PyTorch, they are part of the next step's gradients unless `zero_grad` drops them first.
+generator's loss is differentiated through the discriminator. Such gradients accumulate in `.grad`
+of the parameters. As in plain PyTorch, they become part of the gradients of the next step, unless
+`zero_grad` drops them first.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ class Contributions:
     """Counts the contributions to the gradient of one parameter.
 
     Args:
-        uses: number of places in the model that use the parameter. Each contributes once per
+        uses: number of places in the model that use the parameter. Each place contributes once per
             micro-batch.
-        known: whether every micro-batch makes `uses` contributions, all in the same round. If not,
-            the gradient is only complete when the round ends.
+        known: whether every micro-batch makes `uses` contributions, all in the same round. If
+            False, the gradient is only complete when the round ends.
 
     Attributes:
         per_pass: number of contributions expected per micro-batch, None if it is unknown.
@@ -39,7 +41,7 @@ class Contributions:
         added: number of contributions of this round that were added to the gradient's buffer.
         late: number of contributions of this round that arrived too late for the buffer, because
             the reduction of a bucket with part of the gradient had been launched.
-        used: whether there was a contribution in any step.
+        used: whether any contribution was counted since construction or the last `restore`.
         positions: indices of the gradient's buckets in the launch order of their `LaunchQueue`,
             ascending.
     """
@@ -53,7 +55,7 @@ class Contributions:
 
     @property
     def counted(self) -> int | None:
-        """`per_pass` if it was counted and differs from the number of uses, else None."""
+        """`per_pass` if it is known and differs from the number of uses, else None."""
         return None if self.per_pass == self._uses else self.per_pass
 
     def restore(self, counted: int | None) -> None:
@@ -85,7 +87,11 @@ class Contributions:
         return self.per_pass is None or self.remaining > 0
 
     def add(self) -> bool:
-        """Counts a contribution added to the buffer; returns whether it completes the gradient."""
+        """Counts a contribution that was added to the buffer.
+
+        Returns:
+            Whether the gradient is now complete.
+        """
         self.used = True
         self.added += 1
         self.remaining -= 1
@@ -115,10 +121,10 @@ class LaunchQueue:
     and each bucket's reduction is launched once per round.
 
     Args:
-        chunks: chunks of the model that use the parameters.
+        chunks: numbers of the chunks that use the parameters.
         parameters: `Contributions` of all parameters of the queue.
-        buckets: number of each bucket -> `Contributions` of the parameters in the bucket; in launch
-            order.
+        buckets: index of each bucket in `Layout.buckets` -> `Contributions` of the parameters in
+            the bucket; in launch order.
 
     Attributes:
         backwards: number of backwards of the chunks that are still to run in this step.
@@ -141,7 +147,7 @@ class LaunchQueue:
 
     @property
     def next(self) -> int:
-        """The number of the bucket to launch next; requires that `is_done` is false."""
+        """The index of the bucket to launch next; requires that `is_done` is false."""
         return self._buckets[self.launched]
 
     @property
@@ -164,7 +170,7 @@ class LaunchQueue:
         self.backwards = backwards
 
     def take(self) -> int:
-        """Returns the number of the next bucket and marks it as launched."""
+        """Returns the index of the next bucket and marks the bucket as launched."""
         self.launched += 1
         return self._buckets[self.launched - 1]
 
@@ -180,7 +186,7 @@ class LaunchQueue:
         self._begin_round(passes)
 
     def expect(self, passes: int) -> None:
-        """Adds micro-batches to the current round, in which no bucket was launched yet.
+        """Adds micro-batches to the current round; requires that no bucket was launched in it.
 
         Args:
             passes: number of additional micro-batches; negative if there are fewer.
@@ -219,8 +225,8 @@ class LaunchQueue:
 class Deferral:
     """Defers contributions to weight gradients, for split backwards (arXiv 2401.10241, section 2).
 
-    with deferral.defer() as waiting: ...   # B: gradient of the input
-    deferral.add_deferred(waiting)          # W: gradients of the weights
+        with deferral.defer() as waiting: ...   # input-gradient pass
+        deferral.add_deferred(waiting)          # weight-gradient pass (W), later
 
     Attributes:
         waiting: the list that receives deferred contributions, or None outside of `defer`.
@@ -234,8 +240,8 @@ class Deferral:
         """Context: yields a list that collects the contributions computed in the block.
 
         Each parameter's `reducer.Sink` appends its contributions to the list instead of adding them
-        to the gradient. Of a matrix product, only the two factors are kept. A contribution counts
-        in the round in which `add_deferred` adds it. The schedule determines when that happens.
+        to the gradient. For a matrix product, the list holds only the two factors. A contribution
+        is counted in the round in which `add_deferred` adds it to its gradient.
         """
         self.waiting = waiting = list[Contribution]()
         try:
@@ -268,7 +274,7 @@ _running: list[object] = []
 
 @contextmanager
 def own_backward(owner: Owner) -> Iterator[None]:
-    """Context: attributes backwards in the block to `owner`; calls `owner.give_up` on an error."""
+    """Context: backwards in the block belong to `owner`; an error in it calls `owner.give_up`."""
     _running.append(owner)
     try:
         yield

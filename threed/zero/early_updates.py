@@ -4,23 +4,24 @@
     early.take(bucket, gradient)    called with the complete gradient of each bucket, in the order
                                     of `Layout.buckets`; returns whether the bucket will be updated
                                     during the backward
-    early.progress()                called between backwards: reads ahead, and updates buckets whose
-                                    reads have finished
-    done = early.end(now)           when the step's scalars are known: returns the updated states
+    early.progress()                called between backwards: starts to read states for the next
+                                    updates, and updates the buckets whose states have been read
+    done = early.end(now)           when the step's scalars are known: ends the step; returns the
+                                    states that were updated during the backward
 
 In layer order (`--zero.order layer`) every layer runs all micro-batches before the next layer, so
 that a gradient is complete when the backwards of its layer have ended. The optimizer state of that
 layer can then be read, updated and written while the backwards of other layers run. At that time it
-is unknown whether the step will be skipped or clipped. The update assumes that it will be neither,
-and writes the new state to a second region of the drive. If the assumption was right, the second
-region replaces the first one at the end of the step. If it was wrong, or if the step is
-interrupted, the first region still has the old state. A clipped step is then updated at its end,
-from gradients that were also written to the drive. After a wrong assumption, updates run at the end
-of each step, up to and including the first step for which the assumption is right again. The number
-and size of buffers in memory are constant.
+is unknown whether the step will be skipped or its gradients clipped. The update guesses that
+neither will happen, and writes the new state to a second region of the drive. If the guess was
+right, the second region replaces the first one at the end of the step. If the guess was wrong, or
+if the step is interrupted, the first region still has the old state. If the gradients must be
+clipped, the update runs again at the end of the step, from gradients that were also written to the
+drive. After a wrong guess, updates run at the end of each step, up to and including the first step
+for which the guess would have been right. The number and size of buffers in memory are constant.
 
-GreedySnake (arXiv 2512.17570) overlaps a part of the update with the next forward instead. The
-parameters updated in this part are used one step later.
+GreedySnake (arXiv 2512.17570) instead overlaps a part of the update with the next forward, so that
+layers use the parameters of this part one step later.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Early:
     Args:
         states: states of the optimizer, in the order in which their gradients are completed.
         max_pending: largest number of queued gradients. If there are more, `take` runs updates.
-        clips: whether a step's gradients may be clipped.
-        guess: function that returns the scalars of the next update, on the host, if the step is
-            neither clipped nor skipped.
+        clips: whether gradient clipping is enabled.
+        guess: function that returns the guessed scalars of the next update, on the host: the
+            scalars of a step that is neither clipped nor skipped.
         apply: function that applies the update rule to the buffers of a state; see
             `Optimizer._apply_rule`.
     """
@@ -73,7 +74,10 @@ class Early:
         self._reads = fetched_in_turn((s, s.fetch(s.storages)) for s in self._states.values())
 
     def drop(self) -> None:
-        """Discards the step's updates, which only `end` makes permanent; releases all buffers."""
+        """Discards all updates since the last `begin` or `end`, and releases all buffers.
+
+        The states keep their old values, because only `end` makes updates permanent.
+        """
         self._guess = None
         self._done.clear()
         while self._pending:
@@ -107,14 +111,14 @@ class Early:
         return True
 
     def progress(self) -> None:
-        """Begins to read the next states; updates the buckets whose states have been read."""
+        """Starts to read the next states; updates the buckets whose states have been read."""
         if self._pending or self._done:
             self._read_ahead()
         while self._pending and self._arrived():
             self._update()
 
     def end(self, now: StepScalars) -> set[State]:
-        """Ends a step: makes the updates permanent if the guess was right, else discards them.
+        """Ends a step; makes its updates permanent if the guess was right, else discards them.
 
         Args:
             now: scalars of the step's update.
@@ -140,7 +144,7 @@ class Early:
         return done
 
     def _read_ahead(self) -> None:
-        """Begins to read the states of the next two updates, unless they are being read already."""
+        """Starts to read the states of the next two updates, unless their reads were started."""
         if self._next is None:
             self._next = next(self._reads, None)
 
@@ -175,7 +179,7 @@ class Early:
 
 
 def max_pending_buckets(layout: Layout) -> int:
-    """Returns the number of buckets of the layer with most buckets, which may complete at once."""
+    """Returns the largest number of buckets of a layer; they may all be complete at one time."""
     groups = [group for group in layout.groups if group.key.units and group.key.trainable]
     layers = Counter(min(group.key.units or ()) for group in groups for _ in group.buckets)
     return max(layers.values(), default=0)

@@ -1,7 +1,8 @@
 """Gathers parameters before they are used and releases them afterwards.
 
     publish(bucket)   begins to gather new values, after the optimizer has updated this rank's slice
-    complete()        completes and publishes slices of which this rank updates only a portion
+    complete()        gathers the slices of which this rank updates only a portion, then publishes
+                      them
     start(unit)       begins to gather the parameters of a unit (a layer or module, see `layout`)
     ready(unit)       waits until the parameters of a unit are gathered
     release(unit)     frees the memory of the unit's parameters, unless another unit still uses them
@@ -13,9 +14,10 @@ same objects (`parameter_access`). Autograd does not save the memory of a sharde
 offset and shape in the buffer (`SavedView`). The backward gathers the parameters into another
 buffer and reads them there.
 
-Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases: this rank's slices
-are read, and the all-gather runs. The all-gather begins when the next group is requested. Both
-phases overlap with the computation of the previous unit.
+Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases: first this rank's
+slices are read, then the all-gather runs. The all-gather starts when the next group is opened or
+when a unit waits for the gather. With prefetching, both phases overlap with the computation of
+earlier units.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from threed.zero.torch_modes import hide_from_checkpointing, without_transforms
 def _hidden_from_checkpointing(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: hides the gathers in a method from selective activation checkpointing.
 
-    Applies only to the gatherer of a wrapped module.
+    Has an effect only if the gatherer belongs to a wrapped module.
     """
 
     @functools.wraps(method)
@@ -59,10 +61,10 @@ class SavedView:
 
     Attributes:
         group: the group.
-        slot: if the tensor is the placeholder of a parameter that was not gathered: the parameter.
+        slot: the parameter, if the tensor is the placeholder of a parameter that was not gathered;
             None if the tensor is a view of the gathered buffer.
         dtype: dtype of the tensor.
-        place: (size, strides, offset in the buffer) of the tensor.
+        place: (size, strides, offset in the buffer) of the tensor, in elements.
     """
 
     def __init__(self, group: Group, slot: Slot | None, tensor: Tensor) -> None:
@@ -78,7 +80,7 @@ class SavedView:
 
 
 class GatheredTile:
-    """Gathers a tile of a linear layer while the layer uses it.
+    """Gathers one tile of a linear layer's weight (`threed.layers.tiled`) while the layer uses it.
 
     Implements `threed.layers.slicing.TileGatherer`.
     """
@@ -110,13 +112,14 @@ class Gatherer:
 
     Attributes:
         accesses: the `Access` of each parameter.
-        by_storage: owner of the memory of sharded parameters, by the storage's address
-            (`storage_of`): (group, None) for a group's buffer, (group, slot) for the placeholder of
-            a parameter that is not gathered.
-        version: counter, incremented when the values of sharded parameters change.
+        by_storage: address of a storage (`storage_of`) -> its owner, for the memory of sharded
+            parameters. The owner is (group, None) if the storage is a group's buffer, and (group,
+            slot) if it is the placeholder of a parameter that is not gathered.
+        version: counter that is incremented when the values of sharded parameters change.
         wrapped: whether the parameters belong to a wrapped module. If so, the user's program may
-            read and change them at any time.
-        order: hash of the sequence of gathered groups; must be equal on all ranks.
+            read and change the parameters at any time.
+        order: hash of the sequence of groups that were gathered so far. It must be equal on all
+            ranks, because gathers are collective.
     """
 
     wrapped: ClassVar[bool] = False
@@ -166,8 +169,9 @@ class Gatherer:
     def publish(self, bucket: Bucket) -> None:
         """Begins to gather new values of a bucket, if its parameters are unsharded.
 
-        For sharded parameters, which are gathered at their next use, only `version` is incremented.
-        Buckets that several pipeline ranks update in portions are gathered by `complete` instead.
+        Sharded parameters are gathered at their next use, so for them this call only increments
+        `version`. Buckets that several pipeline ranks update in portions are gathered by `complete`
+        instead.
         """
         self.version += bucket.group.sliced
         if bucket.group.holders.size == 1:
@@ -176,8 +180,8 @@ class Gatherer:
     def complete(self) -> None:
         """Gathers the portions that other pipeline ranks update, then publishes the full slices.
 
-        Collective. Gathers start in reverse order of groups: the groups of the model's first layers
-        are last, and are needed first. All ranks have the same order of groups.
+        Collective. Gathers start in reverse order of groups, because the last groups belong to the
+        model's first layers, which are needed first. All ranks have the same order of groups.
         """
         gathers = [
             collectives.start_all_gather(b.portion.fetch().wait(), b.group.holders, out=b.own)
@@ -205,8 +209,8 @@ class Gatherer:
         """Selects the version of unsharded parameters that layers read (`zero.versions`).
 
         Gathers in flight write to the newest version. While layers read the newest version, a
-        parameter is guarded until its gather ends: a use of the parameter waits for the gather.
-        While layers read the previous version, no guard is needed.
+        parameter is therefore guarded until its gather ends: any use of it waits for the gather.
+        While layers read the previous version, parameters are not guarded.
 
         Args:
             newest: whether to show the newest version.
@@ -257,18 +261,23 @@ class Gatherer:
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sharded parameters; if some raise errors, raises the first one at the end."""
+        """Frees all sharded parameters.
+
+        Raises:
+            RuntimeError: a group could not be freed, because the program has set a parameter to
+                values of another shape or dtype. Raised after all other groups are freed.
+        """
         first: RuntimeError | None = None
         for group in list(self._holders):
             try:
                 self._free(group)
-            except RuntimeError as error:  # the program has set values of another shape or dtype
+            except RuntimeError as error:  # raised below, after all groups were tried
                 first = first or error
         if first is not None:
             raise first
 
     def pass_ended(self) -> None:
-        """Hook for subclasses: called after each backward. Does nothing in this class."""
+        """Hook for subclasses: called after each backward."""
 
     def gradient_complete(self, slot: Slot) -> None:
         """Hook for subclasses: called in a backward when a parameter's gradient is complete."""
@@ -276,7 +285,7 @@ class Gatherer:
     # -------------------------------------------------------------------------------------------------------- groups
 
     def before_use(self, group: Group) -> None:
-        """Hook for subclasses: called before a sharded parameter is used; may open its group."""
+        """Hook for subclasses: called before a sharded parameter is used; may `open` its group."""
 
     def before_free(self, group: Group) -> None:
         """Hook for subclasses: called before a group's memory is freed."""
@@ -296,11 +305,12 @@ class Gatherer:
     def require(self, group: Group, slot: Slot) -> None:
         """Waits until a sharded group is gathered.
 
-        If the group is not gathered, a forward or backward of a wrapped module starts the gather
-        here (`before_use`). All ranks must then use the group, because the gather is collective.
+        Inside a forward or backward of a wrapped module, this call also starts the gather if the
+        group is not gathered (`before_use`). Gathers are collective, so all ranks must then use the
+        group.
 
         Args:
-            group: the group.
+            group: the sharded group.
             slot: the parameter that is used, for the error message.
 
         Raises:
@@ -322,7 +332,12 @@ class Gatherer:
 
     @_hidden_from_checkpointing
     def open(self, group: Group, holder: int | Holder) -> None:
-        """Begins to gather a sharded group; keeps it gathered until `close` with this `holder`."""
+        """Begins to gather a sharded group, and keeps it gathered until `holder` closes it.
+
+        Args:
+            group: the group.
+            holder: the user of the group; `close` must be called with the same value.
+        """
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))
             self._start_gathers()
@@ -336,7 +351,11 @@ class Gatherer:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context: gathers all sharded groups; guards all parameters and views (`Access`)."""
+        """Context: gathers all sharded groups for code outside of the layers.
+
+        All parameters and views of parameters are guarded in the block, so that the use of a stale
+        view raises an error (`Access.guard_views`).
+        """
         sliced = [group for group in self.layout.groups if group.sliced]
         for group in sliced:
             self.open(group, Holder.GATHERED)
@@ -369,7 +388,10 @@ class Gatherer:
         return packed.tensor()
 
     def _finish_gathers(self) -> None:
-        """Waits for all gathers, including prefetches, so that they release drive buffers."""
+        """Waits for all gathers, including prefetches, so that they release their drive buffers.
+
+        A drive calls this if all of its buffers are in use.
+        """
         self._start_gathers()
         for group in list(self._gathering):
             self.wait(group)

@@ -7,13 +7,15 @@
 Parameters are gathered and released in groups (flat buffers). A unit (a module, see
 `Wrapped.units`) gathers the groups of its parameters when its forward is called, and releases them
 when the forward returns. Any other use of a parameter also gathers the parameter's group
-(`parameter_access`), and so does a backward that reads a parameter that autograd saved, or a saved
-view of a parameter. In the backward, a group is released as soon as one of the following holds: the
-gradients of all parameters of the group have been added; `RECENT` other groups were used after the
-group; the backward has ended.
+(`parameter_access`). A backward gathers a group when it reads a parameter, or a view of one, that
+autograd has saved. The backward releases the group as soon as one of the following holds:
 
-Groups are prefetched in the order in which the previous pass used them. If a pass uses other
-groups, prefetching costs bandwidth and memory, but the result is correct.
+- the gradients of all parameters of the group have been added;
+- `RECENT` other groups were used after the group;
+- the backward has ended.
+
+Groups are prefetched in the order in which the previous pass used them. If a pass uses different
+groups, prefetching wastes bandwidth and memory, but the results are correct.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ RECENT = 3
 
 
 class Trace:
-    """Records the order in which a pass uses groups, as a prediction for the next pass."""
+    """Records the order in which a pass (forward or backward) uses groups, to predict the next."""
 
     def __init__(self) -> None:
         self._used: list[Group] = []
@@ -59,8 +61,8 @@ class Trace:
             ahead: number of groups to predict.
 
         Returns:
-            The `ahead` groups that the previous pass used after `group`. Empty if the previous pass
-            did not use `group`, or if the last call recorded the same group.
+            Up to `ahead` groups: the next ones that the previous pass used after `group`. Empty if
+            the previous pass did not use `group`, or if the last call recorded the same group.
         """
         if self._used and self._used[-1] is group:
             return []
@@ -79,9 +81,9 @@ class Trace:
 class _Hook:
     """The forward hooks of a module.
 
-    A copied or unpickled module belongs to no engine, so the hooks must do nothing for it. Copies
-    of the module share this object, which compares the calling module with `module`. A pickle
-    contains a `_Hook` without attributes, whose `module` is None.
+    The hooks must do nothing for a copied or unpickled module, because such a module belongs to no
+    engine. A copy of the module shares this object, so the hooks compare the calling module with
+    `module`. Unpickling creates a `_Hook` without instance attributes, whose `module` is None.
     """
 
     module: nn.Module | None = None
@@ -90,8 +92,8 @@ class _Hook:
         self.gatherer, self.module, self.unit = gatherer, module, unit
         # saved-tensor hooks of the calls in progress, innermost last
         self.saving: list[saved_tensors_hooks] = []
-        # A decorator `torch.compiler.disable` would import torch's compiler together with this
-        # module. Called here, it imports the compiler only in programs that use these hooks.
+        # `torch.compiler.disable` imports torch's compiler. As a decorator it would do so whenever
+        # this module is imported; called here, it does so only in programs that use these hooks.
         self._begin = torch.compiler.disable(self._enter, reason=UNTRACED)
         self._end = torch.compiler.disable(self._leave, reason=UNTRACED)
         module.register_forward_pre_hook(self.before, prepend=True)
@@ -164,7 +166,7 @@ class ModuleGatherer(Gatherer):
             _Hook(self, model.module, None)
 
     def before_free(self, group: Group) -> None:
-        """Stores changes that user code made to the group's parameters."""
+        """Stores the changes of the group's parameters by user code; see `Changes.store`."""
         self.version += self.changes.store(group)
 
     # -------------------------------------------------------------------------------------------------------- forward
@@ -181,15 +183,15 @@ class ModuleGatherer(Gatherer):
 
     def runs_compiled(self, module: nn.Module) -> bool:
         """Returns whether the module, or a submodule, is compiled."""
-        # `_compiles` stays True: after `torch._dynamo.reset`, `compiles()` returns False although
-        # modules are still compiled
+        # once True, `_compiles` stays True: after `torch._dynamo.reset`, `compiles()` returns False
+        # although modules are still compiled
         self._compiles = self._compiles or compiles()
         return self._compiles and any(
             part._compiled_call_impl or "_orig_mod" in part._modules for part in module.modules()
         )
 
     def before_use(self, group: Group) -> None:
-        """Gathers a group before its use in a forward or backward; does nothing elsewhere."""
+        """Gathers a group if a forward or backward of the module is running, else does nothing."""
         if self._calls:
             if group not in self._calls[-1]:
                 self._calls[-1].append(group)
@@ -214,15 +216,16 @@ class ModuleGatherer(Gatherer):
                     self._calls[-1].append(group)
                     self.open(group, depth - 1)
             elif keep or group in returned:
-                # keep it for the backward: either this is a recomputation, whose backward is next,
-                # or the group is the last of the forward and so the first of the backward
+                # keep it for the backward, for one of three reasons: this is a recomputation, whose
+                # backward is next; the group is the last of the forward, and so the first of the
+                # backward; or the output contains the group's parameters
                 self.open(group, Holder.BACKWARD)
             self.close(group, depth)
         if not self._calls and not in_backward():
             self.forwards.end()
 
     def _groups_in(self, output: Any) -> set[Group]:
-        """Returns the groups whose parameters share memory with tensors in a module's output."""
+        """Returns the groups whose parameters share memory with a tensor in a module's output."""
         owners = (
             self.by_storage.get(storage_of(leaf))
             for leaf in tree_leaves(output)
@@ -231,7 +234,7 @@ class ModuleGatherer(Gatherer):
         return {owner[0] for owner in owners if owner is not None}
 
     def _hold(self, group: Group, holder: int | Holder) -> None:
-        """Gathers a group, and prefetches the groups that are predicted to be used next."""
+        """Waits until a group is gathered; prefetches the groups that the pass will use next."""
         self.open(group, holder)
         following = (self.backwards if in_backward() else self.forwards).record(
             group, self.prefetch
@@ -246,7 +249,8 @@ class ModuleGatherer(Gatherer):
     def _use(self, group: Group) -> None:
         """Gathers a group in a backward, and releases groups that were used less recently.
 
-        The `RECENT` last groups, and all groups that the running autograd node uses, stay gathered.
+        The `RECENT` most recently used groups stay gathered, and so do all groups that the running
+        autograd node uses.
         """
         node = torch._C._current_autograd_node()
         if node is not self._node:
@@ -266,7 +270,7 @@ class ModuleGatherer(Gatherer):
             self._wait_for((bucket,))
 
     def gradient_complete(self, slot: Slot) -> None:
-        """Releases the parameter's group if the gradients of all its parameters are complete."""
+        """Releases a parameter's group once the gradients of all parameters in it are complete."""
         group = self._group_of_slot.get(slot)
         if group is None:
             return
@@ -281,7 +285,7 @@ class ModuleGatherer(Gatherer):
         self.release_all()
 
     def release_all(self) -> None:
-        """Releases all groups and ends the pass that used them."""
+        """Releases all groups, and ends the forward or backward that was in progress."""
         self.backwards.end()
         self._calls.clear()  # not empty if an error interrupted a forward
         self._recent.clear()
@@ -291,5 +295,5 @@ class ModuleGatherer(Gatherer):
 
 
 def in_backward() -> bool:
-    """Returns whether autograd's engine is running the caller, i.e. whether this is a backward."""
+    """Returns whether the caller runs inside a backward, called by autograd's engine."""
     return bool(torch._C._current_graph_task_id() != -1)

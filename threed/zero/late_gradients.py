@@ -25,8 +25,8 @@ class LateGradients:
     Args:
         layout: parameters and their buckets.
         codecs: how gradients are encoded for communication.
-        gatherer: gathers the parameters. `reduce` checks that all ranks have gathered the same
-            groups in the same order. None to skip the check.
+        gatherer: object that gathers the parameters. With it, `reduce` checks that all ranks have
+            gathered the same groups in the same order. None skips this check.
     """
 
     def __init__(self, layout: Layout, codecs: GradientCodecs, gatherer: Gatherer | None) -> None:
@@ -35,7 +35,7 @@ class LateGradients:
         self._gradients: dict[Slot, Tensor] = {}
 
     def add(self, slot: Slot, grad: Tensor) -> None:
-        """Adds a late gradient to the parameter's earlier late gradients of this step."""
+        """Adds a late gradient to the sum of the parameter's late gradients of this step."""
         if slot in self._gradients:
             self._gradients[slot].add_(grad)
         else:
@@ -54,7 +54,7 @@ class LateGradients:
 
         Yields:
             (bucket, staged): `staged` is the staged buffer of this rank's gradient slice, to which
-            the sum was added. The caller must store it in the bucket.
+            the sum was added. The caller must store `staged`.
 
         Raises:
             RuntimeError: if the ranks did not gather the same groups in the same order.
@@ -71,7 +71,7 @@ class LateGradients:
         self._gradients.clear()
 
     def _agree_on_buckets(self) -> list[int]:
-        """Returns the numbers of the buckets for which any rank with the bucket has late gradients.
+        """Returns the indices of the buckets that have late gradients on any rank, ascending.
 
         Collective.
         """
@@ -91,7 +91,7 @@ class LateGradients:
         return sorted(late)
 
     def _window(self, bucket: Bucket) -> Tensor:
-        """Returns a bucket's late gradients [last - first]; 0 for parameters without any."""
+        """Returns a bucket's late gradients [last - first]; 0 for parameters without late ones."""
         size, dtype = bucket.last - bucket.first, self.layout.policy.grad_dtype
         window = torch.zeros(size, dtype=dtype, device=bucket.group.params.device)
         for slot in bucket.slots():

@@ -16,14 +16,14 @@
 
 Parameters are stored in backward order, so that buckets complete one after the other during the
 backward. All parameters of a group are reduced over the same axes. So a bucket needs one collective
-per axis, one call of the update rule, and one owner that counts it in the gradient norm. Vocabulary
-shards can have different sizes on different tensor ranks. If the gradients of a group are summed
-over tensor ranks, slices must align on these ranks, so such a group contains only parameters with
-the same shape on all of them.
+per axis, one call of the update rule, and one owner that counts it in the gradient norm. If the
+gradients of a group are summed over tensor ranks, the parameters of the group have the same shapes
+on all of these ranks, so that slices align. Vocabulary shards can have different sizes on different
+tensor ranks, and are in other groups.
 
 The ZeRO stages (arXiv 1910.02054) differ in which tensors of a group are kept in full. Under stage
-3 each unit has separate groups, so that units can be gathered one at a time. Under stage 3,
-parameters with fewer than `Policy.resident` elements stay unsharded, as they do under stage 2.
+3 each unit has separate groups, so that units can be gathered one at a time. Only parameters with
+fewer than `Policy.resident` elements stay unsharded under stage 3, as they do under stage 2.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class DataAxes:
     Attributes:
         shard: shard group S, over which buckets are split into slices.
         replicas: replica group R: the data ranks that hold the same slice.
-        gather: the ranks of S, with a separate communicator for gathers under stage 3.
+        gather: the same ranks as S. Under stage 3 this axis has a separate communicator, for
+            gathers.
     """
 
     shard: Axis
@@ -95,10 +96,10 @@ class Policy:
         bucket_bytes: largest size of a bucket, in bytes of `grad_dtype`.
         param_dtype: dtype of the parameters that layers use.
         grad_dtype: dtype of the summed gradients.
-        resident: parameters with fewer elements stay unsharded under stage 3.
+        resident: number of elements; smaller parameters stay unsharded under stage 3.
         options: function from a parameter's `ShardSpec` to its group's options.
         arena: whether all gradient buffers of stages 2 and 3 are kept for reuse, so that later
-            steps allocate none. If False, buffers of parameters that span several buckets are
+            steps allocate no buffers. If False, buffers of parameters that span several buckets are
             allocated at every use, and stage 3 frees unused buffers at the end of each step.
         params_tier: storage of the slices of parameters under stage 3; None for the device.
         optimizer_tier: storage of the optimizer's states and, from stage 2 on, of the slices of
@@ -107,13 +108,13 @@ class Policy:
         states_once: whether pipeline ranks that hold the same parameters split the optimizer
             states, so that each rank keeps the states of its portion. False with offload tiers.
         versions: number of versions of the parameters: 2 if a step begins before the update of the
-            previous step (2BW), else 1. With 2, slices of gradients have separate memory, because
-            the next step overwrites the full gradients.
+            previous step (2BW), else 1. If 2, slices of gradients have separate memory, because the
+            next step overwrites the full gradients before the update has read its slices.
         early: whether updates run during the backward and write to second regions of the drive
             (`threed.zero.early_updates`).
         delayed: whether an update runs during the next step, which still uses the old parameters.
-        dealt: data axes of the parameters that are distributed over data ranks, by the value of
-            `ShardSpec.over`.
+        dealt: value of `ShardSpec.over` -> data axes of the parameters with this value, which are
+            distributed over data ranks.
     """
 
     stage: int
@@ -165,17 +166,19 @@ class GroupKey:
     Attributes:
         options: update rule, learning rate and weight decay.
         trainable: whether the parameters are trained.
-        replicated: see `ShardSpec`.
-        partial: see `ShardSpec`; None if the parameters are not trainable.
+        replicated: axis over which the parameters are replicated, or None; see `ShardSpec`.
+        partial: axis over which the gradients are partial sums, or None; see `ShardSpec`. Always
+            None if the parameters are not trainable.
         tied: for tied parameters, the pipeline ranks that hold a copy; else empty.
         units: for sharded parameters, numbers of the units that use them; else None.
         layers: for parameters that are tied and sharded, numbers of all layers of the model that
             use them; else empty.
-        tile: if the group is one tile of a linear layer, the tile's name; the layer gathers it
-            separately while using it. None for other parameters.
-        chunks: this rank's chunks of the model that use the parameters.
-        tied_chunks: for tied parameters, per rank in `tied`: the chunks that use them; else empty.
-        over: see `ShardSpec`.
+        tile: name of the tile if the group is one tile of a linear layer's weight, which the layer
+            gathers separately; else None.
+        chunks: numbers of this rank's chunks of the model that use the parameters.
+        tied_chunks: for tied parameters, one tuple per rank in `tied`: numbers of that rank's
+            chunks that use the parameters; else empty.
+        over: axis of data ranks that hold different parameters, or None; see `ShardSpec`.
     """
 
     options: GroupOptions
@@ -205,7 +208,8 @@ class Slot:
         first: first element in the flat buffer.
         last: end of the range in the flat buffer (exclusive).
         shape: shape of the full parameter.
-        placeholder: tensor that a sharded parameter points to while it is not gathered.
+        placeholder: tensor to which a sharded parameter points while it is not gathered; None for
+            an unsharded parameter.
     """
 
     param: nn.Parameter
@@ -227,9 +231,9 @@ class Slot:
         A parameter with values stays the same object, because other objects may refer to it. A
         parameter on the meta device is replaced.
         """
-        # Setting `.data` gives the parameter a version counter that is separate from the buffer's.
-        # With a shared counter, a gather of another bucket that ends during the forward would
-        # increment the counter, and autograd would report that the weight was modified.
+        # Setting `.data` gives the parameter its own version counter. If the parameter shared the
+        # counter of the buffer, a gather of another bucket that ends during the forward would
+        # increment it, and autograd would report that the weight was modified.
         if self.param.device.type != "meta":
             point(self.param, storage)
             return
@@ -242,7 +246,7 @@ class Slot:
 class Run:
     """The elements of one piece (`ShardSpec.pieces`) that are in this rank's portion of a bucket.
 
-    They are contiguous: elements [first, last) of the piece.
+    These elements are a contiguous range [first, last) of the piece.
 
     Attributes:
         piece: the piece of a global tensor.
@@ -257,15 +261,15 @@ class Run:
     offset: int
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the run as boxes of the global tensor, with their offsets in the portion."""
+        """Yields the run as boxes of the global tensor; each has its `offset` in the portion."""
         return split(self.piece, self.first, self.last, self.offset)
 
 
 @dataclass(eq=False)
 class Bucket:
-    """The window [first, last) of a group's flat buffer.
+    """A bucket: the window [first, last) of a group's flat buffer.
 
-    All ranges are in elements of the flat buffer; their ends are exclusive.
+    All positions are in elements of the flat buffer; ends of ranges are exclusive.
 
     Attributes:
         group: the group.
@@ -309,7 +313,7 @@ class Bucket:
         return self.storage.tensor if isinstance(self.storage, InMemory) else None
 
     def runs(self, first: int | None = None, last: int | None = None) -> Iterator[Run]:
-        """Yields the runs of this rank's portion, in the order of the buffer; padding is skipped.
+        """Yields the runs of this rank's portion in buffer order, without the padding.
 
         Args:
             first: first element of the flat buffer to include; by default `portion_first`.
@@ -326,7 +330,7 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """The lowest number of a unit that uses a parameter of this bucket; -1 if there is none."""
+        """The lowest number of a unit that uses a parameter of this bucket; -1 if no unit does."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
@@ -354,12 +358,12 @@ class Group:
         slots: the parameters of the group.
         numel: number of elements, with padding.
         shard: shard group S, over which buckets are split into slices.
-        gather: the ranks of S, with a separate communicator for gathers under stage 3.
+        gather: the same ranks as S; see `DataAxes`.
         sums: axes over which a slice's gradient is summed after the reduction over S.
-        holders: the pipeline ranks that each update a portion of the same slice. If there are
-            several, this is also the last axis of `sums`.
+        holders: axis of the pipeline ranks that each update one portion of the same slice. If it
+            has several ranks, it is also the last axis of `sums`.
         copies: axes over which portions are replicated.
-        granule: number of elements of which the size of every bucket is a multiple.
+        granule: unit of bucket sizes: every bucket has a multiple of this number of elements.
         params: the buffer [numel]. A sharded group gets a new buffer for every gather; while the
             group is not gathered, this is an empty tensor.
         previous: buffer of the previous version if there are two versions, else `params`.
@@ -383,7 +387,7 @@ class Group:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank's replica is the one that is counted in the norm and saved."""
+        """Whether this rank has the replica that is counted in the norm and saved."""
         return all(axis.index == 0 for axis in self.copies)
 
     @property
@@ -425,7 +429,7 @@ class Group:
 
 @dataclass(eq=False)
 class Layout:
-    """All groups of a pipeline stage: its parameters and their memory layout.
+    """The parameters of a pipeline stage and their memory layout.
 
     Attributes:
         policy: how the parameters are laid out.
@@ -451,7 +455,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory between steps: parameters, and buffers for values on a drive."""
+        """Bytes of memory for parameters between steps, and for buffers of drives."""
         buffers = sum(drive.nbytes * drive.count for drive in self.policy.drives)
         return buffers + sum(group.nbytes for group in self.groups)
 
@@ -462,7 +466,7 @@ class Layout:
 
 
 class HasModules(Protocol):
-    """A unit: a pipeline layer, or a set of modules of a wrapped model."""
+    """Interface of a unit: a pipeline layer, or a set of modules of a wrapped model."""
 
     def modules(self) -> Iterator[nn.Module]: ...
 
@@ -477,9 +481,9 @@ def point(param: nn.Parameter, values: Tensor) -> None:
 
 
 def collect(units: Sequence[HasModules]) -> list[Slot]:
-    """Returns every parameter of the units once, in forward order, with the units that use it.
+    """Returns one `Slot` for each parameter of the units, in forward order.
 
-    Parameters with the same name are one parameter (tied weights).
+    Parameters with the same name are one parameter (tied weights), with several `Slot.places`.
     """
     found: dict[str, Slot] = {}
     for number, unit in enumerate(units):
@@ -501,10 +505,10 @@ def build(
 
     Args:
         units: this rank's layers, on the meta device, or the units of a wrapped module.
-        tied: parameters that several pipeline ranks hold, by name. Their groups come after all
-            others. The ranks must have the same groups of tied parameters in the same order, so
-            that slices align and sums over these ranks are called in the same order. The key of
-            such a group therefore includes the chunks that use the parameters on every rank.
+        tied: name -> `Tie`, for parameters that several pipeline ranks hold. Their groups come
+            after all other groups. All ranks of a tie must have the same groups of tied parameters
+            in the same order, so that slices align and sums over these ranks are called in the same
+            order. `GroupKey` therefore includes the chunks of every such rank (`tied_chunks`).
         topology: the process topology.
         policy: how the parameters are laid out.
         chunks: number of the chunk of the model that each unit belongs to; by default all units are
@@ -586,7 +590,7 @@ def _buffers(
 
 
 def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of the parameter's shape that is backed by a single read-only NaN."""
+    """Returns a NaN tensor of the parameter's shape; all elements share one read-only element."""
     if device.type == "meta":
         return torch.empty(slot.shape, dtype=dtype, device=device)
     nan = torch.full((), torch.nan, dtype=dtype, device=device)
@@ -600,7 +604,7 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     apart = group.key.trainable and (policy.slices_gradients or policy.versions > 1)
     elements = max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)
-    if group.key.units is None:  # only for unsharded groups: a sharded group is already small
+    if group.key.units is None:  # not for sharded groups, which are already small
         elements = min(elements, max(group.numel // MIN_BUCKETS, MIN_BUCKET_NUMEL))
     step = max(group.granule, elements // group.granule * group.granule)
     for first in range(0, group.numel, step):

@@ -1,18 +1,19 @@
-"""Changes of parameters by user code: an EMA teacher, clipped weights, renormalized embeddings.
+"""Changes of parameters by user code, such as an EMA, clipping, or renormalized embeddings.
 
     changes = Changes(module, layout, gatherer)
     changes.begin()                    tracks every change from now on
-    changes.absorb_edits(optimizer)    call it before updates, and before states are read or written
+    changes.absorb_edits(optimizer)    copies changes to the optimizer's states; call it before
+                                       updates, and before states are read or written
 
-A change in place increments the parameter's version counter, and the parameter's class records
-accesses to `.data`. So changes are detected without reading values. A changed parameter is treated
-as follows:
+Changes are detected without reading values: a change in place increments the parameter's version
+counter, and the parameter's class records accesses to `.data`. A changed parameter is treated as
+follows:
 
 - If its `.data` was replaced, the new values are copied into the group's flat buffer.
 - If it is sharded, this rank's slice is stored when the group is released.
-- If it has a separate master weight, its elements are compared with the master weight, rounded to
-  the parameter's dtype. Elements that differ are copied to the master weight. All other elements of
-  the master weight keep their full precision.
+- If it has a separate master weight, the master weight is rounded to the parameter's dtype and
+  compared with the parameter. Elements that differ are copied from the parameter to the master
+  weight. All other elements of the master weight keep their full precision.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Changes:
     def __init__(self, module: nn.Module, layout: Layout, gatherer: Gatherer) -> None:
         self.module, self.layout, self.gatherer = module, layout, gatherer
         self._versions: dict[Slot, int] = {}
-        # buckets with changes that are not yet in the optimizer's states; the value is one of the
-        # changed parameters, for messages
+        # bucket with changes that are not yet in the optimizer's states -> one of the changed
+        # parameters, for error messages
         self._newer: dict[Bucket, Slot] = {}
 
     def begin(self) -> None:
@@ -84,7 +85,9 @@ class Changes:
         point(param, view)
 
     def store(self, group: Group) -> bool:
-        """Stores this rank's slices if a parameter was changed; call it before freeing the group.
+        """Stores this rank's slices of a group if a parameter of the group was changed.
+
+        Must be called before the group is freed, which would discard the changes.
 
         Args:
             group: a sharded group.
@@ -103,8 +106,8 @@ class Changes:
     def absorb_edits(self, optimizer: Optimizer) -> None:
         """Copies all changes so far to the optimizer's states.
 
-        All sharded groups must have been released before the call, because their changes are stored
-        when they are released (`store`).
+        All sharded groups must have been released before this call. Their changes are stored at the
+        release (`store`), and this call copies only stored changes.
 
         Args:
             optimizer: the optimizer that holds the states.

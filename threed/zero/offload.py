@@ -1,7 +1,8 @@
 """The optimizer for offloaded states or parameters.
 
-The host waits for the scalars of an update (learning rate, clip factor, skip flag) at the end of
-the step. The update runs in one of three ways:
+The scalars of an update are the learning rate, the clip factor and the skip flag. The host waits
+for them at the end of the step, because it reads and writes offloaded values only if the step is
+not skipped. The update runs in one of three ways:
 
 - at the end of the step;
 - in a thread during the next step (`zero.delayed_update`), so that the parameters receive the new
@@ -32,7 +33,7 @@ HOST = torch.device("cpu")
 class OffloadedOptimizer(Optimizer):
     """An `Optimizer` for states or parameters in host memory or on a drive.
 
-    It takes the same arguments as `Optimizer`.
+    It has the same arguments and attributes as `Optimizer`.
     """
 
     def __init__(self, *args: Any, grad_clip: float, **keywords: Any) -> None:
@@ -46,8 +47,8 @@ class OffloadedOptimizer(Optimizer):
         if policy.delayed:
             self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
         self._thread = ThreadPoolExecutor(1, "delayed-update") if policy.delayed else None
-        self._delayed: Future[None] | None = None  # the last update that the thread was given
-        self._unpublished = False  # whether the parameters are older than the weights
+        self._delayed: Future[None] | None = None  # the newest update that runs or ran in `_thread`
+        self._unpublished = False  # whether the parameters are one update older than the weights
 
     def wait(self) -> None:
         """Waits for the last update and for gathers in flight, so that states can be read.
@@ -64,9 +65,9 @@ class OffloadedOptimizer(Optimizer):
         super()._wait_for_update()
 
     def _guess(self) -> StepScalars:
-        """Returns the scalars of the next update if the step is neither clipped nor skipped.
+        """Returns the guessed scalars of the next update, on the host.
 
-        The scalars are on the host.
+        The guess is that the step is neither clipped nor skipped.
         """
         sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
         return _on_host(scalars_of(self._outcome()(sums), self.updates + 1))
@@ -91,8 +92,9 @@ class OffloadedOptimizer(Optimizer):
     def publish_delayed(self) -> None:
         """Waits for a delayed update, and copies its weights to the parameters.
 
-        Only the next update, and code that sets weights, may call this. An earlier call would
-        change the training result: the step during which the update runs would use the new weights.
+        Call this only before the next update, or before weights are set by other code. An earlier
+        call would change the training result, because the step during which the update runs would
+        use the new weights.
         """
         self._wait_for_update()
         self._delayed = None
@@ -123,7 +125,7 @@ class OffloadedOptimizer(Optimizer):
             self._unpublished = True
 
     def _let_device_read(self) -> None:
-        """Waits until the GPU no longer reads host memory, which the caller is about to change."""
+        """Waits until the GPU has read all host memory that the caller is about to change."""
         if is_accelerator(self.updates.device):
             synchronize(self.updates.device)
 
@@ -138,8 +140,8 @@ def _on_host(now: StepScalars) -> StepScalars:
 def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
     """Returns copies of gradients in host memory.
 
-    Copies are needed because the next step overwrites the gradients while a delayed update still
-    reads them. All copies from a GPU are enqueued before the first of them is waited for.
+    A delayed update needs copies, because the next step overwrites the gradients while the update
+    still reads them. All copies from a GPU are enqueued before the host waits for the first one.
     """
     copies = []
     for gradient in gradients:

@@ -1,14 +1,14 @@
 """Optimistic updates: applied before the global gradient norm is known, and undone if wrong.
 
     results = optimistic.step(gradients, own_sums)  starts the all-reduce of the norm, and updates
-                                                    without waiting for the norm
+                                                    the weights without waiting for the norm
     optimistic.validate()                           if the guess was wrong: undoes the update, and
                                                     applies the right update
 
 This is post-update validation (arXiv 2401.10241, section 4). If updates waited for the all-reduce
 of the norm, every rank would wait for the slowest rank at the end of each step. Schedules in which
 ranks end their steps at different times would then not be faster than others. An update therefore
-runs on a guess: that the step is neither clipped nor skipped. All values that an update changes are
+uses a guess: that the step is neither clipped nor skipped. All values that an update changes are
 copied first, and restored if the guess was wrong. So the final result is bit-identical to the
 result of an update that waits. All ranks call `validate` at the same point of the next step's plan
 (`threed.schedules.post_update_validation`) and read the same sum, so they agree on whether to
@@ -45,9 +45,10 @@ class Attempt:
 
     Attributes:
         gradients: this rank's portion of each bucket's summed gradients.
-        results: function that waits for the sums, and returns the results of the update.
+        results: function that waits for the sums over all ranks, and returns the results of the
+            step that follow from these sums.
         wrong: pending bool scalar: whether the clip factor or the skip flag differs from the guess.
-        guessed: whether the guess was applied, without waiting for the sums.
+        guessed: whether the update used the guess; if not, it waited for the sums.
     """
 
     gradients: Sequence[Gradient]
@@ -70,10 +71,10 @@ class Optimistic:
         states: states of the optimizer.
         gatherer: gathers the parameters of the states.
         everyone: axis of all ranks.
-        consistency: tracker in which the states are marked as inconsistent while they are restored.
+        consistency: the states' tracker; marks them as inconsistent while they are restored.
         counters: scalar tensors that an update changes in addition to the states.
-        outcome: returns a function from the sums over all ranks to the results of the next update
-            (`BadSteps.outcome`).
+        outcome: `outcome()` returns a function, which computes the results of the next update from
+            the sums over all ranks; see `BadSteps.outcome`.
         apply: `apply(gradients, results, guessed)` applies an update; `guessed` is whether the
             results are a guess.
         observe: if not None, called with the results of each update whose guess was right, once
@@ -93,7 +94,8 @@ class Optimistic:
         self.consistency, self.counters = consistency, counters
         self.outcome, self.apply, self.observe = outcome, apply, observe
         self.restarts = 0
-        # whether the guess was, or would have been, right for the last step; the same on all ranks
+        # Whether the guess was right for the last step; if that step did not use a guess, whether
+        # it would have been right. The same on all ranks.
         self._last_guess_right = True
         self._attempt: Attempt | None = None
         # the tensors that an update changes, copied before the last guessed update
@@ -107,8 +109,8 @@ class Optimistic:
     def step(self, gradients: Sequence[Gradient], own_sums: Tensor) -> Callable[[], Update]:
         """Updates the weights. Collective.
 
-        Applies the guess without waiting for the norm if the guess was right for the last step, or
-        would have been.
+        Does not wait for the norm if the guess was right for the last step, or would have been
+        right.
 
         Args:
             gradients: this rank's portion of each bucket's summed gradients.
@@ -116,7 +118,7 @@ class Optimistic:
                 see `BadSteps.outcome`.
 
         Returns:
-            A function that waits for the sums and returns the results of the update.
+            A function that waits for the sums and returns the results of the step, without a guess.
         """
         outcome = self.outcome()
         guess, guessed = outcome(torch.zeros_like(own_sums)), self._last_guess_right
@@ -182,9 +184,9 @@ class Optimistic:
         return False
 
     def discard(self) -> None:
-        """Ends the last update without validation, because a load will overwrite its results.
+        """Ends the last update without validation; call it before a load overwrites all values.
 
-        Waits for the sums of the update.
+        Waits for the all-reduce of the update.
         """
         if self._attempt is not None:
             self._attempt.results()

@@ -1,20 +1,20 @@
 """The ZeRO optimizer (arXiv 1910.02054): each rank updates its slices and gathers the others.
 
-    step(gradients, carry)   computes the global norm, the clip factor and the skip flag; then, per
+    step(gradients, carry)   computes the global norm, the clip factor and the skip flag. Then, per
                              bucket: applies the rule (AdamW, SGD, Lion) to this rank's slice,
                              copies the new weights to the parameters, and begins to gather them
     validate()               validates an optimistic update, which did not wait for the norm
                              (`optimistic.py`)
     wait()                   waits for the last update; states can then be read by
                              `staged(state, parts)`
-    overwriting(everything)  context in which a caller sets values of states, as a load does
+    overwriting(everything)  context in which a caller may set values of states, as a load does
 
-`Synchronous` runs a step's plan, waits for its gradients, and runs the update.
+`Synchronous` runs the plan of a step, waits for the gradients, and runs the update.
 
 States are read and written through staged buffers (`threed.memory.tiers`): while one bucket is
 updated, the next one is read and the previous one is written. Norm, clip factor, skip flag, loss
-scale and learning rate stay tensors on the device, so that the host waits for their values only to
-validate an optimistic update. Offloaded states have a separate optimizer (`offload.py`).
+scale and learning rate stay tensors on the device. The host waits for their values only to validate
+an optimistic update, or if states are offloaded (`offload.py`).
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class Optimizer:
 
     Attributes:
         states: optimizer state of each bucket, in the order of `Layout.buckets`.
-        frozen: states of frozen buckets: only their parameters.
+        frozen: states of the frozen buckets; they contain only the parameters.
         earlier: if parameters are one update older than the weights (2BW, delayed updates): states
-            of these parameters, for checkpoints; else empty.
-        updates: number of updates done, without skipped steps; fp64 scalar tensor.
+            that contain these parameters, for checkpoints; else empty.
+        updates: number of updates applied so far, without skipped steps; fp64 scalar tensor.
         consistency: tracks whether all states belong to the same step.
         readers: asynchronous saves that still read the states.
         early: runs updates during the backward, or None.
@@ -126,8 +126,8 @@ class Optimizer:
                 step is skipped.
 
         Returns:
-            A function that returns the results. After an optimistic update, the function waits for
-            the all-reduce.
+            A function that returns the results of the step. After an optimistic update, it first
+            waits for the all-reduce.
         """
         if self.optimistic is not None:
             return self.optimistic.step(gradients, self._own_sums(gradients, carry))
@@ -142,7 +142,7 @@ class Optimizer:
         Args:
             gradients: see `step`.
             carry: see `step`.
-            rates: learning rate per parameter group; None for the current ones.
+            rates: learning rate per parameter group, fp64 [groups]; None for the current rates.
 
         Returns:
             A function that waits for the sum, updates the weights, and returns the results.
@@ -168,8 +168,8 @@ class Optimizer:
     def validate(self) -> bool:
         """Validates the last update. If it was wrong, undoes it and applies the right update.
 
-        Does nothing if updates are not optimistic. All ranks agree on whether the update was wrong.
-        If it was, the call is collective and releases sharded parameters.
+        Has no effect if updates are not optimistic. All ranks agree on whether the update was
+        wrong. If it was, the call is collective and releases sharded parameters.
 
         Returns:
             Whether the update was right. If False, the caller must restart the step in progress.
@@ -188,14 +188,14 @@ class Optimizer:
     def staged(
         self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True
     ) -> Iterator[dict[str, Tensor]]:
-        """Context: yields the values of some parts of a state, by name.
+        """Context: reads some parts of a state; yields name of each part -> its values [n].
 
         Args:
             state: state of a bucket.
             parts: names of the parts to read.
-            write: whether the block may change the values. If so, they are stored at its end.
+            write: whether the block may change the values. If True, they are stored at its end.
             publish: whether changed weights are also copied to the parameters. Ignored unless
-                `write` is set and "weight" is among the parts.
+                `write` is True and "weight" is among the parts.
         """
         if write:
             self.consistency.mark_changed()
@@ -243,7 +243,10 @@ class Optimizer:
     # -------------------------------------------------------------------------------- scalars of an update
 
     def _own_sums(self, gradients: Sequence[Gradient], carry: Tensor) -> Tensor:
-        """Returns this rank's contribution to the sums that an update depends on, fp64 [3 + k]."""
+        """Returns this rank's terms of the sums that an update depends on, fp64 [3 + k].
+
+        See `BadSteps.outcome` for the elements.
+        """
         self._wait_for_update()
         self._stretches = {} if self.unused is None else self.unused.stretches
         found = [gradient.squares for gradient in gradients]
@@ -307,7 +310,7 @@ class Optimizer:
     def _update(
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool
     ) -> None:
-        """Updates the weights of one bucket; if `publish`, also the parameters that layers use."""
+        """Updates the weights of one bucket, and with `publish` the parameters that layers use."""
         same_device = state.bucket.portion.device == state.weight.device
         fused = publish and not state.shared and same_device
         weight = self._apply_rule(state, buffers, now, fused)
@@ -328,8 +331,8 @@ class Optimizer:
             buffers: staged buffers of all parts of the state, and of the gradient. The rule may
                 overwrite the gradient; its buffer is dropped and removed.
             now: scalars of the update, with the learning rates of all groups.
-            fused: whether the rule also writes the new parameters. They are in an additional
-                buffer, "parameter", which is added to `buffers`.
+            fused: whether the rule also writes the new parameters, to a staged buffer that is added
+                to `buffers` as "parameter".
         """
         self.readers.wait(state)
         weight, *moments = (buffers[part].wait() for part in state.storages)
@@ -348,12 +351,13 @@ class Optimizer:
         return weight
 
     def _publish(self, state: State, weight: Tensor) -> None:
-        """Copies a bucket's weights to the parameters and begins to gather unsharded ones."""
+        """Copies a bucket's weights to its parameters; begins to gather them if unsharded."""
         if not state.shared:
             params = state.bucket.portion
             parameter = params.empty()
             stay = isinstance(state.weight, InMemory) and isinstance(params, InMemory)
-            # a drive reuses or writes a staged buffer immediately, so the copy must have ended
+            # `store` on a drive reads or reuses the staged buffer immediately, so the copy must
+            # have ended
             parameter.values.copy_(weight, non_blocking=stay)
             parameter.store()
         self.gatherer.publish(state.bucket)
@@ -371,8 +375,8 @@ class Synchronous:
         optimizer: updates the weights.
 
     Attributes:
-        seconds: (reductions, update): host seconds of the last step, spent on waiting for
-            reductions after the last backward, and on the update.
+        seconds: (s1, s2), host seconds in the last step: s1 for waiting for reductions after the
+            last backward, s2 for the update.
     """
 
     def __init__(
@@ -385,12 +389,12 @@ class Synchronous:
     def pending(self) -> bool:
         """Whether the last update may have to be undone.
 
-        If so, reading the results of the update waits for other ranks.
+        If True, reading the results of the update waits for other ranks.
         """
         return self.optimizer.pending
 
     def begin(self, microbatches: int) -> None:
-        """Begins to accumulate the gradients of a step."""
+        """Begins to accumulate the gradients of a step of `microbatches` micro-batches."""
         self.reducer.begin(microbatches)
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
@@ -418,7 +422,10 @@ class Synchronous:
         self.reducer.drop()
 
     def finish(self, run: Run) -> None:
-        """Validates the last update. Does not change the training result. Collective."""
+        """Validates the last update (`Optimizer.validate`). Collective.
+
+        Does not change the training result.
+        """
         self.optimizer.validate()
 
     def state(self) -> dict[str, Any]:
@@ -426,15 +433,15 @@ class Synchronous:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Does nothing, because `state` is empty."""
+        """Does nothing, because `state` returns an empty dict."""
 
 
 def scalars_of(update: Update, updates: Tensor) -> StepScalars:
-    """Returns the scalars that update rules need; `lr` has the rates of all groups.
+    """Returns the scalars that update rules need; their `lr` contains the rates of all groups.
 
     Args:
         update: results of the step.
-        updates: number of updates done, including this one unless it is skipped.
+        updates: number of updates applied so far, including this one unless it is skipped.
     """
     scale = torch.where(update.skip == 0, update.clip / update.loss_scale, 1.0)
     return StepScalars(update.rates, updates.clamp(min=1), scale, update.skip)

@@ -12,12 +12,15 @@ group (`layout.Group`, the parameters that are gathered together):
                 freed memory
 
 Sharded parameters that code outside `threed.layers` uses have the class `GuardedParameter` while
-they are gathered. Views of such a parameter are `GuardedView`s: reading one raises an error if the
-parameter's values have changed since the view was created. When a torch function is called on such
-a parameter or view, autograd saves an offset and a shape in the group's buffer (`gather.SavedView`)
-instead of a tensor, so that the buffer can be freed until the backward. A buffer is not freed while
-a tensor shares its memory: `Group.allocate` makes a new buffer for each gather, and Python frees
-the old buffer with its last view.
+they are gathered. Views of such a parameter are `GuardedView`s: reading a view raises an error if
+the parameter's values have changed since the view was created. When a torch function is called on a
+parameter or view of these classes, autograd saves an offset and a shape in the group's buffer
+(`gather.SavedView`) instead of a tensor, so that the buffer can be freed until the backward. A
+buffer is not freed while a tensor shares its memory: `Group.allocate` makes a new buffer for each
+gather, and Python frees the old buffer with its last view.
+
+A guarded tensor is an `AbsentParameter`, a `GuardedParameter` or a `GuardedView`. Any torch
+function that is called on it first gathers its values, or checks that they are still valid.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from threed.distributed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
 TRACERS = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses")
-# torch's own `.grad`, which the engine reads and writes; `_Managed.grad` is for the user's program
+# torch's own `.grad`, for use by the engine; the user's program accesses `_Managed.grad` instead
 GRAD: Any = Tensor.grad
 UNTRACED = (
     "parameters of a threed engine are gathered here, and torch.compile cannot trace it: compile without fullgraph=True"
@@ -49,8 +52,8 @@ UNTRACED = (
 class Holder(enum.Enum):
     """The purposes for which `Gatherer.open` keeps a group gathered.
 
-    A group is freed when its last holder closes it. A holder can also be an integer: the number of
-    a unit, or in a wrapped module the depth of a nested module call.
+    A group is freed when its last holder closes it. A holder is one of these purposes or an
+    integer: the number of a unit, or in a wrapped module the nesting depth of a module call.
     """
 
     TILE = enum.auto()  # a layer uses the group, which is one tile of its weight
@@ -90,11 +93,12 @@ class Access:
     Attributes:
         exposed: whether the parameter is sharded and used by code outside `threed.layers`, which
             may keep views of it.
-        guards_views: whether the gathered parameter is a `GuardedParameter`, so that views created
-            from it are `GuardedView`s.
+        guards_views: whether the parameter is a `GuardedParameter` while it is gathered, so that
+            views created from it are `GuardedView`s.
         touched: whether the user's program obtained the parameter's memory (through `.data`, NumPy,
-            DLPack, ...). It can write to this memory without incrementing the parameter's version.
-        absent: whether the values are sharded or in flight.
+            DLPack, ...). The program can write to this memory without incrementing the parameter's
+            version counter, so the values may have changed.
+        absent: whether the values are not in memory, because they are sharded or in flight.
     """
 
     def __init__(self, gatherer: Gatherer, group: Group, slot: Slot, wrapped: bool) -> None:
@@ -112,7 +116,7 @@ class Access:
         self.guard(group.sliced)
 
     def guard(self, on: bool) -> None:
-        """Sets the parameter's class according to the state of its values.
+        """Sets the parameter's class, which depends on whether its values are in memory.
 
         Args:
             on: True if the values are sharded or in flight; False if they are in memory.
@@ -124,20 +128,21 @@ class Access:
         )
 
     def guard_views(self, on: bool) -> None:
-        """Starts or stops guarding the gathered parameter and the views created from it.
+        """Sets whether the parameter and views created from it are guarded while it is gathered.
 
         Args:
-            on: True to start. False to stop, except for parameters that are always guarded
+            on: whether they are guarded. False has no effect on parameters that are always guarded
                 (`exposed`).
         """
         self.guards_views = on or self.exposed
         self.guard(self.absent)
 
     def mark_touched(self, touched: bool = True) -> None:
-        """Records that the user's program obtained the parameter's memory, or resets this record.
+        """Sets the attribute `touched`.
 
         Args:
-            touched: True to record it; False to reset it, after the changes have been copied.
+            touched: True if the user's program obtained the parameter's memory; False after the
+                changes of the program have been copied.
         """
         self.touched = touched
 
@@ -156,16 +161,16 @@ class Access:
     def require_view(self, view: GuardedView, changes: bool) -> None:
         """Gathers the parameter if the view is of the current buffer; else checks the view.
 
-        A view of an earlier buffer, which the group has released, can be read until the parameter's
-        values change. It cannot be written to.
+        A view of an earlier buffer, which the group has released, can be read until the values of
+        sharded parameters change. It must not be written to, because the change would be lost.
 
         Args:
             view: the view.
             changes: whether the caller writes to the view.
 
         Raises:
-            RuntimeError: the view is of an earlier buffer, and `changes` is true or the values have
-                changed since the view was created.
+            RuntimeError: the view is of an earlier buffer; and either `changes` is True, or values
+                have changed since the view was created.
         """
         if not self.group.sliced or view.buffer is self.group.params:
             self.require()
@@ -177,7 +182,7 @@ class Access:
             )
 
     def share(self, out: Any) -> Any:
-        """Returns `out`, which becomes a `GuardedView` if it shares the parameter's memory."""
+        """Returns `out`; makes it a `GuardedView` first if it shares the parameter's memory."""
         if (
             self.guards_views
             and type(out) is Tensor
@@ -265,9 +270,9 @@ def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any])
 def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
     """Returns a context in which autograd saves sharded parameters as positions in their buffers.
 
-    If the user's program has installed saved-tensor hooks, the user's hooks are used instead.
-    Transforms of `torch.func` forbid such hooks. Under a transform, the parameters therefore stay
-    gathered until the backward has ended.
+    If the user's program has installed saved-tensor hooks, only the user's hooks are used.
+    Transforms of `torch.func` forbid saved-tensor hooks. Under a transform, the parameters
+    therefore stay gathered until the backward has ended.
     """
     sharded = [access for access in accesses if access.group.sliced]
     if not (sharded and torch.is_grad_enabled()):
@@ -281,7 +286,7 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
 
 
 def _read_by_tracer() -> bool:
-    """Returns whether the caller of the calling function is a tracer of torch."""
+    """Returns whether a tracer of torch has called the function that calls this one."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith(TRACERS)
 
 
@@ -303,9 +308,10 @@ class _Managed(nn.Parameter):
         """The gradient. Usually None, because the engine moves gradients to its own buffers.
 
         Raises:
-            RuntimeError: between a backward and the end of its step. Functions that read `.grad`,
-                such as torch's `clip_grad_norm_`, would otherwise do nothing. `torch.compile` reads
-                it of each parameter in the code that it compiles, and gets None.
+            RuntimeError: the attribute is read between a backward and the end of its step, when
+                functions such as torch's `clip_grad_norm_` would find no gradients and do nothing.
+                `torch.compile` gets None instead, because it reads `.grad` of every parameter in
+                the code that it compiles.
         """
         grad: Tensor | None = GRAD.__get__(self)
         if grad is None and not _read_by_tracer():
@@ -323,7 +329,7 @@ class _Managed(nn.Parameter):
         GRAD.__delete__(self)
 
     def _check_step(self, what: str) -> None:
-        """Raises RuntimeError if the engine's buffers have gradients of a step in progress."""
+        """Raises RuntimeError if the engine's buffers contain gradients of a step in progress."""
         sink = self.__dict__.get("sink")
         if sink is not None and sink.reducer.in_step:
             raise RuntimeError(
@@ -344,7 +350,8 @@ class _Managed(nn.Parameter):
 class WatchedParameter(_Managed):
     """A parameter that records accesses to `.data`.
 
-    Changes through `.data` do not increment the parameter's version.
+    Changes through `.data` do not increment the parameter's version counter, so they cannot be
+    detected in another way.
     """
 
     @property
@@ -370,7 +377,7 @@ class _Guarded(Tensor):
 
 
 class GuardedParameter(_Guarded, _Managed):
-    """A parameter that is gathered, or waited for, when a torch function is called on it."""
+    """A parameter that gathers its values, or waits for them, before a torch function reads it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -419,7 +426,7 @@ def _repr(param: Any, **_: Any) -> str:
 
 
 def _from_placeholder(func: Any) -> Callable[..., Any]:
-    """Returns a version of `func` (e.g. `zeros_like`) that does not gather its sharded argument."""
+    """Returns a variant of `func` (e.g. `zeros_like`) that does not gather a sharded argument."""
     formats = {"memory_format": torch.contiguous_format} if func in _LIKE else {}
 
     def make(param: Any, *args: Any, **kwargs: Any) -> Any:
@@ -454,7 +461,7 @@ def _guarded_class(kind: type[GuardedParameter], own: type[nn.Parameter]) -> typ
 
     `torch.func` passes parameters to native code without calling `__torch_function__`, but flattens
     its arguments as pytrees first. Subclasses of `AbsentParameter` are therefore registered as
-    pytree nodes, and flattening one gathers the parameter.
+    pytree nodes, so that flattening such a parameter gathers it.
 
     Args:
         kind: `GuardedParameter` or `AbsentParameter`.

@@ -15,13 +15,13 @@ from threed.core.device import start_copy_in
 class Rates:
     """The learning rates of the parameter groups, in the order of `GroupOptions.rate`.
 
-    Until the program sets rates, they follow the schedule.
+    The rates follow the schedule until the program sets other rates.
 
     Args:
-        schedule: function from the number of updates done (fp64 scalar tensor) to the learning rate
-            of the next one (scalar tensor).
-        factors: per group, the factor by which the schedule's rate is multiplied. The first group,
-            with the factor 1, has the parameters that no group of the configuration matches.
+        schedule: function from the number of updates applied so far (fp64 scalar tensor) to the
+            learning rate of the next update (scalar tensor).
+        factors: per group, the factor by which the schedule's rate is multiplied. The first group
+            contains the parameters that no group of the configuration matches; its factor is 1.
         device: device of the rates.
     """
 
@@ -36,7 +36,7 @@ class Rates:
         """Returns the rates of the next update, fp64 [groups].
 
         Args:
-            updates: number of updates done, fp64 scalar tensor.
+            updates: number of updates applied so far, fp64 scalar tensor.
         """
         if self._given is not None:
             return self._given[1]
@@ -44,10 +44,10 @@ class Rates:
         return rate if len(self.factors) == 1 else rate * self.factors
 
     def set(self, rates: Sequence[float] | None) -> None:
-        """Replaces the schedule by constant rates; None returns to the schedule.
+        """Replaces the schedule by constant rates, or returns to the schedule.
 
         Args:
-            rates: one rate per group.
+            rates: one rate per group; None to return to the schedule.
 
         Raises:
             ValueError: the number of rates is wrong, or a rate is negative or not finite.
@@ -63,13 +63,14 @@ class Rates:
             self._given = list(rates), start_copy_in(values, self.factors.device)
 
     def state(self) -> dict[str, Any]:
-        """Returns the rates that the program has set, for a checkpoint."""
+        """Returns the rates that the program has set, for a checkpoint; empty if it set none."""
         return {} if self._given is None else {"rates": self._given[0]}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the rates of a checkpoint.
 
-        The rates are ignored if their number is not the number of groups.
+        If their number differs from the number of groups, they are ignored, and the rates follow
+        the schedule.
         """
         rates = state.get("rates")
         self.set(rates if rates is not None and len(rates) == len(self.factors) else None)

@@ -1,9 +1,9 @@
 """The optimizer's states as pieces of global tensors, for initialization, saving and loading.
 
 A state belongs to this rank's portion of a bucket. It has several parts: the weight, and the
-tensors of the update rule (moments). Each part is a flat tensor [n], in which pieces (boxes) of
-several global tensors follow each other (`Piece`). A `Record` is one such piece in one part. `read`
-yields the values of records, bucket by bucket.
+tensors of the update rule (moments). Each part is a flat tensor [n], which contains pieces (boxes)
+of several global tensors, one after the other (`Piece`). A `Record` is one piece in one part.
+`read` yields the values of records, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Record:
 
     Attributes:
         part: name of the part: "weight", or the name of a tensor of the update rule.
-        piece: the piece; its offset is its position in the part's flat tensor, in elements.
-        state: the state.
+        piece: the piece; `piece.offset` is its position in the part's flat tensor, in elements.
+        state: the state that contains the part.
         owned: whether this rank saves the piece. If several ranks hold replicas of the piece, only
             one of them saves it.
         dtype: dtype of the part.
@@ -63,7 +63,7 @@ def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Itera
 
     Args:
         optimizer: the optimizer that holds the states.
-        parts: names of the parts; by default all.
+        parts: names of the parts to include; by default all parts.
     """
     for state in states(optimizer):
         yield from records_of(state, parts)
@@ -79,7 +79,7 @@ def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[R
 
     Args:
         state: the state.
-        parts: names of the parts; by default all.
+        parts: names of the parts to include; by default all parts.
     """
     wanted = [part for part in state.storages if parts is None or part in parts]
     for run in state.bucket.runs():
@@ -94,7 +94,7 @@ def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Recor
 
     Args:
         optimizer: the optimizer that holds the states.
-        wanted: the records. All records of a state must follow each other.
+        wanted: the records to read. Records of the same state must be consecutive.
     """
     optimizer.wait()
     by_state = [
@@ -124,9 +124,9 @@ def fill_in_place(
 
     Args:
         optimizer: the optimizer that holds the states.
-        write: called as `write(part, piece, out)` for every piece. It writes the values to `out`
-            [*piece.size].
-        parts: names of the parts to set; by default all.
+        write: `write(part, piece, out)` is called for every piece of every part, and writes the
+            values to `out` [*piece.size].
+        parts: names of the parts to set; by default all parts.
     """
     late = parts is None and optimizer.layout.policy.delayed
     with optimizer.overwriting(everything=parts is None):

@@ -3,19 +3,22 @@
 The life of a gradient has four steps:
 
     add     a contribution is added to the gradient by the parameter's `Sink`: layers of
-            `threed.layers` call the sink, and for other modules an autograd hook does
+            `threed.layers` call the sink, and for other modules an autograd hook calls it
     ready   a bucket is ready when its gradients have all expected contributions (`contributions`)
     launch  the reductions of ready buckets are launched in one fixed order, which is the same on
             all ranks (`reductions`)
     wait    reductions are waited for, at the latest in `finish`, and this rank's slices are stored
 
-Every bucket is reduced once per round. If gradients are kept in full (ZeRO stages 0 and 1), a round
-is a step. If they are kept as slices (stages 2 and 3), a round is a micro-batch, and the sum of
-each round is added to this rank's slice. If every layer runs all micro-batches before the next
-layer (`whole_step`), a round is a step under every ZeRO stage.
+Every bucket is reduced once per round. A round is a step or a micro-batch:
+
+- If gradients are kept in full (ZeRO stages 0 and 1), a round is a step.
+- If gradients are kept as slices (stages 2 and 3), a round is a micro-batch, and the sum over ranks
+  of each round is added to this rank's slice.
+- If every layer runs all micro-batches before the next layer (`whole_step`), a round is a step
+  under every ZeRO stage.
 
 A contribution that arrives after the launch of its bucket is kept, and reduced at the end of the
-step (`late_gradients`). So every contribution is counted exactly once.
+step (`late_gradients`). So every contribution is part of the step's gradient exactly once.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ from threed.zero.reductions import (
 )
 from threed.zero.unused import Unused, warn_of_unused
 
-# Value of `microbatches` for a step whose number of micro-batches is not known; larger than any
-# known number.
+# Argument `microbatches` of `Reducer.begin` if the number of micro-batches is not known; larger
+# than any real number of micro-batches.
 OPEN = 2**20
 
 
@@ -74,12 +77,12 @@ class Reducer:
 
     Args:
         layout: parameters and their buckets.
-        codecs: encodings of gradients that are sent between ranks.
+        codecs: how gradients are encoded for communication.
         dynamic: whether the parameters belong to a wrapped module, which may use different
             parameters in every step. If so, backwards must run inside `own_backward`.
         whole_step: whether every layer runs all micro-batches before the next layer.
-        early: updates slices during the backward as soon as their gradients are complete, except in
-            the first step; None: all updates run after the backward.
+        early: object that updates buckets during the backward as soon as their gradients are
+            complete, except in the first step. None: all updates run after the backward.
         unused: tracks which parameters of a wrapped module have been used.
         warns: whether this rank may warn of unused parameters; true for one rank of each
             tensor-parallel group.
@@ -88,10 +91,11 @@ class Reducer:
 
     Attributes:
         rounds: whether a round is a micro-batch; otherwise it is a step.
-        sinks: sinks of all trainable parameters.
-        memory: memory of the gradients.
+        sinks: the `Sink` of every trainable parameter.
+        memory: memory in which gradients accumulate until they are reduced.
         deferral: defers contributions to weight gradients in split backwards.
-        scope: active while a layer's forward runs; the pipeline stages enter it.
+        scope: context that pipeline stages enter while a layer's forward runs, in which sinks
+            accept no gradients.
     """
 
     def __init__(
@@ -179,7 +183,10 @@ class Reducer:
             self._launch(sink.queue)
 
     def _launch(self, queue: LaunchQueue) -> None:
-        """Launches the reduction of the queue's next bucket; zeroes gradients that are missing."""
+        """Launches the reduction of the queue's next bucket.
+
+        Gradients in the bucket that received no contributions are set to zero first.
+        """
         number = queue.take()
         bucket = self.layout.buckets[number]
         for sink in self._sinks_of_bucket[number]:
@@ -230,11 +237,14 @@ class Reducer:
         self.late.add(sink.slot, grad)
 
     def _update_in_backward(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
-        """Updates a bucket during the backward if that is possible; returns whether it did so.
+        """Queues a bucket for an update during the backward, if that is possible.
 
         Args:
             bucket: the bucket.
             gradient: staged buffer of this rank's slice of the complete gradient.
+
+        Returns:
+            Whether the bucket was queued; see `Early.take`.
         """
         # in the first step, late gradients may still be added to the slice
         if self.early is None or self._first_step:
@@ -294,7 +304,7 @@ class Reducer:
         return self._state is StepState.RUNNING and self._passes_ended > 0
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """Ends a backward on a chunk. If rounds are micro-batches, also ends the round."""
+        """Ends a backward on a chunk. If a round is a micro-batch, also ends the round."""
         self._passes_ended += 1
         for queue in self._queues if self.rounds else ():
             if chunk in queue.chunks:
@@ -304,13 +314,18 @@ class Reducer:
             self.gatherer.pass_ended()
 
     def unit_ended(self, unit: int) -> None:
-        """Launches the buckets of `unit` and of all later units, whose backwards have ended."""
+        """Launches the buckets whose units all have numbers of at least `unit`.
+
+        The backwards of these units have ended, because the backward runs in reverse order.
+        """
         for queue in self._queues:
             while not queue.is_done and self.layout.buckets[queue.next].earliest_unit >= unit:
                 self._launch(queue)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends all backwards of the step, or of one chunk. If rounds are steps, also ends a round.
+        """Ends all backwards of the step, or of one chunk.
+
+        If a round is a step, also ends the round.
 
         Args:
             chunk: number of the chunk; None for the step.
@@ -356,7 +371,7 @@ class Reducer:
         self._passes_ended, self._first_step, self._state = 0, False, StepState.ENDED
 
     def _end_counting(self) -> None:
-        """Adds the late gradients and determines which parameters were not used."""
+        """Adds the late gradients to the slices, and determines which parameters were not used."""
         for slot, grad in self.foreign if self.dynamic else ():
             slot.param.grad = None
             self.add_late(self._sinks[slot], grad.to_dense() if grad.is_sparse else grad)
@@ -370,7 +385,7 @@ class Reducer:
 
     @property
     def foreign(self) -> list[tuple[Slot, Tensor]]:
-        """Pairs (parameter, gradient): gradients that backwards of other engines have computed."""
+        """Pairs (parameter, gradient) for gradients that other engines' backwards have computed."""
         grads = ((slot, GRAD.__get__(slot.param)) for slot in self._sinks)
         return [(slot, grad) for slot, grad in grads if grad is not None]
 
@@ -395,10 +410,10 @@ class Reducer:
     def recover(self) -> None:
         """Launches the remaining buckets of a discarded step of a wrapped module. Collective.
 
-        Ranks that failed at different points have then called the same collectives. Call this
-        method before any other collective. It does nothing if no step was discarded, or if the
-        model is not a wrapped module. It also does nothing with `early`, because launching a bucket
-        would then apply the bucket's gradients.
+        Afterwards all ranks have called the same collectives, even if they failed at different
+        points. Call this method before any other collective. It does nothing if no step was
+        discarded, or if the model is not a wrapped module. It also does nothing if updates run
+        during the backward (`early`), because launching a bucket could then update its parameters.
         """
         if self._state is not StepState.ABORTED or not self.dynamic or self.early is not None:
             return
@@ -409,10 +424,10 @@ class Reducer:
                 queue.next_round(self._passes)
 
     def drop(self) -> None:
-        """Discards all gradients so far, including those from other engines' backwards.
+        """Discards all gradients so far, including gradients of other engines' backwards.
 
-        Implements `zero_grad`. If an error interrupted the step, its gradients are discarded by the
-        next `begin` instead.
+        Implements `Engine.zero_grad`. If an error has interrupted the step, the next `begin`
+        discards the step's gradients instead.
         """
         self.recover()
         for sink in self.sinks:
@@ -437,8 +452,9 @@ class Reducer:
 
         Returns:
             A dict with two entries. "uses": parameter name -> number of contributions per
-            micro-batch, for the parameters for which this number differs from the number of places
-            that use the parameter. "unused", for a wrapped module only: the state of `Unused`.
+            micro-batch; only for parameters whose number of contributions differs from the number
+            of places that use the parameter. "unused", for a wrapped module only: the state of
+            `Unused`.
         """
         own = {sink.slot.spec.name: sink.counts.counted for sink in self.sinks}
         own = {name: count for name, count in own.items() if count is not None}
@@ -450,8 +466,10 @@ class Reducer:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint, so that a resumed run adds gradients in the same
-        order as the original run."""
+        """Restores the state of a checkpoint.
+
+        A resumed run then adds gradients in the same order as the original run.
+        """
         for sink in self.sinks:
             sink.counts.restore(state.get("uses", {}).get(sink.slot.spec.name))
         if self.unused is not None:
@@ -461,8 +479,8 @@ class Reducer:
 class Sink:
     """Accumulates the gradient of one parameter.
 
-    A round is a micro-batch or a step (see the module's docstring). The first contribution of a
-    round overwrites the gradient's memory; later ones are added to it.
+    The first contribution of a round (a micro-batch or a step, see the module's docstring)
+    overwrites the gradient's memory; later contributions are added to it.
 
     Layers of `threed.layers` call the `add` methods of `param.sink`. For all other modules,
     autograd calls `take` when it has computed a gradient of the parameter.
@@ -483,12 +501,17 @@ class Sink:
         self._hook = slot.param.register_post_accumulate_grad_hook(hook)
 
     def run_last(self, microbatches: int) -> None:
-        """Moves the sink's hook behind the user's post-accumulate hooks, which read `param.grad`.
+        """Moves the sink's hook behind the user's post-accumulate hooks.
+
+        The user's hooks read `param.grad`, which the sink's hook sets to None.
+
+        Args:
+            microbatches: number of micro-batches of the next step.
 
         Raises:
-            RuntimeError: the user has registered such hooks and the step has several micro-batches.
-                The hooks would expect the sum so far in `param.grad`, which only ever holds the
-                gradient of one micro-batch.
+            RuntimeError: the user has registered such hooks, and the step has several
+                micro-batches. The hooks would expect the sum over micro-batches in `param.grad`,
+                which contains only the gradient of one micro-batch.
         """
         hooks = self.slot.param._post_accumulate_grad_hooks
         if hooks is None or len(hooks) < 2:
@@ -517,9 +540,14 @@ class Sink:
         self.mark_added()
 
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
-        """Adds the matrix product `a @ b` of the gradient.
+        """Adds the matrix product `a @ b` as a contribution.
 
         The product is accumulated directly into the gradient's memory, unless it arrives late.
+
+        Args:
+            a: left factor [m k], where the parameter's shape is [m n].
+            b: right factor [k n].
+            by: implementation of the matrix product.
         """
         self._check_loss()
         if self._try_defer(self.add_product, a, b, by):
@@ -532,9 +560,9 @@ class Sink:
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
         """Adds the sum of matrix products `a @ b`, computed one at a time, as one contribution.
 
-        If contributions are deferred, a single pair is deferred as its two factors. Several pairs
-        are multiplied now, and only the sum of their products is deferred, because `pairs` yields
-        one pair at a time to save memory, and deferring the pairs would keep all of them.
+        `pairs` yields one pair (a, b) at a time to save memory. If contributions are deferred, a
+        single pair is kept as its two factors. Several pairs are multiplied now, and only the sum
+        of their products is kept, because keeping all factors would need more memory.
         """
         self._check_loss()
         total, fresh = None, not self.counts.added
@@ -594,12 +622,12 @@ class Sink:
         return self.mark_added()
 
     def memory(self) -> tuple[Tensor, bool] | None:
-        """Returns the gradient's memory, to which the caller writes a contribution.
+        """Returns the gradient's memory, for a caller that writes its contribution there.
 
         Returns:
-            (memory, add): memory in the parameter's shape, and whether the caller must add to the
-            values in it rather than overwrite them. The caller must call `mark_added` after
-            writing. None if the memory must not be written now; the caller must then use `add`.
+            (memory, add): `memory` has the parameter's shape. If `add` is True, the caller must add
+            to its values, else overwrite them. Afterwards the caller must call `mark_added`. None
+            if the memory must not be written now; the caller must then use the method `add`.
         """
         self._check_loss()
         if self.defers() or self.is_late():
@@ -616,7 +644,7 @@ class Sink:
         return self.queue.is_late(self.counts)
 
     def in_forward(self) -> bool:
-        """Returns whether a layer's forward is running, in which the sink accepts no gradients."""
+        """Returns whether a layer's forward is running; the sink then accepts no gradients."""
         return self.reducer.scope.active
 
     def defers(self) -> bool:
@@ -626,8 +654,8 @@ class Sink:
     def take(self, param: Tensor) -> None:
         """Moves `param.grad` into the sink; called by autograd's post-accumulate hook.
 
-        In another engine's backward, the gradient stays in `.grad` and accumulates there. It is
-        added when this engine's step ends, unless `drop` discards it first.
+        A gradient that another engine's backward computes stays in `.grad` and accumulates there.
+        It is added when a step of this engine ends, unless `Reducer.drop` discards it first.
         """
         if self.reducer.dynamic and not is_own(self.reducer, self.slot):
             if self.reducer.gatherer is not None:

@@ -25,7 +25,7 @@ from threed.zero.layout import Bucket, Layout, Slot
 
 
 class Gradients:
-    """Base class: memory of gradients until they are reduced."""
+    """Base class for the memory in which gradients accumulate until they are reduced."""
 
     def view(self, slot: Slot) -> Tensor:
         """Returns the memory of a gradient, in the parameter's shape; its values are undefined."""
@@ -36,7 +36,7 @@ class Gradients:
         raise NotImplementedError
 
     def set_zero(self, slot: Slot, bucket: Bucket) -> None:
-        """Zeroes a bucket's part of a gradient that received no contributions."""
+        """Zeroes the part of a gradient that is in a bucket, if it received no contributions."""
         bucket.part(slot, self.window(bucket)).zero_()
 
     def take_window(self, bucket: Bucket) -> Tensor:
@@ -44,7 +44,7 @@ class Gradients:
         return self.window(bucket)
 
     def release_window(self, window: Tensor) -> None:
-        """Releases the memory of a window for reuse, after the window's reduction."""
+        """Releases the memory of a window for reuse; called after the reduction of the window."""
 
     def reset(self) -> None:
         """Discards all gradients, after an aborted step."""
@@ -72,8 +72,8 @@ class FullGradients(Gradients):
 class BucketGradients(Gradients):
     """Memory of full gradients only for buckets that are being filled or reduced (stages 2 and 3).
 
-    A bucket takes a buffer when its first gradient arrives and releases it after its reduction;
-    buffers are reused. A parameter that spans several buckets has a separate buffer, from which the
+    A bucket takes a buffer when its first gradient arrives, and releases the buffer for reuse after
+    its reduction. A parameter that spans several buckets has a separate buffer, from which the
     buckets take their parts. So memory is only needed for the buckets in progress and the largest
     gradient. This amount does not depend on the number of layers. With `Policy.arena`, all buffers
     are kept from step to step, so that no memory is allocated once every bucket has been used.
@@ -91,11 +91,11 @@ class BucketGradients(Gradients):
         }
         self._open: dict[Bucket, Tensor] = {}
         self._spanning: dict[Slot, Tensor] = {}
-        # per gradient that spans several buckets: number of buckets that have not taken their part
+        # gradient that spans several buckets -> number of buckets that have not taken their part
         self._parts_left: dict[Slot, int] = {}
         self._free: list[Tensor] = []
-        # Per reusable buffer in use, by id: the number of its users. A user is the gradient or
-        # bucket that fills the buffer, or a window of the buffer that is not released yet.
+        # Id of a reusable buffer in use -> number of its users. A user is the gradient or bucket
+        # that fills the buffer, or a window of the buffer that is not released yet.
         self._users: dict[int, int] = {}
 
     def view(self, slot: Slot) -> Tensor:
@@ -121,7 +121,7 @@ class BucketGradients(Gradients):
         return self._open[bucket]
 
     def take_window(self, bucket: Bucket) -> Tensor:
-        # if a single parameter fills the bucket: the part of its gradient in the bucket
+        # the part of a gradient that is in the bucket, if this part fills the entire bucket
         alone: Tensor | None = None
         for slot in self._spanning_slots[bucket]:
             if slot not in self._spanning:
@@ -221,11 +221,12 @@ class InFlight:
 
     Attributes:
         bucket: the bucket.
-        window: full gradients that are being reduced; None if the slice itself is reduced.
+        window: full gradients that are being reduced; None if only the slice is reduced, in the
+            sums at the end of a step.
         pending: the reduction; its result is the sum for this rank's slice.
         staged: buffer of this rank's slice.
         add: whether to add the result to the sum of earlier rounds, which is in `staged`.
-        complete: whether the slice then contains the complete sum of the step.
+        complete: whether the slice contains the complete sum of the step after this reduction.
     """
 
     bucket: Bucket
@@ -243,9 +244,9 @@ class Reductions:
         layout: parameters and their buckets.
         codecs: how gradients are encoded for communication.
         release: called with each window of gradients after its reduction.
-        update: called with a bucket and its complete slice before the slice is stored. Returns True
-            if it will use and release the slice's buffer, which is then not stored. None if updates
-            only run after the backward.
+        update: `update(bucket, staged)` is called with each complete slice before the slice is
+            stored. If it returns True, it takes over the buffer `staged`, and the slice is not
+            stored. None if updates only run after the backward.
     """
 
     def __init__(
@@ -264,8 +265,8 @@ class Reductions:
     def make_room(self, bucket: Bucket) -> None:
         """Waits until a reduction of the bucket can be launched.
 
-        This requires that fewer than `BUCKETS_IN_FLIGHT` reductions are in flight, and that none of
-        them is of this bucket.
+        Afterwards fewer than `BUCKETS_IN_FLIGHT` reductions are in flight, and none of them is a
+        reduction of this bucket.
         """
         while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
             self.wait_oldest()
@@ -275,13 +276,15 @@ class Reductions:
             self._store_oldest()
 
     def launch(self, bucket: Bucket, window: Tensor, add: bool, complete: bool) -> None:
-        """Launches the reduction of a bucket's gradients over its shard group, or over `early_sum`.
+        """Launches the reduction of a bucket's gradients over its shard group.
+
+        If the bucket is not sharded, they are reduced over the axes of `early_sum` instead.
 
         Args:
             bucket: the bucket.
             window: full gradients [last - first] of the bucket.
             add: whether to add the result to the sum of earlier rounds.
-            complete: whether the slice then contains the complete sum of the step.
+            complete: see `InFlight`.
         """
         shard = bucket.group.shard
         staged = bucket.grad.fetch() if add else bucket.grad.empty()
@@ -298,7 +301,7 @@ class Reductions:
         at_hand = not add or isinstance(bucket.grad, InMemory)
         local = self.layout.policy.slices_gradients and shard.size == 1 and not early_sum(bucket)
         if local and at_hand:
-            self.wait_oldest()  # nothing is communicated, so the result is available now
+            self.wait_oldest()  # no rank communicates here, so the result is available now
 
     def wait_oldest(self) -> None:
         """Waits for the oldest reduction and begins to copy its sum to the slice's device."""
@@ -336,7 +339,9 @@ class Reductions:
             self._release(reduction.window)
 
     def store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
-        """Stores a slice, unless `update` uses it. Of a complete slice, first sums the squares.
+        """Stores a slice, unless `update` takes over its buffer.
+
+        If the slice is complete, first computes the sum of squares of its values.
 
         Args:
             bucket: the bucket.
@@ -351,12 +356,16 @@ class Reductions:
         staged.store()
 
     def discard(self) -> None:
-        """Waits for all reductions and discards their results, before a new step."""
+        """Waits for all reductions; the next step overwrites their results."""
         self.wait_all()
         self._squares.clear()
 
     def finish(self) -> list[Gradient]:
-        """Sums slices over `later_sums`; returns the gradient of each bucket. Collective."""
+        """Sums slices over the axes of `later_sums`. Collective.
+
+        Returns:
+            The gradient of each bucket, in the order of `Layout.buckets`.
+        """
         for bucket in with_later_sums(self.layout):
             self.make_room(bucket)
             self._in_flight.append(self._start_later_sums(bucket))
@@ -364,7 +373,7 @@ class Reductions:
         return [self._gradient(bucket) for bucket in self.layout.buckets]
 
     def close(self) -> Callable[[], list[Gradient]]:
-        """Launches the sums over `later_sums` without waiting for them. Collective.
+        """Launches the sums over the axes of `later_sums`, without waiting for them. Collective.
 
         The next step may launch reductions before the returned function is called.
 
@@ -396,28 +405,29 @@ class Reductions:
 
 
 def early_sum(bucket: Bucket) -> tuple[Axis, ...]:
-    """Returns the axes to all-reduce over during the backward: the data axis, or none.
+    """Returns the axes over which a bucket is all-reduced during the backward: data, or no axis.
 
-    The result is the data axis if buckets are not sharded. Sums over other axes must wait until the
-    end of the step, for two reasons. Tensor ranks may have different buckets, because vocabulary
-    shards differ in size. And layers communicate over the tensor axis during the backward, so a sum
-    that is launched as soon as its bucket is ready could be matched with a layer's collective on
-    another rank.
+    The result is the data axis if the bucket is not sharded, else empty. Sums over other axes must
+    wait until the end of the step, for two reasons. Tensor ranks may have different buckets,
+    because vocabulary shards differ in size. And layers communicate over the tensor axis during the
+    backward, so a sum that is launched as soon as its bucket is ready could be matched with a
+    layer's collective on another rank.
     """
     first = bucket.group.sums[:1]
     return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
 
 
 def later_sums(bucket: Bucket) -> tuple[Axis, ...]:
-    """Returns the axes to sum over after `early_sum`, at the end of the step."""
+    """Returns the axes over which a bucket's slices are summed at the end of the step."""
     return bucket.group.sums[len(early_sum(bucket)) :]
 
 
 def with_later_sums(layout: Layout) -> list[Bucket]:
-    """Returns the buckets with `later_sums`, in the order of groups.
+    """Returns the buckets for which `later_sums` is not empty, in the order of groups.
 
     This order is the same on all ranks that share a group. The order in which the backward
-    completes buckets differs between pipeline stages, so that sums in that order could deadlock.
+    completes buckets is not: it differs between pipeline stages, and sums in that order could
+    deadlock.
     """
     groups = [group for group in layout.groups if group.key.trainable]
     return [bucket for group in groups for bucket in group.buckets if later_sums(bucket)]
@@ -439,7 +449,14 @@ def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pe
 
 
 def sum_portion(bucket: Bucket, portion: Tensor, codecs: GradientCodecs) -> Pending:
-    """Launches the sum over `later_sums` of the portion of a bucket that this rank updates."""
+    """Launches the sum, over the axes of `later_sums`, of this rank's portion of a bucket.
+
+    Args:
+        bucket: the bucket.
+        portion: this rank's portion of the gradients; receives the sum if several pipeline ranks
+            hold the bucket.
+        codecs: how gradients are encoded for communication.
+    """
     holders, axes = bucket.group.holders, later_sums(bucket)
     if holders.size == 1:
         return sum_over(start_copy_in(portion, bucket.group.params.device), axes, codecs)

@@ -2,15 +2,15 @@
 
     check(optimizer, topology, step)    raises ReplicaError on every rank if replicas differ, naming
                                         the ranks that deviate; collective
-    compared(optimizer)                 returns the bytes of values on this rank that have replicas
-                                        on other ranks, and of values that have none
+    compared(optimizer)                 returns how many bytes of this rank's values have replicas
+                                        on other ranks, and how many bytes have none
 
 The following values are replicated:
 
 - under stage 0: everything, on all data ranks;
-- with `zero.shard-size`: slices, across shard groups (HSDP);
+- with `zero.shard-size`: slices, on the ranks with the same index in each shard group (HSDP);
 - parameters that are not sharded (stages 0 to 2): on all data ranks;
-- weights that every tensor rank has, such as norms: on all tensor ranks;
+- weights that every tensor rank has, such as weights of norms: on all tensor ranks;
 - weights tied over pipeline stages: on these stages.
 
 Values that only one rank holds cannot be checked.
@@ -88,7 +88,9 @@ def fingerprint(values: Tensor) -> Tensor:
 
 
 def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
-    """Compares all replicas after a step. Collective. The host waits for the device.
+    """Compares all replicas after a step. Collective.
+
+    The host waits for the device.
 
     Args:
         optimizer: the optimizer that holds the states.
@@ -112,7 +114,12 @@ def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
 
 
 def compared(optimizer: Optimizer) -> tuple[int, int]:
-    """Returns the bytes on this rank that have replicas on other ranks, and the bytes without."""
+    """Returns the bytes of this rank's values with replicas on other ranks.
+
+    Returns:
+        (replicated, unique): bytes of the values with replicas on other ranks, and bytes of the
+        values without.
+    """
     optimizer.wait()
     sizes = Counter[bool]()
     for entry in _group_hashes(optimizer):
@@ -186,7 +193,7 @@ def _differences(
 
 
 def _minority(values: Sequence[int]) -> list[int]:
-    """Returns the indices of values that deviate from the majority, or all without a majority."""
+    """Returns the indices of values that deviate from the majority; all if there is no majority."""
     (value, most), *_ = Counter(values).most_common(1)
     return [n for n, other in enumerate(values) if other != value or 2 * most <= len(values)]
 
@@ -194,8 +201,8 @@ def _minority(values: Sequence[int]) -> list[int]:
 def _message(problems: Sequence[Difference], hosts: Sequence[str]) -> str:
     """Returns the error message.
 
-    The message is about the first value that differs. If the value is replicated along several
-    axes, the message names the ranks that deviate along all of them.
+    The message is about the first value that differs. If this value differs along several axes, the
+    message names the ranks that deviate along all of these axes.
     """
     what = problems[0][0]
     same = [(set(odd), set(ranks)) for name, odd, ranks in problems if name == what]

@@ -50,12 +50,12 @@ def shard_axes(config: Config, topology: Topology, over: str | None = None) -> t
         config: the configuration.
         topology: the process topology.
         over: `ShardSpec.over` of the parameters. If set, `zero.shard-size` is ignored, and slices
-            are spread over all data ranks with the same pieces.
+            are spread over all data ranks that have the same parameters.
 
     Returns:
-        (shard, replicas, gather): the name of the shard group S; the name of the replica group R
-        (the ranks with the same slice); and the name of the group for gathers, which under stage 3
-        is S with a separate communicator, and otherwise S itself.
+        Three names (shard, replicas, gather). `shard` is the shard group S, and `replicas` is the
+        replica group R, the ranks with the same slice. `gather` has the same ranks as S; under
+        stage 3 it has a separate communicator, otherwise it is S itself.
 
     Raises:
         ConfigError: the shard size does not divide the number of data ranks.
@@ -128,13 +128,13 @@ def _tiers(config: Config, host: torch.device, is_meta: bool) -> tuple[Tier | No
 def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     """Sets the size and the number of drive buffers.
 
-    Each buffer is as large as the largest slice. The number is the number of buffers in use at the
-    same time. Does nothing if neither parameters nor states are on a drive.
+    Each buffer is as large as the largest slice, and there are enough buffers for all slices that
+    are in use at the same time. Has no effect if parameters and states are not on a drive.
 
     Args:
         layout: layout of the parameters.
         config: the configuration.
-        moments: number of tensors, each with the parameter's shape, that the update rule keeps.
+        moments: number of tensors that the update rule keeps per parameter.
     """
     zero, policy = config.zero, layout.policy
     slices: Counter[int] = Counter()
@@ -142,7 +142,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         for unit in group.key.units or ():
             slices[unit] += len(group.buckets) if group.key.tile is None else 0
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
-    # per unit: number of slices of the unit and of the units that are prefetched after it
+    # per unit: number of slices of the unit together with the units that are prefetched after it
     at_once = [sum(slices[unit + n] for n in range(zero.prefetch + 1)) for unit in list(slices)]
     gathered = max(at_once, default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
@@ -185,10 +185,10 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
 
 
 def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iterator[str]:
-    """Yields an error for each pattern of `optim.groups` that matches no parameter of the model.
+    """Yields a message for each pattern of `optim.groups` that matches no parameter of the model.
 
-    If parameters are distributed over data ranks (`ShardSpec.over`), no pattern is checked, because
-    names of parameters then differ between ranks, and a pattern may match on another rank.
+    If parameters are distributed over data ranks (`ShardSpec.over`), no pattern is checked: ranks
+    then have parameters with different names, and a pattern may match on another rank.
     """
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
@@ -229,8 +229,8 @@ def state_names(optim: OptimConfig) -> tuple[str, ...]:
 def is_optimistic(config: Config, plan: Plan) -> bool:
     """Returns whether updates run before the gradient norm is known.
 
-    With `optimistic-step` "auto", they run before the norm is known if the plan lets ranks end
-    their steps at different times, and all parameters and states are on the device.
+    If `parallel.optimistic-step` is "auto", they do so if two conditions hold: the plan lets ranks
+    end their steps at different times, and all parameters and states are on the device.
     """
     zero, asked = config.zero, config.parallel.optimistic_step
     if asked != "auto":
@@ -245,8 +245,8 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
 def is_early(config: Config) -> bool:
     """Returns whether updates run during the backward (`threed.zero.early_updates`).
 
-    With `early-update` "auto", they run during the backward if `zero.order` is "layer", and both
-    parameters and optimizer states are on a drive.
+    If `zero.early-update` is "auto", they do so if `zero.order` is "layer", and both parameters and
+    optimizer states are on a drive.
     """
     zero = config.zero
     if zero.early_update != "auto":
@@ -255,15 +255,19 @@ def is_early(config: Config) -> bool:
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function from the number of updates done (fp64 scalar tensor) to the next rate.
+    """Returns the learning-rate schedule of a run.
 
     Skipped steps are not updates, so they do not advance the schedule. The rate rises linearly to
-    `optim.lr` during warm-up. Then it follows `optim.schedule`, which reaches its end at `steps`
+    `optim.lr` during warm-up. Then it follows `optim.schedule`, which reaches its end after `steps`
     updates.
 
     Args:
         optim: the optimizer's options.
         steps: number of steps of the run.
+
+    Returns:
+        A function from the number of updates applied so far (fp64 scalar tensor) to the learning
+        rate of the next update (scalar tensor).
     """
     shape, lr = RATES[optim.schedule], optim.lr
     min_lr, warmup = _end_and_warmup(optim, steps)
@@ -277,7 +281,7 @@ def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
 
 
 def rate_factors(optim: OptimConfig) -> list[float]:
-    """Returns the factors of the learning rates of all parameter groups, for `Rates`.
+    """Returns the factors by which the parameter groups scale the scheduled rate, for `Rates`.
 
     The first factor is 1, for parameters that no group of the configuration matches. Each further
     factor is the peak rate of one group divided by `optim.lr`.

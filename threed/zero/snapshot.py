@@ -1,17 +1,17 @@
 """The optimizer's states at one moment, read while training continues and changes them.
 
     snapshot = Snapshot(records, optimizer, room)     takes the snapshot; on a GPU, starts to copy
-    optimizer.readers.add("disk", snapshot.release)   makes an update wait for the snapshot's read
-                                                      or copy of each state before changing it
+    optimizer.readers.add("disk", snapshot.release)   makes an update wait until the snapshot has
+                                                      read or copied a state that it will change
     for values in snapshot.values(): ...              yields the values; call it in another thread
     snapshot.close()                                  ends the snapshot; updates no longer wait
 
 States on the device are copied to host memory during the next forward and backward. On a GPU a
-separate stream makes the copies. On a CPU each state is copied by the reading thread or by the
-update that changes the state, whichever is first. Offloaded states (in host memory or on a drive)
-are not copied: the reading thread yields the values from their storage, and an update of a state
-waits until the reading thread no longer needs the state. With `Room(copies=False)`, states on a CPU
-device are not copied either.
+separate stream makes the copies. On a CPU each state is copied either by the reading thread or by
+the update that changes the state, whichever reaches it first. Offloaded states (in host memory or
+on a drive) are not copied: the reading thread yields the values from their storage, and an update
+of a state waits until the reading thread no longer needs the state. With `Room(copies=False)`,
+states on a CPU device are not copied either.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class _Item:
         state: the state.
         records: the records.
         is_copied: whether the state's values are copied, rather than read from its storage.
-        first: per part, the first element of the state that the records use; 0 on a drive.
-        memory: per part in memory: the elements that the records use, from `first` on.
-        drive: per part on a drive: its storage.
-        copies: per part: the copy of its elements in `memory`.
-        copied: event that is recorded after the copies on a GPU, or None.
-        safe: set when the state may change.
+        first: name of a part -> index of its first element that the records use; 0 on a drive.
+        memory: name of a part in memory -> its elements that the records use, from `first` on.
+        drive: name of a part on a drive -> its storage.
+        copies: name of a part -> copy of its tensor in `memory`; empty until copied.
+        copied: event recorded after the copies from a GPU; None without such copies.
+        safe: set when updates may change the state.
         lock: held by the thread that copies the state.
     """
 
@@ -84,7 +84,7 @@ class _Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that are needed for copies, or to read the parts on a drive."""
+        """Bytes of host memory for the copies, or for reading the parts that are on a drive."""
         if self.is_copied:
             return sum(values.nbytes for values in self.memory.values())
         return sum(_aligned(storage.nbytes) for storage in self.drive.values())
@@ -115,11 +115,11 @@ def _is_copied(state: State, policy: Policy, gpu: bool) -> bool:
 
 
 def copy_bytes(records: Iterable[Record], policy: Policy, gpu: bool) -> int:
-    """Returns the bytes of host memory for a snapshot: copies, and a buffer for reading drives.
+    """Returns the bytes of host memory for a snapshot: its copies, and its buffer for drive reads.
 
     Args:
-        records: records to save.
-        policy: policy of the layout.
+        records: records of the snapshot.
+        policy: policy of the optimizer's layout.
         gpu: whether the device is a GPU.
     """
     items = _items(records, policy, gpu, copies=True)
@@ -142,8 +142,8 @@ class Room:
         """Allocates the memory for all copies that a snapshot of these records makes.
 
         Args:
-            records: records to save.
-            policy: policy of the layout.
+            records: records of the snapshot.
+            policy: policy of the optimizer's layout.
             gpu: whether the device is a GPU.
         """
         for item in _items(records, policy, gpu, self.copies):
@@ -163,7 +163,7 @@ class Snapshot:
     """The values of some records at the time of construction, when no update may be running.
 
     Args:
-        wanted: the records. All records of a state must follow each other.
+        wanted: the records. Records of the same state must be consecutive.
         optimizer: the optimizer that holds the states.
         room: memory for copies.
 
@@ -190,7 +190,7 @@ class Snapshot:
     # -------------------------------------------------------------------------------------------------------- updates
 
     def release(self, state: State) -> None:
-        """Waits until a state may change; first makes the copy that the snapshot still needs."""
+        """Waits until a state may change; first copies the state if that is needed and not done."""
         began = time.perf_counter()
         for item in self._items_of.get(state, ()):
             self._release(item)
@@ -216,10 +216,10 @@ class Snapshot:
     # -------------------------------------------------------------------------------------------------------- reading
 
     def values(self) -> Iterator[Tensor]:
-        """Yields the values [numel] of every record, in order.
+        """Yields the values [numel] of every record, in the order of the records.
 
-        Each tensor is a view that is only valid until the next iteration. Call this once, in a
-        thread other than the one that runs the updates.
+        Each tensor is a view that is only valid until the next iteration. Call this method once,
+        and not in the thread that runs the updates.
 
         Raises:
             GivenUp: the snapshot was closed, or the program has ended.
@@ -231,7 +231,7 @@ class Snapshot:
             for one in item.records:
                 at = one.piece.offset - item.first[one.part]
                 yield parts[one.part][at : at + one.piece.numel]
-                self._check()  # if closed, the state may have changed during the caller's read
+                self._check()  # if closed, the state may have changed while the caller used it
             item.safe.set()
 
     def _check(self) -> None:
@@ -239,7 +239,7 @@ class Snapshot:
             raise GivenUp("the program ended before the snapshot was written")
 
     def _read(self, item: _Item) -> dict[str, Tensor]:
-        """Returns a state's values per part: copies, or else the contents of its storages."""
+        """Returns the values of each part of a state, from the copies or from the storages."""
         self._check()
         if item.is_copied:
             if item.copied is not None:
@@ -248,7 +248,7 @@ class Snapshot:
         return item.memory | self._from_drive(item) if item.drive else item.memory
 
     def _from_drive(self, item: _Item) -> dict[str, Tensor]:
-        """Reads the parts of a state that are on a drive; returns their values per part."""
+        """Reads the parts of a state that are on a drive; returns the values of each part."""
         if self._reading.numel() < item.nbytes:
             self._reading = pool.host_buffer(item.nbytes)
         found, at = dict[str, Tensor](), 0

@@ -1,9 +1,11 @@
 """The optimizer's states: where they are stored, and how they are read and written.
 
-state = new_state(bucket, policy)                 the state of one bucket
-reads = ((state, state.fetch(parts)) for state in states)
-for state, buffers in fetched_in_turn(reads):     reads the next state in the background
-    weight = buffers["weight"].wait()             [n]
+    state = new_state(bucket, policy)                 the state of one bucket
+    reads = ((state, state.fetch(parts)) for state in states)
+    for state, buffers in fetched_in_turn(reads):     buffers: name of a part -> its staged buffer
+        weight = buffers["weight"].wait()             [n]
+
+While the caller uses one state, the next state is read in the background.
 """
 
 from __future__ import annotations
@@ -34,14 +36,16 @@ class State:
     """The optimizer's state for this rank's portion of a bucket.
 
     It has several parts, each a flat tensor [n]: the weights, and the tensors of the update rule
-    (moments). The weights are the parameters themselves if the parameters are fp32 or fp64, are on
-    the optimizer's device, and updates are not delayed. Otherwise the weights are separate master
-    weights. The state of a frozen bucket has only one part: the parameters, in their own dtype.
+    (moments). The weights are the parameters themselves if three conditions hold: the parameters
+    are fp32 or fp64, they are on the optimizer's device, and updates are not delayed. Otherwise the
+    weights are separate master weights. The state of a frozen bucket has only one part: the
+    parameters, in their own dtype.
 
     Attributes:
         bucket: the bucket.
-        storages: storage of each part, by name: "weight", and the names of the rule's tensors. A
-            state of parameters that are one update older than the weights has only "previous".
+        storages: name of each part -> its storage. The names are "weight" and the names of the
+            update rule's tensors. A state with parameters that are one update older than the
+            weights has only the part "previous".
     """
 
     bucket: Bucket
@@ -63,11 +67,11 @@ class State:
         return (*self.storages.values(), *(() if self.shared else (self.bucket.portion,)))
 
     def fetch(self, parts: Iterable[str]) -> dict[str, StagedBuffer]:
-        """Begins to read some parts; returns their staged buffers by name."""
+        """Begins to read some parts; returns name of each part -> its staged buffer."""
         return _fetch_all({part: self.storages[part] for part in parts})
 
     def fetch_for_update(self, gradient: Storage) -> dict[str, StagedBuffer]:
-        """Begins to read all parts and the gradient, which is copied to the weights' device."""
+        """Begins to read all parts and the gradient; copies the gradient to the weights' device."""
         found = _fetch_all({**self.storages, GRADIENT: gradient})
         if gradient.device != self.weight.device:
             found[GRADIENT] = Copied(found[GRADIENT], self.weight.device)
@@ -78,8 +82,8 @@ class Consistency:
     """Tracks whether all states belong to the same step.
 
     Attributes:
-        initial: function from a piece to its initial weights, if no value has changed since
-            initialization; else None.
+        initial: function from a piece to its initial weights if all values are still initial
+            values, so that they can be computed again; else None.
     """
 
     def __init__(self) -> None:
@@ -90,8 +94,8 @@ class Consistency:
     def changing(self) -> Iterator[None]:
         """Context: marks the states as inconsistent while the block changes them.
 
-        If the block raises an error, the states stay inconsistent until a load has overwritten them
-        in a later `changing` block that ends without error.
+        If the block raises an error, the states stay inconsistent until a later `changing` block,
+        such as the block of a load, ends without error.
         """
         self._inconsistent, self._depth, self.initial = True, self._depth + 1, None
         try:
@@ -105,7 +109,7 @@ class Consistency:
         self._inconsistent = True
 
     def mark_initialized(self, initial: Initial) -> None:
-        """Records that all values are initial values; `initial` can compute them again."""
+        """Records that all values are initial values, which `initial` can compute again."""
         self.initial = initial
 
     def mark_changed(self) -> None:
@@ -149,7 +153,11 @@ class Readers:
 def fetched_in_turn(
     wanted: Iterable[tuple[State, dict[str, StagedBuffer]]],
 ) -> Generator[tuple[State, dict[str, StagedBuffer]]]:
-    """Yields each (state, buffers) pair, after the reads of the next state have been started."""
+    """Yields each (state, buffers) pair after starting the reads of the pair that follows it.
+
+    Args:
+        wanted: lazy pairs: taking a pair from the iterable starts the reads into its buffers.
+    """
     ahead: deque[tuple[State, dict[str, StagedBuffer]]] = deque()
     try:
         for pair in wanted:
@@ -177,7 +185,7 @@ def store_all(buffers: dict[str, StagedBuffer]) -> None:
 
 
 def _fetch_all(storages: Mapping[str, Storage]) -> dict[str, StagedBuffer]:
-    """Fetches every storage; releases all buffers if one fails."""
+    """Begins to read every storage; releases all buffers if an error is raised."""
     buffers: dict[str, StagedBuffer] = {}
     try:
         for part, storage in storages.items():
@@ -189,7 +197,7 @@ def _fetch_all(storages: Mapping[str, Storage]) -> dict[str, StagedBuffer]:
 
 
 def new_state(bucket: Bucket, policy: Policy) -> State:
-    """Returns a bucket's state, stored on the policy's tier.
+    """Returns a new state of a bucket, stored on the policy's tier for optimizer states.
 
     Weights and parameters share memory (`State.shared`) if they are on the same device, parameters
     are fp32 or fp64, and updates are not delayed. With delayed updates they cannot share memory,
@@ -222,7 +230,10 @@ def early_storages(state: State) -> list[OnDrive]:
 
 
 def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Storage, bool]]:
-    """Yields (category, storage, whether it is on a tier) for parameters, gradients and states."""
+    """Yields (category, storage, offloaded) for parameters, gradients and optimizer states.
+
+    `offloaded` is whether the policy has an offload tier for values of this category.
+    """
     params, optimizer = layout.policy.params_tier, layout.policy.optimizer_tier
     for group in layout.groups:
         yield "parameters", InMemory(group.params), False
@@ -247,9 +258,9 @@ def holdings(layout: Layout, states: Sequence[State], beside_gpu: bool) -> dict[
     Memory that several tensors share counts once. On a drive, all reserved bytes count.
 
     Args:
-        layout: parameters and gradients.
+        layout: layout with the parameters and gradients.
         states: states of the optimizer.
-        beside_gpu: whether layers run on a GPU, so that values in host memory count as offloaded.
+        beside_gpu: whether layers run on a GPU. If so, values in host memory count as offloaded.
 
     Returns:
         Bytes by category: "parameters", "gradients" and "optimizer" for values on the device, and

@@ -19,20 +19,23 @@ from threed.zero.update import Update
 class DataError(ValueError):
     """Raised for invalid data in a batch, such as token ids beyond the vocabulary.
 
-    The step with that batch was skipped. The error is raised when the loss or gradient norm of that
-    step, or of a later one, is read, or when a checkpoint is saved.
+    The step with that batch was skipped. The error is raised later: when the loss or gradient norm
+    of that step or of a later step is read, or when a checkpoint is saved.
     """
 
 
 class BadStepsError(RuntimeError):
-    """Raised when the loss or gradient norm is read after too many consecutive skipped steps."""
+    """Raised when the loss or gradient norm is read after too many consecutive skipped steps.
+
+    The limit is `train.max_bad_steps`.
+    """
 
 
 class Faults:
-    """Counts invalid data in steps, on the device.
+    """Counts steps with invalid data, on the device, and reports them.
 
-    A `Flag` is set if data were invalid in a step. Flags are reported when metrics are read or a
-    checkpoint is saved, so that the host does not wait for the device in every step.
+    A `Flag` is set if data were invalid in a step. Flags are reported only when metrics are read or
+    a checkpoint is saved, so that the host does not wait for the device in every step.
 
     Args:
         flags: the flags of all layers, the same list on every rank.
@@ -44,7 +47,7 @@ class Faults:
         self.flags, self.warns = tuple(flags), warns
         self._count = torch.zeros(len(flags), dtype=torch.float64, device=device)
         self._reported = [0.0] * len(flags)
-        # error message of each step with an error, which every read of the step's metrics raises
+        # step -> error message, which every read of the metrics of this step raises
         self._raised: dict[int, str] = {}
 
     def clear(self) -> None:
@@ -54,7 +57,7 @@ class Faults:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Context: resets the flags; at its end, restores the flags of the step in progress."""
+        """Context: resets the flags for the block, and restores their earlier values at its end."""
         kept = [flag.swap(None) for flag in self.flags]
         try:
             yield
@@ -63,10 +66,10 @@ class Faults:
                 flag.swap(found)
 
     def appended_to(self, loss: Tensor) -> Tensor:
-        """Returns the loss and the flags in one tensor, for a single all-reduce. Resets the flags.
+        """Returns the loss and the flags in one tensor, for a single all-reduce; resets the flags.
 
         Args:
-            loss: fp64 [1].
+            loss: this rank's term of the loss, fp64 [1].
 
         Returns:
             fp64 [1 + number of flags]: the loss, and 1.0 for each flag that is set, else 0.0.
@@ -74,26 +77,29 @@ class Faults:
         return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
 
     def add(self, found: Tensor) -> Tensor:
-        """Adds the flags of a step to the counts; returns a copy of the counts.
+        """Adds the flags of a step to the counts.
 
         Args:
             found: fp64 [number of flags]: per flag, the number of ranks on which it was set.
+
+        Returns:
+            A copy of the counts, fp64 [number of flags].
         """
         self._count += found
         return self._count.clone()
 
     def raise_new(self, step: int, counts: Tensor) -> None:
-        """Reports the flags that were set up to `step` and not reported yet.
+        """Reports the flags that were set up to and including `step` and not reported yet.
 
-        Flags with `error=False` cause a warning, other flags a DataError. A second call for the
-        same step raises the same error again.
+        A flag with `error=False` causes a warning, a flag with `error=True` a DataError. A second
+        call for the same step raises the same error again.
 
         Args:
             step: number of the step.
             counts: the counts after that step, fp64 [number of flags].
 
         Raises:
-            DataError: if a flag with `error=True` was set.
+            DataError: if a flag with `error=True` was set and not reported before this step.
         """
         if what := self._new(counts):
             self._raised[step] = (
@@ -136,7 +142,7 @@ class Faults:
 
 
 def loss_of(sums: Tensor) -> Tensor:
-    """Returns the loss, a scalar tensor; NaN if a flag is set on any rank.
+    """Returns the loss as a scalar tensor; NaN if a flag was set on any rank.
 
     Args:
         sums: fp64 [1 + number of flags]: the loss and the flags, summed over all ranks.
@@ -146,7 +152,7 @@ def loss_of(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """The results of a step.
+    """The results of a step, with the counts of flags for invalid data.
 
     Attributes:
         update: results of the step's update.
@@ -163,10 +169,11 @@ class Numbers:
 
 
 class Later:
-    """The results of a step, computed at the first call.
+    """The results of a step, which the first call computes.
 
     Args:
-        update: returns the results of the step's update; called once, then released.
+        update: function that returns the results of the step's update. It is called once, and then
+            released.
         faults: counts the flags of the step.
 
     Attributes:
@@ -192,7 +199,7 @@ class StepMetrics:
 
     Reading a property, except `loss_tensor`, waits for the device. After an optimistic or
     asynchronous update, the first read also waits for the other ranks. `loss` and `grad_norm` raise
-    the errors below. `repr(metrics)` shows the values that need no wait for other ranks.
+    the errors below. `repr(metrics)` never waits for other ranks.
 
     Attributes:
         step: number of the step, from 1.
@@ -203,8 +210,8 @@ class StepMetrics:
             no limit.
 
     Raises:
-        DataError: a ValueError; the data of this step, or of an earlier one that was not reported,
-            were invalid.
+        DataError: a ValueError; the data of this step were invalid, or the data of an earlier step
+            whose error was not raised yet.
         BadStepsError: a RuntimeError; at least `max_bad_steps` consecutive steps were skipped (see
             `bad_steps`).
 
@@ -222,9 +229,9 @@ class StepMetrics:
     max_bad_steps: int = 0
 
     def __repr__(self) -> str:
-        """Returns the metrics as text, with "<not read yet>" for values that may need a wait.
+        """Returns the metrics as text.
 
-        These are values for which reading could wait for other ranks.
+        A value for which this rank would have to wait for other ranks is shown as "<not read yet>".
         """
         numbers = self._numbers.found
         names = ("loss", "grad_norm", "lr", "loss_scale")
@@ -265,9 +272,10 @@ class StepMetrics:
 
         For a model of pipeline layers it is the mean cross entropy of the valid labels, in nats per
         token. For a wrapped module it is the mean of the losses that its forward returned, in the
-        unit of these losses. In this mean, each micro-batch is weighted by its number of items:
-        labels of 0 or more, or rows if the labels are not integers. In a custom loop
-        (`ModuleEngine.backward`) it is the weighted sum of the losses, by default their mean.
+        unit of these losses. In this mean, each micro-batch is weighted by its number of items.
+        Items are the labels of 0 or more; if the labels are not integers, items are the rows. In a
+        custom loop (`ModuleEngine.backward`) the loss is the weighted sum of the losses passed to
+        `backward`, by default their mean.
         """
         return self._checked(self._numbers().loss)
 
@@ -281,7 +289,7 @@ class StepMetrics:
 
     @property
     def grad_norm(self) -> float:
-        """Norm of the gradient of the global batch over all parameters, before clipping."""
+        """Norm of the global batch's gradient with respect to all parameters, before clipping."""
         return self._checked(self._numbers().update.grad_norm)
 
     @property
@@ -299,7 +307,7 @@ class StepMetrics:
         """Number of steps skipped so far.
 
         A step is skipped if its loss or gradient norm is not finite, if its gradient norm is a
-        spike, or if its data are invalid.
+        spike (`train.max_norm_spike`), or if its data are invalid.
         """
         return int(self._numbers().update.skips)
 

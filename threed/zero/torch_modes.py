@@ -41,8 +41,9 @@ def without_transforms() -> AbstractContextManager[Any]:
 def hide_from_checkpointing() -> AbstractContextManager[Any]:
     """Returns a context that hides gathers from selective activation checkpointing.
 
-    Selective checkpointing requires that a recomputation runs exactly the operations of the
-    forward. A gather may run in only one of the two.
+    Selective checkpointing requires that the recomputation runs exactly the operations of the
+    forward. But a gather may run only in the forward or only in the recomputation, because the
+    parameters may be gathered already in the other one.
     """
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
     selective = any(isinstance(mode, _SELECTIVE) for mode in modes)

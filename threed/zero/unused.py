@@ -2,11 +2,11 @@
 
     unused = Unused(layout, updates)
     unused.synchronize(used)    call it at the end of every step, on all ranks that share parameters
-    unused.stretches            for each bucket with parameters that are, or were, unused: the
-                                ranges of the slice that must be updated separately
+    unused.stretches            bucket -> ranges of the slice that must be updated separately, for
+                                buckets with parameters that were not used in the first step
 
-If a parameter is first used after the first step, its updates are counted from its first use. The
-bias correction of Adam depends on this number.
+If a parameter is first used after the first step, its updates are counted from its first use,
+because the bias correction of Adam depends on the number of updates.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
 
     Args:
         layout: layout of the parameters.
-        unused: parameters that this rank has not used. Tied parameters are ignored, because another
-            pipeline rank may have used them.
+        unused: parameters that this rank has not used. Tied parameters in it are ignored, because
+            another pipeline rank may have used them.
         warns: whether this rank may emit the warning.
     """
     groups = [group for group in layout.groups if not group.key.tied]
@@ -53,7 +53,7 @@ def _on_all_ranks(layout: Layout, own: set[T]) -> set[T]:
 
 
 def _warn(layout: Layout, text: str, names: Sequence[str]) -> None:
-    """Emits a warning with the names if there are any; on the first data rank only."""
+    """Emits a warning with the names, if there are any, on the first data rank only."""
     if names and layout.policy.data.shard.index == layout.policy.data.replicas.index == 0:
         warnings.warn(text.format(", ".join(names)), stacklevel=4)
 
@@ -62,17 +62,17 @@ def update_stretches(
     options: GroupOptions, stretches: Sequence[Stretch], values: Sequence[Tensor], now: StepScalars,
     out: Tensor | None,
 ) -> None:  # fmt: skip
-    """Updates a bucket range by range.
+    """Updates the ranges of a bucket one after the other.
 
-    Unused parameters are not updated. For the other ranges, the step number passed to the update
-    rule is the number of updates since their first use.
+    Unused parameters are not updated. For each other range, the step number passed to the update
+    rule is the number of updates since the first use of the range.
 
     Args:
         options: the rule and its options.
         stretches: the ranges.
         values: weights, gradient and moments of the bucket's slice, each [n].
         now: scalars of the update.
-        out: receives the new weights [n], or None.
+        out: tensor [n] that receives the new weights; None if they are not needed separately.
     """
     for first, last, since in stretches:
         weight, gradient, *moments = (tensor[first:last] for tensor in values)
@@ -89,12 +89,12 @@ class Unused:
 
     Args:
         layout: layout of the parameters.
-        updates: number of updates done so far, a scalar tensor.
+        updates: number of updates applied so far, a scalar tensor that the optimizer updates.
 
     Attributes:
-        stretches: for each bucket with parameters that are unused, or that were first used after
-            the first step: ranges of this rank's slice. All elements of a range have the same
-            number of updates.
+        stretches: bucket -> ranges of this rank's slice, for each bucket with parameters that are
+            unused, or that were first used after the first step. All elements of a range have the
+            same number of updates.
     """
 
     def __init__(self, layout: Layout, updates: Tensor) -> None:
@@ -105,14 +105,14 @@ class Unused:
         ]
         # indices of unused parameters in `_slots`, the same on all ranks
         self._never = set(range(len(self._slots)))
-        # number of updates before its first use, per parameter first used after the first step
+        # parameter that was first used after the first step -> number of updates before that use
         self._updates_before_use: dict[Slot, Tensor] = {}
         self._first = True
 
     def check_frozen(self) -> None:
         """Checks that no parameter was frozen or unfrozen after the engine was built.
 
-        A parameter may be frozen before its first use, because it is unchanged in any case.
+        A parameter may be frozen before its first use, because until then it is not updated anyway.
 
         Raises:
             RuntimeError: a parameter was frozen or unfrozen; the message names it.
@@ -136,7 +136,7 @@ class Unused:
         )
 
     def synchronize(self, used: Set[Slot]) -> None:
-        """Updates `stretches` with the parameters that were used so far, on any data rank.
+        """Updates `stretches` according to the parameters that any data rank has used so far.
 
         Collective over the data ranks, as long as any parameter is unused.
 
@@ -186,9 +186,9 @@ class Unused:
         """Returns the state for a checkpoint.
 
         Returns:
-            A dict with "never": names of unused parameters; "since": the number of updates before
-            the first use, by name, for parameters first used after the first step; "first": whether
-            no step has ended yet.
+            A dict with three entries. "never": names of unused parameters. "since": name -> number
+            of updates before the first use, for parameters first used after the first step.
+            "first": whether no step has ended yet.
         """
         since = {
             slot.spec.name: float(updates) for slot, updates in self._updates_before_use.items()

@@ -1,4 +1,4 @@
-"""The results of a step, as scalar tensors: gradient norm, clip factor, and whether it is skipped.
+"""The results of a step, as scalar tensors: gradient norm, clip factor, skip flag, and others.
 
     bad = BadSteps(device, max_spike, rule)     `rule`: the `LossScale`
     outcome = bad.outcome(learning_rates, loss_scale, grad_clip)
@@ -10,9 +10,10 @@ A step is skipped if its loss or gradient norm is not finite, if its data are in
 norm is a spike: more than `max_spike` times the running mean of the norms of steps that were not
 skipped. The running mean weighs all norms equally for the first hundred of these steps; later the
 newest norm has a weight of 1/100. Spikes are only detected once the mean contains twenty norms,
-since the first norms of a run fall fast. No value is read on the host. A dynamic loss scale begins
-high and falls until gradients no longer overflow. Steps that overflow before the scale has reached
-its minimum are skipped, but do not count as consecutive bad steps.
+since the first norms of a run fall fast. No value is read on the host.
+
+A dynamic loss scale begins high and falls until gradients no longer overflow. Steps that overflow
+while the scale is above its minimum are skipped, but do not count as consecutive bad steps.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class BadSteps:
 
     Args:
         device: device of the scalar tensors.
-        max_spike: steps with a larger gradient norm than `max_spike` times the running mean of
-            norms are skipped; 0 for no limit.
+        max_spike: a step is skipped if its gradient norm is larger than `max_spike` times the
+            running mean of norms; 0 for no limit.
         rule: rule of the loss scale.
 
     Attributes:
@@ -101,7 +102,7 @@ class BadSteps:
         Args:
             rates: learning rate per parameter group, [groups].
             loss_scale: loss scale of the step's backward.
-            grad_clip: largest norm, 0 for no clipping.
+            grad_clip: norm to which larger gradients are clipped; 0 for no clipping.
 
         Returns:
             A function of the sums over all ranks, fp64 [3 + k]: the squared norm, the number of
@@ -143,7 +144,10 @@ class BadSteps:
         self.norms.copy_(norms)
 
     def state(self) -> dict[str, float]:
-        """Returns the running mean for a checkpoint, which stores `skips` separately."""
+        """Returns the running mean of norms for a checkpoint.
+
+        Empty if spikes are not detected. Checkpoints store `skips` separately.
+        """
         return {"norm_mean": float(self.mean), "norms": float(self.norms)} if self.max_spike else {}
 
     def restore(self, state: dict[str, float]) -> None:
@@ -152,7 +156,7 @@ class BadSteps:
         `in_a_row` restarts at 0. If the checkpoint has no running mean, the mean restarts too.
 
         Args:
-            state: the dict of `state`, and the number of skipped steps ("skips").
+            state: the dict that `state` returned, with the number of skipped steps as "skips".
         """
         self.skips.fill_(state["skips"])
         self.in_a_row.zero_()
@@ -167,8 +171,7 @@ class Scaler:
         rule: rule by which the scale changes.
         scale: the current loss scale.
         good: number of steps since the last overflow.
-        hysteresis_left: number of further overflows until the scale is halved, including the
-            overflow that halves it.
+        hysteresis_left: number of overflows until the scale is halved; the last of them halves it.
     """
 
     def __init__(self, rule: LossScale, device: torch.device) -> None:
@@ -227,10 +230,10 @@ def sum_of_squares(
 ) -> Tensor:
     """Returns this rank's term of the squared norm, and whether any gradient is not finite.
 
-    If several ranks hold the same portion of a bucket, only the owner (`Group.owned`) adds it to
-    the squared norm. The owner is the first of these ranks; for a tied weight, it is on the first
-    stage with this weight. The other ranks only check that the portion is finite. Padding is
-    zero, so it does not change the norm.
+    If several ranks hold the same portion of a bucket, only the owner (`Group.owned`) adds the
+    portion's squares to the norm. The owner is the first of these ranks; for a tied weight, it is
+    on the first stage with this weight. The other ranks only check that the portion is finite.
+    Padding is zero, so it does not change the norm.
 
     Args:
         parts: sum of squares of this rank's portion of each bucket.
@@ -250,7 +253,7 @@ def sum_of_squares(
 
 
 def _to_device(device: torch.device, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns scalar tensors on a device; a single copy moves the tensors of other devices."""
+    """Returns scalar tensors, moved to a device if they are elsewhere, in a single copy."""
     away = [part for part in parts if part.device != device]
     arrived = iter(start_copy_in(torch.stack(away), device).unbind() if away else ())
     return [part if part.device == device else next(arrived) for part in parts]

@@ -31,7 +31,8 @@ class Versions:
         gatherer: gathers the parameters.
 
     Attributes:
-        earlier: states with this rank's slices of the previous version, for checkpoints.
+        earlier: one `State` per bucket, with this rank's slice of the previous version; saved in
+            checkpoints.
     """
 
     def __init__(self, layout: Layout, gatherer: Gatherer) -> None:
@@ -51,9 +52,10 @@ class Versions:
         self.earlier = [State(bucket, {PREVIOUS: own}) for bucket, own in self._before.items()]
 
     def rotate(self) -> None:
-        """Swaps the versions; copies this rank's slices from the previous to the newest version.
+        """Swaps the versions, then copies this rank's slices from the previous to the newest one.
 
-        The update then changes these slices, and gathers the slices of the other ranks.
+        The following update changes these slices of the newest version, and gathers the slices of
+        the other ranks.
         """
         self.gatherer.wait_all()
         for group in self._groups:
@@ -68,12 +70,14 @@ class Versions:
     def show(self, newest: bool) -> None:
         """Points the layers' parameters at the newest or at the previous version.
 
-        Passes on the previous version do not wait for gathers, which only change the newest.
+        Passes on the previous version do not wait for gathers, because gathers change only the
+        newest version.
         """
         which = self._newest if newest else 1 - self._newest
         if which != self._shown:
             self._shown = which
-            # first removes the guards, because setting `.data` of a guarded parameter would wait
+            # removes the guards first, because setting `.data` of a guarded parameter would wait
+            # for the parameter's gather
             self.gatherer.show(newest=False)
             for param, views in self._views:
                 param.data = views[which]
@@ -83,8 +87,8 @@ class Versions:
         """Completes the previous version after slices were set. Collective.
 
         Args:
-            both: whether slices of both versions were set. If so, the previous version is gathered.
-                If not, it becomes a copy of the newest.
+            both: whether the slices of both versions were set. If True, the previous version is
+                gathered from its slices. If False, it becomes a copy of the newest version.
         """
         self.gatherer.wait_all()
         for bucket, storage in self._before.items():
