@@ -38,8 +38,8 @@ def philox(
     """Returns four 32-bit words for every counter.
 
     A product of two 32-bit words overflows int64, but its low 64 bits are right, and masking
-    removes the sign. A word given as a Python number is computed as a Python number, which does not
-    overflow. So no host scalar is copied to a GPU.
+    removes the sign. A word given as a Python number stays a Python number, which does not overflow
+    and needs no copy from the host to a GPU.
 
     Args:
         counter: four words of 32 bits, broadcastable tensors (int64) or Python numbers.

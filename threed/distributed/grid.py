@@ -43,14 +43,14 @@ def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
 
 
 def same_place(name: str | None, index: int, size: int) -> int:
-    """Returns the number of the derived axis to which a rank belongs, along an axis.
+    """Returns the number of a rank's group, for an axis whose ranks are divided into groups.
 
-    Ranks with the same number are the ranks of one derived axis, such as one block "tp/2", and hold
-    replicas of the same values.
+    The ranks of one group have the same number and hold replicas of the same values. The groups are
+    blocks of neighbors ("tp/2"), strides ("tp%2"), or a single group with all ranks ("tp").
 
     Args:
-        name: name of the derived axis, such as "tp", "tp/2" or "tp%2"; None if every rank is a
-            group by itself.
+        name: name of the division, such as "tp", "tp/2" or "tp%2"; None if every rank is a group by
+            itself.
         index: index of the rank on the axis.
         size: number of ranks of the axis.
     """

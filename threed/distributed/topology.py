@@ -458,8 +458,8 @@ def _disjoint_rounds(
 ) -> Iterator[tuple[int, int] | None]:
     """Divides pairs into rounds such that the pairs of one round have no member in common.
 
-    So in each round a rank has at most one group to create. Yields, for each round, the pair that
-    contains `member`, or None.
+    So each rank creates at most one group per round. For each round the function yields the pair
+    that contains `member`, or None.
     """
     while pairs:
         seen, later, own = set[int](), list[tuple[int, int]](), None

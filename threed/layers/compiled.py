@@ -77,8 +77,8 @@ def _product(
     Args:
         x: input of the layer, before f (see `layers.linear`).
         gathered: f(x).
-        weight: the weight; for a tiled layer `Traced.anchor`.
-        bias: the bias.
+        weight: the weight [out in]; for a tiled layer, the empty tensor `Traced.anchor`.
+        bias: the bias [out], or None.
         out: number of columns of the result, for the fake implementation.
         parts: number of ranks over which f gathers x, for the backward. 1: f does not gather.
         opaque: `Opaque` of the layer.

@@ -27,9 +27,9 @@ class _Projection:
         terms: the table [v/t h] as the weight of a linear layer.
         targets: label of each position, int64 [s b]. Labels below 0 have loss 0.
         scale: factor of the summed loss, a scalar tensor.
-        first: global id of the shard's first column.
-        columns: number of columns of the shard, without padding.
-        vocabulary: total number of columns of all ranks, without padding.
+        first: token id of the first column of this rank's logits.
+        columns: number of columns of this rank's logits, without padding.
+        vocabulary: size of the vocabulary: the columns of all ranks, without padding.
         softcap: bound on logits, as in `capped`.
     """
 

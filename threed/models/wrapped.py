@@ -69,7 +69,7 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def with_dtype_note(inputs: Inputs) -> Iterator[None]:
-    """Context that adds a note to an error about dtypes: the dtypes of the batch's tensors."""
+    """Context that adds the dtypes of the batch's tensors as a note to an error about dtypes."""
     try:
         yield
     except RuntimeError as error:
@@ -99,7 +99,7 @@ class Unit:
         self.name, self.module, self.members = name, module, members
 
     def modules(self) -> Iterator[nn.Module]:
-        """Returns the modules whose parameters belong to the unit."""
+        """Returns an iterator over the modules whose direct parameters belong to the unit."""
         return iter(self.members)
 
 
@@ -237,8 +237,8 @@ class Wrapped(PipelineLayer):
         """Broadcasts the original parameter values from the first rank of the axis. Collective.
 
         Args:
-            axis: ranks that must have equal values.
-            device: device of tensors in the axis's process group.
+            axis: the ranks that must have equal values.
+            device: the device on which the process group of the axis communicates.
         """
         for value in self._original.values():
             if axis.size > 1 and value.device.type != "meta":
@@ -250,8 +250,8 @@ class Wrapped(PipelineLayer):
 
         Drops the original parameter values. Moves buffers to the device. If some parameter had
         another dtype than `dtype`, casts the floating-point buffers as `module.to(device, dtype)`
-        would. The initialization of the buffer's owner computes the values of a buffer on the meta
-        device.
+        would. If a buffer is on the meta device, its values are computed by the initialization of
+        the module that owns it.
 
         Args:
             device: device of the engine.

@@ -32,7 +32,7 @@ class Rule(Protocol):
     """An update rule with its constants.
 
     Attributes:
-        state_names: names of the states. Each state has one element per weight.
+        state_names: names of the optimizer states. Each state has one element per weight.
     """
 
     @property

@@ -142,7 +142,7 @@ class _Rank:
         self.now = 0.0
         self.begin = 0.0
         self.activations = 0  # live activations; a micro-batch on one chunk counts as 1
-        self.waiting: list[int] = []  # all I so far; from index `first` on, their W is pending
+        self.waiting: list[int] = []  # all I so far; from index `first` on, W is pending
         self.first = 0
         self.out: list[int] = []  # the actions so far, as in `Filled.ranks`
 
@@ -150,7 +150,7 @@ class _Rank:
 def fill(flow: Flow, orders: Orders, limit: int, patient: bool = False) -> Filled | None:
     """Inserts each W into the orders when the rank would be idle or needs memory.
 
-    The W of a rank run in the order of their I. W that are pending at the end of an order are
+    A rank runs its W in the order of the matching I. At the end of an order, all pending W are
     appended.
 
     Args:

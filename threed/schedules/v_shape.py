@@ -80,7 +80,7 @@ class Variant(NamedTuple):
 
     Attributes:
         hop: in the pattern, the time from the start of F or I on a rank to its start on the next
-            rank on the way down.
+            rank, while a micro-batch moves down (from the first rank to the last).
         extra: for list scheduling: time by which an activation may live longer than in the pattern.
         more: for list scheduling: additional micro-batches in flight per stage.
         balanced: for list scheduling: whether a rank reserves memory for its second chunk until it
@@ -163,7 +163,8 @@ _GAPS = {1: lambda ranks: 2 if ranks % 3 == 0 else 0, 2: lambda ranks: 0 if rank
 def pattern(ranks: int, hop: int) -> tuple[int, ...]:
     """Returns the start of every position for one micro-batch, in units.
 
-    From rank to rank a micro-batch takes 1 unit on the way up, and `hop` units on the way down.
+    From rank to rank a micro-batch takes `hop` units on the way down (from the first rank to the
+    last), and 1 unit on the way up.
     hop=1 is V-Min and hop=2 is V-Half (arXiv 2405.15362, section 3 and appendix). hop=5 needs as
     much memory as ZB-V.
     """
