@@ -129,12 +129,12 @@ class Grid:
         """Returns the ranks of the axis `name` that contains a rank, including that rank.
 
         Args:
-            rank: the rank.
-            name: "tp" and other names of AXES: the ranks that differ from `rank` only in this
-                coordinate. A product such as "dp*cp": the ranks that differ only in these
-                coordinates, ordered with the last axis fastest. With "/n" after the name: of these
-                ranks, the block of n neighbors that contains `rank`. With "%n": of these ranks, the
-                ones at a distance of a multiple of n from `rank`. A suffix "@word" is ignored.
+            rank: global rank.
+            name: selects the ranks. A name in AXES, such as "tp", selects the ranks that differ
+                from `rank` only in this coordinate. A product such as "dp*cp" selects the ranks
+                that differ only in these coordinates, ordered with the last axis fastest. A suffix
+                "/n" selects the block of n neighbors that contains `rank`; a suffix "%n" selects
+                the ranks at a distance of a multiple of n from `rank`. A suffix "@word" is ignored.
 
         Raises:
             ValueError: if the name is not valid or n does not divide the number of ranks.
@@ -160,7 +160,7 @@ class Grid:
         """Returns the ranks on given pipeline stages that have the other coordinates of `rank`.
 
         Args:
-            rank: the rank.
+            rank: global rank.
             stages: the pipeline stages; one rank is returned for each.
         """
         place = self.coordinates(rank)

@@ -78,8 +78,8 @@ class Axis:
         if they are on different streams. So collectives that should overlap need two communicators.
 
         Args:
-            stream: the stream.
-            twin: an axis with the same ranks and its own communicator.
+            stream: stream whose collectives over this axis use the communicator of `twin`.
+            twin: an axis with the same ranks and a separate communicator.
         """
         if twin.group is not None:
             self._of_streams[stream] = twin.group
@@ -284,7 +284,7 @@ class Topology:
 
         Args:
             grid: sizes and order of the axes.
-            rank: the rank in the grid.
+            rank: global rank whose topology is returned.
         """
         topology = cls.__new__(cls)
         topology.device = torch.device("meta")
@@ -337,10 +337,11 @@ class Topology:
         self._link(links)
 
     def axis(self, name: str) -> Axis:
-        """Returns an axis: pp, dp, cp, tp or world, or a derived axis that `prepare` created.
+        """Returns the axis with a name.
 
         Args:
-            name: name of the axis.
+            name: "pp", "dp", "cp", "tp" or "world", or a derived axis that `prepare` created, such
+                as "tp/2".
         """
         return self._axes[name]
 
@@ -424,10 +425,11 @@ class Topology:
     def _make_axis(self, label: str, ranks: tuple[int, ...]) -> Axis:
         """Returns the axis of `ranks`.
 
-        Only the members synchronize, because creating a group collectively at a thousand ranks
-        takes thousands of round trips to the store. torch then derives the name of a group from its
-        ranks and the number of groups that the process has created. So every rank must create one
-        group in each call; a rank outside of the axis creates an unused group of one rank.
+        Only the members synchronize (`use_local_synchronization`), because a collective of a
+        thousand ranks takes thousands of round trips to the store. With this option torch derives
+        the name of a group from its ranks and the number of groups that the process has created. So
+        every rank must create one group in each call; a rank outside of the axis creates an unused
+        group of one rank.
         """
         member = self.rank in ranks
         index = ranks.index(self.rank) if member else -1

@@ -42,7 +42,7 @@ class _Projection:
     softcap: float = 0.0
 
     def loss(self, logits: Tensor, at: slice) -> Tensor:
-        """Returns the weighted loss at the positions `at`, from the logits at these positions."""
+        """Returns the weighted loss at the positions `at`; `logits` has only these positions."""
         return weighted_loss(
             capped(logits, self.softcap), self.targets[at], self.scale, self.terms.axis, self.first, columns=self.columns,
             vocabulary=self.vocabulary,
@@ -54,7 +54,7 @@ class _Projection:
         Args:
             x: input at these positions, [n b h].
             weight: the table [v/t h].
-            at: the positions.
+            at: range of positions in the sequence.
             dloss: gradient of the loss, a scalar.
         """
         with torch.enable_grad():

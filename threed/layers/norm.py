@@ -61,7 +61,10 @@ class _Fused(torch.autograd.Function):
 def sum_and_norm(
     module: nn.Module, x: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns s and module(s), by one kernel if possible; s is x + residual, or x without one."""
+    """Returns (s, module(s)) for s = x + residual, by one kernel if possible.
+
+    Without a residual, s is x.
+    """
     is_plain = type(module) in (LayerNorm, RMSNorm) and not (
         module._forward_hooks or module._forward_pre_hooks
         or module._backward_hooks or module._backward_pre_hooks

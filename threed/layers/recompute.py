@@ -1,4 +1,4 @@
-"""Selective recompute: the results of named operations are recomputed in the backward, not saved.
+"""Selective recompute: the backward recomputes named operations, whose results are not saved.
 
     class Mine(nn.Module):
         recompute = Recompute()                   # saves everything, until a Selective is installed
@@ -103,9 +103,9 @@ class Recompute:
         """Returns f(*inputs).
 
         Args:
-            name: name of the operation.
+            name: name of the operation (see the module's docstring).
             f: function that depends on its inputs and on weights only.
-            inputs: inputs of `f`.
+            inputs: tensors that `f` is called with.
         """
         return f(*inputs)
 
@@ -165,7 +165,7 @@ Packed = _SavedTensor | _Placeholder
 def unpack(packed: Packed, description: str = "a tensor that the backward needs") -> Tensor:
     """Returns a saved tensor, rebuilt if necessary.
 
-    description: the tensor in words, for an error message.
+    description: describes the tensor in an error message.
     """
     if isinstance(packed, _Placeholder):
         if packed.value is None:
@@ -276,7 +276,7 @@ class Selective(Recompute):
     """Recomputes the operations named `ops` in the backward; saves everything else.
 
     Args:
-        ops: names of operations, see the module's docstring.
+        ops: names of the operations to recompute (see the module's docstring).
     """
 
     def __init__(self, ops: Iterable[str]) -> None:

@@ -2,7 +2,8 @@
 
     buffers = build(layers, stages, topology)
     buffers.begin()                                        # moves them to the device, broadcasts
-    buffers.begin_step() · buffers.end_step() · buffers.agree()
+    buffers.begin_step(), buffers.end_step()               # at the start and the end of each step
+    buffers.agree()                                        # before an evaluation or a checkpoint
 
 A buffer's name is the layer's name and the path in the layer (`blocks.3.norm.running_mean`;
 `layers.3.…` for a layer without a name), or the path in a wrapped module. Data rank 0 has the

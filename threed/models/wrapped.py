@@ -208,7 +208,7 @@ class Wrapped(PipelineLayer):
         device, its own initialization computes the values, for one unit at a time to save memory.
 
         Args:
-            piece: the piece.
+            piece: a piece of one of the module's parameters.
             seed: seed of the initialization of a module on the meta device.
         """
         given = self._original[piece.name]
@@ -254,8 +254,8 @@ class Wrapped(PipelineLayer):
         the module that owns it.
 
         Args:
-            device: device of the engine.
-            dtype: dtype of the parameters.
+            device: the engine's device, to which buffers are moved.
+            dtype: the engine's dtype of the parameters.
         """
         cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
         self._original.clear()

@@ -3,9 +3,9 @@
     plan = build("1f1b", stages=4, microbatches=8)
     simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
-`simulate` runs the plan with its costs (event_simulation.py) and derives makespan, bubble, peak
-activations and message counts from the times. `span_and_bubble` and `idle_shares` also take
-measured times.
+`simulate` runs the plan with given costs (event_simulation.py) and derives makespan, bubble, peak
+activations and message counts from the times. `span_and_bubble` and `idle_shares` accept measured
+times, too.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Costs:
         """Returns the time of a compute action.
 
         Args:
-            action: the action.
-            rank: pipeline rank that runs it.
+            action: a compute action.
+            rank: pipeline rank that runs the action.
             plan: plan that contains the action; it maps each chunk of a rank to a model stage.
         """
         if action.beside is not None and self.overlapped is not None:

@@ -51,7 +51,8 @@ class Flow:
         chunk: per position, its chunk on that rank.
         time: per position, the time of F or I.
         weight: per position, the time of the W that belongs to an I; 0 for forwards.
-        travel: per position, the latency of the previous position's result; 0 within a rank.
+        travel: per position, the time until the previous position's result arrives; 0 if the two
+            positions are on one rank.
     """
 
     placement: Placement
