@@ -472,7 +472,9 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Returns the sum of x over ranks; the backward keeps the gradient (Megatron's g). Collective.
+    """Returns the sum of x over ranks (Megatron's g). Collective.
+
+    The backward returns the gradient unchanged.
 
     Args:
         x: this rank's term, [...].

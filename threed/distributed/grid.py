@@ -63,7 +63,14 @@ def same_place(name: str | None, index: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class Grid:
-    """The number of ranks per axis."""
+    """The number of ranks per axis.
+
+    Attributes:
+        pp: number of pipeline ranks.
+        dp: number of data-parallel ranks.
+        cp: number of context-parallel ranks.
+        tp: number of tensor-parallel ranks.
+    """
 
     pp: int = 1
     dp: int = 1

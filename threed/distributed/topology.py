@@ -325,8 +325,8 @@ class Topology:
                 contains this rank. "dp%2" consists of the dp ranks at an even distance from this
                 rank. A name followed by "@word" denotes the same ranks with a separate
                 communicator.
-            ties: tuples of pipeline stages that hold replicas of one weight. Each tuple gets an
-                axis: the ranks on these stages that have this rank's other coordinates.
+            ties: tuples of pipeline stages that hold replicas of one weight. For each tuple an axis
+                is created: the ranks on these stages whose other coordinates equal this rank's.
             links: pairs of pipeline stages that send to each other; neighbors are linked already.
         """
         self._align_group_counts()

@@ -40,7 +40,13 @@ Roots = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True, eq=False)
 class BufferRef:
-    """The location of a buffer: the entry `key` in the buffer table of the module `owner`."""
+    """The location of a buffer.
+
+    Attributes:
+        name: name of the buffer in the model.
+        owner: module that registered the buffer.
+        key: name of the buffer in `owner`.
+    """
 
     name: str
     owner: nn.Module
@@ -70,9 +76,12 @@ class BufferRef:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """The state of a buffer at one time: its tensor, version counter, and a copy of its values.
+    """The state of a buffer at one time, for a later comparison with its current state.
 
-    `copy` is None if only the version counter is compared.
+    Attributes:
+        tensor: weak reference to the buffer's tensor.
+        version: the tensor's version counter.
+        copy: copy of the values; None if only the tensor and the version are compared.
     """
 
     tensor: weakref.ref[Tensor]

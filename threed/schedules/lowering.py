@@ -35,10 +35,10 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
     A send and its receive are placed at the time at which the result is computed. If the next stage
     is on the same rank, no message is sent. REDUCE follows a chunk's last backward.
 
-    A plan with a previous step also gets NORM and UPDATE on every rank. NORM is placed when the
-    last rank has reduced the gradients of the previous step. UPDATE is placed before the backward
-    that completes this step's gradients on the rank, or at the end of the rank's list if that
-    backward is left to the next step.
+    If the plan has a previous step, NORM and UPDATE are added on every rank. NORM is placed when
+    the last rank has reduced the gradients of the previous step. UPDATE is placed before the
+    backward that completes this step's gradients on the rank, or at the end of the rank's list if
+    that backward is left to the next step.
 
     Args:
         plan: a plan with compute actions only.

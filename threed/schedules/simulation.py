@@ -121,7 +121,7 @@ class Timeline:
 
 
 def simulate(plan: Plan, costs: Costs) -> Timeline:
-    """Simulates a plan with these costs.
+    """Simulates a plan with given costs.
 
     A message costs latency only; communication actions in the plan are ignored.
 

@@ -4,11 +4,14 @@ Use: `zb_v(stages=4, microbatches=8)`; `v_half` and `v_min` have the same argume
 memory. All three assume equal times of F, I and W; `zb_auto(..., chunks=2)` uses measured times.
 
 The first and the last stage of the model are on one rank, and all ranks keep the same number of
-activations. With equal times of F, I and W, a rank has no idle time between its first and its last
-action in ZB-V, and keeps as many activations as the first rank of 1F1B. V-Half keeps about half as
-many activations, and its ranks are idle for about half as long as in 1F1B. V-Min keeps about a
-third, and its ranks are idle for about two thirds as long. Sources: Qi et al. 2024, arXiv
-2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
+activations. Compared with 1F1B, and with equal times of F, I and W:
+
+- ZB-V: a rank keeps as many activations as the first rank of 1F1B, and is never idle between its
+  first and its last action.
+- V-Half: a rank keeps about half as many activations, and is idle for about half as long.
+- V-Min: a rank keeps about a third as many activations, and is idle for about two thirds as long.
+
+Sources: Qi et al. 2024, arXiv 2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
 
 ZB-V has a fixed order. V-Half and V-Min start with a pattern for one micro-batch that can be
 repeated for every micro-batch within the memory limit. Several orders are derived from the pattern:
@@ -36,7 +39,7 @@ _EFFORT = 100_000  # maximum number of actions that `shorten` simulates
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of ZB-V. A rank keeps at most `stages` micro-batches.
+    """Returns the plan of ZB-V. A rank keeps the activations of at most `stages` micro-batches.
 
     Args:
         stages: number of pipeline ranks.
@@ -49,7 +52,9 @@ def zb_v(stages: int, microbatches: int) -> Plan:
 
 
 def v_half(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of V-Half. A rank keeps at most (stages + 2) // 2 micro-batches.
+    """Returns the plan of V-Half.
+
+    A rank keeps the activations of at most (stages + 2) // 2 micro-batches.
 
     Args:
         stages: number of pipeline ranks.
@@ -59,7 +64,9 @@ def v_half(stages: int, microbatches: int) -> Plan:
 
 
 def v_min(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of V-Min. A rank keeps at most (stages + 4) // 3 micro-batches.
+    """Returns the plan of V-Min.
+
+    A rank keeps the activations of at most (stages + 4) // 3 micro-batches.
 
     Args:
         stages: number of pipeline ranks.
