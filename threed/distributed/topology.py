@@ -337,7 +337,7 @@ class Topology:
         self._link(links)
 
     def axis(self, name: str) -> Axis:
-        """Returns the axis with a name.
+        """Returns an axis by its name.
 
         Args:
             name: "pp", "dp", "cp", "tp" or "world", or a derived axis that `prepare` created, such

@@ -208,6 +208,6 @@ def packed(x: Tensor) -> bool:
 def aligned(x: Tensor) -> bool:
     """Returns whether the address of x is a multiple of 16 bytes.
 
-    Only x's offset in its storage is checked, because the address of every storage is a multiple.
+    Only x's offset in its storage is checked, because the storage's address is such a multiple.
     """
     return x.storage_offset() * x.element_size() % 16 == 0

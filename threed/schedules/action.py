@@ -27,7 +27,7 @@ class Kind(StrEnum):
     GATHER = "GATHER"  # launch the gathers of the layers that a chunk's next action needs first
     REDUCE = "REDUCE"  # after a chunk's last backward: reduce the chunk's remaining gradients
     VALIDATE = "VALIDATE"  # check the previous update; if invalid, undo it and restart the step
-    NORM = "NORM"  # start to compute the norm of the previous step's gradients over all ranks
+    NORM = "NORM"  # start the norm of the previous step's gradients, which are reduced on all ranks
     UPDATE = "UPDATE"  # update the weights with the previous step's gradients
 
 
