@@ -7,9 +7,9 @@
     else:
         __getattr__, __dir__ = lazy(__name__, {"Config": "threed.config.groups"})
 
-So an import of the package does not import torch or pydantic, and type checkers and editors find
-the names. tests/test_public_api.py checks that the three lists (`__all__`, the imports, and the
-argument of `lazy`) have the same names.
+With this pattern an import of the package does not import torch or pydantic, but type checkers and
+editors still find the names. tests/test_public_api.py checks that the three lists (`__all__`, the
+imports, and the argument of `lazy`) have the same names.
 """
 
 import importlib

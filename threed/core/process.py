@@ -48,8 +48,8 @@ def peak_rss_bytes() -> int:
 def process_space() -> str:
     """Returns an id of the boot and the namespaces of this process.
 
-    A pid and a start time identify a process uniquely among processes with the same id. On systems
-    other than Linux the id is the name of the machine.
+    Among processes for which this function returns the same id, a pid and a start time identify a
+    process uniquely. On systems other than Linux the id is the name of the machine.
     """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

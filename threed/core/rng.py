@@ -38,8 +38,8 @@ def philox(
     """Returns four 32-bit words for every counter.
 
     A product of two 32-bit words overflows int64, but its low 64 bits are right, and masking
-    removes the sign. A word given as a Python number is computed as a Python number, which does not
-    overflow. So no host scalar is copied to a GPU.
+    removes the sign. A word given as a Python number stays a Python number, which does not overflow
+    and needs no copy from the host to a GPU.
 
     Args:
         counter: four words of 32 bits, broadcastable tensors (int64) or Python numbers.
@@ -152,7 +152,7 @@ def keep_mask(
     seed: int, name: str, step: int, samples: Tensor, rows: tuple[int, int], columns: tuple[int, int], width: int,
     p: float,
 ) -> Tensor:  # fmt: skip
-    """Returns the elements that dropout keeps: bool [rows b columns], each with probability 1 - p.
+    """Returns a dropout mask, bool [rows b columns]: True keeps an element, with probability 1 - p.
 
     The mask is generated in chunks of rows, where a row is one position of one sample. Temporary
     memory is 125 bytes per counter of a chunk: 8.2 MB on a CPU (`_CHUNK` counters) and 131 MB on

@@ -64,8 +64,8 @@ _POSITIONAL = (
 def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
     """Returns the number of arguments with which an object of the user is called.
 
-    The object may take fewer arguments than `given`: arguments are passed by position, up to the
-    first parameter that has a default value and another name than the argument.
+    The object may take fewer arguments than `given`. Arguments are passed by position. They end
+    before the first parameter that has a default value and is not named like its argument.
 
     Args:
         found: the class or function.

@@ -1,7 +1,7 @@
 """The style of all pictures: palette with dark variants, font and width. Pictures are SVG files.
 
 A picture is written in its light colors. `styled` adds the dark variants as CSS rules under
-`@media (prefers-color-scheme: dark)`, so a browser shows the picture in its color scheme, also in
+`@media (prefers-color-scheme: dark)`, so a browser shows the picture in its color scheme, even in
 an `<img>`. Programs that ignore CSS show the light colors. The rules select elements by color, in
 attributes (`fill="#4477aa"`) and in the inline styles that matplotlib writes (`fill: #4477aa`).
 """

@@ -5,7 +5,7 @@
 Ranks on one machine share the clock of `time.perf_counter`. To convert times of other machines, all
 ranks read their clocks at the end of a collective, which all ranks leave at about the same time. So
 after the conversion the clocks of two machines differ by at most the time of a message. The wall
-clock is not used.
+clock is not used, because the wall clocks of two machines may differ by more.
 """
 
 from __future__ import annotations

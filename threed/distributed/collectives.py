@@ -156,7 +156,7 @@ def start_all_gather(
         shard: this rank's shard; may be a view of its part of `out`.
         axis: the ranks.
         out: output [size*n ...]; by default a new tensor.
-        codec: encodes the shards. This rank's own part of the result is the decoded message, too.
+        codec: encodes the shards. All parts of the result are decoded messages, even this rank's.
     """
     if axis.size == 1:
         return done(shard if out is None else out.copy_(shard))
@@ -472,7 +472,9 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Returns the sum of x over ranks; the backward keeps the gradient (Megatron's g). Collective.
+    """Returns the sum of x over ranks (Megatron's g). Collective.
+
+    The backward returns the gradient unchanged.
 
     Args:
         x: this rank's term, [...].

@@ -43,14 +43,14 @@ def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
 
 
 def same_place(name: str | None, index: int, size: int) -> int:
-    """Returns the number of the derived axis to which a rank belongs, along an axis.
+    """Returns the number of a rank's group, for an axis whose ranks are divided into groups.
 
-    Ranks with the same number are the ranks of one derived axis, such as one block "tp/2", and hold
-    replicas of the same values.
+    The ranks of one group have the same number and hold replicas of the same values. The groups are
+    blocks of neighbors ("tp/2"), strides ("tp%2"), or a single group with all ranks ("tp").
 
     Args:
-        name: name of the derived axis, such as "tp", "tp/2" or "tp%2"; None if every rank is a
-            group by itself.
+        name: name of the division, such as "tp", "tp/2" or "tp%2"; None if every rank is a group by
+            itself.
         index: index of the rank on the axis.
         size: number of ranks of the axis.
     """
@@ -63,7 +63,14 @@ def same_place(name: str | None, index: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class Grid:
-    """The number of ranks per axis."""
+    """The number of ranks per axis.
+
+    Attributes:
+        pp: number of pipeline ranks.
+        dp: number of data-parallel ranks.
+        cp: number of context-parallel ranks.
+        tp: number of tensor-parallel ranks.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -129,12 +136,12 @@ class Grid:
         """Returns the ranks of the axis `name` that contains a rank, including that rank.
 
         Args:
-            rank: the rank.
-            name: "tp" and other names of AXES: the ranks that differ from `rank` only in this
-                coordinate. A product such as "dp*cp": the ranks that differ only in these
-                coordinates, ordered with the last axis fastest. With "/n" after the name: of these
-                ranks, the block of n neighbors that contains `rank`. With "%n": of these ranks, the
-                ones at a distance of a multiple of n from `rank`. A suffix "@word" is ignored.
+            rank: global rank.
+            name: selects the ranks. A name in AXES, such as "tp", selects the ranks that differ
+                from `rank` only in this coordinate. A product such as "dp*cp" selects the ranks
+                that differ only in these coordinates, ordered with the last axis fastest. A suffix
+                "/n" selects the block of n neighbors that contains `rank`; a suffix "%n" selects
+                the ranks at a distance of a multiple of n from `rank`. A suffix "@word" is ignored.
 
         Raises:
             ValueError: if the name is not valid or n does not divide the number of ranks.
@@ -160,7 +167,7 @@ class Grid:
         """Returns the ranks on given pipeline stages that have the other coordinates of `rank`.
 
         Args:
-            rank: the rank.
+            rank: global rank.
             stages: the pipeline stages; one rank is returned for each.
         """
         place = self.coordinates(rank)

@@ -353,7 +353,7 @@ def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> s
 def _port(launcher: Launcher, environment: Variables) -> int:
     """Returns a port from 10000 to 29999, the same on all ranks of a run.
 
-    These ports are below the ephemeral ports.
+    These ports are below the ephemeral ports, so that no outgoing connection occupies one of them.
     """
     job = ".".join(environment.get(name, "") for name in launcher.job)
     return 10000 + zlib.crc32(job.encode()) % 20000

@@ -240,9 +240,9 @@ def split(piece: Piece, first: int, last: int, offset: int = 0) -> Iterator[Piec
 
     Args:
         piece: the piece to split.
-        first: first element, in the order of the piece's storage.
-        last: end of the range.
-        offset: local offset of element `first`; the offsets of the pieces follow from it.
+        first: number of the first element, in row-major order of the piece.
+        last: number of the last element plus 1.
+        offset: offset of element `first` in the local parameter, in elements.
     """
     origin = offset - first
     while first < last:

@@ -78,8 +78,8 @@ class Axis:
         if they are on different streams. So collectives that should overlap need two communicators.
 
         Args:
-            stream: the stream.
-            twin: an axis with the same ranks and its own communicator.
+            stream: stream whose collectives over this axis use the communicator of `twin`.
+            twin: an axis with the same ranks and a separate communicator.
         """
         if twin.group is not None:
             self._of_streams[stream] = twin.group
@@ -284,7 +284,7 @@ class Topology:
 
         Args:
             grid: sizes and order of the axes.
-            rank: the rank in the grid.
+            rank: global rank whose topology is returned.
         """
         topology = cls.__new__(cls)
         topology.device = torch.device("meta")
@@ -325,8 +325,8 @@ class Topology:
                 contains this rank. "dp%2" consists of the dp ranks at an even distance from this
                 rank. A name followed by "@word" denotes the same ranks with a separate
                 communicator.
-            ties: tuples of pipeline stages that hold replicas of one weight. Each tuple gets an
-                axis: the ranks on these stages that have this rank's other coordinates.
+            ties: tuples of pipeline stages that hold replicas of one weight. For each tuple an axis
+                is created: the ranks on these stages whose other coordinates equal this rank's.
             links: pairs of pipeline stages that send to each other; neighbors are linked already.
         """
         self._align_group_counts()
@@ -337,10 +337,11 @@ class Topology:
         self._link(links)
 
     def axis(self, name: str) -> Axis:
-        """Returns an axis: pp, dp, cp, tp or world, or a derived axis that `prepare` created.
+        """Returns an axis by its name.
 
         Args:
-            name: name of the axis.
+            name: "pp", "dp", "cp", "tp" or "world", or a derived axis that `prepare` created, such
+                as "tp/2".
         """
         return self._axes[name]
 
@@ -424,10 +425,11 @@ class Topology:
     def _make_axis(self, label: str, ranks: tuple[int, ...]) -> Axis:
         """Returns the axis of `ranks`.
 
-        Only the members synchronize, because creating a group collectively at a thousand ranks
-        takes thousands of round trips to the store. torch then derives the name of a group from its
-        ranks and the number of groups that the process has created. So every rank must create one
-        group in each call; a rank outside of the axis creates an unused group of one rank.
+        Only the members synchronize (`use_local_synchronization`), because a collective of a
+        thousand ranks takes thousands of round trips to the store. With this option torch derives
+        the name of a group from its ranks and the number of groups that the process has created. So
+        every rank must create one group in each call; a rank outside of the axis creates an unused
+        group of one rank.
         """
         member = self.rank in ranks
         index = ranks.index(self.rank) if member else -1
@@ -458,8 +460,8 @@ def _disjoint_rounds(
 ) -> Iterator[tuple[int, int] | None]:
     """Divides pairs into rounds such that the pairs of one round have no member in common.
 
-    So in each round a rank has at most one group to create. Yields, for each round, the pair that
-    contains `member`, or None.
+    So each rank creates at most one group per round. For each round the function yields the pair
+    that contains `member`, or None.
     """
     while pairs:
         seen, later, own = set[int](), list[tuple[int, int]](), None

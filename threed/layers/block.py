@@ -124,7 +124,7 @@ class Block(PipelineLayer):
     def _branch(
         self, y: Tensor, norm: nn.Module | None, dropout: Dropout | None, micro: MicroBatch
     ) -> Tensor:
-        """Returns the output y of a branch after its post-norm and its dropout, if it has them."""
+        """Applies the post-norm and the dropout of a branch, if it has them, to its output y."""
         y = y if norm is None else self.recompute.run("norm", norm, y)
         return y if dropout is None else dropout(y, micro)
 

@@ -2,10 +2,10 @@
 
     compile_layer(layer, "inductor")       layer(x, micro) compiles when it is first called
 
-Some operations cannot be traced: a weight's gradient is added to the weight's `GradSink`, which
-counts contributions and may start the reduction of a bucket; an all-reduce waits for other ranks; a
-dropout mask depends on the sample. These operations are registered as custom operators that run the
-layers' own code. The last argument of such an operator is an `Opaque`, a graph input that
+Some operations cannot be traced: adding a weight's gradient to its `GradSink`, which counts
+contributions and may start the reduction of a bucket; collectives, which wait for other ranks; and
+dropout, whose mask depends on the samples. These operations are registered as custom operators that
+run the layers' own code. The last argument of such an operator is an `Opaque`, a graph input that
 represents the layer or its axis, so that blocks of the same structure share one graph. torch keeps
 these operators in order and never removes them (`EffectType.ORDERED`). The compiler fuses the
 operations between these operators, so this package's own fused kernels are not used in compiled
@@ -45,7 +45,7 @@ class Opaque(OpaqueBase):
 
 
 register_opaque_type(Opaque, typ="reference")
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # unregisters its operators when freed
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # freeing it would unregister the operators
 
 
 def _define(schema: str, work: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -77,8 +77,8 @@ def _product(
     Args:
         x: input of the layer, before f (see `layers.linear`).
         gathered: f(x).
-        weight: the weight; for a tiled layer `Traced.anchor`.
-        bias: the bias.
+        weight: the weight [out in]; for a tiled layer, the empty tensor `Traced.anchor`.
+        bias: the bias [out], or None.
         out: number of columns of the result, for the fake implementation.
         parts: number of ranks over which f gathers x, for the backward. 1: f does not gather.
         opaque: `Opaque` of the layer.
@@ -101,12 +101,12 @@ def _product_backward(
     need: whether the gradients of x, weight and bias are needed, in this order.
     """
     layer, tiles = opaque.value, tiled.tiles_of(opaque.value)
-    # read from the layer, because only the parameter itself has the gradient sink as an attribute
+    # The bias is taken from the layer, because only the parameter itself has the attribute `sink`.
     bias = layer.bias if need[2] else None
     sinks = map(sink_of, tiles)
     if any(sink is not None and sink.defers() for sink in sinks):
-        # These sinks read dy and gathered later. The compiler may reuse the memory of both after
-        # this function returns, so the sinks get copies.
+        # These sinks read `dy` and `gathered` later. The compiler may reuse the memory of the two
+        # tensors after this function returns, so the sinks get copies.
         dy, gathered = dy.clone(), gathered.clone()
     terms = linear.Terms(tiles, bias, layer.axis, layer.gather, layer.matmul)
     dx, *rest = linear.gradients(dy, gathered, _values(weight, layer), terms, need[0])

@@ -127,9 +127,9 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients of x before f, of each weight and of the bias. Collective.
 
-    If a parameter in `terms` has a `GradSink`, its gradient is added to the sink. During a stage's
-    forward, gradients are requested only by a layer that calls `torch.autograd.grad`. In this case
-    only the gradient of x is computed; with `create_graph` it is differentiable.
+    If a parameter in `terms` has a `GradSink`, its gradient is added to the sink. This function can
+    also run during a forward, if a layer calls `torch.autograd.grad` there. Then it computes only
+    the gradient of x, which is differentiable with `create_graph`.
 
     Args:
         dy: gradient of y, [... out].
@@ -294,7 +294,7 @@ class ColumnLinear(Product):
         slicing: parallel layout.
         std: standard deviation of the initial weights.
         bias: whether there is a bias.
-        multiple: unit of the shards, such as a head's size.
+        multiple: size of a unit of output features that is never split, such as a head.
         shared: number of neighboring ranks that hold the same shard (above 1 if there are fewer
             key/value heads than ranks). The gradients of these ranks are summed.
         local: whether the caller applies f, so that x is already [s b h].
@@ -346,7 +346,7 @@ class RowLinear(Product):
         slicing: parallel layout.
         std: standard deviation of the initial weights.
         bias: whether there is a bias.
-        multiple: unit of the shards, such as a head's size.
+        multiple: size of a unit of input features that is never split, such as a head.
     """
 
     def __init__(
@@ -380,11 +380,12 @@ class RowLinear(Product):
 
 
 class ReplicatedLinear(Product):
-    """A linear layer replicated over tensor ranks, without communication: x [... in] -> [... out].
+    """A linear layer replicated over tensor ranks: x [... in] -> [... out].
 
-    It is used for matrices that are too small to shard (a router, a low-rank projection), and for
-    layers between blocks, where x is [s b in] or this rank's [s/t b in]. Weight [out in] and bias
-    [out] are the global tensors `name`.weight and `name`.bias.
+    Its forward and backward run no collective. It is used for matrices that are too small to shard
+    (a router, a low-rank projection), and for layers between blocks, where x is [s b in] or this
+    rank's [s/t b in]. Weight [out in] and bias [out] are the global tensors `name`.weight and
+    `name`.bias.
 
     Args:
         name: global name.
@@ -394,7 +395,8 @@ class ReplicatedLinear(Product):
         tiles: number of tiles, reduced to `outputs` if larger. Default: `slicing.tile`.
         std: standard deviation of the initial weights.
         bias: whether there is a bias.
-        partial: see `Slicing.shared`. None: x is an activation between blocks.
+        partial: whether the gradients are partial, as in `Slicing.shared`. None is for an x that is
+            an activation between blocks.
     """
 
     def __init__(
@@ -416,9 +418,9 @@ class ReplicatedLinear(Product):
 class SinkLinear(nn.Linear):
     """torch's linear layer, with gradients added to sinks directly instead of through autograd.
 
-    It falls back to torch's forward under torch.compile and autocast, for an input that has fewer
-    than two dimensions or another dtype than the weight, and if a gradient must pass through
-    autograd.
+    It falls back to torch's forward in these cases: under torch.compile or autocast; if the input
+    has fewer than two dimensions; if the dtypes of input and weight differ; if autograd must
+    compute the gradient of the weight or bias.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ class _Projection:
         terms: the table [v/t h] as the weight of a linear layer.
         targets: label of each position, int64 [s b]. Labels below 0 have loss 0.
         scale: factor of the summed loss, a scalar tensor.
-        first: global id of the shard's first column.
-        columns: number of columns of the shard, without padding.
-        vocabulary: total number of columns of all ranks, without padding.
+        first: token id of the first column of this rank's logits.
+        columns: number of columns of this rank's logits, without padding.
+        vocabulary: size of the vocabulary: the columns of all ranks, without padding.
         softcap: bound on logits, as in `capped`.
     """
 
@@ -42,7 +42,7 @@ class _Projection:
     softcap: float = 0.0
 
     def loss(self, logits: Tensor, at: slice) -> Tensor:
-        """Returns the weighted loss at the positions `at`, from the logits at these positions."""
+        """Returns the weighted loss at the positions `at`; `logits` has only these positions."""
         return weighted_loss(
             capped(logits, self.softcap), self.targets[at], self.scale, self.terms.axis, self.first, columns=self.columns,
             vocabulary=self.vocabulary,
@@ -54,7 +54,7 @@ class _Projection:
         Args:
             x: input at these positions, [n b h].
             weight: the table [v/t h].
-            at: the positions.
+            at: range of positions in the sequence.
             dloss: gradient of the loss, a scalar.
         """
         with torch.enable_grad():

@@ -61,7 +61,10 @@ class _Fused(torch.autograd.Function):
 def sum_and_norm(
     module: nn.Module, x: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns s = x + residual (x without a residual) and module(s), by one kernel if possible."""
+    """Returns (s, module(s)) for s = x + residual, by one kernel if possible.
+
+    Without a residual, s is x.
+    """
     is_plain = type(module) in (LayerNorm, RMSNorm) and not (
         module._forward_hooks or module._forward_pre_hooks
         or module._backward_hooks or module._backward_pre_hooks
@@ -104,12 +107,12 @@ class Norm(nn.Module):
         return not self.offset and launch.ready(x) and norm.fits(x, *self._params())
 
     def fused(self, x: Tensor, residual: Tensor | None, *, with_sum: bool) -> Any:
-        """Returns norm(x + residual) by the fused kernel; if `with_sum`, (x + residual, norm).
+        """Returns norm(x + residual) by the fused kernel, or a pair if `with_sum`.
 
         Args:
             x: [... h].
             residual: [... h]; None for the norm of x.
-            with_sum: whether to return the sum x + residual, too.
+            with_sum: whether to return the pair (x + residual, norm(x + residual)).
         """
         params = self._params()
         return _Fused.apply(

@@ -1,4 +1,4 @@
-"""Selective recompute: the results of named operations are recomputed in the backward, not saved.
+"""Selective recompute: the backward recomputes named operations, whose results are not saved.
 
     class Mine(nn.Module):
         recompute = Recompute()                   # saves everything, until a Selective is installed
@@ -61,8 +61,8 @@ from threed.ops import attention
 class RngState:
     """The state of torch's generators before a forward, so that a rerun draws the same numbers.
 
-    The state is kept only if the forward used a generator. The layers of this package use none;
-    custom layers may.
+    The state is kept only if the forward used a generator. The layers of this package use no
+    generator; custom layers may use one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,9 +103,9 @@ class Recompute:
         """Returns f(*inputs).
 
         Args:
-            name: name of the operation.
+            name: name of the operation (see the module's docstring).
             f: function that depends on its inputs and on weights only.
-            inputs: inputs of `f`.
+            inputs: tensors that `f` is called with.
         """
         return f(*inputs)
 
@@ -165,7 +165,7 @@ Packed = _SavedTensor | _Placeholder
 def unpack(packed: Packed, description: str = "a tensor that the backward needs") -> Tensor:
     """Returns a saved tensor, rebuilt if necessary.
 
-    description: the tensor in words, for an error message.
+    description: describes the tensor in an error message.
     """
     if isinstance(packed, _Placeholder):
         if packed.value is None:
@@ -188,7 +188,7 @@ class _Operation:
         self.name, self.f, self.inputs, self.requires_grad = name, f, inputs, requires_grad
         # placeholders of the tensors that autograd saves inside `f`, in the order of saving
         self._inside: list[weakref.ref[_Placeholder]] = []
-        # placeholders of the result and of its views, with their layouts
+        # placeholders of the result and of the result's views, each with its layout
         self._results: list[tuple[weakref.ref[_Placeholder], Layout]] = []
         self._rng: RngState | None = None
         self._version: tuple[int, torch.dtype] | None = None  # version and dtype of the result
@@ -276,7 +276,7 @@ class Selective(Recompute):
     """Recomputes the operations named `ops` in the backward; saves everything else.
 
     Args:
-        ops: names of operations, see the module's docstring.
+        ops: names of the operations to recompute (see the module's docstring).
     """
 
     def __init__(self, ops: Iterable[str]) -> None:
@@ -334,7 +334,7 @@ class Selective(Recompute):
         source = None if torch.compiler.is_compiling() else self._operation_of(x)
         if not layer.gather or source is None:
             return layer(x)
-        placeholder = source.result(x)  # for `pack`, which must not keep x alive
+        placeholder = source.result(x)  # used by `pack` instead of x, so that x can be freed
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:

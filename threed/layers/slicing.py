@@ -167,12 +167,13 @@ class MicroBatch:
             returns logits.
         samples: global sample indices, int64 [b].
         weight: factor of the sum of token losses, a scalar tensor: 1 / number of valid labels in
-            the step's global batch (1 / number of its rows, if labels are not integers).
+            the step's global batch. If labels are not integers: 1 / number of rows of that batch.
         step: number of the step, for dropout masks.
         training: whether dropout is on.
         inputs: the batch's other tensors [b ...], by name. They keep their dtypes unless
             `precision.cast_inputs` is on. For a wrapped module: all of its keyword arguments.
-        loss_chunks: number of chunks of the sequence for which the head computes logits one by one.
+        loss_chunks: number of chunks into which the head divides the sequence. The logits of one
+            chunk exist at a time.
     """
 
     tokens: Tensor | None = None
@@ -189,7 +190,7 @@ class Flag:
     """An error in the data, detected on the device without a synchronization.
 
     If an error is recorded, the step is skipped, and reading the step's metrics raises DataError. A
-    layer keeps its flags in a tuple `data_flags`.
+    layer keeps its flags in a tuple `data_flags`, where the engine finds them.
 
     Args:
         what: description of the error, for the message.
@@ -294,7 +295,10 @@ def has_gradient_hooks(param: Tensor) -> bool:
 
 
 def goes_to_sink(param: Tensor | None) -> bool:
-    """Returns whether autograd needs no gradient for `param`: it has a sink, is frozen, or None."""
+    """Returns whether autograd needs no gradient for `param`.
+
+    This is the case if `param` is None or frozen, or if its gradient goes to a sink.
+    """
     return param is None or not param.requires_grad or sink_of(param) is not None
 
 
@@ -302,9 +306,9 @@ def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]
     """Returns the parameters to pass to an autograd function of x and these parameters.
 
     If x requires a gradient, and autograd needs no gradient for any parameter (`goes_to_sink`),
-    each parameter is replaced by None. If the parameters were passed, autograd would visit them
-    without a result, which costs the host as much as a small kernel. If x requires no gradient, the
-    parameters must be passed: without them autograd would not run the backward.
+    each parameter is replaced by None. If the parameters were passed, autograd would visit them in
+    vain, which takes as much host time as the launch of a small kernel. If x requires no gradient,
+    the parameters must be passed: without them autograd would not run the backward.
     """
     no_params = x.requires_grad and all(map(goes_to_sink, params))
     return (None,) * len(params) if no_params else params

@@ -10,12 +10,11 @@ This is memory-centric tiling (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3).
 can override it. Each tile is a separate parameter, which is gathered, reduced, updated and
 offloaded on its own. The `ShardSpec`s of all tiles name the same global tensor, so initial values,
 checkpoints and exports do not depend on the number of tiles. While one tile is used, the next is
-gathered (`TileGatherer`), so at most two tiles are in memory. Tiles without a gatherer stay in
+gathered by its `TileGatherer`, so at most two tiles are in memory. Tiles without a gatherer stay in
 memory.
 
-Outputs equal the outputs of the untiled layer except for rounding, because a matrix product of
-another shape may sum in another order. The input's gradient differs by rounding, too, because it is
-a sum over tiles.
+The output and the input's gradient differ from the untiled layer only by rounding: a matrix product
+of a different shape may sum in a different order, and the input's gradient is a sum over tiles.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from threed.distributed.sharding import Piece, ShardSpec, parameter
 from threed.layers.slicing import tile_gatherer_of
 from threed.ops.matmul import Matmul
 
-# Rows. Tiles of at least this many rows start at multiples of it, which matrix kernels prefer.
+# Number of rows. If tiles have at least this many rows on average, each tile starts at a multiple
+# of GRANULE, because matrix kernels are faster on such tiles.
 GRANULE = 64
 
 Span = tuple[int, int]
@@ -158,7 +158,7 @@ def input_gradient(
 def parts(rows: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """Yields (i, the columns of `rows` [m out] for tile i), from the last tile to the first.
 
-    The buckets of gradients are filled in this order.
+    The order is from last to first, because gradient buckets are filled in this order.
     """
     for i, span in reversed(list(enumerate(_columns_of(weights)))):
         # contiguous, because oneDNN is up to a thousand times slower on a transposed slice

@@ -169,7 +169,8 @@ def for_tokens(model: object, vocab: int, name: str) -> Model:
         name: name of the class or function that returned the model, for messages.
 
     Raises:
-        ConfigError: if `model` is neither of the two, or if the module cannot be wrapped.
+        ConfigError: if `model` is neither a model of pipeline layers nor an `nn.Module`, or if the
+            module cannot be wrapped.
     """
     if is_layered(model):
         return cast(Model, model)

@@ -2,7 +2,8 @@
 
     buffers = build(layers, stages, topology)
     buffers.begin()                                        # moves them to the device, broadcasts
-    buffers.begin_step() · buffers.end_step() · buffers.agree()
+    buffers.begin_step(), buffers.end_step()               # at the start and the end of each step
+    buffers.agree()                                        # before an evaluation or a checkpoint
 
 A buffer's name is the layer's name and the path in the layer (`blocks.3.norm.running_mean`;
 `layers.3.…` for a layer without a name), or the path in a wrapped module. Data rank 0 has the
@@ -39,7 +40,13 @@ Roots = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True, eq=False)
 class BufferRef:
-    """The location of a buffer: the entry `key` in the buffer table of the module `owner`."""
+    """The location of a buffer.
+
+    Attributes:
+        name: name of the buffer in the model.
+        owner: module that registered the buffer.
+        key: name of the buffer in `owner`.
+    """
 
     name: str
     owner: nn.Module
@@ -69,9 +76,12 @@ class BufferRef:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """The state of a buffer at one time: its tensor, version counter, and a copy of its values.
+    """The state of a buffer at one time, for a later comparison with its current state.
 
-    `copy` is None if only the version counter is compared.
+    Attributes:
+        tensor: weak reference to the buffer's tensor.
+        version: the tensor's version counter.
+        copy: copy of the values; None if only the tensor and the version are compared.
     """
 
     tensor: weakref.ref[Tensor]
@@ -80,7 +90,9 @@ class Observation:
 
 
 def find(roots: Roots) -> list[BufferRef]:
-    """Returns all buffers of some modules. A module with several names is listed under the first.
+    """Returns all buffers of some modules. A module with several names is listed once.
+
+    It is listed under the name that is found first.
 
     Args:
         roots: (name prefix, module) pairs.
@@ -121,13 +133,13 @@ class Buffers:
 
     Args:
         stages: for each pipeline rank, (name prefix, module) pairs of its modules.
-        topology: the ranks.
+        topology: the topology, with the pipeline, data and tensor axes of this rank.
         recomputed: names of buffers in layers that are recomputed in full.
         two_holders: whether every layer is on two pipeline ranks.
 
     Attributes:
-        exist: whether some rank has buffers, among the ranks that must call the collectives
-            together. The value is equal on all of these ranks.
+        exist: whether any of the ranks that call the collectives of this object together has
+            buffers. All of these ranks have the same value.
     """
 
     def __init__(
@@ -200,7 +212,7 @@ class Buffers:
             self._searched = True
 
     def agree(self) -> None:
-        """Detects further changing buffers, then broadcasts all changing ones. Collective."""
+        """Detects further changing buffers, then broadcasts all changing buffers. Collective."""
         if self._seen is not None:
             self._find_changes()
         self._broadcast(self._changing)
@@ -333,7 +345,7 @@ class Buffers:
         for place in find(self._roots):
             if place.persistent and place.name in names:
                 place.store(source(place.name).to(self.topology.device))
-        # The model did not make this change, so the comparison starts with the restored values.
+        # The restored values are not a change by the model, so later comparisons start from them.
         self._seen = None
 
     def collect(self) -> dict[str, Tensor]:
@@ -380,7 +392,7 @@ def build(
     Args:
         layers: all layers of the model.
         stages: the layers of each stage.
-        topology: the ranks.
+        topology: the topology, with the pipeline, data and tensor axes of this rank.
         recomputed: numbers of the layers that are recomputed in full.
         wrapped: the wrapped module; `layers` is then ignored.
 

@@ -1,8 +1,8 @@
-"""Checks the sharding records of a model built from `threed.layers`, before the first step.
+"""Checks the sharding records (`ShardSpec`) of a model's parameters, before the first step.
 
     check(model.layers(), model.slicing, topology)
 
-The checks are:
+The model is built from `threed.layers`. The checks are:
 - Every parameter has a record.
 - Within a layer, every name refers to one parameter.
 - Layers that share a parameter by name (tied weights) have equal records of the parameter.
@@ -34,7 +34,7 @@ from threed.layers.contract import title
 from threed.layers.slicing import Slicing
 
 MAX_LISTED = 8  # maximum number of problems in one message
-Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
+Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box of a global tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """A decoder of any architecture in `threed.config.architectures`.
 
-The architecture's record determines the parts of the decoder's blocks.
+The architecture's record (`Architecture`) determines which parts the decoder's blocks have.
 
     model = Decoder(config.model, slicing)
     model.layers()       # embedding, blocks.0 ... blocks.l-1, head
@@ -51,7 +51,7 @@ class Decoder:
         config: the resolved model configuration.
         hidden: width of the activations between layers.
         slicing: parallel layout.
-        record: the architecture's record.
+        record: the architecture's record, an `Architecture`.
     """
 
     boundaries_replicated = True

@@ -1,11 +1,11 @@
-"""Counts the items over which a wrapped module's mean loss is computed.
+"""Counts the items (labels or rows) over which a wrapped module's mean loss is computed.
 
 The number of items is the weight of a micro-batch in the loss of a step.
 
     items = Items(module)
-    items(inputs)                    # before the forward: the number of items, by way of counting
+    items(inputs)                    # before the forward: the number of items, or two candidates
     with items.observing(inputs):    # around the forward
-    items.select_weight(weights)     # after the forward: the weight for the way that applies
+    items.select_weight(weights)     # after the forward: the weight for the correct candidate
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Items:
     A causal model of Hugging Face predicts each label from the positions before it, so it does not
     count the first label of a row. If the module contains such a model as a submodule, only the
     forward shows whether the submodule gets the labels (the first label does not count) or the
-    module computes the loss itself (the first label counts). In this case both numbers of items are
-    computed, and the right one is selected after the forward.
+    module computes the loss itself (the first label counts). In this case the numbers of items with
+    and without the first labels are computed, and one of them is selected after the forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -132,10 +132,10 @@ def count_items(inputs: Inputs, shifted: bool) -> Tensor:
 
 
 def with_some_label(inputs: Inputs, items: Tensor) -> dict[str, Any]:
-    """Returns the inputs; if all labels are ignored, with valid labels in their place.
+    """Returns the inputs. If all labels are ignored, replaces them by valid labels.
 
-    The loss of such a micro-batch has the weight zero. Without valid labels its mean loss would be
-    0 / 0, and the gradient would be NaN even if the loss is multiplied by zero.
+    The loss of a micro-batch without valid labels has the weight zero. But its mean loss would be
+    0 / 0, and the gradient would be NaN even after a multiplication of the loss by zero.
 
     Args:
         inputs: the inputs of a micro-batch.

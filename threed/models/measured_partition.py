@@ -10,8 +10,8 @@ partitions the model, then calls the planner for a plan.
 The slowest stage alone does not determine the time of a step. Under 1F1B, the ranks also wait for
 the first stage's forwards and the last stage's backwards. So partitions are compared by simulating
 the schedule in use. The search starts from the partition that minimizes the time of the slowest
-stage, and from each of the given baselines. As long as the step becomes faster, it moves one layer
-over one stage boundary, or one layer over each of two boundaries.
+stage, and from each of the given baselines. As long as the simulated step becomes faster, the
+search moves one layer over one stage boundary, or one layer over each of two boundaries.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Division:
         plan: plan of a step, made from `times` if the schedule is planned from times.
         times: times of every layer.
         seconds: simulated time of a step's forwards and backwards.
-        bubble: idle share of the ranks in that time.
+        bubble: idle fraction of the rank with the longest span, as in `Timeline.bubble`.
         imbalance: time of computation of the slowest rank, divided by the mean over all ranks.
         gains: by name of baseline, the simulated time of a step with the baseline, divided by
             `seconds`.
@@ -141,10 +141,10 @@ def divide(
 ) -> Division:
     """Returns the fastest partition that the search finds, with its plan.
 
-    The search simulates the plan for equal times. Afterwards the planner is called with the stage
-    times of the partition that was found; the new plan is used unless it is slower. In simulation,
-    no baseline that fits the limit is faster than the result. Ranks that pass the same times get
-    the same result.
+    The search simulates the planner's plan for equal stage times. Afterwards the planner is called
+    with the stage times of the partition that was found. The new plan is used unless it is slower.
+    In simulation, no baseline that fits the limit is faster than the result. Ranks that pass the
+    same times get the same result.
 
     Args:
         times: times of every layer.

@@ -136,13 +136,13 @@ def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueEr
 def _optimum(
     n: int, stages: int, score: Score, merge: Callable[[int, int], int]
 ) -> tuple[int, list[range]] | None:
-    """Returns the smallest score of any partition, and that partition; None if none is allowed.
+    """Returns the smallest score and the partition that has it; None if no partition is allowed.
 
     The score of a partition combines the scores of its stages by `merge`. Of several partitions
     with the smallest score it returns the one with the latest boundaries.
     """
-    # best[stage][stop]: (the smallest score of the first `stop` layers on `stage` stages, the first
-    # layer of the last of these stages)
+    # best[stage][stop] is a pair: the smallest score of a partition of the first `stop` layers into
+    # `stage` stages, and the first layer of the last stage of this partition
 
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(stages):

@@ -101,7 +101,7 @@ class PipelineLayout:
         return sorted({(min(a, b), max(a, b)) for a, b in passes if a != b})
 
     def ties(self, names: Sequence[Sequence[str]]) -> dict[str, Tie]:
-        """Returns the parameters that several ranks hold, by name, in order of first use.
+        """Returns the parameters that several ranks hold, by name, ordered by the first layer.
 
         Args:
             names: names of the parameters of every layer of the model; the same on all ranks.

@@ -69,7 +69,7 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def with_dtype_note(inputs: Inputs) -> Iterator[None]:
-    """Context that adds a note to an error about dtypes: the dtypes of the batch's tensors."""
+    """Context that adds the dtypes of the batch's tensors as a note to an error about dtypes."""
     try:
         yield
     except RuntimeError as error:
@@ -99,7 +99,7 @@ class Unit:
         self.name, self.module, self.members = name, module, members
 
     def modules(self) -> Iterator[nn.Module]:
-        """Returns the modules whose parameters belong to the unit."""
+        """Returns an iterator over the modules whose direct parameters belong to the unit."""
         return iter(self.members)
 
 
@@ -208,7 +208,7 @@ class Wrapped(PipelineLayer):
         device, its own initialization computes the values, for one unit at a time to save memory.
 
         Args:
-            piece: the piece.
+            piece: a piece of one of the module's parameters.
             seed: seed of the initialization of a module on the meta device.
         """
         given = self._original[piece.name]
@@ -237,8 +237,8 @@ class Wrapped(PipelineLayer):
         """Broadcasts the original parameter values from the first rank of the axis. Collective.
 
         Args:
-            axis: ranks that must have equal values.
-            device: device of tensors in the axis's process group.
+            axis: the ranks that must have equal values.
+            device: the device on which the process group of the axis communicates.
         """
         for value in self._original.values():
             if axis.size > 1 and value.device.type != "meta":
@@ -250,12 +250,12 @@ class Wrapped(PipelineLayer):
 
         Drops the original parameter values. Moves buffers to the device. If some parameter had
         another dtype than `dtype`, casts the floating-point buffers as `module.to(device, dtype)`
-        would. The initialization of the buffer's owner computes the values of a buffer on the meta
-        device.
+        would. If a buffer is on the meta device, its values are computed by the initialization of
+        the module that owns it.
 
         Args:
-            device: device of the engine.
-            dtype: dtype of the parameters.
+            device: the engine's device, to which buffers are moved.
+            dtype: the engine's dtype of the parameters.
         """
         cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
         self._original.clear()

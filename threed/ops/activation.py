@@ -83,7 +83,7 @@ def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 def gelu_backward(
     dout: Tensor, x: Tensor, bias: Tensor | None = None, dbias: Tensor | None = None, *, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns the gradient of x [n f]; writes its sum over rows, fp32 [f], to dbias if given.
+    """Returns the gradient of x [n f]. If dbias is given, writes the sum over rows to dbias.
 
     Launches one kernel, or two with dbias.
 

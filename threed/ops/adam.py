@@ -37,7 +37,7 @@ class Adam:
         beta1: decay of the first moments.
         beta2: decay of the second moments.
         eps: constant added to the denominator.
-        state_names: names of the states.
+        state_names: names of the optimizer states: first and second moments.
     """
 
     beta1: float = 0.9

@@ -1,7 +1,7 @@
 """Scaled dot-product attention for layers, recompute and cost traces.
 
     attend(q, k, v)                                    torch's fused attention, causal or masked
-    Causal(window=4096, softcap=50.0)(q, k, v)         with a window, a soft cap or another scale
+    Causal(window=4096, softcap=50.0)(q, k, v)         with a window, a soft cap or a custom scale
 
 A block is the attention of some queries to some keys (arXiv 2205.14135, 2310.01889):
 
@@ -206,7 +206,7 @@ def backward(
     """Returns the contributions of some queries and some keys to the gradients of q, k and v.
 
     Args:
-        offset: as in `forward`, like `causal`, `q`, `k` and `v`.
+        offset: as in `forward`; `causal`, `q`, `k` and `v` are also arguments of `forward`.
         dy: gradient of the output [b a n d].
         y: output of these queries over all their keys, not only `k`.
         lse: log-sum-exp of these queries over all their keys.
@@ -237,7 +237,7 @@ def merge_(y: Tensor, lse: Tensor, more_y: Tensor, more_lse: Tensor) -> None:
 def _is_flash(q: Tensor, v: Tensor, causal: Causal) -> bool:
     """Returns whether torch's flash attention computes a block.
 
-    It is not used for 16-bit dtypes, in which plain matrix products are faster on CPUs.
+    For 16-bit dtypes it is not used, because plain matrix products are faster on CPUs.
     """
     return (
         _on_cpu(q) and q.dtype.itemsize >= 4 and not causal.softcap and q.shape[-1] == v.shape[-1]
@@ -261,7 +261,8 @@ def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tens
 def _has_masked_query(q: Tensor, k: Tensor, offset: int, window: int) -> bool:
     """Returns whether some query attends to no key.
 
-    It is enough to check the first and the last query: one of them attends to no key if any does.
+    It is enough to check the first and the last query: if any query attends to no key, one of these
+    two does not either.
     """
     return offset < 0 or 0 < window <= offset + q.shape[2] - k.shape[2]
 

@@ -129,8 +129,8 @@ def vocab_parallel_cross_entropy(
         targets: int64 [...], global ids. Targets below 0 have loss 0.
         axis: axis over which the vocabulary is sharded.
         first: global id of the shard's first column.
-        columns: number of columns in the shard. Columns after them are padding, with gradient zero.
-            Default: all.
+        columns: number of columns in the shard. The remaining columns are padding, and their
+            gradient is zero. Default: all columns.
 
     Returns:
         fp32 [...]; fp64 for fp64 logits.
@@ -142,8 +142,8 @@ def vocab_parallel_cross_entropy(
 
 # ------------------------------------------------------------------------------------------ csrc/cuda/cross_entropy.cu
 #
-# In the functions below the forward computes the logits' gradient times a scalar `weight`, and
-# writes it over the logits. Arguments of these functions:
+# In the functions below the forward computes the logits' gradient, multiplied by a scalar `weight`,
+# and overwrites the logits by it. Arguments of these functions:
 # logits: bf16 [n width]; the first `columns` columns are the shard, the others are padding.
 # targets: int64 [n], global ids. Targets outside the vocabulary have loss 0.
 # first: global id of the shard's first column.

@@ -123,7 +123,7 @@ class Operator:
     launches: Callable[..., int]
 
 
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # unregisters its operators when freed
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # freeing it would unregister the operators
 OPERATORS: dict[str, Operator] = {}
 
 
@@ -206,8 +206,8 @@ def packed(x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> bool:
-    """Returns whether x starts at a multiple of 16 bytes.
+    """Returns whether the address of x is a multiple of 16 bytes.
 
-    Only x's offset in its storage is checked, because every storage starts at such a multiple.
+    Only x's offset in its storage is checked, because the storage's address is such a multiple.
     """
     return x.storage_offset() * x.element_size() % 16 == 0

@@ -32,7 +32,7 @@ class Lion:
     Attributes:
         beta1: weight of the momentum in the direction of the step.
         beta2: decay of the momentum.
-        state_names: names of the states.
+        state_names: names of the optimizer states: the momentum.
     """
 
     beta1: float = 0.9
@@ -71,7 +71,7 @@ def _update(p: Tensor, g: Tensor, m: Tensor, now: StepScalars, lion: Lion, decay
 def _sgd_(
     x: Tensor, g: Tensor, lr: float | Tensor, now: StepScalars, *, decay: float, maximize: bool
 ) -> None:
-    """Computes x -= lr (g + decay x), with -g for g if `maximize`, unless the step is skipped."""
+    """Computes x -= lr (g + decay x) unless the step is skipped. If `maximize`, uses -g for g."""
     step = (
         torch.ops.aten._fused_sgd_.tensor_lr
         if isinstance(lr, Tensor)

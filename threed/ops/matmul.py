@@ -12,7 +12,7 @@ oneDNN is used for fp32 on AMD processors with AVX-512. Otherwise torch would ca
 only a 256-bit kernel on processors of other vendors than Intel. oneDNN, which torch ships and uses
 for narrower types, compiles a kernel for the processor. On a Zen 5 core, oneDNN reaches 225 GFLOP/s
 and MKL 97. The choice depends only on processor, dtype and device, not on a measurement. So all
-ranks make the same choice, also after a resume.
+ranks make the same choice, and a resumed run makes it again.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ The kernels (csrc/cuda/norm.cu) also compute the residual addition before the no
 
 Forward: s = x + residual + before, rounded to bf16, and y = norm(s); `before` is a bias.
 Backward: ds = dresidual + the gradient of s through norm(s), and the gradients of weight and bias.
-Each reads and writes 8 bytes of memory per element. Sums over rows are computed in a fixed order.
+Forward and backward each read and write 8 bytes of memory per element. Sums over rows are computed
+in a fixed order, so results are reproducible.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ class LossScale:
     Attributes:
         initial: the first scale.
         window: number of updates without overflow after which the scale doubles.
-        hysteresis: number of overflows until the first halving of the scale; every further overflow
-            halves it again. Counting restarts when the scale doubles; if `consecutive`, after every
-            update without overflow.
+        hysteresis: number of overflows until the first halving of the scale. Every further overflow
+            halves the scale again. The count of overflows restarts when the scale doubles. If
+            `consecutive`, it restarts after every update without overflow.
         consecutive: whether only consecutive overflows count.
         minimum: lower bound of the scale.
         dynamic: whether the scale changes; otherwise it stays `initial`.

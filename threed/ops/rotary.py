@@ -65,7 +65,7 @@ def table(positions: Positions, size: int, theta: Theta, device: torch.device) -
     """Returns cosines and sines for the kernel, fp32 [s 2 2 d/16 4].
 
     The dimensions are: position; cosine or sine; first or second half of a pack; pack of eight
-    pairs; four numbers. So the first halves of all packs are contiguous.
+    pairs; the four numbers of a half. So the first halves of all packs are contiguous.
     """
     angle = angles(positions, size, theta, device)
     cos_sin = torch.stack((angle.cos(), angle.sin()), 1)

@@ -13,7 +13,8 @@ from torch import Tensor
 from threed.core import device
 from threed.ops import launch
 
-# minimum rows per thread block; with far fewer, the partial sums would be as large as the input
+# minimum number of rows per thread block; with far fewer rows, the partial sums would take as much
+# memory as the input
 ROWS_OF_A_BLOCK = 64
 PER_PROCESSOR = 2  # thread blocks per multiprocessor
 

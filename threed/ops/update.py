@@ -32,7 +32,7 @@ class Rule(Protocol):
     """An update rule with its constants.
 
     Attributes:
-        state_names: names of the states. Each state has one element per weight.
+        state_names: names of the optimizer states. Each state has one element per weight.
     """
 
     @property
@@ -55,8 +55,8 @@ class Rule(Protocol):
             p: weights [n].
             g: gradient [n], may be overwritten.
             state: tensors [n] in the order of `state_names`.
-            now: scalars of this step.
-            decay: weight decay.
+            now: learning rate, number of the update, factor of the gradient and skip flag.
+            decay: coefficient of weight decay.
             out: [n], usually narrower than p. Receives the new p, in the same pass if the kernel
                 supports that. After a skipped step `out` holds p or its previous content.
         """

@@ -24,10 +24,10 @@ class Kind(StrEnum):
     RECV_F = "RF"  # receive an activation
     SEND_B = "SB"  # send a gradient to the previous stage
     RECV_B = "RB"  # receive a gradient
-    GATHER = "GATHER"  # launch the gathers of the first layers that a chunk's next action needs
+    GATHER = "GATHER"  # launch the gathers of the layers that a chunk's next action needs first
     REDUCE = "REDUCE"  # after a chunk's last backward: reduce the chunk's remaining gradients
     VALIDATE = "VALIDATE"  # check the previous update; if invalid, undo it and restart the step
-    NORM = "NORM"  # launch the norm of the previous step's gradients, complete on all ranks
+    NORM = "NORM"  # start the norm of the previous step's gradients, which are reduced on all ranks
     UPDATE = "UPDATE"  # update the weights with the previous step's gradients
 
 
@@ -46,9 +46,9 @@ class Action(NamedTuple):
         kind: the kind of the action.
         microbatch: the global index of the micro-batch, from 0. Negative indices are micro-batches
             of the previous step, of which -1 is the last. Actions that belong to no micro-batch
-            (GATHER, REDUCE, VALIDATE, NORM and UPDATE) also have -1.
+            (GATHER, REDUCE, VALIDATE, NORM and UPDATE) have the index -1, too.
         chunk: the index of the chunk on the rank that runs the action, even for sends and receives.
-            VALIDATE, NORM and UPDATE, which concern all chunks of the rank, have 0.
+            It is 0 for VALIDATE, NORM and UPDATE, which concern all chunks of the rank.
 
     """
 

@@ -28,7 +28,7 @@ def gpipe(stages: int, microbatches: int) -> Plan:
 def forward_only(stages: int, microbatches: int, placement: Sequence[Sequence[int]] = ()) -> Plan:
     """Returns a plan without backwards, in which activations are freed after each forward.
 
-    Of the forwards whose input is available, a rank runs the one of the lowest micro-batch index.
+    Of the forwards whose input is available, a rank runs the one with the lowest micro-batch index.
 
     Args:
         stages: number of pipeline ranks.

@@ -1,4 +1,4 @@
-"""Chimera, DualPipe and DualPipeV: the work of two chunks per rank fills each other's bubbles.
+"""Chimera, DualPipe and DualPipeV: a rank runs one of its two chunks in the bubbles of the other.
 
 Use: `chimera(stages=4, microbatches=8)`, `dualpipe(stages=8, microbatches=20)`,
 `dualpipev(stages=4, microbatches=10)`.
@@ -12,7 +12,7 @@ and a backward each take one slot of time. In the first unit, stage s of a direc
 forward of micro-batch i (i = 0, 1 .. of that direction) in slot s + 2i, and the backward in slot
 2 * stages - 1 - s + 2i. The slots of the two directions never collide on a rank. Each further unit
 repeats the pattern 2 * stages slots later and fills the gaps of the previous unit. The paper calls
-this direct concatenation.
+this repetition direct concatenation.
 
 Let D be the number of stages, m the number of micro-batches, u the number of full units (of D
 micro-batches each), f the time of a forward and b >= f the time of a backward. The idle time of a
@@ -32,7 +32,7 @@ rank r holds stage r and, for micro-batches of the other direction, the stage of
 so all weights are stored twice. DualPipeV: all micro-batches run in one direction through a V of
 twice as many stages, down on the first chunks and up on the second chunks, so each weight is stored
 once. In both schedules a rank runs eight phases. `near` is the chunk that new micro-batches reach
-first on a rank, and `far` the other chunk:
+first on a rank, and `far` is the other chunk. A pair is a forward and a backward that run together:
 
 1. forwards of near
 2. a forward of near, then a forward of far, repeatedly
@@ -179,7 +179,7 @@ class _Rank:
             all in DualPipeV.
         count: number of micro-batches per chunk.
         near: index of the chunk that new micro-batches reach first.
-        first: per chunk, its first micro-batch.
+        first: per chunk, the index of the first micro-batch that runs on it.
     """
 
     def __init__(

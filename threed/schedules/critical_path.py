@@ -8,8 +8,8 @@ delaying the end. Another order can end earlier only if it swaps two actions tha
 a rank and consecutive on the critical path. In every round, each such swap is rated by an estimate:
 the length of the longest path through the two actions after the swap. The round makes the swap with
 the smallest estimate, even if the plan gets longer, so that the search leaves local minima. It also
-makes other swaps that are estimated to shorten the plan and share no action. The reversal of a swap
-is tabu for a few rounds. W is swapped like F and I.
+makes further swaps that are estimated to shorten the plan, but no two swaps of a round share an
+action. The reversal of a swap is tabu for a few rounds. W is swapped like F and I.
 
 Sources, all on job-shop scheduling: van Laarhoven et al. 1992 (DOI 10.1287/opre.40.1.113: one such
 swap never causes a deadlock), Taillard 1994 (DOI 10.1287/ijoc.6.2.108: estimate of the path length

@@ -3,9 +3,9 @@
 Use: `orders = list_orders(flow, Priority(...), limit)`, then `split_backward.fill`.
 
 The ranks are simulated over time. A free rank takes the F or I with the lowest priority number
-among the actions whose input is available and that fit into memory. It runs its oldest pending W if
-no such action exists or, with `Priority.eager`, if its memory is full. Positions and orders are
-defined in split_backward.py.
+among the actions whose input is available and that fit into memory. If no such action exists, the
+rank runs its oldest pending W. With `Priority.eager` it also does so if its memory is full.
+Positions and orders are defined in split_backward.py.
 """
 
 from __future__ import annotations

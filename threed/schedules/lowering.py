@@ -6,9 +6,9 @@ RF) and gradients (SB, RB), and with REDUCE, in the lists of the ranks.
 The plan is simulated with unit times. The starts of all actions and the departures of all messages
 are sorted into one global timeline, which is then distributed to the ranks. The send and the
 receive of a message are one entry of the timeline. So execution in the order of the timeline
-finishes, even if a transfer blocks both ranks. If channels are also in-order, ranks that progress
-at any other relative speed finish too. If each receive were placed directly before its first use
-instead, 1F1B would deadlock: see `deadlock_check.py` and its test.
+finishes, even if a transfer blocks both ranks. If, in addition, every channel delivers its messages
+in order, the plan finishes at any relative speed of the ranks. If each receive were placed directly
+before its first use instead, 1F1B would deadlock: see `deadlock_check.py` and its test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 # Phases, in the order of entries with equal times: the end of an action (messages, reductions)
 # precedes the start of another. Messages precede reductions, because other ranks wait for messages.
 _GATHER, _MESSAGE, _REDUCE, _NORM, _UPDATE, _START, _PHASES = range(7)
-# (rank, kind, chunk) -> (kind of send, kind of receive, receiving rank, its chunk)
+# (rank, kind, chunk) -> (kind of send, kind of receive, receiving rank, chunk on that rank)
 Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]
 
 
@@ -35,10 +35,10 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
     A send and its receive are placed at the time at which the result is computed. If the next stage
     is on the same rank, no message is sent. REDUCE follows a chunk's last backward.
 
-    A plan with a previous step also gets NORM and UPDATE on every rank. NORM is placed when the
-    last rank has reduced the gradients of the previous step. UPDATE is placed before the backward
-    that completes this step's gradients on the rank, or at the end of the rank's list if that
-    backward is left to the next step.
+    If the plan has a previous step, NORM and UPDATE are added on every rank. NORM is placed when
+    the last rank has reduced the gradients of the previous step. UPDATE is placed before the
+    backward that completes this step's gradients on the rank, or at the end of the rank's list if
+    that backward is left to the next step.
 
     Args:
         plan: a plan with compute actions only.

@@ -86,8 +86,8 @@ def rounds(stages: int, microbatches: int) -> list[int]:
     """Returns the number of micro-batches of each round: at least `stages` if possible.
 
     There are as many rounds as possible. Their sizes are as equal as possible, since a smaller last
-    round would leave ranks idle at every chunk. Larger rounds are first, since smaller rounds first
-    can deadlock.
+    round would leave ranks idle at every chunk. Larger rounds are first, since a plan with a
+    smaller round before a larger one can deadlock.
     """
     count = max(1, microbatches // stages)
     size, larger = divmod(microbatches, count)

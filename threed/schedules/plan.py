@@ -170,7 +170,7 @@ class Plan:
 
         Args:
             rank: pipeline rank of the action.
-            action: the action.
+            action: an F, B, I or send.
         """
         return self._neighbors.get((rank, action.chunk, _CONSUMER.get(action.kind, 0)))
 
@@ -181,7 +181,7 @@ class Plan:
 
         Args:
             rank: pipeline rank of the action.
-            action: the action.
+            action: an F, B, I or receive.
         """
         return self._neighbors.get((rank, action.chunk, _PRODUCER.get(action.kind, 0)))
 

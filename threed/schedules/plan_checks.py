@@ -293,8 +293,8 @@ def check_reductions(plan: Plan) -> None:
 def _check_gathers(plan: Plan) -> None:
     """Checks the gathers between each compute action and the previous one.
 
-    There must be exactly one gather per chunk that the compute action uses. W uses no parameters
-    and has no gather. Raises ValueError naming the rank and the action.
+    There must be exactly one gather per chunk that the compute action uses. W uses no parameters,
+    so no gather may precede it. Raises ValueError naming the rank and the action.
     """
     for rank, actions in enumerate(plan.ranks):
         begun: list[int] = []

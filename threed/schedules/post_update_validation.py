@@ -7,8 +7,8 @@
 At VALIDATE the update before the step may be undone (post-update validation, arXiv 2401.10241,
 section 4); the step then restarts. This requires two conditions. First, no rank computes a gradient
 before its VALIDATE, because the gradients of the previous step are still needed. Second, a message
-that the sender sends before its VALIDATE is received before the receiver's VALIDATE, and no other
-message is, so that no message of the first attempt is in flight when the step restarts.
+is sent before the sender's VALIDATE if and only if it is received before the receiver's VALIDATE,
+so that no message of the first attempt is in flight when the step restarts.
 `add_validation` places each VALIDATE as late as both conditions allow, which leaves the most time
 for the reduction over all ranks that validates the update.
 """

@@ -1,7 +1,7 @@
 """The schedules by name: built-in and registered ones, and files with a custom schedule.
 
     plan = build("1f1b", stages=4, microbatches=8)
-    own_chunks("zb-v")          2, the chunks per rank of zb-v
+    own_chunks("zb-v")          2: zb-v has two chunks per rank
     is_asynchronous("2bw")      True: the steps of 2bw overlap
 
 A name is one of `available()`, FILE.py:FUNCTION or FILE.csv.
@@ -89,9 +89,9 @@ def absolute(name: str) -> str:
 def own_chunks(name: str, stages: int | None = None, microbatches: int | None = None) -> int | None:
     """Returns a schedule's default number of chunks per rank.
 
-    The number is the one that the schedule is registered with, or the default of its function's
-    third parameter. If neither exists, the plan for `stages` and `microbatches` is built to find
-    the number.
+    A schedule can be registered with this number. Otherwise it is the default of the third
+    parameter of the schedule's function. If the parameter has no default, the plan for `stages` and
+    `microbatches` is built to find the number.
 
     Args:
         name: a schedule's name or file; an unknown name gives 1.

@@ -3,9 +3,9 @@
     plan = build("1f1b", stages=4, microbatches=8)
     simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
-`simulate` runs the plan with its costs (event_simulation.py) and derives makespan, bubble, peak
-activations and message counts from the times. `span_and_bubble` and `idle_shares` also take
-measured times.
+`simulate` runs the plan with given costs (event_simulation.py) and derives makespan, bubble, peak
+activations and message counts from the times. `span_and_bubble` and `idle_shares` accept measured
+times, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
             times = cost if isinstance(cost, tuple) else (0.0 if cost is None else cost,)
-            if not times or not all(0 <= time < math.inf for time in times):  # excludes nan too
+            if not times or not all(0 <= time < math.inf for time in times):  # nan fails, too
                 raise ValueError(
                     f"costs: {name} is {cost}; times are finite and not negative, and a tuple has one per stage"
                 )
@@ -59,9 +59,9 @@ class Costs:
         """Returns the time of a compute action.
 
         Args:
-            action: the action.
-            rank: pipeline rank that runs it.
-            plan: plan of the action, which states the stage of the model of each chunk.
+            action: a compute action.
+            rank: pipeline rank that runs the action.
+            plan: plan that contains the action; it maps each chunk of a rank to a model stage.
         """
         if action.beside is not None and self.overlapped is not None:
             return self._of_pair(self.overlapped, action, rank, plan)
@@ -121,7 +121,7 @@ class Timeline:
 
 
 def simulate(plan: Plan, costs: Costs) -> Timeline:
-    """Simulates a plan with these costs.
+    """Simulates a plan with given costs.
 
     A message costs latency only; communication actions in the plan are ignored.
 
@@ -167,9 +167,9 @@ def idle_shares(spans: Sequence[Sequence[Span]]) -> list[float]:
     """Returns the idle fraction of each rank within a step.
 
     A step lasts from the first start to the last end of the compute actions of all ranks. The mean
-    of the fractions is the fraction of all ranks' time that is lost. It is meaningful also for
-    stages of unequal cost, for which the bubble of `span_and_bubble` is misleading. The rank with
-    the smallest fraction is the bottleneck.
+    of the fractions is the fraction of all ranks' time that is lost. These fractions are meaningful
+    for stages of unequal cost, too, for which the bubble of `span_and_bubble` is misleading. The
+    rank with the smallest fraction is the bottleneck.
     """
     rows = [
         [(start, end) for action, start, end in actions if action.kind in COMPUTE]
@@ -185,7 +185,7 @@ def idle_shares(spans: Sequence[Sequence[Span]]) -> list[float]:
 def replay(plan: Plan, measured: Sequence[Sequence[Span]]) -> Spans:
     """Returns the spans of a plan, simulated with measured action times and no message latency.
 
-    The difference between the measured spans and the result is the cost of communication.
+    The difference between the measured spans and the returned spans is the cost of communication.
 
     Args:
         plan: the plan that was run.

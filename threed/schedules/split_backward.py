@@ -51,7 +51,8 @@ class Flow:
         chunk: per position, its chunk on that rank.
         time: per position, the time of F or I.
         weight: per position, the time of the W that belongs to an I; 0 for forwards.
-        travel: per position, the latency of the previous position's result; 0 within a rank.
+        travel: per position, the time until the previous position's result arrives; 0 if the two
+            positions are on one rank.
     """
 
     placement: Placement
@@ -142,7 +143,7 @@ class _Rank:
         self.now = 0.0
         self.begin = 0.0
         self.activations = 0  # live activations; a micro-batch on one chunk counts as 1
-        self.waiting: list[int] = []  # all I so far; from index `first` on, their W is pending
+        self.waiting: list[int] = []  # all I so far; from index `first` on, W is pending
         self.first = 0
         self.out: list[int] = []  # the actions so far, as in `Filled.ranks`
 
@@ -150,7 +151,7 @@ class _Rank:
 def fill(flow: Flow, orders: Orders, limit: int, patient: bool = False) -> Filled | None:
     """Inserts each W into the orders when the rank would be idle or needs memory.
 
-    The W of a rank run in the order of their I. W that are pending at the end of an order are
+    A rank runs its W in the order of the matching I. At the end of an order, all pending W are
     appended.
 
     Args:

@@ -193,8 +193,8 @@ def _placement(rows: Sequence[Sequence[_Cell]], name: str) -> tuple[tuple[int, .
 def _check_order(row: Iterable[_Cell]) -> None:
     """Checks the actions of one row. Raises ValueError naming the cell.
 
-    No action may be repeated. Each must follow the action it requires: B and I an F, W an I. A
-    micro-batch must not have both a B and an I on one stage.
+    No action may be repeated. B and I must follow the F of their micro-batch, and W must follow the
+    I. A micro-batch must not have both a B and an I on one stage.
     """
     seen: set[_Part] = set()
     for cell in row:

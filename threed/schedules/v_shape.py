@@ -4,11 +4,14 @@ Use: `zb_v(stages=4, microbatches=8)`; `v_half` and `v_min` have the same argume
 memory. All three assume equal times of F, I and W; `zb_auto(..., chunks=2)` uses measured times.
 
 The first and the last stage of the model are on one rank, and all ranks keep the same number of
-activations. With equal times of F, I and W, a rank has no idle time between its first and its last
-action in ZB-V, and keeps as many activations as the first rank of 1F1B. V-Half keeps about half as
-many activations, and its ranks are idle for about half as long as in 1F1B. V-Min keeps about a
-third, and its ranks are idle for about two thirds as long. Sources: Qi et al. 2024, arXiv
-2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
+activations. Compared with 1F1B, and with equal times of F, I and W:
+
+- ZB-V: a rank keeps as many activations as the first rank of 1F1B, and is never idle between its
+  first and its last action.
+- V-Half: a rank keeps about half as many activations, and is idle for about half as long.
+- V-Min: a rank keeps about a third as many activations, and is idle for about two thirds as long.
+
+Sources: Qi et al. 2024, arXiv 2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
 
 ZB-V has a fixed order. V-Half and V-Min start with a pattern for one micro-batch that can be
 repeated for every micro-batch within the memory limit. Several orders are derived from the pattern:
@@ -36,7 +39,7 @@ _EFFORT = 100_000  # maximum number of actions that `shorten` simulates
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of ZB-V. A rank keeps at most `stages` micro-batches.
+    """Returns the plan of ZB-V. A rank keeps the activations of at most `stages` micro-batches.
 
     Args:
         stages: number of pipeline ranks.
@@ -49,7 +52,9 @@ def zb_v(stages: int, microbatches: int) -> Plan:
 
 
 def v_half(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of V-Half. A rank keeps at most (stages + 2) // 2 micro-batches.
+    """Returns the plan of V-Half.
+
+    A rank keeps the activations of at most (stages + 2) // 2 micro-batches.
 
     Args:
         stages: number of pipeline ranks.
@@ -59,7 +64,9 @@ def v_half(stages: int, microbatches: int) -> Plan:
 
 
 def v_min(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of V-Min. A rank keeps at most (stages + 4) // 3 micro-batches.
+    """Returns the plan of V-Min.
+
+    A rank keeps the activations of at most (stages + 4) // 3 micro-batches.
 
     Args:
         stages: number of pipeline ranks.
@@ -80,7 +87,7 @@ class Variant(NamedTuple):
 
     Attributes:
         hop: in the pattern, the time from the start of F or I on a rank to its start on the next
-            rank on the way down.
+            rank, while a micro-batch moves down (from the first rank to the last).
         extra: for list scheduling: time by which an activation may live longer than in the pattern.
         more: for list scheduling: additional micro-batches in flight per stage.
         balanced: for list scheduling: whether a rank reserves memory for its second chunk until it
@@ -163,7 +170,8 @@ _GAPS = {1: lambda ranks: 2 if ranks % 3 == 0 else 0, 2: lambda ranks: 0 if rank
 def pattern(ranks: int, hop: int) -> tuple[int, ...]:
     """Returns the start of every position for one micro-batch, in units.
 
-    From rank to rank a micro-batch takes 1 unit on the way up, and `hop` units on the way down.
+    From rank to rank a micro-batch takes `hop` units on the way down (from the first rank to the
+    last), and 1 unit on the way up.
     hop=1 is V-Min and hop=2 is V-Half (arXiv 2405.15362, section 3 and appendix). hop=5 needs as
     much memory as ZB-V.
     """

@@ -5,8 +5,8 @@ Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), li
 The search simulates many orders of forwards and backwards, with W placed by `split_backward.fill`,
 until the makespan reaches its lower bound or EFFORT is spent. It then improves the few best orders
 along their critical paths (`critical_path.shorten`). With one chunk per rank it tries 1F1B with
-more forwards at the beginning; some of these orders then skip a forward after every few backwards,
-so that fewer micro-batches are in flight. With two chunks it tries the orders of ZB-V, V-Half,
+more forwards at the beginning. Some of these orders skip a forward after every few backwards, so
+that fewer micro-batches are in flight later. With two chunks it tries the orders of ZB-V, V-Half,
 V-Min and similar patterns. Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
 """
 

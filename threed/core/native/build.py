@@ -8,9 +8,10 @@ the wheel. The command compiles into the cache, $XDG_CACHE_HOME/threed (~/.cache
 `threed.core.native.library` does the same if the wheel has no library.
 
 The name of a cached library contains a hash of its sources, flags, compiler and machine, so a stale
-library is never loaded. A library gets its name by one rename, under a lock that the kernel
-releases if the process dies. Because the code in the cache is executed, the cache folder must be
-owned by the user or root, and others must not be able to write to it; it is created with mode 0700.
+library is never loaded. A library is compiled under a temporary name and then renamed, under a lock
+that the kernel releases if the process dies. Because the code in the cache is executed, the cache
+folder must be owned by the user or root, and others must not be able to write to it; it is created
+with mode 0700.
 
 The environment variables CXX and NVCC select other compilers. THREED_NATIVE=0 disables native code;
 plain torch operations run instead. Code is compiled for the baseline architecture, and faster
@@ -241,8 +242,8 @@ def _compile(library: Library, command: list[str], path: Path) -> None:
 def targets(library: Library, command: list[str]) -> list[str]:
     """Returns the flags for the GPUs that this compiler supports, and for PTX of the newest one.
 
-    The drivers of later GPUs compile the PTX. The command that gets these flags compiles and links,
-    because a linker without them would add code for a default GPU.
+    The drivers of later GPUs compile the PTX. A single command with these flags compiles and links,
+    because a separate linker without them would add code for a default GPU.
     """
     if not library.architectures:
         return []
