@@ -123,7 +123,7 @@ def mark(
 
     Args:
         folder: the run folder.
-        step: the last step.
+        step: number of the last completed step.
         reason: why the run stopped.
         checkpoint: the checkpoint to resume from, or None.
         job: torchrun's run id; None without torchrun.
