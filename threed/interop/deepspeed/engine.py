@@ -52,7 +52,7 @@ class DeepSpeedEngine:
         lr_scheduler: the scheduler that was passed to `initialize`, which `step` advances; or a
             view of the configuration's schedule; or None.
         metrics: metrics of the last step; None before the first.
-        micro_steps: number of micro-batches completed by `step`, without those of discarded steps.
+        micro_steps: number of micro-batches completed by `step`, except in discarded steps.
         notes: messages about keys that have no effect, and about values chosen by threed.
     """
 

@@ -86,7 +86,7 @@ def for_export(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the keys that an export adds to config.json, and additional JSON files to write.
 
-    Uses the record if it matches the tokenizer or if `tokenizer` is None. Otherwise uses the
+    Uses the record if it matches the tokenizer, or without a tokenizer. Otherwise uses the
     tokenizer's special token ids, and issues a warning if there is a record, which is then ignored.
 
     Args:

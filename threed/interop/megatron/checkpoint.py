@@ -66,8 +66,8 @@ def step_folder(path: Path) -> Path | None:
     """Returns the folder of an iteration.
 
     This is the subfolder that the tracker file (latest_checkpointed_iteration.txt) names, or `path`
-    itself if there is no tracker file. Returns None if the tracker file is invalid or `path` is not
-    a folder.
+    itself if the tracker file is missing. Returns None if the tracker file is invalid or `path` is
+    not a folder.
 
     Raises:
         CheckpointError: if the tracker file names a missing folder.

@@ -31,7 +31,7 @@ READ = {
 class Group:
     """A parameter group: names of its parameters, its lr and its weight decay.
 
-    If `lr` or `weight_decay` is None, the group uses the optimizer's value.
+    A value of None stands for the optimizer's value.
     """
 
     names: tuple[str, ...]
