@@ -34,7 +34,7 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
 
     Returns an empty dict if `checkpoint.resume` is "auto", "none" or a folder without pretrained
     weights. A native checkpoint with completed steps does not count as pretrained weights, because
-    a run that resumes from it configures the model itself.
+    the configuration of a run that resumes from it must define the model.
 
     Args:
         config: the configuration of the run.

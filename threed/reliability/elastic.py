@@ -63,7 +63,8 @@ class Memory:
 
     Attributes:
         every: number of steps between copies; 0 for no copies.
-        taken: (epoch, step) of the copy that this start resumed from, or None.
+        taken: (epoch, step) of the copy that this start resumed from, or None. The epoch is the
+            number of the start that wrote the copy.
         problem: reason why the newest finished copy failed, or "".
     """
 

@@ -43,7 +43,7 @@ class Preempted(Exception):
 
 
 class Stop:
-    """The common decision of all ranks on whether the run is to stop. `bool(stop)` returns it.
+    """The common decision of all ranks whether the run is to stop; `bool(stop)` is the decision.
 
     Args:
         axis: axis of all ranks.

@@ -304,7 +304,7 @@ def report_of(error: RanksFailed) -> dict[str, Any] | None:
     returns the report about the earliest layer.
 
     Returns None if all reports are consequences of another failure: the loss of a peer, or an
-    unexpected message from it.
+    unexpected message from a peer.
 
     Args:
         error: error of `run_ranks`.

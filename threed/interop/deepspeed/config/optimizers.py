@@ -105,7 +105,7 @@ def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
 
 
 def plain_value(value: Any) -> Any:
-    """Returns a value of a parameter group in a form for comparisons with `==`.
+    """Converts a value of a parameter group so that it can be compared by `==`.
 
     Tensors become floats, and lists become tuples.
     """
