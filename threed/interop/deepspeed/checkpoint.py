@@ -222,7 +222,7 @@ class DeepSpeedCheckpoint(HFTensors):
                 raise self._error(f"has {numel} values in parameter group {group}, not {end}")
 
     def _from_slices(self, model_state: Table, ranks: list[Table]) -> None:
-        """Reads the parameters of a stage-3 checkpoint. Each rank has a slice of every parameter."""
+        """Reads the parameters of stage 3. Each rank has a slice of every parameter."""
         slices = [_vectors(found, "fp32_flat_groups", "optimizer_state_dict") for found in ranks]
         vectors, at = [self._concatenated(found) for found in slices], 0
         for name, shape in (
