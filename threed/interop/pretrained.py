@@ -3,8 +3,8 @@
     threed.config.arguments.load(argv, begin=find)
 
 FOLDER is a Hugging Face folder or a native checkpoint converted from one. The model configuration
-in FOLDER overrides the preset and the configuration file, and a command-line flag that contradicts
-it raises an error. The run may choose only the model keys `seq` and `dropout`.
+in FOLDER overrides the preset and the configuration file. A command-line flag with a different
+value raises an error. The run may choose only the model keys `seq` and `dropout`.
 
 The run uses the folder's tokenizer unless `--data.tokenizer` names another one. If the folder has
 no tokenizer, `--data.tokenizer` is required.
@@ -73,7 +73,7 @@ def default_seq(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class NativeFolder:
-    """A native checkpoint from which a run starts. Tensors are not checked before they are loaded.
+    """A native checkpoint from which a run starts. Its tensors are checked only by the load.
 
     Attributes:
         manifest: the content of the checkpoint's manifest.

@@ -304,7 +304,7 @@ def _stacks(axes: Any, ranks: Sequence[Row], unit: float) -> None:
 def _measured(axes: Any, values: Sequence[float]) -> str:
     """Draws measured values as bars, or as a line for many ranks.
 
-    Returns a word for their look, such as "gray", for the label of the horizontal axis.
+    Returns a word that identifies the bars or the line in the label of the horizontal axis.
     """
     if len(values) <= _MOST_BARS:
         where = [i + 0.2 for i in range(len(values))]

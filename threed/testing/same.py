@@ -186,16 +186,17 @@ def same_everywhere(
     element.
 
     Args:
-        build: a class, or a function that returns the model. It is called with (config, slicing),
-            (config) or (), where `config` is a `ModelConfig` and `slicing` a `Slicing`. It may
-            return an `nn.Module`, which only data parallelism and ZeRO can train; without `batch`,
-            this module must read token ids (`threed.models.TokenModule`). Must be importable from a
-            module, because ranks are separate processes.
+        build: the model's class, or a function that returns the model. It is called with (config,
+            slicing), (config) or (), where `config` is a `ModelConfig` and `slicing` a `Slicing`.
+            It may return an `nn.Module`, which only data parallelism and ZeRO can train; without
+            `batch`, this module must read token ids (`threed.models.TokenModule`). Must be
+            importable from a module, because ranks are separate processes.
         batch: a function, called as `batch(config, step)` with the `Config` and the number of a
             step. It returns the global batch: tensors by name, each with
             `config.train.global_batch` rows. Must be importable. By default, random tokens.
         topologies: names of topologies; see `threed.testing.topologies`.
-        config: configuration; by default small sizes, and `train.steps` steps in fp64.
+        config: configuration of the model and the training, which has `config.train.steps` steps.
+            By default, a small model is trained in fp64.
         tolerance: largest tolerated difference, relative for losses and norms, absolute for all
             other values; by default 1e-9 in fp64 and 1e-5 in fp32.
         timeout: limit per topology, in seconds.

@@ -317,7 +317,7 @@ class DeepSpeedCheckpoint(HFTensors):
         self._check_universal(updates - {None})
 
     def _check_universal(self, updates: set[Any]) -> None:
-        """Checks that either all parameters or none have moments, and all have one update count.
+        """Checks that all parameters or none have moments, and that all update counts are equal.
 
         Args:
             updates: the distinct update counts in the files `step.pt`.

@@ -409,7 +409,9 @@ class DeepSpeedEngine:
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None
     ) -> tuple[str | None, Any]:
-        """Loads the checkpoint load_dir/tag, from any number of ranks and ZeRO stage. Collective.
+        """Loads the checkpoint load_dir/tag. Collective.
+
+        The checkpoint may have been saved with any number of ranks and any ZeRO stage.
 
         Args:
             load_dir: the folder of checkpoints.

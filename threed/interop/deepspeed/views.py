@@ -114,8 +114,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def show(self) -> None:
         """Writes the learning rates of the next update to the groups.
 
-        A group of frozen parameters has no updates. While the other groups follow the
-        configuration's schedule, it does too; otherwise its rate remains as the program has set it.
+        A group of frozen parameters has no updates. Its rate follows the configuration's schedule
+        as long as the program has not set any rate, and then remains as the program has set it.
         """
         rates = self._engine.learning_rates
         scheduled = not self._engine.optimizer.rates.state()

@@ -43,7 +43,7 @@ def record_of(
 
 
 def validated(record: object) -> dict[str, Any] | None:
-    """Checks a record that was read from a checkpoint, and returns it; None stays None.
+    """Checks and returns a checkpoint's record; returns None if the checkpoint has no record.
 
     Raises CheckpointError if the record is malformed.
     """
@@ -86,7 +86,7 @@ def for_export(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the keys that an export adds to config.json, and additional JSON files to write.
 
-    Uses the record if it matches the tokenizer, or without a tokenizer. Otherwise uses the
+    Uses the record if it matches the tokenizer or no tokenizer is given. Otherwise uses the
     tokenizer's special token ids, and issues a warning if there is a record, which is then ignored.
 
     Args:
