@@ -23,8 +23,8 @@ Every reader provides a `TensorSource` (`threed.checkpoint.lazy_tensors`). A
 `huggingface.native_writer.Source` is a `TensorSource` with a model configuration and training
 counters; `write_native` in the same module writes such a source as a native checkpoint.
 
-Packages that the engine is built from do not import this package. The engine does, because
-`Engine.load` also loads Hugging Face folders (`huggingface.weights.load_hf`).
+`threed.engine` imports this package, because `Engine.load` also loads Hugging Face folders
+(`huggingface.weights.load_hf`). The packages that the engine is built from do not import it.
 """
 
 from threed.core.exports import lazy

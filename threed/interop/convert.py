@@ -229,9 +229,9 @@ def _other_program(path: Path) -> str | None:
 def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
     """Returns the tokenizer of the run that wrote a native checkpoint, and the tokenizer's files.
 
-    Returns None instead of files for the tokenizers "bytes" and "none". The hashes of the files are
-    checked because an export copies the files, and the path in a checkpoint from another machine
-    may have other files on this one.
+    Returns None instead of files for the tokenizers "bytes" and "none". An export copies the files.
+    If the checkpoint is from another machine, its tokenizer path may contain different files on
+    this machine, so the hashes of the files are checked.
 
     Raises:
         CheckpointError: if the files do not match the hashes in the checkpoint.

@@ -44,14 +44,14 @@ class CheckpointInfo:
         arch: architecture of the model, a value of `--model.arch`.
         weights: shape of each weight, by name.
         buffers: dtype and shape of each persistent buffer, by name; a Hugging Face folder has none.
-        dtypes: dtypes of the tensors; empty for a native checkpoint, whose weights are the
-            optimizer's (fp32 or fp64).
+        dtypes: dtypes of the tensors; empty for a native checkpoint, which has the master weights
+            of the optimizer (fp32 or fp64).
         files: number of files that the manifest of a native checkpoint lists, else None.
-        nbytes: total size of the files, in bytes.
+        nbytes: total size of these files, in bytes, else None.
         steps: number of completed optimizer steps of a native checkpoint, else None.
-        consumed: number of samples that the completed steps have consumed.
-        topology: size of each axis of the ranks that saved a native checkpoint, such as {"pp": 2,
-            "dp": 2, "tp": 1}, else None.
+        consumed: number of samples that these steps have consumed, else None.
+        topology: size of each parallel axis of the run that saved a native checkpoint, such as
+            {"pp": 2, "dp": 2, "tp": 1}, else None.
     """
 
     path: Path

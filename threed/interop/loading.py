@@ -33,27 +33,29 @@ from threed.interop.safetensors_folder import (
 from threed.layers import Slicing
 
 Build = Callable[..., Any]
-# Groups of keys that define the training. The other groups define where and how it runs.
+# Groups of configuration keys that are loaded from a checkpoint, because they define the training.
+# The other groups, such as "parallel", define where and how it runs.
 TRAINED = ("model", "precision", "train", "optim", "data")
 
 
 def save(engine: Engine, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
     """Writes a checkpoint of an engine, and waits until it is complete. Collective.
 
-    The same as `engine.save`; `engine.start_save` writes in the background instead. The folder gets
-    its name when it is complete, so an interrupted save leaves no partial checkpoint.
+    The same as `engine.save`; `engine.start_save` writes in the background instead. The folder is
+    renamed to `path` only when it is complete, so an interrupted save leaves no partial checkpoint.
 
     Args:
         engine: the engine, with the weights, optimizer states and counters to save.
         path: the folder to write, by convention `step-N`.
-        extra: values for the manifest, as JSON; `Engine.load` returns them.
+        extra: additional JSON values to store in the manifest; `Engine.load` returns them.
 
     Returns:
         `path`.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be written.
-        DataError: if a step had invalid data and reading metrics has not raised the error yet.
+        DataError: if an earlier step had invalid data, and reading the metrics of that step has not
+            raised this error already.
     """
     return engine.save(path, extra)
 
@@ -78,7 +80,7 @@ def load(
         build: class or function that builds a custom model, with the parameters (config, slicing),
             (config) or (). A custom model requires `build` or `model={"arch": "FILE.py:NAME"}`,
             because the file that a checkpoint names is not imported.
-        changes: keys of the configuration to override, by group, such as `zero={"stage": 3}`.
+        changes: values that override configuration keys, by group, such as `zero={"stage": 3}`.
 
     Returns:
         The engine. `engine.steps` is the number of updates so far.

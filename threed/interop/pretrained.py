@@ -2,9 +2,9 @@
 
     threed.config.arguments.load(argv, begin=find)
 
-FOLDER is a Hugging Face folder or a native checkpoint converted from one. It determines the model:
-its values override the preset and the configuration file, and a flag with a different value raises
-an error. The run may choose only `seq` and `dropout`.
+FOLDER is a Hugging Face folder or a native checkpoint converted from one. The model configuration
+in FOLDER overrides the preset and the configuration file. A command-line flag with a different
+value raises an error. The run may choose only the model keys `seq` and `dropout`.
 
 The run uses the folder's tokenizer unless `--data.tokenizer` names another one. If the folder has
 no tokenizer, `--data.tokenizer` is required.
@@ -34,11 +34,11 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
 
     Returns an empty dict if `checkpoint.resume` is "auto", "none" or a folder without pretrained
     weights. A native checkpoint with completed steps does not count as pretrained weights, because
-    a run that resumes from it configures the model itself.
+    the configuration of a run that resumes from it must define the model.
 
     Args:
         config: the configuration of the run.
-        check: whether to check all tensors of a Hugging Face folder.
+        check: whether to check names, shapes and dtypes of all tensors of a Hugging Face folder.
 
     Raises:
         ConfigError: if the folder is damaged or not supported, or `data.tokenizer` is not set and
@@ -73,7 +73,7 @@ def default_seq(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class NativeFolder:
-    """A native checkpoint from which a run starts. Its tensors are checked when they are loaded.
+    """A native checkpoint from which a run starts. Its tensors are checked only by the load.
 
     Attributes:
         manifest: the content of the checkpoint's manifest.
@@ -86,14 +86,14 @@ class NativeFolder:
     steps: int
 
     def problems(self) -> Iterable[str]:
-        """Returns an empty tuple; the counterpart of `HFFolder.problems`."""
+        """Returns an empty tuple, because the load checks the tensors (cf. `HFFolder.problems`)."""
         return ()
 
     def tokenizer(self, fix: str) -> str:
         """Returns the checkpoint's tokenizer, as a value for `--data.tokenizer`.
 
         Args:
-            fix: text that ends the error message.
+            fix: the suggested fix, with which the error message ends.
 
         Raises:
             CheckpointError: if the checkpoint does not name its tokenizer, or the tokenizer's files

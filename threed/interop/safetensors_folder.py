@@ -1,10 +1,11 @@
-"""Folders of safetensors files with the global names of a model: exports of any model.
+"""Exports of any model as a folder of safetensors files, under the global names of its tensors.
 
     export_safetensors(Path("runs/mine/checkpoints/step-200"), Path("mine"))
     weights = SafetensorsFolder(Path("mine"))       # a mapping by name; tensors are read on demand
 
-A folder has the weights and persistent buffers as model.safetensors, or as shards with an index as
-Hugging Face writes them, and the configuration of the run as config.toml.
+The weights and persistent buffers are in model.safetensors, or, if they exceed the size limit, in
+numbered shards with an index, as Hugging Face writes them. config.toml has the configuration of the
+run.
 """
 
 from __future__ import annotations
@@ -100,10 +101,10 @@ def is_safetensors_folder(path: Path) -> bool:
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors of a folder by name. Each access reads the tensor.
+    """The tensors of an exported folder, by name. Each access reads the tensor from its file.
 
     Args:
-        path: the folder.
+        path: a folder that `export_safetensors` wrote.
 
     Raises:
         CheckpointError: if a file cannot be read.
@@ -136,7 +137,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the configuration of a folder: values by group and key.
+    """Returns the configuration in an exported folder: values by group and key.
 
     Raises:
         ConfigError: if config.toml is not valid TOML.

@@ -47,7 +47,7 @@ class Monitor:
         config: configuration of the run, for wandb.
         run_id: id of the wandb run to continue, as stored in the checkpoint; None for a new run.
         drop_later: whether to delete the rows of steps after `start_step` from an existing
-            metrics.jsonl.
+            metrics.jsonl, because the run will repeat these steps.
         tags: wandb tags of the run, by which runs can be filtered.
     """
 

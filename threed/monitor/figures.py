@@ -61,10 +61,10 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": style.RULE,
 }
-_MOST_BARS = 32  # maximum number of ranks with two legible bars each, and of legible labels
+_MOST_BARS = 32  # for more ranks, two bars per rank and a label per rank would not be legible
 # The 95th and the 5th percentile of the values (see `_most`) determine the scale of an axis:
-_LOG_RATIO = 20  # ratio of the percentiles above which the axis is logarithmic
-_MARGIN = 3  # the axis extends beyond a percentile by at most this multiple of their difference
+_LOG_RATIO = 20  # the axis is logarithmic if the 95th is more than 20 times the 5th percentile
+_MARGIN = 3  # the axis extends beyond a percentile by at most 3 times their difference
 
 Row = Mapping[str, Any]
 Note = Callable[[str], None]
@@ -83,9 +83,10 @@ def loss_figure(
     gradient norm and the throughput.
 
     The loss is a cross entropy in nats per token if an entropy is given, and has no unit otherwise.
-    The vertical axes show most values: a few values far from the others, such as a spike, can be
-    outside, and a text states the largest. An axis is logarithmic if the values spread over more
-    than a factor of 20. Crosses mark losses that are not finite, and triangles mark skipped steps.
+    The vertical axes cover most values. A few values far from the others, such as a spike, may be
+    outside of an axis; a text then states the largest one. An axis is logarithmic if most values
+    spread over more than a factor of 20. Crosses mark losses that are not finite, and triangles
+    mark skipped steps.
 
     Args:
         rows: rows of metrics.jsonl. If steps occur twice, the later row is drawn.
@@ -223,7 +224,10 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
 
 
 def _marks(axes: Any, rows: Sequence[Row], losses: Points) -> None:
-    """Marks losses that are not finite, and logged steps at which more steps had been skipped."""
+    """Marks losses that are not finite, and skipped steps.
+
+    Skipped steps are marked at the next logged step, whose metrics contain the count.
+    """
     counts = _series(rows, "train/skipped_steps")
     before = [0, *(count for _, count in counts)]
     more = [(step, count - old) for (step, count), old in zip(counts, before, strict=False)]
@@ -300,7 +304,7 @@ def _stacks(axes: Any, ranks: Sequence[Row], unit: float) -> None:
 def _measured(axes: Any, values: Sequence[float]) -> str:
     """Draws measured values as bars, or as a line for many ranks.
 
-    Returns a word for the drawn shape, for the label of the horizontal axis.
+    Returns a word that identifies the bars or the line in the label of the horizontal axis.
     """
     if len(values) <= _MOST_BARS:
         where = [i + 0.2 for i in range(len(values))]

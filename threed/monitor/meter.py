@@ -76,7 +76,7 @@ def perf(
 
 
 class Throughput:
-    """Accumulates tokens and times of steps. `take` returns their mean rates and times, and resets.
+    """Accumulates tokens and times of steps. `take` returns mean rates and times, and resets.
 
     Args:
         flops_per_token: FLOPs of the model's forward and backward per token.

@@ -8,8 +8,8 @@
     memory.remove()                             after the run has finished successfully
 
 If torchrun restarts the ranks, on the same or another number of machines, they resume from the
-newest step of which the remaining machines have a complete state. A file in the run folder
-(`node_memory.Epochs`) records which copies may be loaded.
+newest step for which the remaining machines together have a complete state. A file in the run
+folder (`node_memory.Epochs`) records which copies may be loaded.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Memory:
 
     Attributes:
         every: number of steps between copies; 0 for no copies.
-        taken: (epoch, step) of the copy that this start resumed from, or None.
+        taken: (epoch, step) of the copy that this start resumed from, or None. The epoch is the
+            number of the start that wrote the copy.
         problem: reason why the newest finished copy failed, or "".
     """
 
@@ -81,7 +82,7 @@ class Memory:
         self._reported = ""
         self._restarted = False
         if not self.every:
-            if self.world.index == 0:  # records that copies of earlier starts must not be loaded
+            if self.world.index == 0:  # without this file, copies of earlier starts are not loaded
                 (folder / RECORD).unlink(missing_ok=True)
             return
         self.record = Epochs.of(folder, self.world)
@@ -100,7 +101,7 @@ class Memory:
         """Creates this machine's folder in memory on the first rank of the machine.
 
         Returns:
-            Whether the folder existed because torchrun has restarted the ranks.
+            Whether the folder already existed, because torchrun has restarted the ranks.
         """
         if not self.machines.first:
             return False

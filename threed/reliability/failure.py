@@ -139,7 +139,8 @@ def refuse(text: str, code: int = 2, shared: bool = True) -> int:
     Args:
         text: message to print.
         code: exit code to return.
-        shared: whether all ranks of the machine end for the same reason.
+        shared: whether all ranks of the machine end for the same reason; if so, only local rank 0
+            prints it.
     """
     if shared and int(os.environ.get("LOCAL_RANK", "0")) > 0:
         wait_for_first_rank()

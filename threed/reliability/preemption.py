@@ -43,7 +43,7 @@ class Preempted(Exception):
 
 
 class Stop:
-    """The common decision of all ranks on whether the run is to stop. `bool(stop)` returns it.
+    """The common decision of all ranks whether the run is to stop; `bool(stop)` is the decision.
 
     Args:
         axis: axis of all ranks.
@@ -123,7 +123,7 @@ def mark(
 
     Args:
         folder: the run folder.
-        step: the last step.
+        step: number of the last completed step.
         reason: why the run stopped.
         checkpoint: the checkpoint to resume from, or None.
         job: torchrun's run id; None without torchrun.

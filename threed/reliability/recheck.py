@@ -90,7 +90,7 @@ def deterministic() -> Iterator[None]:
 
 
 class Record:
-    """Hashes a rank's results in one step. The executor and the reducer call it as their observer.
+    """Hashes a rank's results in one step, as observer of the executor and the gradient reducer.
 
     Attributes:
         forward: hash of the activations for the next stage, and of the losses; int64 scalar.

@@ -3,9 +3,9 @@
     watchdog = Watchdog(heart, world_size, limit=600, token="a1b2")
     watchdog.look()                 # every two seconds, in a thread; ends the process on a hang
 
-A process that is stopped (SIGSTOP) cannot report a hang, because all its threads are stopped. So
-the other ranks find this process. When a rank has been in one phase for longer than the limit, its
-watchdog
+A process that is stopped (SIGSTOP) cannot report a hang, because all its threads are stopped. The
+other ranks must therefore report it. When a rank has been in one phase for longer than the limit,
+its watchdog
 
 1. marks the rank's heartbeat "hung", with the rank's position in the code, and creates a file
    `hung-TOKEN`; the watchdogs of the other ranks see this file and begin the same steps;
@@ -49,7 +49,7 @@ from threed.reliability.heartbeat import (
     who,
 )
 
-HUNG = 124  # the exit code of all ranks
+HUNG = 124  # exit code of every rank of a run that hangs
 # Seconds within which the other ranks must mark their heartbeats after a rank detects a hang.
 ANSWER_S = 3.0
 WAITS = "waits in"  # start of the heartbeat's note of a rank that waits in a collective

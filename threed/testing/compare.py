@@ -61,12 +61,12 @@ class Finding:
 
     Attributes:
         kind: "loss", "norm", "shards" (elements that no rank or several ranks own), "buffer", or
-            the part of the state, such as the weight.
+            the part of the state: the weight, or one of the optimizer's states.
         what: description of the difference.
         largest: largest absolute difference of an element, or NaN.
         parameter: global name of the parameter or buffer, or "".
         box: start and size of this rank's shard in the full parameter.
-        values: values on this rank; None if there are more than `KEPT`.
+        values: values of the shard on this rank; None if there are more than `KEPT` values.
     """
 
     kind: str

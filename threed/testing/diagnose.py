@@ -84,8 +84,9 @@ class Seen:
 def boundaries(
     seen: Mapping[Key, Tensor], truth: Mapping[Key, Tensor], tensor: Axis, tolerance: float
 ) -> Iterator[tuple[Key, Finding]]:
-    """Yields this rank's differences of the values that layers passed to each other in the first
-    step.
+    """Compares the values that layers passed to each other in the first step with one process.
+
+    Yields each boundary at which this rank's value differs, with the difference.
 
     Args:
         seen: values on this rank, by boundary.
@@ -176,7 +177,7 @@ class Explainer:
         self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], early: bool
     ) -> Iterator[About]:
         """Yields the origin of a difference in the backward: the last layer whose input gradient
-        differs. Yields the differing parameters of later layers first."""
+        differs. Before it, yields the differing parameters of all later layers."""
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)
         gradient = next((part for part in self.truth["first"]["moments"] if part != WEIGHT), "")
@@ -303,7 +304,7 @@ def report_of(error: RanksFailed) -> dict[str, Any] | None:
     returns the report about the earliest layer.
 
     Returns None if all reports are consequences of another failure: the loss of a peer, or an
-    unexpected message from it.
+    unexpected message from a peer.
 
     Args:
         error: error of `run_ranks`.

@@ -138,7 +138,9 @@ class _World:
 
 
 def preload(*modules: str) -> None:
-    """Imports more modules in the parent of all ranks. Call it before the first `run_ranks`.
+    """Imports modules in the parent of all ranks, so that ranks start with them already imported.
+
+    Must be called before the first `run_ranks`.
 
     Args:
         modules: names of modules.

@@ -1,8 +1,9 @@
 """Trains a model in every topology, and compares the results with training on one process.
 
-First one process trains some steps as the reference. It trains twice, because the results must not
-depend on torch's global random numbers. Then every topology trains on forked gloo ranks, from the
-same weights on the same batches. Every rank compares its shards with the reference.
+First one process trains some steps as the reference. It repeats this training with another seed of
+torch's global random generators, because the results must not depend on them. Then every topology
+trains on forked gloo ranks, from the same weights on the same batches. Every rank compares its
+shards with the reference.
 """
 
 from __future__ import annotations
@@ -185,16 +186,19 @@ def same_everywhere(
     element.
 
     Args:
-        build: function that returns the model, such as a model class, with the parameters (config,
-            slicing), (config) or (): a `ModelConfig` and a `Slicing`. It may return an `nn.Module`,
-            which only data parallelism and ZeRO can train; without `batch`, the module must read
-            token ids (`threed.models.TokenModule`). Must be importable from a module, because ranks
-            are other processes.
-        batch: function of the `Config` and a step that returns the global batch, tensors by name
-            with `config.train.global_batch` rows. Must be importable. By default, random tokens.
+        build: the model's class, or a function that returns the model. It is called with (config,
+            slicing), (config) or (), where `config` is a `ModelConfig` and `slicing` a `Slicing`.
+            It may return an `nn.Module`, which only data parallelism and ZeRO can train; without
+            `batch`, this module must read token ids (`threed.models.TokenModule`). Must be
+            importable from a module, because ranks are separate processes.
+        batch: a function, called as `batch(config, step)` with the `Config` and the number of a
+            step. It returns the global batch: tensors by name, each with
+            `config.train.global_batch` rows. Must be importable. By default, random tokens.
         topologies: names of topologies; see `threed.testing.topologies`.
-        config: configuration; by default small sizes, and `train.steps` steps in fp64.
-        tolerance: largest difference; by default 1e-9 in fp64 and 1e-5 in fp32.
+        config: configuration of the model and the training, which has `config.train.steps` steps.
+            By default, a small model is trained in fp64.
+        tolerance: largest tolerated difference, relative for losses and norms, absolute for all
+            other values; by default 1e-9 in fp64 and 1e-5 in fp32.
         timeout: limit per topology, in seconds.
 
     Returns:
@@ -321,7 +325,7 @@ def _train(
 
     Args:
         task: arguments of the training.
-        parsed: words of the topology.
+        parsed: numbers of the topology's words, from `topologies.words`.
         seed: seed of torch's global random numbers.
         look: called as look("first", engine, metrics) after the first step, and with "last" after
             the last step.

@@ -31,11 +31,11 @@ class Watch:
 
     Args:
         engine: engine with the layers.
-        truth: values recorded on one process. An output whose shape is neither equal to the
-            recorded one nor a shard of it raises RuntimeError.
+        truth: values recorded on one process. If an output has neither the recorded shape nor the
+            shape of a shard of the recorded value, RuntimeError is raised.
 
     Attributes:
-        seen: recorded values.
+        seen: recorded values, by key (see the module's docstring).
         at: name of the running layer.
     """
 

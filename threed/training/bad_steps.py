@@ -77,7 +77,10 @@ class BadSteps(Callback):
             self._compared = step
 
     def delay_checkpoint(self) -> bool:
-        """Returns whether to delay the due checkpoint after a skipped step. Collective."""
+        """Returns whether to delay the due checkpoint, because the last step was skipped.
+
+        Collective.
+        """
         skipped, delayed = self.engine.bad_steps(), self.delays
         self.delays = skipped > 0
         every, step = self.run.config.checkpoint.every, self.engine.steps
@@ -89,7 +92,9 @@ class BadSteps(Callback):
         return self.delays
 
     def take_delayed(self) -> dict[str, list[int]]:
-        """Returns an entry for the next checkpoint that lists the steps whose checkpoints were
-        delayed, and clears the list."""
+        """Returns the steps whose checkpoints were delayed, as an entry for the next checkpoint.
+
+        Clears the list of these steps.
+        """
         steps, self._delayed = self._delayed, []
         return {"put_off": steps} if steps else {}

@@ -73,7 +73,9 @@ class Checkpoints(Callback):
         due = self.bad_steps.delays or (every and step % every == 0)
         if due and not run.stop and not self.bad_steps.delay_checkpoint():
             self.save(asynchronous=step < run.last)
-            run.stop.now()  # notices a stop requested during the save, so nothing is saved twice
+            # If a stop was requested during the save, the run stops here. Otherwise it would run
+            # and save one more step.
+            run.stop.now()
         if step < run.last and not run.stop:
             self.memory.save_if_due(step, self._extra)
         self._seconds = time.perf_counter() - began

@@ -71,7 +71,7 @@ class Evaluation(Callback):
         return float(torch.stack(sums).sum()) / self.windows
 
     def _rows(self, first: int) -> dict[str, Tensor]:
-        """Returns this rank's rows, from window `first` on. Labels of excess rows are ignored."""
+        """Returns this rank's rows, from window `first` on; rows after the last have no labels."""
         rows = self.data.valid.batch(first, self.share)
         rows["labels"][max(0, self.windows - first) :] = IGNORED
         return rows

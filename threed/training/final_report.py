@@ -44,7 +44,7 @@ def finish(
         run: the run.
         checkpoints: callback that has saved the last checkpoint.
         peak: callback that has measured the peak memory.
-        spans: actions of the last logged step, per stage.
+        spans: actions of the last logged step, per pipeline rank (`StepLog.spans`).
         command: words of the command line, for the hint on how to resume.
     """
     engine, config = run.engine, run.config
@@ -121,8 +121,8 @@ def draw(
     Args:
         run: the run.
         forecast: forecast of the run.
-        spans: actions of the last logged step, per stage.
-        memory: predicted and measured bytes per rank.
+        spans: actions of the last logged step, per pipeline rank (`StepLog.spans`).
+        memory: predicted and measured bytes per rank (see `monitor.figures`).
     """
     data, folder = run.data, run.folder
     entropies = {"uniform_entropy": data.uniform_entropy, "unigram_entropy": data.unigram_entropy}

@@ -39,7 +39,7 @@ def generate(
 
     Raises:
         NotFiniteError: if the logits are not finite.
-        NoLogitsError: if the model is a module that returns no logits without labels.
+        NoLogitsError: if the model is a module that, called without labels, returns no logits.
     """
     length, device = engine.config.model.seq, engine.topology.device
     draw = torch.Generator().manual_seed(seed)
@@ -92,7 +92,7 @@ def _next(
 
 
 def _gather(engine: Engine, shard: Tensor) -> Tensor:
-    """Gathers logits [vocab] from the shards of all tensor ranks, whose sizes may differ by one."""
+    """Gathers logits [vocab] from all tensor ranks. The sizes of their shards may differ by one."""
     axis, vocab = engine.topology.axis("tp"), engine.config.model.vocab or 0
     widths = [b - a for a, b in (collectives.split(vocab, axis.size, i) for i in range(axis.size))]
     padded = shard.new_zeros(max(widths))

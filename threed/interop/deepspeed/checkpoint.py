@@ -5,12 +5,12 @@
 `folder` is the folder of a step, such as `global_step100`, or its parent, which has the file
 `latest`. The folder of a step has mp_rank_00_model_states.pt and, per data rank N,
 zero_pp_rank_N_mp_rank_00_optim_states.pt with flat fp32 master weights and Adam moments.
-`param_shapes` in the model file lists names and shapes in the order of the flat vectors
+`param_shapes` in the model file lists the parameters' names and shapes in the order of the vectors
 (deepspeed/utils/zero_to_fp32.py, runtime/engine.py and runtime/zero of DeepSpeed 0.19.8):
 
 - Stages 1 and 2: each parameter group is one flat vector, sharded evenly over the ranks. It may
-  have padding after each parameter (`param_alignment_paddings`) and at the end. The master weights
-  of the last ranks are saved without the padding at the end.
+  have padding after each parameter (`param_alignment_paddings`) and at the end. The last ranks,
+  which hold the padding at the end, save their master weights without it.
 - Stage 3: each rank has a slice of ceil(numel / ranks) elements of every parameter; the last slices
   are padded. A rank has one flat vector per sub-group. These vectors, concatenated, contain the
   slices in the order of `param_shapes`.
@@ -222,7 +222,7 @@ class DeepSpeedCheckpoint(HFTensors):
                 raise self._error(f"has {numel} values in parameter group {group}, not {end}")
 
     def _from_slices(self, model_state: Table, ranks: list[Table]) -> None:
-        """Reads the parameters of stage 3, of which each rank has a slice."""
+        """Reads the parameters of stage 3. Each rank has a slice of every parameter."""
         slices = [_vectors(found, "fp32_flat_groups", "optimizer_state_dict") for found in ranks]
         vectors, at = [self._concatenated(found) for found in slices], 0
         for name, shape in (
@@ -241,7 +241,8 @@ class DeepSpeedCheckpoint(HFTensors):
     def _concatenated(self, vectors: Sequence[Table]) -> Parts:
         """Returns flat weights and moments [n], each concatenated from all `vectors`.
 
-        Adds a note if the vectors have other optimizer states, which are not imported.
+        Adds a note if the vectors have optimizer states other than Adam's moments, which are not
+        imported.
         """
         found = set(vectors[0])
         if any(set(some) != found for some in vectors):
@@ -316,10 +317,10 @@ class DeepSpeedCheckpoint(HFTensors):
         self._check_universal(updates - {None})
 
     def _check_universal(self, updates: set[Any]) -> None:
-        """Checks that all parameters or none have moments, and that all were updated equally often.
+        """Checks that all parameters or none have moments, and that all update counts are equal.
 
         Args:
-            updates: the distinct numbers of updates in the files.
+            updates: the distinct update counts in the files `step.pt`.
         """
         missing = [name for name, parts in self._tensors.items() if len(parts) < 3]
         if 0 < len(missing) < len(self._tensors):
@@ -397,9 +398,9 @@ def scale_of(scaler: Any) -> dict[str, float]:
     scale, at, overflow, left = (-1.0 if value is None else value for value in values)
     if None in values or not scale > 0:
         return {}
-    # After an overflow, DeepSpeed 0.19 first doubles the scale one update later than threed does,
-    # and then after every window. So `good` is one less than the number of updates since the
-    # overflow.
+    # threed doubles the scale after `window` updates without an overflow. After an overflow,
+    # DeepSpeed 0.19 doubles it for the first time one update later than that. Therefore `good` is
+    # one less than the number of updates since the overflow.
     good = max(0.0, at - overflow - 2)
     return {"loss_scale": scale, "good_steps": good, "hysteresis_left": max(0.0, left)}
 
@@ -409,9 +410,9 @@ def _count(value: Any) -> int:
 
 
 def _vectors(found: Table, weights: str, states: str) -> list[Table]:
-    """Returns the flat tensors [n] of a rank by part, one dictionary per parameter group.
+    """Returns a rank's flat weights and moments [n], by part: one dictionary per parameter group.
 
-    Each dictionary also has the number of updates as "step", if the checkpoint has it.
+    Each dictionary also has the number of updates as "step", if the checkpoint stores it.
 
     Args:
         found: the optimizer state of the rank.

@@ -41,8 +41,8 @@ class DeepSpeedEngine:
         translation: the translated DeepSpeed configuration.
         passed: the optimizer that was passed to `initialize`.
         training_loader: the default data source of `train_batch`.
-        notes: messages of `initialize`. In the attribute `notes`, the messages of the translation
-            follow them.
+        notes: messages of `initialize`. The attribute `notes` has these messages, followed by the
+            messages of the translation.
 
     Attributes:
         engine: the wrapped `threed.engine.ModuleEngine`.
@@ -52,7 +52,7 @@ class DeepSpeedEngine:
         lr_scheduler: the scheduler that was passed to `initialize`, which `step` advances; or a
             view of the configuration's schedule; or None.
         metrics: metrics of the last step; None before the first.
-        micro_steps: number of micro-batches completed by `step`; discarded steps do not count.
+        micro_steps: number of micro-batches completed by `step`, except in discarded steps.
         notes: messages about keys that have no effect, and about values chosen by threed.
     """
 
@@ -179,9 +179,9 @@ class DeepSpeedEngine:
         Collective at the boundary.
 
         Raises:
-            RuntimeError: if the micro-batch had no backward, neither by this engine nor by another
-                engine with a loss that depends on this module; or if the optimizer that was passed
-                to `initialize` has new parameter groups or step hooks.
+            RuntimeError: if no backward was run for the micro-batch (by this engine, or by another
+                engine whose loss depends on this module); or if parameter groups or step hooks have
+                been added to the optimizer that was passed to `initialize`.
         """
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -252,7 +252,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """Returns the mean loss of as many micro-batches as a step has, without training.
+        """Returns the mean loss over the number of micro-batches of one step, without training.
 
         Collective.
 
@@ -296,7 +296,7 @@ class DeepSpeedEngine:
         warning if gradients of earlier micro-batches of the current step are discarded.
 
         Args:
-            set_to_none: ignored.
+            set_to_none: has no effect; accepted because torch's `zero_grad` has it.
 
         Raises:
             RuntimeError: between `backward` and `step`.
@@ -409,7 +409,9 @@ class DeepSpeedEngine:
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None
     ) -> tuple[str | None, Any]:
-        """Loads load_dir/tag, saved with any number of ranks and any ZeRO stage. Collective.
+        """Loads the checkpoint load_dir/tag. Collective.
+
+        The checkpoint may have been saved with any number of ranks and any ZeRO stage.
 
         Args:
             load_dir: the folder of checkpoints.

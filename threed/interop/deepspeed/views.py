@@ -29,8 +29,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     Args:
         engine: the engine.
         zero_grad: the `zero_grad` of the `DeepSpeedEngine`.
-        passed: the optimizer that was passed to `initialize`; it shares its groups with this one.
-            None if the configuration defines the optimizer.
+        passed: the optimizer that was passed to `initialize`; both optimizers have the same
+            `param_groups`. None if the configuration defines the optimizer.
         scheduled: whether the configuration has a schedule.
     """
 
@@ -116,7 +116,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def show(self) -> None:
         """Writes the learning rates of the next update to the groups.
 
-        A frozen group has no update: it follows the schedule, or keeps what the program has set.
+        A group of frozen parameters has no updates. Its rate follows the configuration's schedule
+        as long as the program has not set any rate, and then remains as the program has set it.
         """
         rates = self._engine.learning_rates
         scheduled = not self._engine.optimizer.rates.state()
@@ -191,8 +192,8 @@ def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int |
 
     Args:
         groups: the groups of a passed optimizer.
-        own: indices of the rates that the engine's parameters have. `optim.groups` has no entry for
-            a single group without its own values.
+        own: indices of the rates that the engine's parameters use. A single group has the first of
+            them, because `optim.groups` has an entry for it only if it has its own values.
     """
     if len(groups) == 1:
         return [own[0] if own else 0]
@@ -222,7 +223,7 @@ class SchedulerView:
     """The configuration's learning rate schedule, a function of the number of updates.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer whose groups have the learning rates.
     """
 
     def __init__(self, optimizer: EngineOptimizer) -> None:

@@ -50,7 +50,12 @@ class SavesFiles(Protocol):
     """A tokenizer, or a tokenizer's files, that can be written to a folder."""
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
-        """Writes the tokenizer's files to the folder of a model."""
+        """Writes the tokenizer's files to the folder of a model.
+
+        Args:
+            folder: the folder to write to.
+            model_type: the `model_type` in the model's config.json; None if it is unknown.
+        """
 
 
 def export_hf(
@@ -62,8 +67,9 @@ def export_hf(
     No process group is required.
 
     If the run started from a Hugging Face folder and uses the tokenizer of that folder, special
-    token ids and generation_config.json are taken from the record of the folder; otherwise they
-    are derived from the tokenizer. Replaces an earlier export at `out`.
+    token ids and generation_config.json are taken from the checkpoint's record of that folder (see
+    `folder_record`); otherwise the ids are derived from the tokenizer. Replaces an earlier export
+    at `out`.
 
     Args:
         checkpoint: the folder of the native checkpoint.
@@ -110,7 +116,7 @@ def write_folder(
 
     Args:
         out: the folder to write.
-        table: one entry per tensor to write.
+        table: one entry per Hugging Face tensor to write, with the native tensors it consists of.
         source: the native tensors.
         config: the content of config.json, without the dtype.
         dtype: dtype of all written tensors; None keeps each tensor's dtype.

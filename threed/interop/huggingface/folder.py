@@ -4,9 +4,9 @@
     for problem in folder.problems(): ...      # mismatches of tensors and configuration
     folder.tensor("weight", "blocks.3.attention.query.weight").read((0, 0), out)
 
-Files are memory-mapped, and opened at the first read. Tensor names have the prefix of a model with
-a head (`model.layers...`), or, for a base model, no prefix (`layers...`). If head and embedding are
-tied, the files may contain either or both.
+Files are memory-mapped, and opened at the first read. Tensor names in the files have the prefix of
+a model with a head (`model.layers...`), or, for a base model, no prefix (`layers...`). If head and
+embedding are tied, the files may contain one of the two tensors or both.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class HFFolder(HFTensors):
         """Returns the folder's path, as a value for `--data.tokenizer`.
 
         Args:
-            fix: text that ends the error message.
+            fix: the suggested fix, with which the error message ends.
 
         Raises:
             CheckpointError: if the folder has no tokenizer.

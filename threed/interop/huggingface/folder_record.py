@@ -43,7 +43,7 @@ def record_of(
 
 
 def validated(record: object) -> dict[str, Any] | None:
-    """Returns a record as read from a checkpoint; None if the checkpoint has no record.
+    """Checks and returns a checkpoint's record; returns None if the checkpoint has no record.
 
     Raises CheckpointError if the record is malformed.
     """
@@ -86,8 +86,8 @@ def for_export(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the keys that an export adds to config.json, and additional JSON files to write.
 
-    Uses the record if it matches the tokenizer or if `tokenizer` is missing; otherwise uses the
-    special token ids of the tokenizer, and issues a warning if there is a record.
+    Uses the record if it matches the tokenizer or no tokenizer is given. Otherwise uses the
+    tokenizer's special token ids, and issues a warning if there is a record, which is then ignored.
 
     Args:
         record: the record of the original folder, or None.

@@ -50,7 +50,7 @@ class Entry:
     """A Hugging Face tensor of a model and its native tensors: a rule, applied to one block.
 
     Attributes:
-        rule: the rule.
+        rule: how the Hugging Face tensor consists of native tensors.
         name: the name of the Hugging Face tensor.
         native: (name, shape) pairs of the native tensors.
         in_model: whether the model has the native tensors; if not, the Hugging Face tensor is zero.

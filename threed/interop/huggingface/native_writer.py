@@ -109,7 +109,8 @@ def write_tensors(
         config: resolved configuration, stored in the manifest.
         source: the tensors. They are streamed, a few rows in memory at a time.
         dtype: dtype of all written weights; None keeps each weight's dtype. Moments keep theirs.
-        check: called as `check(part, name, rows)` with all rows before they are written.
+        check: called as `check(part, name, rows)` for each block of rows before it is written;
+            raises CheckpointError for bad values.
         state: training counters and `extra` for the manifest; missing counters are 0, as for a
             run that starts at step 0.
         file_bytes: limit on the size of a file, in bytes.

@@ -78,10 +78,10 @@ def load_hf(
 
     Args:
         path: the Hugging Face folder.
-        optimizer: the optimizer to fill.
+        optimizer: the optimizer, whose master weights are overwritten.
         topology: the topology of the run.
-        config: the configuration of the run.
-        extras: the model's buffers.
+        config: the configuration of the run; its model must match the folder.
+        extras: the model's buffers. They are not loaded, because a folder has none.
 
     Returns:
         The counters of a run at step 0, and a dict `extra`, whose entry "hf" is the record of

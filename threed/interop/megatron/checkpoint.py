@@ -6,8 +6,8 @@ The folder is written by torch.distributed.checkpoint and has the names and shap
 model. Layers are either stacked along a first dimension or numbered. A gated `linear_fc1` is one
 tensor with the gate's rows first, or two tensors, `_w` and `_v`
 (megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py). State common
-to all ranks, such as `args`, is in the file `common.pt`, or, as core_v0.19 writes it, in the entry
-`common_state` (serialization.py, save).
+to all ranks, such as `args`, is in the file `common.pt`. Megatron-Core 0.19 writes it as the entry
+`common_state` of the checkpoint instead (serialization.py, save).
 
 Fused weights have the layout of megatron/core/transformer/attention.py and mlp.py
 (NVIDIA/Megatron-LM, commit d98e8a64). `linear_qkv` has, for one query group after another, the
@@ -66,7 +66,8 @@ def step_folder(path: Path) -> Path | None:
     """Returns the folder of an iteration.
 
     This is the subfolder that the tracker file (latest_checkpointed_iteration.txt) names, or `path`
-    without a tracker file. Returns None if the tracker file is invalid or `path` is not a folder.
+    itself if the tracker file is missing. Returns None if the tracker file is invalid or `path` is
+    not a folder.
 
     Raises:
         CheckpointError: if the tracker file names a missing folder.
@@ -188,7 +189,8 @@ def _of_model(dist: DistFolder) -> Tensors:
 def unstacked(tensors: Tensors) -> Tensors:
     """Returns the tensors, with stacked layers split into one tensor per layer.
 
-    Each pair of tensors `_w` and `_v` becomes one tensor, concatenated.
+    Two tensors whose names differ only in the endings `_w` and `_v` (gate and up projection of an
+    MLP) are concatenated into one tensor.
 
     Args:
         tensors: tensors by Megatron-LM name, without prefix.

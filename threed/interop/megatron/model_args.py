@@ -14,8 +14,8 @@ from threed.config.checks import find_model_problems
 from threed.config.resolution import resolve_model
 from threed.config.schema import ValidationError
 
-# Arguments that enable unsupported features, with the values that disable the feature. A missing
-# argument disables it too.
+# For each argument that can enable an unsupported feature: the values that leave the feature
+# disabled. The feature is also disabled if the argument is missing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0), "multi_latent_attention": (None, False), "mtp_num_layers": (None, 0),
     "squared_relu": (None, False), "quick_geglu": (None, False), "apply_layernorm_1p": (None, False),
@@ -74,9 +74,9 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
-    """Returns the keys of the `ModelConfig`. gated: whether the MLP is gated.
+    """Returns the values of the `ModelConfig`, by key. gated: whether the MLP is gated.
 
-    Raises KeyError, TypeError or ValueError for invalid arguments.
+    Raises KeyError, TypeError or ValueError if `args` are incomplete or invalid.
     """
     heads, positions = args["num_attention_heads"], args["max_position_embeddings"]
     grouped = bool(args.get("group_query_attention")) and args.get("num_query_groups")

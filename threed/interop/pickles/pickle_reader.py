@@ -9,12 +9,12 @@ A pickle is a program for a stack machine. This reader is safe against malicious
 reasons:
 
 - `find_class` does not import the named class or function, but returns a `PickledObject`. A call of
-  a `PickledObject` does not call the named function. If `KNOWN` has a replacement for the name, it
-  is called instead; replacements build tensors and containers. For other names, the result is a
-  `PickledObject` with the arguments. Names in the standard library that no checkpoint needs raise
+  a `PickledObject` does not call the named function. If `KNOWN` has a replacement for the name, the
+  replacement is called; replacements build tensors and containers. For other names, the result is
+  a `PickledObject` with the arguments. Names in the standard library that no checkpoint needs raise
   an error.
-- Memory use is proportional to the number of opcodes: no opcode copies more than a few arguments or
-  hashes nested tuples, and each name is stored once.
+- Memory use is proportional to the number of opcodes: no opcode copies more than a few arguments,
+  no opcode hashes nested tuples, and each name is stored once.
 - Opcodes are counted before a pickle is loaded, and values afterwards. The limits apply to the
   total of all files of one reader.
 """
@@ -54,7 +54,7 @@ MOST_NAMES = 2**22  # limit on the characters of all names in a file
 MOST_DIRECTORY = 2**24  # limit on the bytes of a zip file's directory
 MOST_EXPANDED = 2**20  # limit on the elements of a tensor with stride 0, which repeats values
 
-# Opcodes that no checkpoint needs.
+# Opcodes that no checkpoint needs; a pickle with one of them is refused.
 REFUSED = "INST OBJ DICT EXT1 EXT2 EXT4 NEWOBJ_EX NEXT_BUFFER READONLY_BUFFER".split()
 HEADER = b"PK\x03\x04"  # signature of a zip record
 TOO_MUCH = "it has more in it than any checkpoint"
@@ -313,7 +313,7 @@ def _count(value: Any, allowed: int, depth: int = 0) -> int:
 
 
 class _Window(io.RawIOBase):
-    """File object for bytes [first, last) of a file, from which zipfile reads a directory."""
+    """A file object for bytes [first, last) of a file; zipfile reads a zip directory through it."""
 
     def __init__(self, file: BinaryIO, first: int, last: int) -> None:
         self._file, self._first, self._size, self._at = file, first, last - first, 0

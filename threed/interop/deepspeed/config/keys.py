@@ -1,10 +1,10 @@
 """Keys of a ds_config.
 
-`DeepSpeedConfig` has the supported keys, with DeepSpeed's defaults. `NO_EFFECT` has keys that are
-accepted without effect, with the reason. `REFUSED` has keys of which only some or no values are
-supported, with the supported values and the reason. Both tables use full names, such as
-"zero_optimization.overlap_comm". If a key is "auto" and no value for it is known, the error message
-contains the description of its field as the fix.
+`DeepSpeedConfig` has the supported keys, with DeepSpeed's defaults. `NO_EFFECT` lists keys that are
+accepted but have no effect, each with the reason. `REFUSED` lists keys for which threed supports
+only some values, or none, with these values and the reason. Both tables use full names, such as
+"zero_optimization.overlap_comm". If a key is "auto" and threed cannot derive its value, the error
+message ends with the `description` of the key's field, which states the fix.
 
 Names and defaults follow DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).
@@ -82,7 +82,7 @@ class Group(BaseModel):
 
 
 class Params(Group):
-    """The keys of the group `optimizer.params`, of all supported optimizers together."""
+    """The keys of the group `optimizer.params` for all supported optimizers together."""
 
     lr: Positive = Field(1e-3, description="set it to the learning rate")
     weight_decay: NonNegative = 0.0
@@ -100,7 +100,7 @@ class Optimizer(Group):
 
 
 class SchedulerParams(Group):
-    """The keys of the group `scheduler.params`, of all supported schedulers together."""
+    """The keys of the group `scheduler.params` for all supported schedulers together."""
 
     warmup_type: Ramp = Field("log", description="set it to log or linear")
     warmup_num_steps: Count = Field(1000, description=STEPS)

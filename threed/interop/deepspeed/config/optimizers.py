@@ -16,8 +16,8 @@ from threed.interop.deepspeed.config.keys import Params
 
 NO_HOOKS = "remove them, and call your function before or after engine.step()"
 DECOUPLED = "decoupled_weight_decay"
-# Hyper-parameters that must be equal in all groups. A hyper-parameter that `Params` lacks has the
-# default False.
+# Hyper-parameters that must be equal in all groups. If a ds_config does not set one of them, its
+# value is the default in `Params`, or False if `Params` does not have it.
 HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
 # For each class: (name of the optimizer in a ds_config, hyper-parameters to read).
 READ = {
@@ -31,7 +31,7 @@ READ = {
 class Group:
     """A parameter group: names of its parameters, its lr and its weight decay.
 
-    None means the value of the optimizer.
+    A value of None stands for the optimizer's value.
     """
 
     names: tuple[str, ...]
@@ -40,17 +40,18 @@ class Group:
 
 
 def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
-    """Returns a torch optimizer as the "optimizer" of a ds_config, and a note with its values.
+    """Converts a torch optimizer to the group "optimizer" of a ds_config.
 
-    The learning rate is the first nonzero learning rate of a parameter group. If a scheduler has
-    changed this rate, the rate before the change (`initial_lr`) is used.
+    Returns the group, and a note with its values. The learning rate is the first nonzero learning
+    rate of a parameter group; if a scheduler has changed this rate, the rate before the change
+    (`initial_lr`) is used.
 
     Args:
         optimizer: a torch AdamW, Adam or SGD.
 
     Raises:
-        ConfigError: if the optimizer is of another class, or has state or step hooks; if no group
-            has a nonzero lr; or if groups differ in values other than lr and weight_decay.
+        ConfigError: if the optimizer is of any other class; if it has state or step hooks; if no
+            group has a nonzero lr; or if groups differ in values other than lr and weight_decay.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
         name, fix = type(optimizer).__name__, "pass torch's AdamW, Adam or SGD, or use the config's"
@@ -104,7 +105,7 @@ def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
 
 
 def plain_value(value: Any) -> Any:
-    """Returns a value of a parameter group in a form for comparisons with `==`.
+    """Converts a value of a parameter group so that it can be compared by `==`.
 
     Tensors become floats, and lists become tuples.
     """
@@ -125,8 +126,8 @@ def find_groups(
         model: the module that has the parameters.
         given: parameters, or parameter groups (dicts with "params"); None means one group of all
             parameters.
-        params: the optimizer's hyper-parameters, as in a ds_config. Groups must have the same
-            values, except for lr and weight_decay.
+        params: the optimizer's hyper-parameters, as in a ds_config. Hyper-parameters that a group
+            has must have these values, except for lr and weight_decay.
 
     Raises:
         ConfigError: if the groups do not contain each parameter that requires gradients exactly

@@ -1,4 +1,4 @@
-"""Parses a ds_config into `keys.DeepSpeedConfig`, with a problem or a note per unsupported key.
+"""Parses a ds_config into `keys.DeepSpeedConfig`, and collects problems and notes about its keys.
 
 reader = Reader(autos, inactive)                # values that replace "auto"; keys without effect
 config = reader.read(read("ds_config.json"))    # a key with a problem gets its default value
@@ -77,7 +77,7 @@ class Reader:
         self.notes.append(f"{key}: {text}")
 
     def read(self, ds: Mapping[str, Any]) -> DeepSpeedConfig:
-        """Returns the supported keys. If a key has a problem, its default value is used."""
+        """Returns the values of the supported keys; the default for a key that has a problem."""
         values = self._select(ds, DeepSpeedConfig, "")
         try:
             return DeepSpeedConfig.model_validate(values)

@@ -38,8 +38,8 @@ class LearningRate:
     """Maps the number of past updates (scalar fp64 tensor) to the learning rate of the next update.
 
     The schedule's step is the number of past updates minus 1. The rate rises from `low` to `high`
-    during the warm-up. Afterwards it is first + (high - first) * after(step), with first = 0 if
-    `relative`, else `low`. The rate at step -1 is `first`.
+    during the warm-up. Then it is first + (high - first) * after(step), with first = 0 if the
+    schedule is `relative`, and first = `low` otherwise. The rate at step -1 is `first`.
 
     Attributes:
         ramp: shape of the warm-up, "log" or "linear".

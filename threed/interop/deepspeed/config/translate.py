@@ -61,7 +61,7 @@ class Translation:
         micro_batch: samples in one forward pass of one rank.
         accumulation: micro-batches per rank and step.
         learning_rate: the schedule; None for a constant rate.
-        loss_scale: None unless the dtype is fp16.
+        loss_scale: settings of the loss scale; None unless the dtype is fp16.
         drop_last: whether the data loader drops a last batch that is not full.
         notes: keys without effect and values chosen for "auto", as lines "key: text".
     """
@@ -170,8 +170,8 @@ def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
 def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int, int]:
     """Returns the micro-batch size and the number of accumulation steps.
 
-    If one of them is missing, it follows from train_batch_size. If both are missing, the number of
-    accumulation steps is 1.
+    If one of the two keys is missing, its value is computed from train_batch_size. If both are
+    missing, the number of accumulation steps is 1.
     """
     total, micro, steps = (getattr(found, name) for name in BATCH)
     if total is None:
@@ -233,7 +233,7 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
             f"{ZERO}.zero_quantized_gradients", "quantizes blocks of 256 elements to 8 bits, not 4"
         )
     elements = zero.reduce_bucket_size or 64 * 2**20 // width
-    if zero.sub_group_size is not None:  # counted in elements of one rank's slice
+    if zero.sub_group_size is not None:  # the number of elements of one rank's slice of a bucket
         elements = min(elements, zero.sub_group_size * ranks)
     return {
         "stage": stage,
