@@ -6,9 +6,10 @@
     tally.passed(name, slab)             checks some rows of a tensor, and returns them
     tally.tell(path)                     warns of the bad tensors, if there are any
 
-If a weight or moment of a trained tensor is NaN or infinite, a run does not save or load it, because
-training cannot recover from such values. Conversions write such values unchanged and warn. Buffers
-and frozen parameters may contain them; for example, an attention mask contains minus infinity.
+If a weight or moment of a trained tensor is NaN or infinite, a run does not save or load it,
+because training cannot recover from such values. Conversions write such values unchanged and warn.
+Buffers and frozen parameters may contain them; for example, an attention mask contains minus
+infinity.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ from threed.zero.state import PREVIOUS, WEIGHT
 Shape = tuple[int, ...]
 SLAB_BYTES = 2**24  # maximum size of the slabs of `read_slabs`, in bytes
 MOST_BYTES = 2**25  # maximum size of a read, in bytes
-# A size in bytes. Contiguous runs of a box shorter than this are read in one read, together with the
-# gaps between them, because many short reads would be slower. This applies only if the starts of two
-# neighboring runs are less than 16 times this size apart.
+# A size in bytes. Contiguous runs of a box that are shorter than this are read together with the
+# gaps between them, because many short reads would be slower. This applies only if the starts of
+# two neighboring runs are less than 16 times this size apart.
 SHORT_BYTES = 2**12
 
 

@@ -64,7 +64,7 @@ def _reason(
     error: BaseException, what: str, folder: Path, needed: int | None = None,
     elsewhere: str = ELSEWHERE,
 ) -> str:  # fmt: skip
-    """Returns an error as one line, `what` and the reason; of a CheckpointError, only its text."""
+    """Returns an error as one line: `what` and the reason; a CheckpointError gives only its text."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
@@ -106,10 +106,10 @@ class Save:
             (None), `limit` always applies.
         before_publishing: function that rank 0 calls after the files of all ranks are written; or
             None.
-        purpose: name of the thread, and key in `optimizer.readers`, by which updates wait for the
-            snapshot.
+        purpose: name of the thread; also the key under which the snapshot is registered in
+            `optimizer.readers`, so that updates wait for it.
         durable: whether files are flushed to disk, and whether process exit waits for the thread.
-        elsewhere: advice on how to choose another location, for messages.
+        elsewhere: advice on how to choose another folder, for messages.
         problem: error text of this rank, or None. On rank 0, once the save is `done`, it may be the
             error of any rank.
         reported: whether `wait` has returned or raised the outcome.
@@ -171,9 +171,9 @@ class Save:
         Args:
             optimizer: holder of the states.
             room: host memory for the snapshot.
-            now: whether to return only once the values of all states are copied or written, so that
-                all states may change. Needed if code other than the optimizer changes them, because
-                only the optimizer's updates wait for the snapshot.
+            now: whether to return only once the values of all states are copied or written. Use
+                True if code other than the optimizer then changes the states, because only the
+                optimizer's updates wait for the snapshot.
         """
         snapshot = self._snapshot = Snapshot(self.records, optimizer, room)
         optimizer.readers.add(self.purpose, snapshot.release)
@@ -203,7 +203,7 @@ class Save:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which training waited on this rank: in the call, and before updates."""
+        """Seconds that training on this rank waited: for `Saver.start`, and before updates."""
         return self._start_s + (self._snapshot.waited_s if self._snapshot else 0.0)
 
     def wait(self) -> Path:
@@ -270,8 +270,8 @@ class Save:
         stream, files = finite(self.records, values), []
         for file in self.files:
             self._file = self.building / file.name
-            # The last file takes the stream itself and reads it to its end. So the snapshot ends,
-            # and updates no longer wait for it, before this file is flushed.
+            # The last file reads `stream` to its end. So the snapshot ends before this file is
+            # flushed, and updates do not wait for the flush.
             some = stream if file is self.files[-1] else islice(stream, len(file.records))
             files.append(file.write(self.building, some, **how))
         return {"sections": [[h.section.about, h.shapes] for h in self.described], "files": files}
@@ -301,7 +301,9 @@ class Save:
     # ------------------------------------------------------------------------------------------------------ publishing
 
     def commit(self, patience: float = ENTRIES_S) -> None:
-        """Publishes the folder once every rank has written its entry; only rank 0. Not collective.
+        """Publishes the folder once every rank has written its entry. Not collective.
+
+        Has an effect only on rank 0.
 
         Args:
             patience: seconds to wait for the entries of other ranks.
@@ -338,8 +340,8 @@ class Save:
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
             file = self._entry_file(rank)
-            # If rank 0 has an error, it still waits for the entries of the other ranks, because the
-            # caller then removes the folder, and no rank may write to the folder at that time.
+            # If rank 0 has an error, it still waits for the entries of the other ranks: the caller
+            # then removes the folder, and no rank may write to the folder at that time.
             while not (file.exists() or (rank == 0 and self.problem)):
                 late = self._has_exited(rank) or time.monotonic() > min(end, self._deadline)
                 if late and not file.exists():
