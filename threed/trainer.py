@@ -74,16 +74,17 @@ class Trainer:
         trainer = threed.Trainer.from_config(config, MyModel)
         trainer.run()
 
-    `run` resumes from the newest checkpoint in the run folder, trains up to `train.steps`, and
-    writes metrics.jsonl, wandb, checkpoints, figures and the final report as configured.
+    `run` resumes from the newest checkpoint in the run folder, trains up to `train.steps`, and, as
+    configured, writes metrics (to metrics.jsonl and wandb), checkpoints, figures and the final
+    report.
 
     Args:
         engine: the engine; its configuration names the run folder and the number of steps.
         data: training and validation data, such as `threed.data.open_data` returns.
         command: words of the command line after torchrun, for the hint on how to resume; by
-            default the arguments of this process.
-        forecast: memory and time forecast of the run, used on rank 0; by default it is computed
-            for the model of the engine's configuration.
+            default `sys.argv`.
+        forecast: memory and time forecast of the run, used on rank 0. By default, rank 0 computes
+            it for the model in the engine's configuration.
         interrupted: event that is set when the user interrupts the run.
         callbacks: additional callbacks (`threed.training.Callback`). In each step they are called
             before the step's metrics are written, so that they can add metrics.
@@ -131,16 +132,17 @@ class Trainer:
 
         Args:
             config: the configuration; derived keys may be missing.
-            model: class or function at the top level of a file, which is called as
+            model: class or function at the top level of a file. It is called as
                 `model(config, slicing)`, `model(config)` or `model()`, with a `ModelConfig` and a
-                `Slicing`. By default the model of `config.model.arch`.
+                `Slicing`. By default, the model of `config.model.arch` is built.
             callbacks: additional callbacks.
 
         Returns:
             The trainer.
 
         Raises:
-            ConfigError: if the configuration is invalid, or if data or model cannot be built.
+            ConfigError: if the configuration is invalid, the data cannot be read, or no forecast of
+                the model can be made.
 
         Example:
 
@@ -181,7 +183,7 @@ class Trainer:
 
         Args:
             model: see `from_config`.
-            defaults: defaults of this program, {group: {key: value}}, which flags override.
+            defaults: defaults of this program, {group: {key: value}}. Flags override them.
             about: description of the program for `--help`.
             callbacks: additional callbacks.
 
@@ -189,7 +191,7 @@ class Trainer:
             The trainer.
 
         Raises:
-            SystemExit: after `--help`, or if something is invalid.
+            SystemExit: after `--help`, or if flags, data or model are invalid.
 
         Example:
 
@@ -274,9 +276,10 @@ class Trainer:
         """Logs the settings of the run, and writes its configuration to the run folder.
 
         Args:
+            run: the run.
             validation: a note on the validation data, or an empty string.
-            aside: a message about the checkpoints that were moved aside because the run does not
-                continue from them, or an empty string.
+            aside: names and new folder of the checkpoints that were moved away because the run does
+                not continue from them (`Retention.set_aside`), or an empty string.
         """
         lines = [self.data.notice, f"data       {self.data.description}"]
         lines += [f"validation {validation}" if validation else ""]
@@ -323,7 +326,8 @@ def open_configured(config: Config) -> Data:
 def start_engine(config: Config) -> Engine:
     """Creates the process groups, model and engine of a resolved configuration. Collective.
 
-    If the model is a plain `nn.Module`, also seeds torch's random generator, differently per rank.
+    If the model is a plain `nn.Module`, this function also seeds torch's random generator, with
+    another seed on each rank.
     """
     p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
     # The timeout is at least TIMEOUT, because the watchdog is not active while a run loads a
@@ -416,12 +420,12 @@ class Loop:
     def _share_of_batch(self, step: int) -> dict[str, Tensor]:
         """Returns this data rank's share of the batch of a step.
 
-        The share depends only on the number of samples consumed before the step. So the batches are
-        the same if they are prefetched, and after a resume.
+        The share depends only on the number of samples consumed before the step. So prefetching and
+        resuming do not change the batches.
         """
         start, axis = self.run.start, self.engine.topology.axis("dp")
-        # The batch size may have changed when the run was resumed. So samples before the start step
-        # are counted by `start.samples`, and only later ones by the current size.
+        # The batch size may have changed when the run was resumed. So the samples before the start
+        # step are counted by `start.samples`, and only the samples after it by the current size.
         size = self.engine.config.train.global_batch
         share = size // axis.size
         first = start.samples + (step - start.step) * size
@@ -438,7 +442,10 @@ class Loop:
 
 
 class WriteRow(Callback):
-    """Writes the metrics of a step to metrics.jsonl and wandb, and advances the progress bar."""
+    """Callback that writes a step's metrics to metrics.jsonl and wandb.
+
+    On steps without metrics it only advances the progress bar.
+    """
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         if row:

@@ -64,7 +64,7 @@ def _reason(
     error: BaseException, what: str, folder: Path, needed: int | None = None,
     elsewhere: str = ELSEWHERE,
 ) -> str:  # fmt: skip
-    """Returns an error as one line: `what` and the reason; a CheckpointError gives only its text."""
+    """Returns an error as one line: `what` and the reason, or the text of a CheckpointError."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):

@@ -14,7 +14,8 @@ import numpy as np
 from threed.data.sources import Piece
 from threed.data.tokenizer import Tokenizer, Tokens
 
-# Bytes per batch: enough pieces for the `tokenizers` library to use all its threads.
+# Bytes of text per call of the tokenizer. The `tokenizers` library encodes the pieces of a call in
+# parallel; with this many bytes, there are enough pieces for all its threads.
 GROUP_BYTES = 4 << 20
 
 
