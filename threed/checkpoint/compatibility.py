@@ -64,8 +64,8 @@ def differences(
 
     Args:
         found: shapes in the checkpoint, by name.
-        wanted: shapes in the model, by name. None stands for a buffer that has no value yet: the
-            checkpoint may omit it, or have it in any shape.
+        wanted: shapes in the model, by name. The shape is None for a buffer without a value yet:
+            the checkpoint may omit it, or have it in any shape.
         what: kind of tensor, "weights" or "buffers", for the message.
 
     Returns:

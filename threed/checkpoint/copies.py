@@ -150,7 +150,7 @@ class Copy(Save):
         return self.entry
 
     def commit(self, patience: float = 0.0) -> None:
-        """Exchanges files with the neighbor machines; has no effect if `neighbor` is None."""
+        """Exchanges files with the neighbor machines; has no effect without a `neighbor`."""
         if self.neighbor is None:
             return
         entry = self.entry if self.problem is None else {"files": []}

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from threed.core.messages import counted
 from threed.data.tokenizer import Tokens
 
-# Number of Feistel rounds. With four rounds, and with fewer than ten windows, some permutations occur
-# in visibly more epochs than others. With six rounds, all permutations are about equally frequent.
+# Number of Feistel rounds. With four rounds and fewer than ten windows, some permutations occur in
+# visibly more epochs than others. With six rounds, no such difference is visible.
 ROUNDS = 6
 # The multipliers of splitmix64's finalizer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
 # number generators").

@@ -63,8 +63,8 @@ class TokenizerFiles:
 
     Attributes:
         place: the folder of the files.
-        files: the path of each file. The key is the file's path relative to the folder; a copy of
-            the file gets the same relative path in the output folder.
+        files: the path of each file, by the relative path that a copy of the file gets in an output
+            folder.
     """
 
     place: Path

@@ -119,8 +119,8 @@ class Forecast:
             world: number of ranks.
             build: function that builds a custom model of `threed.layers` for a `Slicing`; by
                 default, the model of `config.model` is built.
-            division: the engine's partition by measured times. If it is None and the configuration
-                partitions by measured times, the layers are measured here.
+            division: the engine's partition by measured times. Without it (None), the layers are
+                measured here if the configuration partitions by measured times.
 
         Raises:
             ValueError: if the model cannot be partitioned.
@@ -370,7 +370,7 @@ class _Column:
     def flops(self) -> list[float]:
         """The model's custom cost of each layer or, without custom costs, the FLOPs of each layer.
 
-        The FLOPs are those of forward and backward, where a backward counts as two forwards.
+        The FLOPs are the sum of forward and backward, where a backward counts as two forwards.
         """
         custom_costs = options_of(self.model).costs
         return (
