@@ -388,7 +388,7 @@ class Saver:
     def ending(self, is_gone: Callable[[int], bool] = lambda rank: False) -> Iterator[None]:
         """Context manager that gives the save in progress time to complete if the block raises.
 
-        After an interrupt (KeyboardInterrupt or exit) there is no grace period.
+        After an interrupt (KeyboardInterrupt or exit), the save is stopped at once.
 
         Args:
             is_gone: returns whether the process of a rank has exited.
@@ -434,8 +434,8 @@ class Saver:
     ) -> Save:  # fmt: skip
         """Begins to save a checkpoint, which is published complete or not at all. Collective.
 
-        If there is no memory for a snapshot, the call warns and saves in the foreground: it returns
-        after the save has ended.
+        If the memory does not suffice for a snapshot, the call warns and saves in the foreground:
+        it returns after the save has ended.
 
         Args:
             path: final path of the checkpoint.

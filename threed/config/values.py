@@ -160,7 +160,7 @@ def _architecture(value: object) -> object:
     if value in architectures.NAMES:
         return value
     if isinstance(value, str) and names_model(value):
-        return value  # not imported here: the value may come from a checkpoint
+        return value  # not imported here, because a checkpoint may have named the file
     hint = did_you_mean(str(value), *architectures.NAMES)
     raise ValueError(f"must be {', '.join(architectures.NAMES)} or FILE.py:NAME{hint}")
 

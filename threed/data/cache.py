@@ -155,8 +155,8 @@ def _publish(scratch: Path, folder: Path) -> Entry:
 def _remove_abandoned(scratch: Path, name: str) -> None:
     """Removes scratch folders of this entry that are more than a day older than `scratch`.
 
-    Killed processes leave such folders. Their modification times are compared with that of
-    `scratch`, which the same file system recorded, because this machine's clock may be days off.
+    Killed processes leave such folders. Their modification times are compared with the modification
+    time of `scratch`, not with this machine's clock, which may differ from the file system's.
     """
     now = scratch.stat().st_mtime
     for path in scratch.parent.glob(f"{name}.building-*"):

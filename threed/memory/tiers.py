@@ -68,7 +68,7 @@ class InMemory:
         """Has no effect, because the values are already in the storage."""
 
     def drop(self) -> None:
-        """Has no effect, because there is no separate buffer to release."""
+        """Has no effect, because an `InMemory` has no separate buffer to release."""
 
 
 def memory_tier(device: torch.device) -> Tier:

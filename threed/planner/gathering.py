@@ -74,8 +74,8 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        # Units whose backward reads no weights gather nothing, but run while other units are
-        # gathered.
+        # Units whose backward reads no weights are not gathered, but other units are gathered while
+        # they run.
 
         for unit in () if is_forward else set(range(len(units))).difference(order):
             backward[unit] = max(backward[unit], now)
