@@ -56,14 +56,15 @@ from threed.training.provenance import provenance, tags
 from threed.training.step_log import StepLog
 from threed.zero.setup import describe_rate
 
-# Seconds that a rank has to complete in-memory checkpoints after another rank has failed.
+# After another rank has failed, a rank waits at most this many seconds for its in-memory checkpoint
+# to complete, and then exits.
 BEFORE_EXIT_S = 5.0
-# Process groups time out this number of seconds later than the watchdog.
+# Process groups time out this many seconds later than the watchdog, which reports a hang.
 GRACE_S = 60
 
 
 class Trainer:
-    """Trains a model on text: a run with its folder, metrics, evaluation, checkpoints and report.
+    """Trains a model on text, with run folder, metrics, evaluation, checkpoints and final report.
 
     For a custom model, one of the two class methods below creates the trainer, from a command line
     or from a configuration. Each of them also opens the data, and builds topology, model and
@@ -237,7 +238,7 @@ class Trainer:
         last = min(train.steps, train.stop_after or train.steps)
         writes = (
             start.step < last or not start.saved
-        )  # if False, the run is complete, and only the figures and the export are written
+        )  # if False, the run is complete, and only its figures and its export are written
         aside = retention.set_aside(start.extra.get("path"), start.step) if writes else ""
         with self._monitor(start, writes) as monitor:
             run = Run(
@@ -252,7 +253,15 @@ class Trainer:
             final_report.finish(run, loop.checkpoints, loop.peak, spans, self.command)
 
     def _start(self, extra: dict[str, Any]) -> Start:
-        """Returns the state to start from; `extra` is the result of `elastic.resume`."""
+        """Returns the step and the counters from which the run starts.
+
+        Args:
+            extra: result of `elastic.resume`. Its key `manifest` is replaced by `changes`: lines
+                about changed configuration keys.
+
+        Raises:
+            CheckpointError: if the run may not resume from the checkpoint.
+        """
         extra["changes"] = compare(extra.pop("manifest", None), self.config, self.data).accepted()
         step, samples = self.engine.steps, self.engine.consumed
         tokens = int(extra.get("tokens", samples * self.config.model.seq))

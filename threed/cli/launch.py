@@ -216,7 +216,8 @@ def _resume_hint(config: Config, words: list[str] | None) -> str:
     if newest is None:
         return "no checkpoint was saved yet"
     more = resuming_flags(config)
-    # The Hugging Face folder defined the model, so the original command line has no model flags.
+    # A Hugging Face folder defined the model. The original command line has no flags for it, so the
+    # command that resumes reads the run's config.toml.
     if words is not None:
         return f"{shlex.join([*words, *more])} resumes from {newest}"
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
@@ -410,7 +411,7 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
 
 
 def _named_checkpoint_problems(config: Config, data: Data) -> list[str]:
-    """Returns the problems of the checkpoint that `checkpoint.resume` names, if it names one."""
+    """Returns the problems of the checkpoint at the path `checkpoint.resume`, if it is a path."""
     if config.checkpoint.resume in ("auto", "none"):
         return []
     return _resume_problems(Path(config.run.dir or "runs"), config, data)

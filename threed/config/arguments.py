@@ -67,8 +67,8 @@ class Options:
         pretrained: whether the run starts from a folder of pretrained weights that defines the
             model.
         notes: a line per renamed key in use, with the old and the new spelling.
-        notice: a line for the user if the preset or file has no topology for the number of ranks;
-            otherwise empty.
+        notice: a line for the user if the preset or file has topologies, but none for the number of
+            ranks; otherwise empty.
     """
 
     dry_run: bool = False
@@ -108,7 +108,7 @@ def load(
         local_world: number of ranks on this machine.
         machines: minimum and maximum number of machines of an elastic job; None for other jobs.
         choose_topology: whether to choose `parallel.pp` if the configuration gives no parallel
-            size, and the global batch is too small to divide over all ranks (`choose_sizes`).
+            size, and the global batch cannot be divided evenly over all ranks (`choose_sizes`).
         more: function that returns further problems. It is called with the configuration if all
             values are valid.
         renames: renamed and removed keys.

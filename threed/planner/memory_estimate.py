@@ -374,7 +374,7 @@ def _activations_by_layer(
     for unit, cost in enumerate(layers):
         stays = cost.input * (cost.keeps_input or previous_keeps)
         passed = cost.kept + stays + cost.output
-        # in the backward, a micro-batch that waits also keeps the gradient of the output
+        # in the backward, a micro-batch that waits also keeps the gradient of the layer's output
         waiting = passed + cost.output * cost.keeps_output
         if unit == len(layers) - 1:
             all_kept = kept + rest * cost.input + cost.kept + stays
@@ -391,7 +391,7 @@ def _activations_by_layer(
 
 
 def _offloaded_activations(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
-    """Returns the peak bytes of inputs of recomputed layers in host memory or on a drive."""
+    """Returns the peak bytes of recomputed layers' inputs that are in host memory or on a drive."""
     return blueprint.live * sum(cost.elsewhere for chunk in chunks for cost in chunk)
 
 
@@ -454,7 +454,7 @@ def _tile_bytes(layout: Layout) -> int:
 
 
 def _gathered_by(layout: Layout, units: range) -> dict[Group, int]:
-    """Returns the groups that units gather before they run, with their numbers of elements."""
+    """Returns the parameter groups that units gather before they run, with numbers of elements."""
     groups = [
         group
         for group in layout.groups
