@@ -104,7 +104,7 @@ def take_full(
     Args:
         optimizer: holder of the weights.
         buffers: buffers of the model.
-        topology: ranks of the run.
+        topology: the parallel axes of the run, and this rank's position on them.
         given: full tensors by global name.
 
     Raises:

@@ -30,7 +30,7 @@ class Extras:
 
     Attributes:
         buffers: the buffers of the model.
-        topology: ranks of the run.
+        topology: the parallel axes of the run, and this rank's position on them.
         generators: whether generator states are saved and restored, too.
     """
 

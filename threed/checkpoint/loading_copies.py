@@ -199,7 +199,7 @@ def load_copy(
         found: the copy.
         place: this run's folder in memory.
         machines: ranks of each machine.
-        topology: ranks of the run.
+        topology: the parallel axes of the run, and this rank's position on them.
         wanted: the records that this rank reads.
         buffers: names of the buffers that this rank reads.
         load: function that loads the checkpoint in a folder. It is called as `load(folder, files)`,

@@ -64,7 +64,7 @@ def load(
     Args:
         path: folder of the checkpoint.
         optimizer: holder of the weights and states.
-        topology: ranks of the run.
+        topology: the parallel axes of the run, and this rank's position on them.
         config: configuration of the run.
         extras: buffers and generators.
         hashed: names of the files whose hashes this rank checks. By default, the files are divided
@@ -259,7 +259,7 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
 
     Args:
         optimizer: holder of the states.
-        topology: ranks of the run.
+        topology: the parallel axes of the run, and this rank's position on them.
         part: "weight" for the master weights, or the name of a tensor that the optimizer's rule
             keeps, such as "exp_avg".
 

@@ -133,7 +133,7 @@ class Place:
 
 
 def _own_folder(memory: Path) -> Path:
-    """Returns this user's folder in `memory`, which no other user may write to."""
+    """Returns this user's folder in `memory`, after checking that no other user can write to it."""
     fix = f"set {FOLDER} to a folder in memory (tmpfs) that you own, or omit --checkpoint.memory-every"
     folder = memory / f"threed-{os.getuid()}"
     try:

@@ -318,7 +318,10 @@ class Save:
 
     @contextmanager
     def step(self, name: str, needed: int | None = None) -> Iterator[None]:
-        """Context manager that sets `problem` and removes the unfinished folder if the block fails.
+        """Context manager for a phase of the save.
+
+        If the code in the `with` statement raises an error, `problem` is set and the unfinished
+        folder is removed.
 
         Args:
             name: verb for the message "could not <verb> <path>".

@@ -1,4 +1,4 @@
-"""Computes bytes of model states per parameter, and numbers of buffers between memory and a drive.
+"""Computes the bytes of model states per parameter, and the host buffers that offloading needs.
 
 Model states are parameters, gradients and optimizer state (ZeRO, arXiv 1910.02054, section 3).
 Stage 1 shards the optimizer state over data-parallel ranks, stage 2 also the gradients, stage 3

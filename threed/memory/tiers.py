@@ -273,7 +273,7 @@ class OnDrive:
 
     Attributes:
         offset: offset of the region in the file.
-        writing: the latest write of the region, or None.
+        writing: the latest write to the storage; None if a read has waited for it.
         staged_buffers: number of staged buffers in use.
     """
 

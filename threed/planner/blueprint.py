@@ -77,7 +77,7 @@ class Pipeline:
 
         Args:
             layers: all layers of the model.
-            topology: the ranks.
+            topology: the parallel axes, and this rank's position on them.
             config: the resolved configuration.
             costs: function that returns the FLOPs of the layers. It is called only if stages are
                 balanced by FLOPs.
@@ -170,7 +170,7 @@ class Blueprint:
 
     Attributes:
         model: the model.
-        topology: the ranks.
+        topology: the parallel axes, and this rank's position on them.
         config: the resolved configuration.
         layers: all layers of the model.
         recomputed: numbers of the layers with activation recomputation, full or selective.
@@ -200,7 +200,7 @@ class Blueprint:
         Args:
             model: the model.
             layers: all layers of the model.
-            topology: the ranks.
+            topology: the parallel axes, and this rank's position on them.
             config: the resolved configuration.
             pipeline: the stages and the plan.
 
@@ -268,8 +268,8 @@ class Blueprint:
         a layer.
 
         Args:
-            gatherer: gathers ZeRO-3 parameters.
-            reducer: reduces gradients.
+            gatherer: gathers the parameters of a layer before the layer runs, under ZeRO-3.
+            reducer: reduces the gradients of a layer after its backward.
         """
         first, stages, rank_layers = 0, list[Stage](), [self.layers[number] for number in self.held]
         between = None if reducer.early is None else reducer.early.progress

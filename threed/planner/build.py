@@ -22,7 +22,7 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
 
     Args:
         model: the model, or a wrapped module.
-        topology: topology of all ranks.
+        topology: the parallel axes, and this rank's position on them.
         config: the resolved configuration.
 
     Returns:

@@ -61,7 +61,7 @@ def layer_times(
         model: the model.
         layers: all layers of the model.
         config: the resolved configuration.
-        topology: the ranks.
+        topology: the parallel axes, and this rank's position on them.
         device: device to measure on; by default the topology's.
 
     Raises:
@@ -113,7 +113,7 @@ def cut_by_times(
         model: the model.
         layers: all layers of the model.
         config: the resolved configuration.
-        topology: the ranks.
+        topology: the parallel axes, and this rank's position on them.
         costs: function that returns the FLOPs of the layers. They give a partition by FLOPs, with
             which the result is compared. If the function raises TraceError, this comparison is
             omitted.
@@ -217,7 +217,7 @@ def trace_layer_bytes(
         model: the model.
         layers: all layers of the model.
         config: the resolved configuration.
-        topology: the ranks.
+        topology: the parallel axes, and this rank's position on them.
         device: device of the stages.
         ways: number of pipeline ranks with a replica of each layer.
 

@@ -87,7 +87,7 @@ def trace(
         model: the model.
         layers: all layers of the model.
         config: the resolved configuration.
-        topology: the ranks.
+        topology: the parallel axes, and this rank's position on them.
         recomputed: numbers of the layers with activation recomputation.
 
     Raises:
@@ -396,10 +396,10 @@ def _offloaded_activations(blueprint: Blueprint, chunks: Sequence[Sequence[Layer
 
 
 def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
-    """Counts the traffic of a step's gathers; returns the gathers of each chunk."""
+    """Adds the bytes of a step's gathers to `topology.traffic`; returns the gathers per chunk."""
     layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
     actions = blueprint.pipeline.plan.ranks[blueprint.topology.axis("pp").index]
-    if blueprint.layer_major:  # gathers are per pass over all micro-batches
+    if blueprint.layer_major:  # a gather is used for all micro-batches
         actions = (Action(Kind.F, 0), Action(Kind.B, 0))
     times = Counter(
         {group: 1 for group in layout.groups if group.key.trainable and not group.sliced}

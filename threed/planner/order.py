@@ -23,8 +23,8 @@ def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"
 
     The order is "layer" if it sends less and its additional activations fit into the memory that
     sharding and offloading the parameters free. So with `--zero.order auto`, ZeRO-3 needs at most
-    as much memory as ZeRO-2. It sends at most as much as ZeRO-2 or ZeRO-3 in micro-batch-major
-    order.
+    as much memory as ZeRO-2, and sends at most as many bytes as ZeRO-2 or ZeRO-3 in
+    micro-batch-major order.
 
     Args:
         microbatches: number of micro-batches of a step.
