@@ -543,8 +543,8 @@ def check_space(folder: Path, needed: int, kind: str = "checkpoint") -> None:
 
     Args:
         folder: existing folder on the disk.
-        needed: bytes.
-        kind: kind of folder to be written, for the message.
+        needed: required free space in bytes.
+        kind: kind of folder that will be written, for the message.
     """
     disk = shutil.disk_usage(folder)
     if disk.total == 0:

@@ -85,8 +85,9 @@ class TensorSource(Protocol):
 def saved_part(part: str, saved: Collection[str]) -> str | None:
     """Returns the name of the saved part from which to load a part of the state.
 
-    This is the same part; None if it was not saved. The previous weights are saved only if they
-    differ from the newest weights. If they were not saved, they are loaded from the newest weights.
+    It is the part of the same name, or None if this part was not saved. The previous weights are an
+    exception: they are saved only if they differ from the newest weights. If they were not saved,
+    they are loaded from the newest weights.
 
     Args:
         part: part of the state: weight, exp_avg, ...

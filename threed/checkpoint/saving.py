@@ -389,9 +389,10 @@ class Saver:
 
     @contextmanager
     def ending(self, is_gone: Callable[[int], bool] = lambda rank: False) -> Iterator[None]:
-        """Context manager that gives the save in progress time to complete if the block raises.
+        """Context manager that stops the save in progress if its `with` statement raises an error.
 
-        After an interrupt (KeyboardInterrupt or exit), the save is stopped at once.
+        After an exception, the save first gets `FAILURE_S` seconds to complete. After an interrupt
+        (KeyboardInterrupt or exit), it is stopped at once.
 
         Args:
             is_gone: returns whether the process of a rank has exited.
@@ -445,10 +446,12 @@ class Saver:
             state: counters of the run, for the manifest.
             extras: buffers and generators.
             background: whether to write in a thread while training continues.
-            now: see `Save.start`.
+            now: whether a background save returns only once all states may change, see
+                `Save.start`.
             hurries: callback that returns True once `checkpoint.write-limit-mib` no longer applies;
                 must be thread-safe. None: the limit always applies.
-            before_publishing: see `Save`.
+            before_publishing: function that rank 0 calls after the files of all ranks are written;
+                or None.
 
         Raises:
             CheckpointError: on every rank, if a problem is found before this call returns. `wait`

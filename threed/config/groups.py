@@ -98,7 +98,7 @@ class _Group(BaseModel):
     def _read_none(cls, data: Any) -> Any:
         """Replaces renamed keys and values by the current ones, and `none` by None.
 
-        Only in fields with the default None, `none` is replaced.
+        `none` is replaced only in fields whose default is None.
         """
         optional = {name for name, field in cls.model_fields.items() if field.default is None}
         if not isinstance(data, dict):

@@ -1,10 +1,11 @@
-"""Keys and values that were renamed or removed. Old spellings still work, with a warning.
+"""Keys and values that were renamed, whose old spellings still work, and keys that were removed.
 
     Renames().current("run", "replicate", "neighbour").value        # "neighbor"
 
 The renames apply to flags, TOML files, groups that are created in Python, and the configurations in
-checkpoints. To rename a key, add a line to `RENAMES`; to remove a key, add it to `REMOVED` with the
-action to take instead.
+checkpoints. An old spelling causes a warning, except in a checkpoint. A removed key is an error; in
+a checkpoint, it is ignored. To rename a key, add a line to `RENAMES`; to remove a key, add it to
+`REMOVED` with the action to take instead.
 """
 
 from __future__ import annotations

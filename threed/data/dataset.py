@@ -50,7 +50,7 @@ LAYOUT = 2
 # the file system is coarse. Results for files that were changed more recently are not cached,
 # because a later change could remain unnoticed.
 FRESH_S = 2.0
-# Number of tokens to check at a time.
+# Number of tokens that `id_range` and `first_outside` read at a time.
 BLOCK = 1 << 22
 # Maximum number of tokens from which entropy and bytes per token are measured. More tokens would
 # hardly change the result, and decoding all tokens could take hours.

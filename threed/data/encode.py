@@ -1,8 +1,9 @@
 """Encodes pieces of text into token arrays, a few MiB at a time.
 
-Use: `for tokens, ends in encode(source.pieces(), tokenizer): …`. The tokens of a document begin
-with the bos token, if the tokenizer adds one, and end with the end-of-text token, which separates
-documents in the flat sequence of training tokens.
+    for tokens, ends in encode(source.pieces(), tokenizer): …
+
+The tokens of a document begin with the bos token, if the tokenizer adds one, and end with the
+end-of-text token. It separates documents in the flat sequence of training tokens.
 """
 
 from __future__ import annotations

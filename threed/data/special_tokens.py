@@ -4,7 +4,7 @@
     named.complete(document)                 adds missing special tokens to a tokenizer.json
     end_of_document(named, ids, specials)    the token that ends a document
     beginning(named, document, ids)          the ids that the tokenizer adds before a text
-    hide(document)                           prevents that text is encoded to special tokens
+    hide(document)                           from here on, no text is encoded to special tokens
 
 Here `document` is the JSON object in a tokenizer.json, `ids` maps all tokens to their ids, and
 `specials` has the special tokens.

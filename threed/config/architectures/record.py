@@ -101,8 +101,8 @@ class Architecture:
         local: whether layers with a sliding window have a separate rotary base.
         absent_theta: the rotary base if the Hugging Face configuration has none; if `local`, this
             is the base of the layers without a window.
-        scalings: the type of rotary scaling for each other name that Hugging Face configurations
-            use for it.
+        scalings: further names of rotary scaling in Hugging Face configurations, each with its type
+            in `rope_scaling.KINDS`.
         original_positions: default of `original_max_position_embeddings`, for Hugging Face
             configurations with this key at top level; None if the key is part of the rotary
             scaling.

@@ -273,7 +273,8 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
 def _hf_value(name: str, value: Any) -> Any:
     """Returns the value of a model key in Hugging Face's notation.
 
-    For features that 0 turns off, this notation has None; and it has integers where possible.
+    A feature that 0 turns off is turned off by None in this notation. A `query_pre_attn_scalar`
+    without a fraction becomes an integer.
     """
     if name in ("attention_softcap", "logit_softcap", "window"):
         return value or None
