@@ -1,7 +1,7 @@
 """The trainer: claims the run folder, resumes, trains an engine on data, writes the final report.
 
     Trainer(engine, data).run()
-    Trainer.from_command_line(MyModel).run()        # a program with all flags of `threed train`
+    Trainer.from_command_line(MyModel).run()        # a program whose flags are the configuration
 
 Every rank runs the same loop. Logging, evaluation, checkpoints and profiles are callbacks around
 each step (`threed.training`). Only rank 0 writes metrics, figures and notes.
@@ -71,7 +71,7 @@ class Trainer:
     engine. The model is a class or function as for `threed train FILE.py:MODEL`
     (docs/guide/own_models.md):
 
-        trainer = threed.Trainer.from_command_line(MyModel)             # accepts every flag
+        trainer = threed.Trainer.from_command_line(MyModel)             # reads the flags
         trainer = threed.Trainer.from_config(config, MyModel)
         trainer.run()
 
@@ -178,12 +178,13 @@ class Trainer:
     ) -> Trainer:  # fmt: skip
         """Creates a trainer from the flags of this program. Collective.
 
-        The program accepts every flag of `threed train`. With `--help` it prints `about` and all
-        flags, and exits with code 0. If flags, data or model are invalid, it prints all problems
-        once per machine, and exits with code 2.
+        The program accepts every configuration key as a flag, as `threed train` does, and
+        `--config`. It has no presets and no dry run. With `--help` it prints `about` and all flags,
+        and exits with code 0. If flags, data or model are invalid, it prints all problems once per
+        machine, and exits with code 2.
 
         Args:
-            model: see `from_config`.
+            model: class or function that builds the model, see `from_config`.
             defaults: defaults of this program, {group: {key: value}}. Flags override them.
             about: description of the program for `--help`.
             callbacks: additional callbacks.

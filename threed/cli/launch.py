@@ -153,7 +153,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
 
 
 def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None]) -> int:
-    """Runs the training, reports why it ended early, and returns this rank's exit code."""
+    """Runs the training and returns this rank's exit code; if it ends early, reports the reason."""
     try:
         run()
     except LostContact:  # the death of the other rank is already reported
