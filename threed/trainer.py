@@ -1,7 +1,7 @@
 """The trainer: claims the run folder, resumes, trains an engine on data, writes the final report.
 
     Trainer(engine, data).run()
-    Trainer.from_command_line(MyModel).run()        # a program whose flags are the configuration
+    Trainer.from_command_line(MyModel).run()        # its flags are the configuration keys
 
 Every rank runs the same loop. Logging, evaluation, checkpoints and profiles are callbacks around
 each step (`threed.training`). Only rank 0 writes metrics, figures and notes.
