@@ -1,7 +1,7 @@
 """The trainer: claims the run folder, resumes, trains an engine on data, writes the final report.
 
     Trainer(engine, data).run()
-    Trainer.from_command_line(MyModel).run()        # a program with all flags of `threed train`
+    Trainer.from_command_line(MyModel).run()        # its flags are the configuration keys
 
 Every rank runs the same loop. Logging, evaluation, checkpoints and profiles are callbacks around
 each step (`threed.training`). Only rank 0 writes metrics, figures and notes.
@@ -56,34 +56,36 @@ from threed.training.provenance import provenance, tags
 from threed.training.step_log import StepLog
 from threed.zero.setup import describe_rate
 
-# Seconds that a rank has to complete in-memory checkpoints after another rank has failed.
+# After another rank has failed, a rank waits at most this many seconds for its in-memory checkpoint
+# to complete, and then exits.
 BEFORE_EXIT_S = 5.0
-# Process groups time out this number of seconds later than the watchdog.
+# Process groups time out this many seconds later than the watchdog, which reports a hang.
 GRACE_S = 60
 
 
 class Trainer:
-    """Trains a model on text: a run with its folder, metrics, evaluation, checkpoints and report.
+    """Trains a model on text, with run folder, metrics, evaluation, checkpoints and final report.
 
     For a custom model, one of the two class methods below creates the trainer, from a command line
     or from a configuration. Each of them also opens the data, and builds topology, model and
     engine. The model is a class or function as for `threed train FILE.py:MODEL`
     (docs/guide/own_models.md):
 
-        trainer = threed.Trainer.from_command_line(MyModel)             # accepts every flag
+        trainer = threed.Trainer.from_command_line(MyModel)             # reads the flags
         trainer = threed.Trainer.from_config(config, MyModel)
         trainer.run()
 
-    `run` resumes from the newest checkpoint in the run folder, trains up to `train.steps`, and
-    writes metrics.jsonl, wandb, checkpoints, figures and the final report as configured.
+    `run` resumes from the newest checkpoint in the run folder, trains up to `train.steps`, and, as
+    configured, writes metrics (to metrics.jsonl and wandb), checkpoints, figures and the final
+    report.
 
     Args:
         engine: the engine; its configuration names the run folder and the number of steps.
         data: training and validation data, such as `threed.data.open_data` returns.
         command: words of the command line after torchrun, for the hint on how to resume; by
-            default the arguments of this process.
-        forecast: memory and time forecast of the run, used on rank 0; by default it is computed
-            for the model of the engine's configuration.
+            default `sys.argv`.
+        forecast: memory and time forecast of the run, used on rank 0. By default, rank 0 computes
+            it for the model in the engine's configuration.
         interrupted: event that is set when the user interrupts the run.
         callbacks: additional callbacks (`threed.training.Callback`). In each step they are called
             before the step's metrics are written, so that they can add metrics.
@@ -131,16 +133,17 @@ class Trainer:
 
         Args:
             config: the configuration; derived keys may be missing.
-            model: class or function at the top level of a file, which is called as
+            model: class or function at the top level of a file. It is called as
                 `model(config, slicing)`, `model(config)` or `model()`, with a `ModelConfig` and a
-                `Slicing`. By default the model of `config.model.arch`.
+                `Slicing`. By default, the model of `config.model.arch` is built.
             callbacks: additional callbacks.
 
         Returns:
             The trainer.
 
         Raises:
-            ConfigError: if the configuration is invalid, or if data or model cannot be built.
+            ConfigError: if the configuration is invalid, the data cannot be read, or no forecast of
+                the model can be made.
 
         Example:
 
@@ -175,13 +178,14 @@ class Trainer:
     ) -> Trainer:  # fmt: skip
         """Creates a trainer from the flags of this program. Collective.
 
-        The program accepts every flag of `threed train`. With `--help` it prints `about` and all
-        flags, and exits with code 0. If flags, data or model are invalid, it prints all problems
-        once per machine, and exits with code 2.
+        The program accepts every configuration key as a flag, as `threed train` does, and
+        `--config`. It has no presets and no dry run. With `--help` it prints `about` and all flags,
+        and exits with code 0. If flags, data or model are invalid, it prints all problems once per
+        machine, and exits with code 2.
 
         Args:
-            model: see `from_config`.
-            defaults: defaults of this program, {group: {key: value}}, which flags override.
+            model: class or function that builds the model, see `from_config`.
+            defaults: defaults of this program, {group: {key: value}}. Flags override them.
             about: description of the program for `--help`.
             callbacks: additional callbacks.
 
@@ -189,7 +193,7 @@ class Trainer:
             The trainer.
 
         Raises:
-            SystemExit: after `--help`, or if something is invalid.
+            SystemExit: after `--help`, or if flags, data or model are invalid.
 
         Example:
 
@@ -235,7 +239,7 @@ class Trainer:
         last = min(train.steps, train.stop_after or train.steps)
         writes = (
             start.step < last or not start.saved
-        )  # if False, the run is complete, and only the figures and the export are written
+        )  # if False, the run is complete, and only its figures and its export are written
         aside = retention.set_aside(start.extra.get("path"), start.step) if writes else ""
         with self._monitor(start, writes) as monitor:
             run = Run(
@@ -250,7 +254,15 @@ class Trainer:
             final_report.finish(run, loop.checkpoints, loop.peak, spans, self.command)
 
     def _start(self, extra: dict[str, Any]) -> Start:
-        """Returns the state to start from; `extra` is the result of `elastic.resume`."""
+        """Returns the step and the counters from which the run starts.
+
+        Args:
+            extra: result of `elastic.resume`. Its key `manifest` is replaced by `changes`: lines
+                about changed configuration keys.
+
+        Raises:
+            CheckpointError: if the run may not resume from the checkpoint.
+        """
         extra["changes"] = compare(extra.pop("manifest", None), self.config, self.data).accepted()
         step, samples = self.engine.steps, self.engine.consumed
         tokens = int(extra.get("tokens", samples * self.config.model.seq))
@@ -274,9 +286,10 @@ class Trainer:
         """Logs the settings of the run, and writes its configuration to the run folder.
 
         Args:
+            run: the run.
             validation: a note on the validation data, or an empty string.
-            aside: a message about the checkpoints that were moved aside because the run does not
-                continue from them, or an empty string.
+            aside: names and new folder of the checkpoints that were moved away because the run does
+                not continue from them (`Retention.set_aside`), or an empty string.
         """
         lines = [self.data.notice, f"data       {self.data.description}"]
         lines += [f"validation {validation}" if validation else ""]
@@ -323,7 +336,8 @@ def open_configured(config: Config) -> Data:
 def start_engine(config: Config) -> Engine:
     """Creates the process groups, model and engine of a resolved configuration. Collective.
 
-    If the model is a plain `nn.Module`, also seeds torch's random generator, differently per rank.
+    If the model is a plain `nn.Module`, this function also seeds torch's random generator, with
+    another seed on each rank.
     """
     p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
     # The timeout is at least TIMEOUT, because the watchdog is not active while a run loads a
@@ -416,12 +430,12 @@ class Loop:
     def _share_of_batch(self, step: int) -> dict[str, Tensor]:
         """Returns this data rank's share of the batch of a step.
 
-        The share depends only on the number of samples consumed before the step. So the batches are
-        the same if they are prefetched, and after a resume.
+        The share depends only on the number of samples consumed before the step. So prefetching and
+        resuming do not change the batches.
         """
         start, axis = self.run.start, self.engine.topology.axis("dp")
-        # The batch size may have changed when the run was resumed. So samples before the start step
-        # are counted by `start.samples`, and only later ones by the current size.
+        # The batch size may have changed when the run was resumed. So the samples before the start
+        # step are counted by `start.samples`, and only the samples after it by the current size.
         size = self.engine.config.train.global_batch
         share = size // axis.size
         first = start.samples + (step - start.step) * size
@@ -438,7 +452,10 @@ class Loop:
 
 
 class WriteRow(Callback):
-    """Writes the metrics of a step to metrics.jsonl and wandb, and advances the progress bar."""
+    """Callback that writes a step's metrics to metrics.jsonl and wandb.
+
+    On steps without metrics it only advances the progress bar.
+    """
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         if row:

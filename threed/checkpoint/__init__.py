@@ -6,8 +6,8 @@
     checkpoint.convert("runs/tiny/checkpoints/step-200", "tiny-hf")    to a Hugging Face folder
 
 The functions are defined in `threed.interop`, because they also handle the formats of other
-programs; this package imports them on first use. The modules of this package are internal: the
-native format, its readers and writers, and copies of the training state in memory.
+programs; this package imports them on first use. The modules of this package are internal. They
+implement the native format, its readers and writers, and copies of the training state in memory.
 """
 
 from threed.core.exports import lazy

@@ -64,13 +64,13 @@ def differences(
 
     Args:
         found: shapes in the checkpoint, by name.
-        wanted: shapes in the model, by name. A tensor with shape None may be missing from the
-            checkpoint.
-        what: kind of tensor, for the message.
+        wanted: shapes in the model, by name. The shape is None for a buffer without a value yet:
+            the checkpoint may omit it, or have it in any shape.
+        what: kind of tensor, "weights" or "buffers", for the message.
 
     Returns:
-        One line about missing tensors, one about unexpected tensors, and one about tensors of
-        another shape; each line only if there are such tensors.
+        At most three lines: one that lists missing tensors, one that lists unexpected tensors, and
+        one that lists tensors whose shapes differ. A line without tensors is omitted.
     """
     missing = [name for name, shape in wanted.items() if name not in found and shape is not None]
     unknown = [name for name in found if name not in wanted]
@@ -104,7 +104,7 @@ def take_full(
     Args:
         optimizer: holder of the weights.
         buffers: buffers of the model.
-        topology: ranks of the run.
+        topology: the parallel axes of the run, and this rank's position on them.
         given: full tensors by global name.
 
     Raises:

@@ -5,16 +5,16 @@
     copy.start(optimizer, room)                      a background thread writes the files
 
 A copy is a `Save` into a folder in memory (tmpfs). Its files are not flushed, and it has no
-manifest. Each share of a section (see `sections`) has its own file, so that files from several
-machines can be combined, whichever machines are lost (`loading_copies`). Each machine stores all
-states that its ranks hold; if several of its ranks hold the same portion, only one of them writes
-each share. With a `Neighbor`, files that no other machine has are then also sent to the next
-machine, over process groups of two ranks.
+manifest. The training state is divided into shares (see `sections`). Each share has its own file,
+so that files from several machines can be combined after a machine is lost (`loading_copies`). Each
+machine stores all states that its ranks hold; if several of its ranks hold the same states, only
+one of these ranks writes each share. With a `Neighbor`, files that no other machine has are then
+also sent to the next machine, over process groups of two ranks.
 
 Two copies exist at a time: the newest complete copy, and the copy in progress, which overwrites the
-files of the copy before the complete one. On a GPU, values are first copied to host memory. On a
-CPU, the thread writes the states without a copy, so the update of a state waits until this state is
-written.
+files of an older copy. On a GPU, the values are first copied to host memory, so that updates do not
+wait for the files. On a CPU, the thread writes the states directly, so an update of a state waits
+until that state is written.
 """
 
 from __future__ import annotations
@@ -89,9 +89,13 @@ class Plan:
         return plan
 
     def with_extras(self, extras: Extras, machines: Machines) -> Plan:
-        """Returns the plan with one more file: the current buffers and generators. Collective.
+        """Adds a file with the current buffers and generator states to the plan. Collective.
 
         On each machine, one rank per pipeline stage writes the buffers of the stage.
+
+        Returns:
+            The extended plan, or this plan if this rank has no buffers or generator states to
+            write.
         """
         topology = extras.topology
         grid, stage = topology.grid, topology.coordinates["pp"]
@@ -137,8 +141,8 @@ class Copy(Save):
 
     def _write_files(self, values: Iterable[Tensor]) -> dict[str, Any]:
         self.path.mkdir(parents=True, exist_ok=True)
-        # Removes the entries of the older copy in this slot before its files are overwritten,
-        # because a file that an entry lists must be complete.
+        # Removes the entries of the older copy in this slot before its files are overwritten: a
+        # file that an entry lists counts as complete.
         self._entry_file(self.everyone.index).unlink(missing_ok=True)
         for source, _ in self.neighbor.sources if self.neighbor else ():
             _copied_entry(self.path, source).unlink(missing_ok=True)
@@ -146,7 +150,7 @@ class Copy(Save):
         return self.entry
 
     def commit(self, patience: float = 0.0) -> None:
-        """Exchanges files with the neighbor machines; has no effect if `neighbor` is missing."""
+        """Exchanges files with the neighbor machines; has no effect without a `neighbor`."""
         if self.neighbor is None:
             return
         entry = self.entry if self.problem is None else {"files": []}
@@ -204,12 +208,12 @@ class Neighbor:
         """Sends the files of an entry, and stores the files that other ranks send to this one.
 
         Args:
-            folder: folder of the copy, which contains the files to send, and gets the files that
-                are received.
+            folder: folder of the copy. It contains the files to send; received files are stored in
+                it, too.
             entry: description of the files to send.
 
         Returns:
-            An error text, or "".
+            The text of the first error, or "".
         """
         problems: list[str] = []
 

@@ -3,8 +3,8 @@
 Each buffer is saved by the rank that owns it: the rank's file contains the values, and the manifest
 contains name, dtype and shape. For a wrapped module, every rank also saves the states of torch's
 default generator and of its GPU's generator, because the module draws its dropout masks from them.
-The layers of this package do not use these generators. The generators of `random` and numpy belong
-to the user's program and are not saved.
+Models of `threed.layers` do not use these generators, so none are saved for them. The generators of
+`random` and numpy belong to the user's program and are not saved.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Extras:
 
     Attributes:
         buffers: the buffers of the model.
-        topology: ranks of the run.
-        generators: whether generator states are saved and restored too.
+        topology: the parallel axes of the run, and this rank's position on them.
+        generators: whether generator states are saved and restored, too.
     """
 
     buffers: Buffers
@@ -40,10 +40,11 @@ class Extras:
     _warned: set[str] = field(default_factory=set)
 
     def rewinding(self) -> Callable[[], None]:
-        """Returns a function that restores the current state of changing buffers and generators.
+        """Returns a function that restores the buffers and generators to their current state.
 
-        If the same forward runs twice, call `rewinding` before the first run, and the returned
-        function before the second.
+        Use it if the same forward runs twice and must have the same results: call `rewinding`
+        before the first run, and the returned function before the second run. Only buffers that
+        forwards change are restored.
         """
         states, values = rng_states(self.topology.device), self.buffers.changing()
 
@@ -71,11 +72,12 @@ class Extras:
         """Returns the buffers and generator states that this rank saves. Collective.
 
         Args:
-            any_copy: see `Buffers.owned`.
+            any_copy: whether ranks other than data rank 0 save their replicas of buffers, too.
 
         Returns:
-            The description of the buffers and generators for the manifest; and, by key in the file,
-            a copy of the bytes of each of them, uint8 [bytes] on the CPU.
+            (about, copies): the description of the buffers and generators for the manifest; and a
+            copy of the bytes of each buffer and generator state, uint8 [bytes] on the CPU, by key
+            in the file.
         """
         self._synchronize()
         owned = self.buffers.owned(any_copy)
@@ -106,9 +108,9 @@ class Extras:
         return problems + (self._state_problems(states) if self.generators and states else [])
 
     def _state_problems(self, states: Mapping[str, Tensor]) -> list[str]:
-        """Returns the error with which torch rejects generator states, or an empty list.
+        """Returns a list with torch's error if it rejects generator states, else an empty list.
 
-        To test the states, this method sets them, and then restores the current states.
+        To test the given states, this method sets them, and then sets the current states again.
         """
         device = self.topology.device
         before = rng_states(device)
@@ -127,8 +129,8 @@ class Extras:
 
         Args:
             saved: this rank's saved generator states by name.
-            same: whether the checkpoint has this run's topology.
-            seed: text from which each rank's seed is derived if no states can be restored.
+            same: whether the checkpoint was saved in this run's topology.
+            seed: text that, with the rank, determines the seed if the states are not restored.
         """
         if not self.generators:
             return

@@ -5,8 +5,8 @@ Files are sent in messages of bounded size.
     send_file(path, size, link)        on the sender
     receive_file(path, size, link)     on the receiver
 
-After an error in reading or writing a file, a rank still completes all messages, so that the other
-rank does not hang, and returns the text of the error.
+If a rank cannot read or write its file, it still completes all messages, because the other rank
+would otherwise hang. It then returns the text of the error.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def send_file(path: Path, size: int, link: Link, device: torch.device | str = "c
     Args:
         path: file to send.
         size: number of bytes.
-        link: the receiver, and the group to use.
-        device: device of tensors in the link's group.
+        link: the receiving rank and the process group.
+        device: device of the tensors that the process group can send.
 
     Returns:
         An error text, or "".
@@ -60,8 +60,8 @@ def receive_file(path: Path, size: int, link: Link, device: torch.device | str =
     Args:
         path: file to write; an existing file is overwritten.
         size: number of bytes.
-        link: the sender, and the group to use.
-        device: device of tensors in the link's group.
+        link: the sending rank and the process group.
+        device: device of the tensors that the process group can send.
 
     Returns:
         An error text, or "".

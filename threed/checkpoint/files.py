@@ -57,7 +57,8 @@ Metadata = Mapping[str, str]
 Parts = Iterable[bytes | Tensor]  # contents of a file: bytes, and uint8 tensors [n] on the CPU
 NONE: Metadata = MappingProxyType({})
 POLL_S = 0.125  # seconds between calls of the `hurries` argument of `write_hashed`
-BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes per hashing task, per read and per two checksums
+# Bytes that one task hashes, bytes that it reads at a time, and bytes per pair of checksums.
+BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16
 
 
 class CheckpointError(RuntimeError):
@@ -212,7 +213,7 @@ def stream_tensors(
         tensors: the tensors in the order of `about`. A tensor may arrive in several parts, split
             along its rows.
         metadata: entries of `__metadata__` in the header, text by name.
-        how: keyword arguments of `write_hashed`.
+        how: further keyword arguments for `write_hashed`: `limit`, `hurries` and `durable`.
 
     Raises:
         OSError: if the file cannot be written.
@@ -233,8 +234,8 @@ def write_hashed(
         limit: maximum rate in bytes per second; None for no limit.
         hurries: callback that returns True once `limit` no longer applies, because the run is to
             stop and waits for this file. Without a callback (None), `limit` always applies.
-        durable: whether to flush the file to disk and compute its SHA-256. It is False for files in
-            memory; only their checksum is computed, if the native library is available.
+        durable: whether to flush the file to disk and compute its SHA-256. Use False for files in
+            memory: then only the checksum is computed, if the native library is available.
 
     Raises:
         OSError: if the file cannot be written.
@@ -268,7 +269,10 @@ def overwriting(path: Path) -> str:
 
 
 def _blocks(parts: Parts) -> Iterator[memoryview]:
-    """Yields the bytes of all parts in blocks of BLOCK bytes. Each overwrites the block before."""
+    """Yields the bytes of all parts in blocks of BLOCK bytes; the last block may be shorter.
+
+    All blocks use the same buffer, so each block overwrites the previous one.
+    """
     dtype, filled = torch.uint8, 0
     buffer = torch.empty(BLOCK, dtype=dtype)
     for part in parts:
@@ -329,9 +333,9 @@ def _safetensors(about: About, tensors: Iterable[Tensor], metadata: Metadata) ->
 
 
 def cut(sizes: Mapping[Any, int], limit: int) -> list[list[Any]]:
-    """Splits tensor names, in order, into groups of at most `limit` bytes.
+    """Splits tensor names, in order, into groups whose tensors have at most `limit` bytes together.
 
-    A tensor larger than `limit` gets its own group.
+    A tensor larger than `limit` is alone in its group.
 
     Args:
         sizes: bytes of each tensor, by name.
@@ -515,11 +519,12 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
 def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
     """Context manager that yields the temporary folder in which `path` is built; see `begin`.
 
-    The block publishes the finished folder by renaming it. If the temporary folder still exists at
-    the end, for example after an error, it is removed.
+    The code in the `with` statement must rename the finished folder to `path`. If the temporary
+    folder still exists at the end of the statement, for example after an error, it is removed.
 
     Raises:
-        CheckpointError: if `begin` raises it, or if the block raises OSError.
+        CheckpointError: if `begin` raises it, or if the code in the `with` statement raises
+            OSError.
     """
     try:
         yield begin(path, mark, kind, nbytes)
@@ -538,8 +543,8 @@ def check_space(folder: Path, needed: int, kind: str = "checkpoint") -> None:
 
     Args:
         folder: existing folder on the disk.
-        needed: bytes.
-        kind: kind of folder to be written, for the message.
+        needed: required free space in bytes.
+        kind: kind of folder that will be written, for the message.
     """
     disk = shutil.disk_usage(folder)
     if disk.total == 0:

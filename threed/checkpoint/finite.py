@@ -1,14 +1,15 @@
 """Checks for values that are not finite (NaN or infinite) in checkpoints.
 
     restore = Restore(source, trained)   callback of `records.fill_in_place`
-    restore.problems                     one line about the first bad tensor, or empty
+    restore.problems                     a list with one line about the first bad tensor, or empty
     tally = Tally()                      records the bad tensors of a conversion
     tally.passed(name, slab)             checks some rows of a tensor, and returns them
     tally.tell(path)                     warns of the bad tensors, if there are any
 
-A run neither saves nor loads NaN or infinite values in the weights and moments of trained tensors,
-because training cannot recover from them. Conversions write such values unchanged and warn. Buffers
-and frozen parameters may contain them; for example, an attention mask contains minus infinity.
+If a weight or moment of a trained tensor is NaN or infinite, a run does not save or load it,
+because training cannot recover from such values. Conversions write such values unchanged and warn.
+Buffers and frozen parameters may contain them; for example, an attention mask contains minus
+infinity.
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ class Restore:
     collective.
 
     Args:
-        source: the checkpoint. Moments that it does not have are set to zero.
+        source: the checkpoint. Moments that the checkpoint does not have are set to zero.
         names: names of the tensors that must be finite.
 
     Attributes:
-        problems: one line about the first bad tensor, or empty.
+        problems: a list with one line about the first bad tensor, or an empty list.
     """
 
     def __init__(self, source: TensorSource, names: Iterable[str]) -> None:

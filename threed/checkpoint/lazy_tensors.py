@@ -1,6 +1,6 @@
 """Lazy tensors, whose values are read from files on demand, and compositions of lazy tensors.
 
-    joined = concatenate([first, second])        a `Boxed`: vectors, or matrices joined by rows
+    joined = concatenate([first, second])        a `Boxed`: the rows of `first`, then of `second`
     part = rows(joined, (100, 200))              a `Slice`: rows 100 to 199
     matrix = Reshaped((20, 5), part)             if `part` is a vector of 100 elements
     read_box(matrix, start=(4, 0), size=(8, 5))  reads rows 4 to 11
@@ -34,8 +34,9 @@ from threed.zero.state import PREVIOUS, WEIGHT
 Shape = tuple[int, ...]
 SLAB_BYTES = 2**24  # maximum size of the slabs of `read_slabs`, in bytes
 MOST_BYTES = 2**25  # maximum size of a read, in bytes
-# A size in bytes. Contiguous runs shorter than this are read together with the gaps between them,
-# if the starts of two neighboring runs are less than 16 times this size apart.
+# A size in bytes. Contiguous runs of a box that are shorter than this are read together with the
+# gaps between them, because many short reads would be slower. This applies only if the starts of
+# two neighboring runs are less than 16 times this size apart.
 SHORT_BYTES = 2**12
 
 
@@ -64,7 +65,7 @@ class TensorSource(Protocol):
 
     Attributes:
         shapes: shape of each tensor, by name; all its parts have this shape.
-        parts: saved parts of each tensor (weight, exp_avg, ...), by name.
+        parts: names of the saved parts of each tensor (weight, exp_avg, ...), by its name.
     """
 
     @property
@@ -82,10 +83,11 @@ class TensorSource(Protocol):
 
 
 def saved_part(part: str, saved: Collection[str]) -> str | None:
-    """Returns the saved part from which a part of the state is loaded, or None without such a part.
+    """Returns the name of the saved part from which to load a part of the state.
 
-    The previous weights are saved only if they differ from the newest weights. If they are not
-    saved, they are loaded from the newest weights.
+    It is the part of the same name, or None if this part was not saved. The previous weights are an
+    exception: they are saved only if they differ from the newest weights. If they were not saved,
+    they are loaded from the newest weights.
 
     Args:
         part: part of the state: weight, exp_avg, ...
@@ -117,8 +119,9 @@ def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
 
     Args:
         tensor: tensor of at least one dimension.
-        itemsize: bytes per element of the dtype to which the caller converts slabs. If it is larger
-            than the tensor's own, slabs have fewer rows.
+        itemsize: bytes per element of the dtype to which the caller converts slabs. If this dtype
+            is wider than the tensor's dtype, slabs have fewer rows, so that a converted slab has at
+            most `SLAB_BYTES`, too.
     """
     count, *rest = tensor.shape
     row = math.prod(rest) * max(itemsize, tensor.dtype.itemsize)
@@ -226,9 +229,9 @@ class Boxed(Generic[T]):
             size: size of the requested box, per dimension.
 
         Yields:
-            Four values: the tensor of a box of this tensor; and, for its intersection with the
-            requested box, the start relative to the former box, the start in this tensor, and the
-            size.
+            (tensor, inside, at, size) for each box of this tensor that intersects the requested
+            box. `tensor` has the values of the box of this tensor. The intersection begins at
+            `inside` in `tensor` and at `at` in this tensor, and has the size `size`.
         """
         for origin, tensor in self.boxes:
             if (common := intersect(start, size, origin, tensor.shape)) is not None:
@@ -261,7 +264,7 @@ class Slice:
             )
 
     def _padded(self, values: Sequence[int], by: int) -> Shape:
-        """Prepends the value `by` to a start or size, so that it has one value per dimension."""
+        """Prepends `by` to a start or size until it has one value per dimension."""
         return (by,) * (len(self.start) - len(values)) + tuple(values)
 
     @property

@@ -3,10 +3,10 @@
     found = look(place, machines, epochs, everyone, device)     collective; the copies, newest first
     state = load_copy(found[0], place, machines, ...)           collective
 
-The first rank of each machine sends its machine's entries (see `node_memory`) to rank 0, which
-combines the entries of a copy into a manifest (`assemble`). A copy is complete if the files of all
-machines together contain every value; then all ranks receive its manifest. Each rank computes which
-files it needs. Files that its machine does not have are sent to it by a rank of another machine.
+The first rank of each machine sends its machine's entries (see `node_memory`) to rank 0. Rank 0
+combines the entries of each copy into a manifest (`assemble`). A copy is complete if the files of
+all machines together contain every value; then all ranks receive its manifest. Each rank computes
+which files it needs. If its machine does not have a file, a rank of another machine sends the file.
 Each machine writes the manifest next to the files of the copy, so that `native.load` can read the
 copy like a checkpoint.
 """
@@ -39,7 +39,7 @@ class Found:
     Attributes:
         epoch: number of the start of the run in which the copy was made, see `Epochs`.
         step: step of the copy.
-        slot: slot in which the machines have the copy.
+        slot: number of the slot that contains the copy on every machine (`Place.slot`), 0 or 1.
         manifest: manifest of the copy; empty if the copy is not complete.
         where: indices of the machines that have each file, by file name.
         problem: reason why the copy is not complete, or "".
@@ -61,14 +61,14 @@ class Found:
 def look(
     place: Place, machines: Machines, epochs: Epochs, everyone: Axis, device: torch.device
 ) -> list[Found]:
-    """Returns the copies that this start of the run may load, newest first. Collective.
+    """Returns the copies from which the run may resume, newest first. Collective.
 
-    The result is the same on all ranks.
+    The result is the same on all ranks. It includes incomplete copies.
 
     Args:
         place: this run's folder in memory.
         machines: ranks of each machine.
-        epochs: record of the copies that may be loaded, as read from the run folder.
+        epochs: record of the copies that are not obsolete, as read from the run folder.
         everyone: axis of all ranks.
         device: device of tensors in the group of `everyone`.
     """
@@ -165,8 +165,8 @@ def transfers(
 ) -> list[Transfer]:
     """Returns the transfers that give each machine the files that its ranks need.
 
-    All ranks return the same transfers in the same order. If several machines have a file, its
-    senders are distributed over these machines and their ranks.
+    All ranks return the same transfers in the same order. If several machines have a file,
+    different receivers get it from different machines and ranks, to balance the load.
 
     Args:
         needs: names of the files that each rank needs, by rank.
@@ -199,11 +199,11 @@ def load_copy(
         found: the copy.
         place: this run's folder in memory.
         machines: ranks of each machine.
-        topology: ranks of the run.
+        topology: the parallel axes of the run, and this rank's position on them.
         wanted: the records that this rank reads.
         buffers: names of the buffers that this rank reads.
-        load: function, called as `load(folder, files)`, that loads the checkpoint in `folder` and
-            checks the hashes of `files` on this rank.
+        load: function that loads the checkpoint in a folder. It is called as `load(folder, files)`,
+            where `files` are the names of the files whose hashes this rank must check.
 
     Returns:
         The result of `load`.

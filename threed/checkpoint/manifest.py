@@ -46,6 +46,7 @@ MOST_BYTES = 2**30  # maximum size of a manifest, in bytes
 # the search for overlapping boxes takes seconds.
 MOST_PAIRS = 2**31
 # Maximum number of windows of a section (see the module `sections`), in all of its lines together.
+# The limit bounds the time and memory of a load, even if the manifest is malformed.
 MOST_WINDOWS = 2**20
 Corner = tuple[int, ...]
 FileEntry = Mapping[str, Any]
@@ -88,10 +89,11 @@ class _File(_Strict):
     """A file of the checkpoint.
 
     Attributes:
-        file: its name.
-        size: bytes.
-        tree: SHA-256 of its blocks, see `files`; a copy in memory may have only `sum`.
-        sum: checksum, see `files`; None if the native library was not available.
+        file: name of the file.
+        size: size in bytes.
+        tree: hash `tree` of the file, see the module `files`; None if only `sum` was computed, as
+            for a copy in memory.
+        sum: hash `sum` of the file, see `files`; None if the native library was not available.
         holds: the shares in the file, as (index of the section, number of the share).
         buffers: name, dtype and shape of each buffer in the file.
         generators: names of the generators whose states the file contains.
@@ -167,7 +169,7 @@ class _Data(_Strict):
 
 
 class _Config(_Strict):
-    """The keys of the configuration that are read before it is parsed.
+    """The keys that are used before the full saved configuration is parsed.
 
     Other keys are not validated here, because they may differ between versions of threed.
     """
@@ -202,7 +204,7 @@ class _Manifest(_Strict):
 
 
 def check_structure(manifest: Mapping[str, Any], what: str = "the manifest") -> None:
-    """Checks the structure of a manifest, its values, and that its files are complete.
+    """Checks the structure and values of a manifest, and that its files contain all tensors.
 
     Args:
         manifest: manifest, with or without its hash.
@@ -282,7 +284,7 @@ def partition_problem(
     Args:
         what: name of the tensor, for the message.
         shape: shape of the tensor.
-        boxes: start and size of each box.
+        boxes: (start, size) of each box.
 
     Returns:
         An error text, or "".
@@ -308,7 +310,7 @@ def partition_problem(
 
 
 def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the manifest from the entries of all ranks, and publishes the unfinished folder.
+    """Writes the manifest from the entries of all ranks, and renames the folder to its final name.
 
     Args:
         path: final path of the checkpoint.
@@ -448,12 +450,11 @@ def verify(
     Args:
         path: folder of the checkpoint.
         manifest: its manifest, or an excerpt that has only `files`.
-        index: index of the first file to check. If the files are divided between ranks, it is the
-            rank.
-        of: distance between the indices of the files to check. If the files are divided between
-            ranks, it is the number of ranks.
-        thorough: True compares the SHA-256 (`tree`) of each file that has one. False compares the
-            faster `sum` if it is available; this is enough to detect damage.
+        index: index of the first file to check. To divide the files between ranks, pass the rank.
+        of: distance between the indices of the files to check. To divide the files between ranks,
+            pass the number of ranks.
+        thorough: whether to compare the SHA-256 (`tree`) of each file that has one. By default, the
+            faster `sum` is compared if it is available, which is enough to detect damage.
     """
 
     def is_intact(file: Path, entry: FileEntry) -> bool:

@@ -64,21 +64,22 @@ def load(
     Args:
         path: folder of the checkpoint.
         optimizer: holder of the weights and states.
-        topology: ranks of the run.
+        topology: the parallel axes of the run, and this rank's position on them.
         config: configuration of the run.
         extras: buffers and generators.
         hashed: names of the files whose hashes this rank checks. By default, the files are divided
-            between all ranks. This is not possible for copies in memory, because the machines have
+            between all ranks. For a copy in memory, names must be given, because each machine has
             different files.
 
     Returns:
         The counters of the run at the checkpoint (`state` in the manifest).
 
     Raises:
-        CheckpointError: on every rank. The engine is unchanged if a file is missing or damaged, or
-            the checkpoint is of another model or optimizer. Values that are not finite are found
-            only while states are overwritten: then, an engine that had its initial weights gets
-            them again, and any other engine is marked as inconsistent.
+        CheckpointError: on every rank if any rank fails. The engine is unchanged if a file is
+            missing or damaged, or if the checkpoint is of another model or optimizer. Values that
+            are not finite are found only while states are overwritten. In this case, an engine
+            that had its initial weights gets these weights again, and any other engine is marked
+            as inconsistent.
     """
     everyone = topology.axis("world")
 
@@ -105,7 +106,7 @@ def load(
 
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
-    # If the run had made no update, missing moments need no warning, because they were zero.
+    # Before its first update, a run has moments of zero, so missing moments need no warning.
     _warn_not_restored(topology.rank, reader, here, without_moments if state["updates"] else set())
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
@@ -142,7 +143,7 @@ def _refuse_model(path: Path, reader: Reader, here: compatibility.Expected) -> N
 def _share(
     manifest: Mapping[str, Any], everyone: Axis, hashed: Collection[str] | None
 ) -> dict[str, Any]:
-    """Returns an excerpt of the manifest: the entries in `files` of files that this rank checks."""
+    """Returns an excerpt of the manifest: the entries of the files that this rank checks."""
     files = manifest["files"]
     if hashed is None:
         return {"files": files[everyone.index :: everyone.size]}
@@ -162,8 +163,8 @@ def _refuse_unreadable(
     Args:
         path: folder of the checkpoint.
         reader: the open checkpoint.
-        without_moments: names of tensors without moments in the checkpoint. Moments of these
-            tensors are not required, because they start at zero.
+        without_moments: names of the tensors of which the checkpoint has only weights. Their
+            moments are not required, because they start at zero.
         optimizer: holder of the states that will be loaded.
         extras: buffers and generators that will be loaded.
         rank: saved rank whose generator states will be loaded; None for no generators.
@@ -194,9 +195,9 @@ def _overwrite(
     """Sets all states from a checkpoint. Collective.
 
     Raises:
-        CheckpointError: on every rank, if values of `trained` are not finite, or values cannot be
-            read, or overflow fp16. An optimizer that had its initial weights then gets them again;
-            any other optimizer is marked as inconsistent.
+        CheckpointError: on every rank, if a tensor in `trained` is not finite, a value cannot be
+            read, or a weight overflows an fp16 parameter. An optimizer that had its initial weights
+            then gets these weights again; any other optimizer is marked as inconsistent.
     """
     initial, restore = optimizer.consistency.initial, finite.Restore(source, trained)
     try:
@@ -238,7 +239,7 @@ def _warn_not_restored(
         rank: this rank.
         reader: the open checkpoint.
         here: the tensors of the model.
-        without_moments: names of trained tensors without moments in the checkpoint.
+        without_moments: names of the trained tensors of which the checkpoint has only weights.
     """
     untrained = {
         name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}
@@ -258,7 +259,7 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
 
     Args:
         optimizer: holder of the states.
-        topology: ranks of the run.
+        topology: the parallel axes of the run, and this rank's position on them.
         part: "weight" for the master weights, or the name of a tensor that the optimizer's rule
             keeps, such as "exp_avg".
 
@@ -292,8 +293,8 @@ def _copy_boxes(values: Tensor, boxes: Sequence[Any], full: dict[str, Tensor]) -
 
     Args:
         values: values [n] of all boxes, one box after another.
-        boxes: (global name, global shape, start, size) of each box.
-        full: full tensors by global name; missing ones are added.
+        boxes: (name, shape of the full tensor, start, size) of each box.
+        full: full tensors by global name; missing tensors are allocated and added.
     """
     at = 0
     for name, shape, start, size in boxes:

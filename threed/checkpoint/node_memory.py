@@ -10,11 +10,12 @@
     <token>/<slot>/entry-00003-own.json        entry of rank 3
     <token>/<slot>/entry-00003-copy.json       entry of rank 3 on its neighbor machine
 
-An entry lists the files of one rank, with step and epoch of the copy; the epoch counts the starts
-of the run. An entry is written after its files, so a file is complete if an entry lists it. Copies
-are written to two slots in turn, so that a new copy never overwrites the newest complete one. The
-token is stored in the run folder (`Epochs`), so a folder in memory belongs to exactly one run
-folder. The environment variable THREED_MEMORY replaces /dev/shm.
+An entry lists the files of one rank, with the step and the epoch of the copy. The epoch is the
+number of the run's start, counted from the first. An entry is written after its files, so a file is
+complete if an entry lists it. Copies are written to the slots 0 and 1 in turn, so that a new copy
+never overwrites the newest complete copy. The token is stored in the run folder (`Epochs`), so a
+folder in memory belongs to exactly one run folder. The environment variable THREED_MEMORY replaces
+/dev/shm.
 """
 
 from __future__ import annotations
@@ -72,14 +73,14 @@ class Place:
         _write(self.folder / "launcher.json", launcher())
 
     def is_this_launchers(self) -> bool:
-        """Returns whether the launcher of this process created the folder.
+        """Returns whether this process has the same launcher as the ranks that created the folder.
 
-        If so, the launcher has restarted the ranks since then.
+        If so, those ranks have failed, and the launcher has started new ranks.
         """
         return _read(self.folder / "launcher.json") == launcher()
 
     def sweep(self) -> list[str]:
-        """Removes the folders of other runs whose launcher has exited; returns their names."""
+        """Removes the folders of other runs whose launchers have exited; returns their names."""
         runs = (
             folder
             for folder in self.home.iterdir()
@@ -99,7 +100,7 @@ class Place:
         return self.folder / str(number)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yields the valid entries of all ranks and copies, each with its file as `path`."""
+        """Yields the valid entries of all ranks and copies; the key `path` has the entry's file."""
         for file in sorted(self.folder.glob("[01]/entry-*.json")):
             entry = _read(file)
             intact = isinstance(entry, dict) and entry.get("sha256") == digest(entry)
@@ -132,7 +133,7 @@ class Place:
 
 
 def _own_folder(memory: Path) -> Path:
-    """Returns this user's folder in `memory`, which no other user may write to."""
+    """Returns this user's folder in `memory`, after checking that no other user can write to it."""
     fix = f"set {FOLDER} to a folder in memory (tmpfs) that you own, or omit --checkpoint.memory-every"
     folder = memory / f"threed-{os.getuid()}"
     try:
@@ -249,9 +250,10 @@ class Epochs:
 
     Attributes:
         run: token that names this run's folders in memory.
-        epoch: number of the newest start of the run.
-        base: (epoch, step) of the copy that the newest start loaded, or None. All other copies of
-            earlier starts are obsolete, because training continued from another state.
+        epoch: number of the newest start of the run. Copies that were made since then are valid.
+        base: (epoch, step) of the copy from which the newest start resumed, or None. It is valid,
+            too. All other copies of earlier starts are obsolete, because training continued from
+            another state.
     """
 
     run: str
@@ -271,7 +273,7 @@ class Epochs:
         return cls(token, 0, None)
 
     def counts(self, epoch: int, step: int) -> bool:
-        """Returns whether a start of the run may load the copy of an epoch and step."""
+        """Returns whether the next start of the run may load the copy of an epoch and step."""
         return epoch == self.epoch or (epoch, step) == self.base
 
     def write(self, folder: Path) -> None:

@@ -4,8 +4,8 @@
         read_all(reader.tensor("weight", "embedding.weight"))
         reader.tensor("weight", name).read(start, out)      directly into the destination
 
-A box is a block of a tensor, see `lazy_tensors`. At the first read from a file, the file is opened
-and its header is compared with the manifest.
+A box is a block of a tensor, see `lazy_tensors`. A file is opened at the first read from it, and
+its header is then compared with the manifest.
 """
 
 from __future__ import annotations
@@ -213,9 +213,9 @@ class Reader:
         """Returns the names of the files that contain the given records, buffers and generators.
 
         Args:
-            wanted: records of the optimizer's states.
+            wanted: records of the optimizer's states. Parts that were not saved are ignored.
             buffers: names of buffers.
-            rank: rank whose generator states are needed; None if none are needed.
+            rank: rank whose generator states are needed; None for no generator states.
         """
         names = {self.buffers[name][0] for name in buffers if name in self.buffers}
         if rank is not None and file_of(rank) in self._entries:

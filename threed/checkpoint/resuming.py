@@ -1,4 +1,4 @@
-"""Compares a checkpoint with the run that resumes from it, with a table of configuration keys.
+"""Compares a checkpoint with the run that resumes from it, by a table of rules for each key.
 
     found = compare(manifest, config, data)
     found.refused          differences that prevent the resume, each with its fix
@@ -40,10 +40,10 @@ class Rule:
     Attributes:
         group: group of the keys.
         names: the keys as users write them, separated by blanks.
-        change: "free" (the new value takes effect and is not reported), "applied" (it takes effect
-            and is reported) or "refused" (the run does not start).
-        note: for "free", the reason why it is free; for "applied", the effect; for "refused", the
-            fix. The effect and the fix are part of the report.
+        change: "free" (the new value takes effect and is not reported), "applied" (the new value
+            takes effect and is reported) or "refused" (the run does not start).
+        note: for "free", why the change needs no report; for "applied", its effect; for "refused",
+            the fix. The effect and the fix are part of the report.
     """
 
     group: str
@@ -131,7 +131,8 @@ CONTENTS: tuple[tuple[str, Change, str], ...] = (
     ("contents of the data (sha256)", "applied", OTHER_DATA),
     ("token ids of the tokenizer (fingerprint)", "refused", OTHER_IDS),
 )
-"""Rules for data and tokenizer, whose contents, not keys, are compared: (name, change, note)."""
+"""Rules for the contents of the data and the tokenizer, which are compared instead of the keys that
+name them: (description, change, note)."""
 RATE = ("train.steps", "optim.lr", "optim.min-lr", "optim.warmup", "optim.schedule")
 BY_KEY = {key: rule for rule in RULES for key in rule.keys}
 
@@ -197,9 +198,9 @@ def _is_of_a_run(manifest: Manifest) -> bool:
 def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
     """Returns whether the run's tokenizer maps text to other ids than the checkpoint's.
 
-    The fingerprints are compared, or, if the checkpoint has none, the hashes of tokenizer.json. The
-    id of the end of text is compared separately, because config.json may define it: two tokenizers
-    with identical files can then have different ids.
+    The fingerprints are compared; if the checkpoint has no fingerprint, the hashes of
+    tokenizer.json are. The id of the end of text is compared separately, because config.json may
+    define it, so that it can differ between tokenizers with identical files.
     """
     files, now = extra.get("tokenizer"), data.tokenizer.files
     if extra.get("eot", data.tokenizer.eot) != data.tokenizer.eot:
@@ -238,7 +239,7 @@ def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
     """Yields a line if the run's keys change the learning rate of the next step."""
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
-    # Another version may have written other keys; then the rates are not compared.
+    # If another version saved keys that are not valid here, the rates are not compared.
     with suppress(ValueError, KeyError, TypeError):
         optim, steps = OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"])
         before = float(learning_rate(optim, steps)(done))
@@ -251,8 +252,8 @@ def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
 def model_differences(manifest: Manifest, config: Config) -> list[str]:
     """Returns a line for each difference between the models that prevents a resume."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
-    # Adds the defaults of keys that an older version did not have. This may fail if a later version
-    # wrote the checkpoint; then the saved values are compared as they are.
+    # Adds the defaults of keys that an older version did not have. If this fails because a later
+    # version wrote the checkpoint, the saved values are compared without these defaults.
     with suppress(ValueError):
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelled_as(resolved, config.model).model_dump(mode="json")

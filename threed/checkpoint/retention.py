@@ -4,9 +4,9 @@
     demo/checkpoints-abandoned-20260801-101500/step-60    set aside by a resume from step 40
 
 If a run resumes from an earlier step, or skips damaged checkpoints, the checkpoints of later steps
-are abandoned: they are moved to another folder before the run's first step. So a checkpoint of a
-higher step was always saved later, and the next start resumes from the checkpoint that was saved
-last.
+are abandoned: they are moved to another folder before the run's first step. So of two checkpoints
+in the folder `checkpoints`, the one with the higher step was saved later, and the next start
+resumes from the checkpoint that was saved last.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def candidates(folder: Path, resume: str) -> Iterator[Path]:
 def after_restart(folder: Path, resume: str) -> str:
     """Returns the value of `checkpoint.resume` to use.
 
-    It is "auto" if torchrun restarted this job and the job has already saved a checkpoint, because
-    the configured value would abandon this checkpoint. Otherwise it is the configured value.
+    It is "auto" if torchrun restarted this job and the job has already saved a checkpoint: the
+    configured value would start from another state, and abandon that checkpoint. Otherwise it is
+    the configured value.
 
     Args:
         folder: run folder.
@@ -75,9 +76,10 @@ def _step(path: Path) -> int:
 
 
 def _covered_steps(path: Path) -> Iterator[int]:
-    """Yields the step of a checkpoint, and the steps of deferred checkpoints that it replaces.
+    """Yields the step of a checkpoint, and the steps of the deferred checkpoints that it replaces.
 
-    A checkpoint that is due after a skipped step is deferred; the next checkpoint replaces it.
+    A checkpoint that is due after a skipped step is deferred: it is not saved, and the next
+    checkpoint replaces it.
     """
     yield _step(path)
     with contextlib.suppress(CheckpointError):
@@ -90,17 +92,18 @@ def _covered_steps(path: Path) -> Iterator[int]:
 class Retention:
     """Keeps the newest `keep` good checkpoints of a run folder, and those at multiples of `every`.
 
-    Checkpoints that this run loaded or wrote are good. Any other checkpoint is good if its files
-    have the right hashes. A damaged checkpoint is not counted, so it never causes a good one to be
-    deleted. It is kept for inspection until there are `keep` newer good checkpoints, and is then
-    deleted like a good one of its age. The newest good checkpoint is never deleted.
+    Checkpoints that this run loaded or wrote are good. Any other checkpoint is good if the hashes
+    of its files match its manifest. A damaged checkpoint does not count toward `keep`, so it never
+    causes a good one to be deleted. It is kept for inspection until there are `keep` newer good
+    checkpoints; then it is deleted, as a good checkpoint of its step would be. The newest good
+    checkpoint is never deleted.
 
     Args:
         folder: run folder.
         keep: number of good checkpoints to keep.
         everyone: axis of all ranks.
-        every: also keeps the checkpoints of steps that are multiples of `every`, and checkpoints
-            that were saved in place of a deferred checkpoint of such a step; 0 for none.
+        every: checkpoints of steps that are multiples of `every` are kept, too. If the checkpoint
+            of such a step was deferred, the checkpoint that replaces it is kept. 0 for none.
     """
 
     def __init__(self, folder: Path, keep: int, everyone: Axis, every: int = 0) -> None:
@@ -158,15 +161,15 @@ class Retention:
         return problems
 
     def _delete(self, paths: Sequence[Path]) -> None:
-        """Deletes checkpoints, except the ones that `every` keeps. Other ranks than 0 pass none."""
+        """Deletes checkpoints that `every` does not keep. Ranks other than 0 pass no paths."""
         for path in paths:
             if not (self.every and any(step % self.every == 0 for step in _covered_steps(path))):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _problems(self, path: Path) -> list[str]:
-        """Returns the errors that all ranks together find in a checkpoint. Collective.
+        """Returns the errors that the ranks find in a checkpoint. Collective.
 
-        Each rank checks a share of the files.
+        The files are divided between the ranks; every rank returns the errors of all files.
         """
         try:
             problems = native.verify(

@@ -64,7 +64,7 @@ def _reason(
     error: BaseException, what: str, folder: Path, needed: int | None = None,
     elsewhere: str = ELSEWHERE,
 ) -> str:  # fmt: skip
-    """Returns an error as one line, `what` and the reason; of a CheckpointError, only its text."""
+    """Returns an error as one line: `what` and the reason, or the text of a CheckpointError."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
@@ -106,10 +106,10 @@ class Save:
             (None), `limit` always applies.
         before_publishing: function that rank 0 calls after the files of all ranks are written; or
             None.
-        purpose: name of the thread, and key in `optimizer.readers`, by which updates wait for the
-            snapshot.
+        purpose: name of the thread; also the key under which the snapshot is registered in
+            `optimizer.readers`, so that updates wait for it.
         durable: whether files are flushed to disk, and whether process exit waits for the thread.
-        elsewhere: advice on how to choose another location, for messages.
+        elsewhere: advice on how to choose another folder, for messages.
         problem: error text of this rank, or None. On rank 0, once the save is `done`, it may be the
             error of any rank.
         reported: whether `wait` has returned or raised the outcome.
@@ -171,9 +171,9 @@ class Save:
         Args:
             optimizer: holder of the states.
             room: host memory for the snapshot.
-            now: whether to return only once the values of all states are copied or written, so that
-                all states may change. Needed if code other than the optimizer changes them, because
-                only the optimizer's updates wait for the snapshot.
+            now: whether to return only once the values of all states are copied or written. Use
+                True if code other than the optimizer then changes the states, because only the
+                optimizer's updates wait for the snapshot.
         """
         snapshot = self._snapshot = Snapshot(self.records, optimizer, room)
         optimizer.readers.add(self.purpose, snapshot.release)
@@ -203,7 +203,7 @@ class Save:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which training waited on this rank: in the call, and before updates."""
+        """Seconds that training on this rank waited: for `Saver.start`, and before updates."""
         return self._start_s + (self._snapshot.waited_s if self._snapshot else 0.0)
 
     def wait(self) -> Path:
@@ -270,8 +270,8 @@ class Save:
         stream, files = finite(self.records, values), []
         for file in self.files:
             self._file = self.building / file.name
-            # The last file takes the stream itself and reads it to its end. So the snapshot ends,
-            # and updates no longer wait for it, before this file is flushed.
+            # The last file reads `stream` to its end. So the snapshot ends before this file is
+            # flushed, and updates do not wait for the flush.
             some = stream if file is self.files[-1] else islice(stream, len(file.records))
             files.append(file.write(self.building, some, **how))
         return {"sections": [[h.section.about, h.shapes] for h in self.described], "files": files}
@@ -301,7 +301,9 @@ class Save:
     # ------------------------------------------------------------------------------------------------------ publishing
 
     def commit(self, patience: float = ENTRIES_S) -> None:
-        """Publishes the folder once every rank has written its entry; only rank 0. Not collective.
+        """Publishes the folder once every rank has written its entry. Not collective.
+
+        Has an effect only on rank 0.
 
         Args:
             patience: seconds to wait for the entries of other ranks.
@@ -316,7 +318,10 @@ class Save:
 
     @contextmanager
     def step(self, name: str, needed: int | None = None) -> Iterator[None]:
-        """Context manager that sets `problem` and removes the unfinished folder if the block fails.
+        """Context manager for a phase of the save.
+
+        If the code in the `with` statement raises an error, `problem` is set and the unfinished
+        folder is removed.
 
         Args:
             name: verb for the message "could not <verb> <path>".
@@ -338,8 +343,8 @@ class Save:
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
             file = self._entry_file(rank)
-            # If rank 0 has an error, it still waits for the entries of the other ranks, because the
-            # caller then removes the folder, and no rank may write to the folder at that time.
+            # If rank 0 has an error, it still waits for the entries of the other ranks: the caller
+            # then removes the folder, and no rank may write to the folder at that time.
             while not (file.exists() or (rank == 0 and self.problem)):
                 late = self._has_exited(rank) or time.monotonic() > min(end, self._deadline)
                 if late and not file.exists():
@@ -384,9 +389,10 @@ class Saver:
 
     @contextmanager
     def ending(self, is_gone: Callable[[int], bool] = lambda rank: False) -> Iterator[None]:
-        """Context manager that gives the save in progress time to complete if the block raises.
+        """Context manager that stops the save in progress if its `with` statement raises an error.
 
-        After an interrupt (KeyboardInterrupt or exit) there is no grace period.
+        After an exception, the save first gets `FAILURE_S` seconds to complete. After an interrupt
+        (KeyboardInterrupt or exit), it is stopped at once.
 
         Args:
             is_gone: returns whether the process of a rank has exited.
@@ -432,18 +438,20 @@ class Saver:
     ) -> Save:  # fmt: skip
         """Begins to save a checkpoint, which is published complete or not at all. Collective.
 
-        If there is no memory for a snapshot, the call warns and saves in the foreground: it returns
-        after the save has ended.
+        If the memory does not suffice for a snapshot, the call warns and saves in the foreground:
+        it returns after the save has ended.
 
         Args:
             path: final path of the checkpoint.
             state: counters of the run, for the manifest.
             extras: buffers and generators.
             background: whether to write in a thread while training continues.
-            now: see `Save.start`.
+            now: whether a background save returns only once all states may change, see
+                `Save.start`.
             hurries: callback that returns True once `checkpoint.write-limit-mib` no longer applies;
                 must be thread-safe. None: the limit always applies.
-            before_publishing: see `Save`.
+            before_publishing: function that rank 0 calls after the files of all ranks are written;
+                or None.
 
         Raises:
             CheckpointError: on every rank, if a problem is found before this call returns. `wait`

@@ -2,12 +2,14 @@
 
 The manifest describes the layout once, for all ranks:
 
-- A line is the flat buffer of one group of parameters. The parameters consist of pieces of global
-  tensors. The manifest lists the offset of each piece in the line; there may be gaps between them.
+- A line is the flat buffer of one group of parameters, before ZeRO shards it. It contains pieces,
+  which are blocks of global tensors; there may be gaps between the pieces. The manifest lists each
+  piece with its offset in the line.
 - A section is a set of lines that are split in the same way. Each line is split into windows of
-  `step` elements (only the last may be shorter), each window into `portions` equal portions, and
-  each portion into one range per writer, of which there are `writers`.
-- A share is the part of a section that one writer saves to its file: one range of every window. Its
+  `step` elements; only the last window may be shorter. Each window is split into `portions` equal
+  portions; a rank holds the same portion of every window. Each portion is split into `writers`
+  ranges, one for each rank that saves a part of the portion.
+- A share is the part of a section that one rank saves to its file: one range of every window. Its
   number is portion × writers + writer. For every window of every line and for every part of the
   state (weight, exp_avg, ...), it contains the elements of this range that belong to pieces.
 
@@ -18,7 +20,7 @@ The manifest describes the layout once, for all ranks:
 `held` returns the sections of which a rank holds a portion. If several ranks hold the same portion,
 they write different shares of it. To limit the number of files that a load opens, a portion has at
 most one writer per 64 MiB (rounded up); the other ranks that hold it write no share. A `SavedFile`
-writes shares and other tensors to one file.
+is one file, which contains shares and other tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ LEAST_BYTES = 2**26  # a portion has one writer per this many bytes, if enough r
 
 
 class Line:
-    """The pieces of a group of parameters, in the order of its flat buffer.
+    """The flat buffer of a group of parameters, described by its pieces.
 
     Args:
         length: number of elements of the line, with gaps and padding.
@@ -104,7 +106,7 @@ class Section:
         self._starts: dict[int, array[int]] = {}
 
     def window(self, number: int, line: Line, index: int) -> tuple[int, int]:
-        """Returns the part of a window that a share contains, as a range [first, last) of the line.
+        """Returns the range [first, last) of a line that a share contains in one window.
 
         Args:
             number: number of the share.
@@ -166,14 +168,18 @@ class Section:
         return len(self.parts) * sum(self._counts(number))
 
     def _counts(self, number: int) -> Iterator[int]:
-        """Yields, for each window, the number of its elements in a share, per part of the state."""
+        """Yields, per window, the number of elements of a share in one part of the state.
+
+        Args:
+            number: number of the share.
+        """
         for line in self.lines:
             for index in range(line.windows):
                 first, last = self.window(number, line, index)
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns, for each window, the number of elements of all earlier windows in a share.
+        """Returns, per window, the number of elements that a share contains in all earlier windows.
 
         Only one part of the state is counted; every part has the same number of elements.
 
@@ -225,7 +231,11 @@ class Held:
         return None
 
     def extents(self, number: int) -> Iterator[Record]:
-        """Yields the records of a share, in file order."""
+        """Yields the records of a share (pieces of tensors in the optimizer states), in file order.
+
+        Args:
+            number: number of the share.
+        """
         for line, states in zip(self.section.lines, self.states, strict=True):
             for index, state in enumerate(states):
                 runs = list(state.bucket.runs(*self.section.window(number, line, index)))

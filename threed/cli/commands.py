@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _problem(error: Exception) -> str:
-    """Returns the text of an error; for an error of the operating system, without its number."""
+    """Returns the text of an error, without the number of an operating system's error."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -83,11 +83,10 @@ def _refuse(tool: str, problem: str) -> int:
 
 
 def _joined(words: list[str]) -> list[str]:
-    """Returns the words of a command line, with each training flag and its value joined to
-    `--flag=value`.
+    """Joins each training flag of a command line and its value into one word, `--flag=value`.
 
-    The parser of `verify` does not define training flags, so it would parse the separate value of
-    such a flag as its own positional argument.
+    The parser of `verify` does not define training flags. So if the value of such a flag were a
+    separate word, the parser would take it for the positional argument of `verify`.
     """
     own, joined = ("--topologies", "--timeout", "--json", "--help", "--dry-run"), list[str]()
     for word in words:
@@ -256,7 +255,7 @@ def _machine_facts(drive: str) -> str:
 
 
 def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
-    """Measures how fast offloading to a folder writes and reads. Returns the rates as text.
+    """Measures the rates at which offloading to a folder writes and reads; returns them as text.
 
     Args:
         folder: the folder.

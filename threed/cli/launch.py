@@ -3,8 +3,8 @@ trainer, and trains.
 
     sys.exit(launch.main(sys.argv[1:], arch="gpt", prog="pretrain/gpt.py"))
 
-Configuration, data and disks are checked before any process group is created. Local rank 0 reports
-all problems at once, and the program ends with exit code 2.
+Configuration, data and disks are checked before any process group is created. If there are
+problems, local rank 0 reports all of them at once, and the program ends with exit code 2.
 """
 
 from __future__ import annotations
@@ -69,16 +69,19 @@ ENDINGS: dict[type[Exception], tuple[int, bool]] = {
 def main(argv: list[str], *, prog: str, arch: str | None = None, named: bool = False) -> int:
     """Runs the training that a command line describes.
 
-    Returns the exit code (docs/guide/fault_tolerance.md).
-
-    An interrupt (Ctrl-C) prints one line, and then ends the process as usual.
+    An interrupt (Ctrl-C) prints one line, and then ends the process by the signal.
 
     Args:
-        argv: command line without the program's name.
-        prog: the part of the command line after `torchrun`, for the hint on how to resume.
-        arch: an architecture, which is used if neither a file nor a flag names another one; or a
-            custom model, as FILE.py:MODEL.
-        named: whether the user named `arch`, so that a flag with another architecture is an error.
+        argv: flags of the command line.
+        prog: the words of the command line between `torchrun` and the flags, for the usage line of
+            `--help` and the hint on how to resume.
+        arch: an architecture, which is used if neither a file nor a flag names one; or a custom
+            model, as FILE.py:MODEL.
+        named: whether the user gave `arch` on the command line. A flag with another architecture is
+            then an error.
+
+    Returns:
+        The exit code (docs/guide/fault_tolerance.md).
     """
     try:
         with exits_on_broken_pipe():
@@ -124,7 +127,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     if options.dry_run:
         if unusable := _named_checkpoint_problems(config, data):
             return refuse(format_problems(unusable))
-        # A dry run may be for another machine, so other problems of this machine are only reported.
+        # A dry run may be for another machine, so problems of this machine do not make it fail.
         text = [] if forecast is None else [forecast.text(), *_notes(config, options)]
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
@@ -137,8 +140,8 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
         _print_once(line)
     words = _resume_words(config, options) if options.pretrained else None
     command = [*shlex.split(prog), *(words or argv)]
-    # The partition depends on times that all ranks measure later. The trainer makes the forecast
-    # after that.
+    # The partition depends on times that all ranks measure later, so the trainer makes the forecast
+    # after these measurements.
     if config.parallel.partition == "measured":
         forecast = None
     code = _exit_code(config, words, lambda: _train(config, data, command, forecast))
@@ -150,7 +153,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
 
 
 def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None]) -> int:
-    """Runs the training, reports why it ended early, and returns this rank's exit code."""
+    """Runs the training and returns this rank's exit code; if it ends early, reports the reason."""
     try:
         run()
     except LostContact:  # the death of the other rank is already reported
@@ -194,17 +197,16 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
     try:
         Trainer(start_engine(config), data, command, forecast, interrupted).run()
     except RuntimeError:
-        # If a peer was interrupted, collectives fail here, and this rank's own interrupt may follow
-        # within a moment. The event is checked, because autograd loses a KeyboardInterrupt that is
-        # raised in a callback.
+        # If another rank was interrupted, collectives fail on this rank, and this rank's interrupt
+        # may follow within a moment. The code waits for the event, not for the exception, because
+        # autograd loses a KeyboardInterrupt that is raised in one of its callbacks.
         if interrupted.wait(1.0):
             raise KeyboardInterrupt from None
         raise
 
 
 def _resume_words(config: Config, options: Options) -> list[str]:
-    """Returns the words of the command line that resumes a run which started from a Hugging Face
-    folder."""
+    """Returns the flags that resume a run that started from a Hugging Face folder."""
     arch = ["--model.arch", config.model.arch] if "model.arch" in options.flags else []
     return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
 
@@ -214,7 +216,8 @@ def _resume_hint(config: Config, words: list[str] | None) -> str:
     if newest is None:
         return "no checkpoint was saved yet"
     more = resuming_flags(config)
-    # The Hugging Face folder defined the model, so the original command line has no model flags.
+    # A Hugging Face folder defined the model. The original command line has no flags for it, so the
+    # command that resumes reads the run's config.toml.
     if words is not None:
         return f"{shlex.join([*words, *more])} resumes from {newest}"
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
@@ -223,8 +226,8 @@ def _resume_hint(config: Config, words: list[str] | None) -> str:
 def _check_arch(config: Config, options: Options, arch: str | None, prog: str, named: bool) -> None:
     """Raises ConfigError if the configuration has another architecture than `arch`.
 
-    The flag --model.arch may override `arch`, unless the user named `arch` before the flags. A
-    preset, file or folder may never do so.
+    There is one exception: the flag --model.arch may override `arch` if the program chose `arch`,
+    not the user (`named`).
     """
     found, prog = config.model.arch, prog.removeprefix("-m ")
     if arch is None or _same_model(arch, found):
@@ -271,8 +274,11 @@ def _print_once(text: str) -> int:
 
 
 def _notes(config: Config, options: Options) -> list[str]:
-    """Returns notes: one if no topology was given, and one if the tokenizer is "bytes", but the
-    model has the vocabulary size of a published tokenizer."""
+    """Returns notes on the configuration, to print at the start.
+
+    One note is about the topologies of the preset or file (`Options.notice`). The other one is for
+    a model that has the vocabulary size of a published tokenizer, but runs with tokenizer "bytes".
+    """
     lines, vocab = [options.notice] if options.notice else [], config.model.vocab
     if config.data.tokenizer == "bytes" and vocab in PUBLISHED:
         note = f"bytes: 257 of the model's {vocab} token ids are used. For its published tokenizer"
@@ -293,7 +299,8 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
     Args:
         config: the resolved configuration.
         world: number of ranks.
-        alone: whether this is the only rank, so that layers may be timed.
+        alone: whether this is a dry run, in which this process may time the layers. Otherwise a
+            measured partition is replaced by a balanced one, because all ranks must measure.
 
     Raises:
         ConfigError: if the model cannot be partitioned. The launcher then ends the other ranks,
@@ -322,7 +329,8 @@ def _problems_here(
 
     Args:
         config: the resolved configuration.
-        forecast: forecast of the run, on local rank 0.
+        forecast: forecast of the run, for the size of a checkpoint; None to skip the check of free
+            space, as on ranks other than local rank 0.
         data: the training data.
         dry_run: whether to skip the checks of free space and of the drive, because the run may be
             planned for another machine.
@@ -381,10 +389,10 @@ def _space_problems(folder: Path, forecast: Forecast) -> list[str]:
 
 
 def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
-    """Returns the problems of the checkpoint to resume: it is missing, or a key that must not
-    change on resume differs.
+    """Returns the problems of the checkpoint to resume from.
 
-    Damaged files are found later, when the checkpoint is read.
+    The checkpoint may be missing, or differ from the configuration in a key that must not change.
+    Damaged files are found later, when the checkpoint is loaded.
     """
     resume = after_restart(folder, config.checkpoint.resume)
     if is_hf_folder(Path(resume)):
@@ -403,7 +411,7 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
 
 
 def _named_checkpoint_problems(config: Config, data: Data) -> list[str]:
-    """Returns the problems of the checkpoint that `checkpoint.resume` names, if it names one."""
+    """Returns the problems of the checkpoint at the path `checkpoint.resume`, if it is a path."""
     if config.checkpoint.resume in ("auto", "none"):
         return []
     return _resume_problems(Path(config.run.dir or "runs"), config, data)

@@ -3,8 +3,8 @@
     arguments = make_parser({"report": report, ...}, "report").parse_args(["report", "runs/tiny"])
     arguments.run(arguments)
 
-`train` and `plan` have the keys of the configuration as flags, which `threed.config.arguments`
-parses; `train_help` is their `--help`.
+The flags of `train` and `plan` are the keys of the configuration, which `threed.config.arguments`
+parses; `train_help` returns the text of their `--help`.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def make_parser(run: Mapping[str, Callable[..., Any]], used: str = "") -> argpar
     """Returns the command line's parser, with a list of all tools and the arguments of one tool.
 
     Args:
-        run: function of each tool, by name. The parsed arguments have the function of the selected
-            tool as attribute `run`; the caller calls it with the parsed arguments.
-        used: the tool whose arguments are added; not `train` or `plan`.
+        run: function of each tool, by name of the tool. The parsed arguments have the function of
+            the selected tool as attribute `run`; the caller calls it with the parsed arguments.
+        used: name of the tool whose arguments are added. Other tools get none, because their
+            arguments would import further modules.
     """
     text = "Train transformer models with pipeline, tensor and ZeRO parallelism, and convert, check and inspect runs."
     usage = "%(prog)s TOOL ..."

@@ -3,10 +3,10 @@
     config, options = load(sys.argv[1:])                    # checks each key
     config, options = load(sys.argv[1:], world_size=8)      # also checks combinations of keys
 
-`threed.config.checks` finds invalid combinations. The sources of values are the program's defaults,
-the preset or TOML file, and the flags; each source overrides the previous ones. argparse splits the
-command line, a `_Draft` keeps every value with its source, and pydantic validates all values at
-once.
+`threed.config.checks` finds invalid combinations. Values come from three sources: the program's
+defaults, the preset or TOML file, and the flags. Each source overrides the previous ones. argparse
+splits the command line, a `_Draft` keeps every value with its source, and pydantic validates all
+values at once.
 """
 
 from __future__ import annotations
@@ -60,13 +60,15 @@ class Options:
     """Options of the program that are not part of the configuration.
 
     Attributes:
-        dry_run: whether to only check the configuration and report.
+        dry_run: whether to check the configuration and print a report, but not train.
         world_size: the value of `--world-size`; None without this flag.
         help: whether `--help` was given.
         flags: keys that were given as flags, as `group.field`.
-        pretrained: whether the model comes from the folder that the run starts from.
-        notes: a line per old spelling in use, with the new spelling.
-        notice: a line for the user about the topologies of the preset or file; may be empty.
+        pretrained: whether the run starts from a folder of pretrained weights that defines the
+            model.
+        notes: a line per renamed key in use, with the old and the new spelling.
+        notice: a line for the user if the preset or file has topologies, but none for the number of
+            ranks; otherwise empty.
     """
 
     dry_run: bool = False
@@ -96,18 +98,19 @@ def load(
     Args:
         argv: command line without the program's name.
         defaults: the program's defaults, {group: {key: value}}.
-        presets: folder of the named TOML files; the package's by default.
-        begin: function that returns the values of the folder that a run starts from, or {} without
-            such a folder. These values override the preset or file, except `seq`, `dropout` and
-            `tokenizer`. A flag that contradicts the folder's model is a problem. May raise
-            ConfigError.
+        presets: folder with a TOML file per preset; by default, the package's folder.
+        begin: function that returns the values of the folder of pretrained weights that the run
+            starts from, or {} without such a folder. These values override the preset or file,
+            except `seq`, `dropout` and `tokenizer`. A flag that contradicts the folder's model is a
+            problem. May raise ConfigError.
         world_size: number of ranks, unless `--world-size` is given. It selects the table
             [topology.N] of the preset or file. If None, combinations of keys are not checked.
         local_world: number of ranks on this machine.
-        machines: minimum and maximum number of machines of an elastic job.
-        choose_topology: whether to choose `parallel.pp` if no key gives it or another size, and the
-            global batch cannot be divided over all ranks as data-parallel ranks.
-        more: function that returns further problems of a configuration with valid values.
+        machines: minimum and maximum number of machines of an elastic job; None for other jobs.
+        choose_topology: whether to choose `parallel.pp` if the configuration gives no parallel
+            size, and the global batch cannot be divided evenly over all ranks (`choose_sizes`).
+        more: function that returns further problems. It is called with the configuration if all
+            values are valid.
         renames: renamed and removed keys.
 
     Returns:
@@ -161,13 +164,13 @@ class _Draft:
         renames: renamed and removed keys.
         values: values by group and field.
         sources: source of each value, by (group, field).
-        spellings: each key as it was given, by (group, field).
-        notes: a line per old spelling in use, with the new spelling.
-        topologies: values of the tables [topology.N] of the preset or file, by N, group and field.
+        spellings: each key as the user wrote it, by (group, field).
+        notes: a line per renamed key in use, with the old and the new spelling.
+        topologies: values of the tables [topology.N] of the preset or file, by N, group and key.
         problems: problems found so far.
-        suspects: invalid flags, misspelled flags, and the flags that these may mean. An invalid
-            combination with one of these flags is not reported, because it may only be a
-            consequence of the invalid or misspelled flag.
+        suspects: flags with an invalid value, misspelled flags, and the flags that the user may
+            have meant by them. An invalid combination with one of these flags is not reported,
+            because it may only be a consequence of the first problem.
         complete: whether all sources could be read.
     """
 
@@ -184,8 +187,8 @@ class _Draft:
     def put(self, group: str, key: str, value: Any, source: str = FLAG) -> None:
         """Sets a value, which overrides the value of an earlier source.
 
-        An old spelling sets the new key. Removed keys, and two spellings of a key with different
-        values in the same source, are problems.
+        The old spelling of a renamed key sets the new key. A removed key is a problem. It is also a
+        problem if one source has two spellings of a key with different values.
         """
         given, now = _flag(group, key), self.renames.current(group, key, value)
         if instead := self.renames.removed.get(given.removeprefix("--")):
@@ -202,7 +205,11 @@ class _Draft:
         self.sources[place], self.spellings[place] = source, given
 
     def find_custom_model(self, config: Config) -> None:
-        """Imports the file of `--model.arch FILE.py:NAME`, which a flag or file must have given."""
+        """Imports the file of `--model.arch FILE.py:NAME`; records a problem if this fails.
+
+        It is also a problem if the name comes from a checkpoint, and not from a flag, a file or the
+        program: the code that a checkpoint names is not run by itself.
+        """
         arch = config.model.arch
         if not names_model(arch):
             return
@@ -329,7 +336,8 @@ class _Draft:
     def reset_long_warmup(self, suggested: set[str]) -> None:
         """Resets the warm-up to its default if it is not shorter than the run.
 
-        suggested: sources whose warm-up may be reset.
+        Args:
+            suggested: the sources whose warm-up may be reset: the program's defaults, and a preset.
         """
         steps, warmup = str(self.value("train", "steps")), str(self.value("optim", "warmup"))
         from_them = self.sources.get(("optim", "warmup")) in suggested
@@ -357,10 +365,10 @@ class _Draft:
         return Config.model_validate({group: keys for group, keys in self.values.items() if keys})
 
     def begin(self, found: Groups, config: Config) -> Config:
-        """Returns the configuration with the values of the folder that the run starts from.
+        """Returns the configuration with the values of a folder of pretrained weights.
 
         Args:
-            found: values of the folder, {group: {key: value}}.
+            found: values of the folder, {group: {key: value}}; {} without a folder.
             config: the configuration from all other sources.
         """
         groups = {}
@@ -380,9 +388,9 @@ class _Draft:
         return config.model_copy(update=groups)
 
     def is_consequence(self, problem: str) -> bool:
-        """Returns whether a problem names a flag in `suspects`, so that it may be a consequence.
+        """Returns whether a problem may be a consequence of another, as it names a suspect flag.
 
-        Problems may also name the flags of `parallel` by their keys alone, as in `tp 2 × pp 2`.
+        Problems may name the flags of `parallel` by their keys alone, as in `tp 2 × pp 2`.
         """
         words = problem.replace(":", " ").replace(",", " ").split()
         names = [(flag, flag.removeprefix("--parallel.")) for flag in self.suspects]
@@ -433,7 +441,7 @@ class _Draft:
 
 
 class _Missing(str):
-    """Marks a flag that was given without a value; the text is its placeholder in `--help`."""
+    """Value of a flag that was given without a value; the text is its placeholder in `--help`."""
 
 
 def _hyphenated(token: str) -> str:
@@ -453,9 +461,10 @@ def _add_flags(
 
     Args:
         parser: the parser to extend.
-        config: defaults to show.
-        nargs: "?" to accept flags without a value.
-        custom: whether to omit presets and dry runs, which custom programs do not have.
+        config: the configuration with the defaults to show.
+        nargs: "?" to accept flags without a value, so that a missing value can be reported.
+        custom: whether to omit the flags for presets and dry runs, which custom programs do not
+            have.
     """
 
     def add(place: Any, flag: str, form: str, text: str, **more: Any) -> None:
@@ -490,7 +499,7 @@ def _description(info: FieldInfo, value: Any) -> str:
 
 
 def default_text(info: FieldInfo, value: Any) -> str:
-    """Returns a default value as a user writes it: a time with its unit; "not set" for None.
+    """Returns a default value as a user would write it: a time with its unit; "not set" for None.
 
     Args:
         info: the field of the key.

@@ -3,9 +3,9 @@
     problems = find_problems(config, world_size=8)      # [] if the configuration is valid
 
 `REFUSALS` lists features that are not implemented yet. `REQUIREMENTS` lists pairs of keys in which
-the first key requires certain values of the second. The functions check sizes, such as
-divisibility. The valid values of single keys are not checked here: `threed.config.values` declares
-them.
+the first key requires certain values of the second. The functions `_check_...` check sizes, such as
+whether one is a multiple of another. The valid values of single keys are not checked here:
+`threed.config.values` declares them.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from threed.core.messages import counted
 from threed.schedules import registry
 
 MOST_MICROBATCHES = 100_000  # maximum per step; a plan for more would take much time and memory
-# Schedules that `zero.order layer` allows. This order requires a single pipeline stage, on which no
-# order of micro-batches has a bubble, so the two schedules are equivalent.
+# Schedules that `zero.order layer` allows. This order requires a single pipeline stage. With a
+# single stage, no schedule has a bubble, so these two schedules are equivalent.
 LAYER_MAJOR = ("1f1b", "gpipe")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A key of which this version implements only some values.
+    """A key for which only some of the declared values are implemented.
 
     Attributes:
         group: group of the key.
         field: field name of the key.
-        works: implemented values.
-        feature: name of the missing feature, for the message.
+        works: the implemented values.
+        feature: name of the feature that other values need, for the message.
     """
 
     group: str
@@ -70,11 +70,11 @@ class Requirement:
     """A key that requires certain values of another key.
 
     Attributes:
-        key: the key, as `group.key`.
-        free: values of `key` without a requirement; the message suggests the first one.
+        key: the key that has the requirement, as `group.key`.
+        free: values of `key` that require nothing; the message suggests the first one.
         other: the other key, as `group.key`.
         works: values of `other` that meet the requirement.
-        why: the reason, for the message.
+        why: reason for the requirement, for the message.
     """
 
     key: str
@@ -195,8 +195,8 @@ def find_refusals(
 
     Args:
         config: the configuration.
-        groups: groups of keys. Requirements of keys in other groups are not checked; the use of
-            missing features is checked in every group.
+        groups: groups of keys whose `REQUIREMENTS` are checked. `REFUSALS` are checked for all
+            groups.
     """
     required = [row for row in REQUIREMENTS if row.key.partition(".")[0] in groups]
     required += ASYNCHRONOUS if registry.is_asynchronous(config.parallel.schedule) else ()
@@ -216,8 +216,8 @@ def find_problems(
     Args:
         config: the configuration as loaded.
         world_size: number of ranks.
-        local_world: number of ranks on this machine.
-        machines: minimum and maximum number of machines of an elastic job.
+        local_world: number of ranks on this machine; None if not known.
+        machines: minimum and maximum number of machines of an elastic job; None for other jobs.
     """
     problems = find_refusals(config, tuple(Config.model_fields))
     dp = None
@@ -241,7 +241,7 @@ def find_problems(
 
 
 def _divisors(number: int) -> list[int]:
-    # finds all divisors of numbers up to 10**12; the bound limits the time for larger numbers
+    # finds all divisors of numbers up to 10**12, and only some of larger ones, to limit the time
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
@@ -277,11 +277,17 @@ def _check_drive(config: Config) -> Iterator[str]:
 
 
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
-    """Returns whether heads can be sharded over tp ranks.
+    """Returns whether attention heads can be sharded over tensor-parallel ranks.
 
-    The number of query heads must be a multiple of the number of key/value heads, and of tp. Of tp
-    and the number of key/value heads, one must be a multiple of the other: either every rank has
-    the same number of key/value heads, or several ranks share each of them.
+    The number of query heads must be a multiple of the number of key/value heads, and of `tp`. If
+    there are at least as many key/value heads as ranks, their number must be a multiple of `tp`, so
+    that every rank has the same number. Otherwise `tp` must be a multiple of their number, so that
+    the same number of ranks share each key/value head.
+
+    Args:
+        heads: number of query heads.
+        kv_heads: number of key/value heads.
+        tp: number of tensor-parallel ranks.
     """
     return heads % kv_heads == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
@@ -314,10 +320,10 @@ def _check_layers(config: Config) -> Iterator[str]:
 def find_partition_problems(
     p: ParallelConfig, layers: int, stages: int | None = None
 ) -> Iterator[str]:
-    """Yields the problems of an explicit partition.
+    """Yields the problems of a partition that lists the number of layers of each stage.
 
     Args:
-        p: the configuration of the pipeline.
+        p: the `parallel` keys.
         layers: number of layers, embedding and head included.
         stages: number of stages of the plan, if known.
     """
@@ -341,7 +347,7 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
     """Yields problems of the schedule with the configured stages, micro-batches and layers."""
     name, p, train = config.parallel.schedule, config.parallel, config.train
     rows = train.micro_batch * (dp or 1)
-    # if the batch cannot be divided into micro-batches, _check_batch reports it
+    # if the global batch cannot be divided into micro-batches, _check_batch reports the problem
     known = dp is not None and train.global_batch % rows == 0
     count = train.global_batch // rows if known else 2 * p.pp
     if count > MOST_MICROBATCHES:
@@ -359,8 +365,8 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
     """Yields problems of the plan's number of stages.
 
-    There must be at least as many layers as stages, and an explicit partition must have one number
-    per stage.
+    There must be at least as many layers as stages. A partition that lists numbers of layers must
+    have one number per stage.
     """
     p, layers = config.parallel, config.model.layers
     if layers >= p.pp and layers + 2 < stages:  # _check_layers reports layers < pp
@@ -378,9 +384,9 @@ def _check_sequence(config: Config) -> Iterator[str]:
 
 
 def find_unused(optim: OptimConfig, flags: Collection[str]) -> Iterator[str]:
-    """Yields problems of flags that no optimizer of the configuration uses.
+    """Yields a problem for each flag that no optimizer of the configuration uses.
 
-    Unused keys in a preset or TOML file are allowed.
+    Unused keys in a preset or TOML file are not problems.
 
     Args:
         optim: the configuration of the optimizers.
@@ -427,9 +433,10 @@ def _check_run(config: Config) -> Iterator[str]:
 
 
 def find_model_problems(model: ModelConfig) -> Iterator[str]:
-    """Yields problems of a model: unsupported keys and inconsistent sizes.
+    """Yields problems of a model: keys that its architecture does not have, and inconsistent sizes.
 
-    The configuration of the model may be resolved or not.
+    Args:
+        model: the `model` keys, resolved or not.
     """
     yield from _check_pairs(model)
     yield from _check_keys(model)
@@ -450,7 +457,7 @@ def _check_pairs(model: ModelConfig) -> Iterator[str]:
 
 
 def _check_keys(model: ModelConfig) -> Iterator[str]:
-    """Yields problems of keys that were given but do not exist in the architecture."""
+    """Yields a problem for each key that has a value although the architecture does not have it."""
     record, records = model.record, architectures.REGISTERED.values()
     for key in sorted(frozenset[str]().union(*(other.takes for other in records)) - record.takes):
         value, own = getattr(model, key), record.resolved(dict(model) | {key: None}).get(key)
@@ -485,7 +492,7 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
 
     Args:
         config: the configuration.
-        tokenizer_vocab: size of the tokenizer's vocabulary.
+        tokenizer_vocab: smallest vocabulary size that has all ids of encoded text.
     """
     vocab = config.model.vocab
     if vocab is not None and vocab < tokenizer_vocab:
@@ -495,7 +502,7 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
 
 
 def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
-    """Yields the problems of an elastic job at every possible number of machines.
+    """Yields the problems that an elastic job has with at least one possible number of machines.
 
     A job that loses a machine continues with fewer machines, so every number must work.
 

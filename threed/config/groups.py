@@ -75,7 +75,12 @@ class ConfigError(PicklableError, ValueError):
 
 
 def _renamed(group: str, data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a group with current keys and values; warns about old spellings."""
+    """Replaces renamed keys and values of a group by the current ones, with a warning for each.
+
+    Args:
+        group: name of the group.
+        data: values by key.
+    """
     settings = [Renames().current(group, key, value) for key, value in data.items()]
     for setting in settings:
         if setting.note:
@@ -91,8 +96,10 @@ class _Group(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, data: Any) -> Any:
-        """Replaces the value `none` by None in fields with the default None, and old spellings by
-        new ones."""
+        """Replaces renamed keys and values by the current ones, and `none` by None.
+
+        `none` is replaced only in fields whose default is None.
+        """
         optional = {name for name, field in cls.model_fields.items() if field.default is None}
         if not isinstance(data, dict):
             return data
@@ -428,7 +435,7 @@ class Config(BaseModel):
     """The full configuration of a run: all groups of keys.
 
     Values are checked when a group is created. A configuration is frozen: `model_copy(update=...)`
-    returns a changed one.
+    returns a changed copy.
 
     Attributes:
         parallel: sizes of the parallel axes, and the pipeline.

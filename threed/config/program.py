@@ -1,8 +1,10 @@
 """Configuration of a custom training program from its command line.
 
-config = program_config(
-    sys.argv[1:], prog="mine.py", about=__doc__, defaults=DEFAULTS, world_size=8
-)
+    config = program_config(
+        sys.argv[1:], prog="mine.py", about=__doc__, defaults=DEFAULTS, world_size=8
+    )
+
+`Trainer.from_command_line` uses this function.
 """
 
 from __future__ import annotations
@@ -25,9 +27,7 @@ def program_config(
     defaults: Mapping[str, Mapping[str, Any]],
     world_size: int,
 ) -> Config:
-    """Returns the checked configuration of a custom program.
-
-    Such a program has no presets and no dry run.
+    """Returns the checked configuration of a custom program, which has no presets and no dry run.
 
     With `--help`, local rank 0 prints `about` and every key with its default, and all ranks exit
     with code 0.

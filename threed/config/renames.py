@@ -1,10 +1,11 @@
-"""Keys and values that were renamed or removed. Old spellings still work, with a warning.
+"""Keys and values that were renamed, whose old spellings still work, and keys that were removed.
 
     Renames().current("run", "replicate", "neighbour").value        # "neighbor"
 
 The renames apply to flags, TOML files, groups that are created in Python, and the configurations in
-checkpoints. To rename a key, add a line to `RENAMES`; to remove a key, add it to `REMOVED` with the
-action to take instead.
+checkpoints. An old spelling causes a warning, except in a checkpoint. A removed key is an error; in
+a checkpoint, it is ignored. To rename a key, add a line to `RENAMES`; to remove a key, add it to
+`REMOVED` with the action to take instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Rename:
     Attributes:
         old: the old key, as `group.key`.
         new: the new key, as `group.key`; the same as `old` if only values were renamed.
-        values: the new value of each renamed value, as users write them.
+        values: renamed values: the new value, by the old value, as users write them.
     """
 
     old: str
@@ -35,12 +36,12 @@ class Rename:
 
 RENAMES = (Rename("run.replicate", "run.replicate", {"neighbour": "neighbor"}),)
 REMOVED: Mapping[str, str] = {}
-"""Keys without a successor, as `group.key`, with the action to take instead."""
+"""For each removed key, as `group.key`: what to do instead. This text is a part of the error."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key with its value, after renames.
+    """A key and its value, in their current spelling.
 
     Attributes:
         group: group of the key, as a field name.
@@ -61,7 +62,7 @@ class Renames:
 
     Attributes:
         renames: renamed keys, and keys with renamed values.
-        removed: keys without a successor, as `group.key`, with the action to take instead.
+        removed: for each removed key, as `group.key`: what to do instead.
     """
 
     renames: tuple[Rename, ...] = RENAMES
@@ -73,7 +74,7 @@ class Renames:
         return (*(rename.old for rename in self.renames if rename.old != rename.new), *self.removed)
 
     def current(self, group: str, key: str, value: Any = None) -> Setting:
-        """Returns the current key and value of a setting, unless the key was removed."""
+        """Returns a key and its value in their current spelling; removed keys are unchanged."""
         group, key = python_name(group), python_name(key)
         old = f"{key_name(group)}.{key_name(key)}"
         for rename in self.renames:
@@ -92,9 +93,13 @@ class Renames:
         return f"{now.group}.{now.key}" if dot else name
 
     def update(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a saved configuration, {group: {key: value}}, with current keys and values.
+        """Returns a saved configuration with its keys and values in their current spelling.
 
-        A new key overrides its old spelling. Removed keys are left out.
+        If a renamed key is saved in both spellings, the value of the new one is used. Removed keys
+        are left out.
+
+        Args:
+            config: values as {group: {key: value}}.
         """
         found: dict[str, Any] = {}
         old: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,8 @@
 """Fills in the values of a configuration that follow from other keys, vocabulary and world size.
 
-config = resolve(config, vocab=260, world_size=8)
+    config = resolve(config, vocab=260, world_size=8)
+
+A resolved configuration is the result of `resolve`.
 """
 
 from __future__ import annotations
@@ -68,16 +70,17 @@ def default_warmup(steps: int) -> int:
 def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
     """Returns the configuration with all derived values filled in.
 
-    A key for which None is a valid setting stays None, such as `train.stop_after`, `data.path`,
+    Keys whose value None has a meaning stay None, such as `train.stop_after`, `data.path`,
     `zero.nvme_path` and `log.profile_steps`. The path of a schedule file becomes absolute.
 
     Args:
         config: the checked configuration.
-        vocab: vocabulary size of the data, used if the model has none.
+        vocab: vocabulary size of the tokenizer, used if `model.vocab` is not set.
         world_size: number of ranks. If None, `parallel.dp` is not filled in.
 
     Raises:
-        ConfigError: if the schedule file is invalid, or the world size does not match.
+        ConfigError: if the schedule file is invalid, or the world size is not the product of the
+            parallel sizes.
     """
     name = config.run.name or config.model.arch.rpartition(":")[2]
     dtype = config.precision.dtype
@@ -151,7 +154,7 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
 
     Args:
         model: configuration of the model.
-        vocab: vocabulary size, used if the model has none. If None, it is not filled in.
+        vocab: vocabulary size, used if `model.vocab` is not set; None to leave it unset.
     """
     derived = model.record.resolved(dict(model))
     if names_model(model.arch):
@@ -163,9 +166,10 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
 
 
 def spelled_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Returns a saved model configuration in the form of `model`, for a comparison of the two.
+    """Returns a saved model configuration in the notation of `model`, to compare the two.
 
-    A Qwen3 without windows becomes a Llama with `qk_norm` if `model` is a Llama with `qk_norm`.
+    A Qwen3 without windows can also be written as a Llama with `qk_norm`. If `model` is a Llama
+    with `qk_norm`, such a saved Qwen3 is returned in this notation.
 
     Args:
         saved: model configuration of a checkpoint.

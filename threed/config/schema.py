@@ -1,6 +1,6 @@
-"""Names from pydantic, readable validation errors, and settings written as a single string.
+"""Names from pydantic, readable validation errors, and groups of settings written as one string.
 
-Only this module imports pydantic, so that a missing pydantic has a single error message.
+Only this module imports pydantic, so that a missing pydantic is reported in one place.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def reason(detail: ErrorDetails) -> str:
 
 
 class Settings(BaseModel):
-    """Base class of settings written as a string, `head: key=value, key=value`, or a TOML table.
+    """Base class for a group of settings that users write as one string or as a TOML table.
 
-    The head is the value of the first field, and ends at the last colon. In the other fields, the
-    value `none` means None. `str()` returns the string form.
+    The string is `head: key=value, key=value`. The head is the value of the first field, and ends
+    at the last colon. In the other fields, the value `none` means None. `str()` returns the string.
 
     Attributes:
         form: the syntax of the string, for messages.

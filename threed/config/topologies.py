@@ -2,12 +2,14 @@
 
 A table has the values of keys for a run of N ranks:
 
-[topology.8]
-parallel.tp = 2
-zero.stage = 1
+    [topology.8]
+    parallel.tp = 2
+    zero.stage = 1
 
-topologies, problems = read_topologies(tables.pop("topology", {}))
-topologies["8"]                                       # {"parallel": {"tp": 2}, "zero": {"stage": 1}}
+`read_topologies` checks the tables of a parsed file:
+
+    topologies, problems = read_topologies(tables.pop("topology", {}))
+    topologies["8"]                                  # {"parallel": {"tp": 2}, "zero": {"stage": 1}}
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ Topologies = Mapping[str, Mapping[str, Mapping[str, Any]]]
 def choose_sizes(config: Config, ranks: int) -> Config:
     """Returns the configuration with as many data-parallel ranks as the batch allows.
 
-    The remaining factor of the number of ranks becomes `parallel.pp`. The configuration is
-    unchanged if a size is given, if it has problems with the chosen sizes, under ZeRO-3 (which
-    would have fewer ranks to shard over), and for custom models, whose number of layers is not
-    known.
+    `parallel.pp` becomes the number of ranks divided by the number of data-parallel ranks. The
+    configuration is unchanged if it gives a parallel size, or if it has problems with the chosen
+    sizes. It is also unchanged under ZeRO-3, which would have fewer ranks to shard over, and for
+    custom models, whose number of layers is not known.
+
+    Args:
+        config: the configuration.
+        ranks: number of ranks.
     """
     p, batch, step = config.parallel, config.train.global_batch, config.train.micro_batch
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0 and batch % (step * n) == 0]
@@ -51,8 +57,8 @@ def read_topologies(tables: Any) -> tuple[Topologies, list[str]]:
         tables: the content of the table `topology`, as parsed.
 
     Returns:
-        The valid topologies, {N: {group: {key: value}}}, and one problem per invalid topology. The
-        values of keys are not checked.
+        The valid topologies, {N: {group: {key: value}}}; and a list with a line for each invalid
+        topology. The values of keys are not checked.
     """
     if not isinstance(tables, dict):
         return {}, ["topology is not a table; write [topology.8], for example"]

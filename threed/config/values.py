@@ -1,4 +1,4 @@
-"""The types of configuration values: parsing, range, and placeholder in `--help`."""
+"""The types of configuration values. A type defines parsing, range, and placeholder in `--help`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,12 @@ def _pattern(text: str) -> str:
 
 @lru_cache
 def _alternatives(match: str) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Returns the alternatives of a pattern: all of them, and those with `*`, `?` or `[`.
+    """Splits a pattern at each "|" outside of brackets.
 
-    They are separated by "|" outside of brackets. Imported groups may list thousands of names.
+    Returns:
+        All alternatives, as a set; and the alternatives that contain `*`, `?` or `[`. Imported
+        groups may list thousands of names, so names without these characters are looked up in the
+        set.
     """
     found = [text.strip() for text in re.findall(r"(?:\[.[^]]*\]|[^|])+", match)]
     wild = tuple(text for text in found if set(text) & set("*?["))
@@ -65,8 +68,8 @@ class ParamGroup(Settings):
     The first group that matches a parameter applies. In a flag, groups are separated by `;`.
 
     Attributes:
-        match: `fnmatch` pattern of parameter names, or several separated by "|".
-        name: optimizer of these parameters, with the hyperparameters in `optim`.
+        match: `fnmatch` pattern of parameter names, or several patterns separated by "|".
+        name: optimizer of these parameters. Its other hyperparameters are taken from `optim`.
         lr: peak learning rate; the warm-up and schedule of `optim` apply.
         weight_decay: weight decay, which also applies to matching norms and biases.
     """
@@ -85,9 +88,9 @@ class ParamGroup(Settings):
 
 
 def _groups(value: Any) -> Any:
-    """Splits the string of a flag into groups; `none` means no groups.
+    """Splits the string of a flag into the strings of its groups; `none` means no groups.
 
-    Returns other values unchanged.
+    A value that is not a string is returned unchanged.
     """
     if value == "none":
         return []
@@ -109,9 +112,11 @@ def _boolean(value: object) -> object:
 
 
 def _must_be(form: str, separator: str = ",") -> WrapValidator:
-    """Returns a validator that accepts a value, or the items of a tuple as one string.
+    """Returns a validator that also accepts a tuple as a list, or as one string of its items.
 
-    Its error message is `must be FORM`.
+    Args:
+        form: description of valid values; the error message is "must be " and this text.
+        separator: separator between the items in the string.
     """
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -137,7 +142,11 @@ def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
 
 
 def _schedule(value: object) -> object:
-    """Accepts the name of a schedule or of a schedule file; does not read the file."""
+    """Returns the name of a schedule or of a schedule file, unchanged; does not read the file.
+
+    Raises:
+        ValueError: for any other value.
+    """
     names = (*get_args(registry.ScheduleName), *schedules.available())
     if isinstance(value, str) and (value in names or registry.names_file(value)):
         return value
@@ -151,7 +160,7 @@ def _architecture(value: object) -> object:
     if value in architectures.NAMES:
         return value
     if isinstance(value, str) and names_model(value):
-        return value  # not imported here: the value may come from a checkpoint
+        return value  # not imported here, because a checkpoint may have named the file
     hint = did_you_mean(str(value), *architectures.NAMES)
     raise ValueError(f"must be {', '.join(architectures.NAMES)} or FILE.py:NAME{hint}")
 

@@ -1,12 +1,16 @@
 """Data: from text or token files to batches that are a pure function of (seed, samples consumed).
 
-Use: `data = open_data(None, "bytes", split=0.05, seq=128, seed=1)`, then
-`data.train.batch(first=0, count=8)`.
+    data = open_data(None, "bytes", split=0.05, seq=128, seed=1)
+    data.train.batch(first=0, count=8)
 
-Modules, in the order of the data flow: sources (.txt, .jsonl and folders; by default Python's
-standard library), tokenizer, encode, cache, megatron (reads and writes .bin/.idx), samples (windows
-of tokens and their order), prefetch (a background thread), dataset (`open_data`, which combines the
-others).
+The modules, in the order of the data flow:
+
+- `sources` reads text files and folders; by default, the sources of Python's standard library.
+- `tokenizer` and `encode` convert text to token ids.
+- `cache` stores the ids; `megatron` reads and writes Megatron's .bin and .idx files.
+- `samples` divides the ids into windows, and computes the order of the windows.
+- `dataset` combines these modules (`open_data`).
+- `prefetch` computes the next batches in a background thread.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""The cache folder. An entry is built once, appears atomically, and never changes afterwards.
+"""A cache of tokenized data, shared by all processes: each entry is a folder of files.
 
-Use: `folder, notice = cache_folder()`; `entry = build_once(folder, name, build)`, in which
-`build(scratch)` writes files into an empty folder and returns a record that is saved as JSON; then
-read `entry.record` and the files, such as `entry.folder / "tokens.bin"`.
+    folder, notice = cache_folder()
+    entry = build_once(folder, name, build)     `build(scratch)` writes files into an empty folder
+    entry.record                                the result of `build`, which is saved as JSON
+    entry.folder / "tokens.bin"                 a file that `build` wrote
 
-A build writes into a scratch folder with a unique name, calls fsync, and renames the folder. The
-atomic rename alone makes a build safe for any number of processes, and a killed process leaves no
-invalid entry. A kernel file lock, which the kernel releases when the process exits, only avoids
-duplicate work: on a file system without locks, every process builds the entry and the first rename
-succeeds.
+An entry is built once, appears atomically, and never changes afterwards. A build writes into a
+scratch folder with a unique name, calls fsync, and renames the folder. The atomic rename makes a
+build safe for any number of processes, and a killed process leaves no invalid entry. In addition, a
+file lock avoids duplicate work; the kernel releases it when the process exits. On a file system
+without locks, every process builds the entry, and the first rename succeeds.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ ABANDONED_S = 86400.0  # age in seconds above which a scratch folder is removed
 
 @dataclass(frozen=True)
 class Entry:
-    """A complete entry.
+    """A complete entry of the cache.
 
     Attributes:
         folder: the folder with the files of the entry.
-        record: the record that the entry's `build` returned.
+        record: the result of the `build` function that wrote the entry.
     """
 
     folder: Path
@@ -51,10 +52,11 @@ def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]])
     Args:
         folder: the cache folder.
         name: the name of the entry.
-        build: writes the files of the entry into an empty folder and returns the record.
+        build: function that writes the files of the entry into the empty folder that it is given,
+            and returns the record of the entry.
 
     Raises:
-        OSError: the disk is full; the message names the folder.
+        OSError: if the disk is full; the message names the folder.
         Exception: any error that `build` raises.
     """
     with _lock(folder / f"{name}.lock"):
@@ -82,7 +84,8 @@ def _lock(path: Path) -> Iterator[None]:
     # The file is opened read-only, so that users who share a cache can lock each other's files.
     descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
-        # A file system without locks raises OSError. Entries are also valid without a lock.
+        # A file system without locks raises OSError. It is ignored, because entries are valid
+        # without a lock, too.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -152,8 +155,8 @@ def _publish(scratch: Path, folder: Path) -> Entry:
 def _remove_abandoned(scratch: Path, name: str) -> None:
     """Removes scratch folders of this entry that are more than a day older than `scratch`.
 
-    Killed processes leave such folders. Ages are differences of the file system's times, since the
-    clock of another machine may be days off.
+    Killed processes leave such folders. Their modification times are compared with the modification
+    time of `scratch`, not with this machine's clock, which may differ from the file system's.
     """
     now = scratch.stat().st_mtime
     for path in scratch.parent.glob(f"{name}.building-*"):

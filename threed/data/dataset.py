@@ -1,12 +1,14 @@
 """`open_data`: training and validation samples from a path or the default corpus, with checks.
 
-Use: `problems = find_problems(path, tokenizer, split)`, then `data = open_data(path, tokenizer,
-split, seq, seed)`; `data.train.batch(first, count)`.
+    problems = find_problems(path, tokenizer, split)       checks without reading all data
+    data = open_data(path, tokenizer, split, seq, seed)
+    data.train.batch(first, count)
 
-Steps of `open_data`: find the source; compute its sha256, which is cached by file sizes and times;
-write the token file and measure statistics, which are cached by the sha256, the tokenizer and the
-split; create the training and the validation view of one memory map. All ranks may call `open_data`
-at the same time; one of them builds the cache entries.
+`open_data` finds the files and computes their sha256, which is cached as long as sizes and times of
+the files do not change. It then writes the token file and measures statistics. They are cached by
+the sha256, the tokenizer and the split. Finally, it memory-maps the token file and returns one part
+of it for training and one for validation. All ranks may call `open_data` at the same time; one of
+them builds the cache entries.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ from threed.data.tokenizer import Bos, SpecialTokens, Tokenizer, Tokens, load_to
 # Version of the contents of cache entries, and a part of every cache key. Increase it whenever the
 # contents change, so that older entries are not read.
 LAYOUT = 2
-# A file system with a coarse clock may give two changes within this time (in seconds) the same
-# time stamp. So results for files that were changed more recently are not cached.
+# Time in seconds within which two changes of a file may have the same time stamp, if the clock of
+# the file system is coarse. Results for files that were changed more recently are not cached,
+# because a later change could remain unnoticed.
 FRESH_S = 2.0
-# Number of tokens to check at a time.
+# Number of tokens that `id_range` and `first_outside` read at a time.
 BLOCK = 1 << 22
 # Maximum number of tokens from which entropy and bytes per token are measured. More tokens would
 # hardly change the result, and decoding all tokens could take hours.
@@ -102,22 +105,23 @@ def open_data(
     """Opens the data at `path` as training and validation samples.
 
     Args:
-        path: a .txt, a .jsonl, a folder of them or a Megatron pair; None: the default corpus.
-        tokenizer: see `load_tokenizer`.
+        path: a .txt file, a .jsonl file, a folder of such files, or a Megatron pair (.bin and
+            .idx). None: the default corpus.
+        tokenizer: "bytes", a folder, or the path of a tokenizer.json; see `load_tokenizer`.
         split: fraction of the data for validation. The validation data are the last tokens; in the
-            default corpus they are files that are chosen by a hash of their path.
+            default corpus, they are files that are chosen by a hash of their path.
         seq: sample length in tokens.
-        seed: seed of the training order.
+        seed: seed of the order of training samples.
         cache: folder of tokenized text. Default: THREED_CACHE, or `~/.cache/threed`.
-        bos: see `load_tokenizer`.
-        special_tokens: see `load_tokenizer`.
+        bos: whether documents begin with the bos token; see `load_tokenizer`.
+        special_tokens: how text that spells a special token is encoded; see `load_tokenizer`.
 
     Returns:
         The data: `data.train` and `data.valid` are `Samples`.
 
     Raises:
-        ValueError: the data are missing, empty, malformed, too short for one sample of either
-            split, or have ids outside of the vocabulary; the message states the fix.
+        ValueError: if the data are missing, empty or malformed, if a split is too short for one
+            sample, or if ids are outside the vocabulary; the message states the fix.
     """
     _check_split(split)
     encoder = load_tokenizer(tokenizer, bos, special_tokens)
@@ -162,7 +166,8 @@ def find_problems(
         split: as in `open_data`.
         bos: as in `open_data`.
         special_tokens: as in `open_data`.
-        fits: a function that takes the tokenizer and returns further problems with it.
+        fits: function that is called with the tokenizer and returns further problems, for example
+            if the model's vocabulary is too small for it.
     """
     problems: list[str] = []
     checks: list[Callable[[], object]] = [
@@ -245,15 +250,15 @@ def _text_sha256(source: TextSource, folder: Path) -> str:
 def _cached(
     folder: Path, stamp: str, newest: float, read: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the result of `read`, from the cache if the files have not changed since.
+    """Returns the result of `read`, from the cache if the files are unchanged since it was stored.
 
-    Files that were changed less than `FRESH_S` ago are read without the cache.
+    If a file was changed less than `FRESH_S` ago, the cache is not used.
 
     Args:
         folder: the cache folder.
         stamp: hash of the files' metadata.
-        newest: time of the last change of the files, in seconds since the epoch.
-        read: computes the result.
+        newest: time of the last change of any of the files, in Unix seconds.
+        read: function that reads the files and returns the result. Its argument is not used.
     """
     if time.time() - newest < FRESH_S:
         return read(folder)
@@ -284,9 +289,9 @@ def _tokenize(
 def _by_path(files: tuple[TextFile, ...], split: float) -> list[tuple[TextFile, ...]]:
     """Returns the training and the validation files.
 
-    The hash of a file's name decides whether the file is for validation. But a file that is larger
-    than `split` times the size of all files is always for training: in Python 3.11 one file of help
-    texts would otherwise be 62 % of the validation data.
+    A hash of its name decides whether a file is for validation. But a file that is larger than
+    `split` times the size of all files is always for training, so that no single file dominates the
+    validation data: in Python 3.11, one file of help texts would otherwise be 62 % of them.
     """
     share = split * sum(f.size for f in files)
     held_out = {f.name for f in files if _fraction(f.name) < split and f.size <= share}
@@ -366,18 +371,21 @@ def _key(*parts: str) -> str:
 
 
 def bytes_per_token(tokens: Tokens, tokenizer: Tokenizer) -> float:
-    """Returns the mean bytes of text per token, from the first `MEASURED_TOKENS`.
+    """Returns the mean bytes of text per token, measured on the first `MEASURED_TOKENS` tokens.
 
-    tokens: [n], n > 0.
+    Args:
+        tokens: [n], token ids, n > 0.
+        tokenizer: the tokenizer of the ids.
     """
     part = tokens[:MEASURED_TOKENS]
     return tokenizer.count_bytes(part) / len(part)
 
 
 def entropy(counts: Tokens) -> float:
-    """Returns the entropy of a distribution in nats: log n - (sum of c log c) / n.
+    """Returns the entropy of the frequencies of tokens, in nats: log n - (sum of c log c) / n.
 
-    counts: [vocab], the number c of occurrences of each token; n is the sum of `counts`.
+    Args:
+        counts: [vocab], the number c of occurrences of each token; n is the sum of `counts`.
     """
     seen = counts[counts > 0].astype(np.float64)
     total = seen.sum()
@@ -385,7 +393,7 @@ def entropy(counts: Tokens) -> float:
 
 
 def id_range(tokens: Tokens) -> tuple[int, int]:
-    """Returns the smallest and the largest id. tokens: [n], n > 0."""
+    """Returns the smallest and the largest of the ids `tokens` [n], n > 0."""
     ranges = [(int(block.min()), int(block.max())) for _, block in _blocks(tokens)]
     return min(low for low, _ in ranges), max(high for _, high in ranges)
 

@@ -1,8 +1,9 @@
 """Encodes pieces of text into token arrays, a few MiB at a time.
 
-Use: `for tokens, ends in encode(source.pieces(), tokenizer): …`. The tokens of a document begin
-with the bos token, if the tokenizer adds one, and end with the end-of-text token, which separates
-documents in the flat sequence of training tokens.
+    for tokens, ends in encode(source.pieces(), tokenizer): …
+
+The tokens of a document begin with the bos token, if the tokenizer adds one, and end with the
+end-of-text token. It separates documents in the flat sequence of training tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 from threed.data.sources import Piece
 from threed.data.tokenizer import Tokenizer, Tokens
 
-# Bytes per batch: enough pieces for the `tokenizers` library to use all its threads.
+# Bytes of text per call of the tokenizer. The `tokenizers` library encodes the pieces of a call in
+# parallel; with this many bytes, there are enough pieces for all its threads.
 GROUP_BYTES = 4 << 20
 
 

@@ -1,9 +1,10 @@
 """Megatron's indexed data sets: `prefix.bin` has the tokens, `prefix.idx` the sequence offsets.
 
-Use: `tokens = open_tokens(prefix)` (memory-mapped, 1-D) and `read_index(prefix.idx)` to read a
-pair. `count_borders(tokens, index, tokenizer).notice(name, tokenizer)` reports documents that do
-not begin and end as the tokenizer requires. `tokenize_to_megatron("texts/", "out/prefix",
-tokenizer)` writes a pair from text.
+    tokens = open_tokens("out/prefix")                                memory-mapped, 1-D
+    index = read_index(Path("out/prefix.idx"))
+    count_borders(tokens, index, tokenizer).notice(name, tokenizer)   warnings about documents that
+                                                                      begin or end wrongly
+    tokenize_to_megatron("texts/", "out/prefix", tokenizer)           writes both files from text
 
 Layout of the .idx, all little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py):
 "MMIDIDX" and two zero bytes · uint64 version = 1 · uint8 dtype code · uint64 sequences · uint64
@@ -81,7 +82,7 @@ def pair_of(path: Path) -> tuple[Path, Path]:
 
 
 def is_megatron(path: Path) -> bool:
-    """Returns whether `path` names a pair: a .bin, a .idx, or the prefix of an existing one."""
+    """Returns whether `path` is a .bin, a .idx, or the prefix of an existing .bin or .idx."""
     return path.name.endswith((".bin", ".idx")) or (
         not path.exists() and any(p.exists() for p in pair_of(path))
     )
@@ -128,8 +129,8 @@ def open_tokens(path: Path) -> Tokens:
         path: the prefix or either file of the pair.
 
     Raises:
-        ValueError: a file is missing, the files do not match, or sequences are not contiguous; the
-            message states the fix.
+        ValueError: if a file is missing, the files do not match, or sequences are not contiguous;
+            the message states the fix.
     """
     data, index_path = pair_of(path)
     for file, other in ((data, index_path), (index_path, data)):
@@ -170,7 +171,7 @@ class Borders:
     last_id: int  # the most frequent last id of documents that are not counted in `ended`
 
     def notice(self, name: str, tokenizer: Tokenizer) -> str:
-        """Returns a warning per problem with how documents begin or end, one per line.
+        """Returns one line per problem with the beginnings or ends of documents.
 
         The result is empty if all documents begin and end as the tokenizer requires.
 
@@ -204,7 +205,13 @@ class Borders:
 
 
 def count_borders(tokens: Tokens, index: MegatronIndex, tokenizer: Tokenizer) -> Borders:
-    """Counts how the documents of a pair begin and end. tokens: [n], all tokens of the pair."""
+    """Counts the documents of a pair that begin with bos or end with the end-of-text token.
+
+    Args:
+        tokens: [n], all tokens of the pair.
+        index: the index of the pair.
+        tokenizer: the tokenizer of the run.
+    """
     bos = tokenizer.bos_ids[0] if tokenizer.bos_ids else tokenizer.bos_token_id
     starts = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])[index.documents]
     documents = ended = begun = 0
@@ -224,9 +231,10 @@ def count_borders(tokens: Tokens, index: MegatronIndex, tokenizer: Tokenizer) ->
 
 
 def _with_tokens(borders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns (offset of the first token, offset after the last token) per non-empty document.
+    """Returns two arrays with the offsets, in tokens, at which non-empty documents begin and end.
 
-    borders: [d + 1], the offsets at which documents begin, followed by the end of the last one.
+    Args:
+        borders: [d + 1], the offsets at which documents begin, followed by the end of the last one.
     """
     first, end = borders[:-1], borders[1:]
     return first[end > first], end[end > first]
@@ -243,15 +251,15 @@ def tokenize_to_megatron(
     complete.
 
     Args:
-        src: a .txt, a .jsonl or a folder of them.
-        dst_prefix: the prefix of the pair.
+        src: a .txt file, a .jsonl file or a folder of such files.
+        dst_prefix: path of both files without .bin and .idx.
         tokenizer: the tokenizer.
 
     Returns:
         The files, and the numbers of documents and tokens.
 
     Raises:
-        ValueError: the text is invalid, or a file of the pair already exists.
+        ValueError: if the text is invalid, or a file of the pair already exists.
     """
     source = find_text(Path(src).expanduser())
     finals = pair_of(Path(dst_prefix).expanduser())
@@ -283,7 +291,7 @@ class MegatronWriter:
     Args:
         data: the open .bin.
         dtype: dtype of the tokens in the file.
-        longest: maximum length of a sequence in tokens; longer documents become several sequences.
+        longest: maximum length of a sequence in tokens. Longer documents become several sequences.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 Use: `with Prefetcher(fetch, start=7) as batches: batches.get(7); batches.get(8); …`
 
 The thread calls `fetch` for the steps start, start + 1, … and keeps at most `depth` results that
-`get` has not taken. If `get` requests a step out of order, the thread discards its results and
-restarts at that step.
+`get` has not returned yet. If `get` requests another step than the next one, the thread discards
+its results and restarts at the requested step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ class Prefetcher(Generic[T]):
     the original traceback.
 
     Args:
-        fetch: a pure function of the step.
+        fetch: function of the step that returns the step's batch. It must always return the same
+            batch for a step.
         start: the first step.
-        depth: maximum number of results to keep, at least 1.
+        depth: maximum number of results that wait for `get`, at least 1.
 
     Raises:
-        ValueError: depth is below 1.
+        ValueError: if `depth` is below 1.
     """
 
     def __init__(self, fetch: Callable[[int], T], start: int, depth: int = 2) -> None:
@@ -45,10 +46,10 @@ class Prefetcher(Generic[T]):
         self._restart(start)
 
     def get(self, step: int) -> T:
-        """Returns `fetch(step)`, after waiting for it if needed, or raises its exception.
+        """Returns `fetch(step)`; waits until its result is available, or raises its exception.
 
         Raises:
-            RuntimeError: the prefetcher is closed.
+            RuntimeError: if the prefetcher is closed.
         """
         if step != self._wanted:
             self._restart(step)

@@ -1,10 +1,10 @@
 """Fixed-length samples from a flat token sequence, in an order computed from (seed, index).
 
-Use: `samples = Samples(tokens, seq=128, seed=1)`; `samples.batch(first, count)` returns the next
-`count` samples of a run that has consumed `first` samples. The number of consumed samples is the
-only state that a checkpoint needs.
+    samples = Samples(tokens, seq=128, seed=1)
+    samples.batch(first, count)      the next `count` samples of a run that has consumed `first`
 
-The index of a sample determines its epoch and its position in the epoch. A permutation keyed with
+The number of consumed samples is the only state that a checkpoint needs. The index of a sample in
+the run determines its epoch and its position in the epoch. A permutation that depends on
 (seed, epoch) maps the position to a window of tokens.
 """
 
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from threed.core.messages import counted
 from threed.data.tokenizer import Tokens
 
-# Number of Feistel rounds. With four rounds, the permutations of fewer than ten windows are visibly
-# not uniform over the epochs; with six rounds they are.
+# Number of Feistel rounds. With four rounds and fewer than ten windows, some permutations occur in
+# visibly more epochs than others. With six rounds, no such difference is visible.
 ROUNDS = 6
 # The multipliers of splitmix64's finalizer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
 # number generators").
@@ -41,10 +41,10 @@ class Samples:
         seq: length of a window in tokens.
         seed: seed of the permutation.
         shuffle: whether to permute the windows in each epoch.
-        name: name for error messages.
+        name: description of the data, for error messages.
 
     Raises:
-        ValueError: there are too few tokens for one sample.
+        ValueError: if there are too few tokens for one sample.
     """
 
     def __init__(
@@ -67,9 +67,12 @@ class Samples:
         return self._windows
 
     def labels(self, windows: int) -> Tokens:
-        """Returns the labels of the first `windows` windows, [windows * seq].
+        """Returns the labels of the first windows, as one array [windows * seq].
 
-        Without `shuffle` they are the labels of the first `windows` samples.
+        Without `shuffle`, these are the labels of the first samples.
+
+        Args:
+            windows: number of windows.
         """
         return self.tokens[1 : windows * self.seq + 1]
 
@@ -85,11 +88,11 @@ class Samples:
             count: number of samples.
 
         Returns:
-            int64 tensors: "tokens" [count, seq], "labels" [count, seq] (the tokens shifted by one),
-            "samples" [count] (the sample indices).
+            int64 tensors: "tokens" [count, seq], "labels" [count, seq] (for each token, the token
+            that follows it) and "samples" [count] (the indices of the samples in the run).
 
         Raises:
-            ValueError: `first` is negative.
+            ValueError: if `first` is negative.
         """
         if first < 0:
             raise ValueError(f"sample index {first}: must not be negative")
@@ -118,12 +121,18 @@ class Samples:
 
 
 def permute(index: Words, size: int, seed: int, epoch: int) -> Words:
-    """Maps each index in [0, size) by a pseudorandom permutation keyed with (seed, epoch).
+    """Maps indices by a pseudorandom permutation of [0, size) that depends on (seed, epoch).
 
-    The memory does not depend on `size`: a Feistel network permutes the numbers below the next
-    power of four. A result of at least `size` is permuted again until it is below `size`, which
-    takes fewer than four steps on average. Source: Black and Rogaway 2002, "Ciphers with arbitrary
-    finite domains".
+    The permutation is computed, not stored, so its memory does not depend on `size`. A Feistel
+    network permutes the numbers below the next power of four. A result that is not below `size` is
+    permuted again until it is, which takes fewer than four steps on average. Source: Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains".
+
+    Args:
+        index: [n], uint64, indices in [0, size).
+        size: number of windows.
+        seed: seed of the run.
+        epoch: number of the epoch.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
@@ -141,9 +150,10 @@ def _round_keys(seed: int, epoch: int) -> Words:
 
 
 def _feistel(value: Words, half: int, keys: Words) -> Words:
-    """Permutes the numbers of 2 * half bits.
+    """Permutes the numbers that have 2 * half bits.
 
-    Each round XORs a hash of one half into the other half, which is invertible.
+    Each round XORs a hash of one half of the bits into the other half. A round is invertible, so
+    the result is a permutation.
     """
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> bits, value & mask

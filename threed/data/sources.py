@@ -1,9 +1,11 @@
 """Text sources: the files of a corpus, its sha256, and its documents as a stream of pieces.
 
-Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder of them, or
-`standard_library()` for the default corpus; then `source.sha256()` and
-`for piece in source.pieces(): …`. Memory holds about one piece at a time: about 1 MiB of a .txt or
-one line of a .jsonl.
+    source = find_text(Path("data/"))       a .txt, a .jsonl (key "text") or a folder of them
+    source = standard_library()             the default corpus
+    source.sha256()
+    for piece in source.pieces(): …
+
+About one piece is in memory at a time: about 1 MiB of a .txt, or one line of a .jsonl.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ MAX_NUL_SHARE = 0.25
 TEXT_ENDINGS = (".txt", ".jsonl")
 # The default corpus excludes third-party code, tests, and folders with compiled files.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# A complete standard library has about 12 MB of sources. A library below this limit was stripped of
-# its sources and is too small for a corpus.
+# A complete standard library has about 12 MB of sources. A smaller library than this limit was
+# stripped of its sources, and is rejected as a corpus.
 MIN_LIBRARY_BYTES = 1_000_000
 
 
@@ -109,15 +111,20 @@ class TextSource:
         return digest.hexdigest()
 
     def pieces(self, any_bytes: bool = False) -> Iterator[Piece]:
-        """Yields the pieces of all documents; any_bytes: see `read_pieces`."""
+        """Yields the pieces of all documents.
+
+        Args:
+            any_bytes: whether a .txt may contain invalid UTF-8, see `read_pieces`.
+        """
         for file in self.files:
             yield from read_pieces(file, any_bytes)
 
     def stamp(self) -> tuple[str, float]:
-        """Returns (hash of the files' metadata, time of the newest change in Unix seconds).
+        """Returns a hash of the files' metadata, and the time of the newest change in Unix seconds.
 
-        The metadata are names, paths, sizes, times and inodes. If the hash is unchanged, so are the
-        contents, unless a file was written within the resolution of the file system's clock.
+        The metadata are names, paths, sizes, times and inodes. As long as the hash is the same, the
+        contents are the same, except if a file is changed twice within the resolution of the file
+        system's clock.
         """
         digest, newest = hashlib.sha256(), 0.0
         for file in self.files:
@@ -130,12 +137,12 @@ class TextSource:
 
 
 def find_text(path: Path) -> TextSource:
-    """Returns the source at `path`: a .txt, a .jsonl or a folder of them.
+    """Returns the source at `path`: a .txt file, a .jsonl file or a folder of such files.
 
     A folder is read recursively, in the order of the names.
 
     Raises:
-        ValueError: the path has no text; the message states the fix.
+        ValueError: if the path has no text; the message states the fix.
     """
     if not path.exists():
         raise ValueError(
@@ -174,8 +181,8 @@ def standard_library(folder: Path | None = None) -> TextSource:
         folder: the library's folder; None: the library of this Python.
 
     Raises:
-        ValueError: the folder has no sources, as in a zipped or stripped Python; the message states
-            the fix.
+        ValueError: if the folder has no sources, as in a zipped or stripped Python; the message
+            states the fix.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     files = tuple(TextFile(name, root / name) for name in _python_files(root))
@@ -210,12 +217,12 @@ def read_pieces(file: TextFile, any_bytes: bool = False) -> Iterator[Piece]:
 
     Args:
         file: the file to read.
-        any_bytes: whether a .txt may contain invalid UTF-8, which is returned unchanged. A .jsonl
-            must always be UTF-8.
+        any_bytes: whether a .txt may contain invalid UTF-8, which is then returned unchanged. A
+            .jsonl must always be UTF-8.
 
     Raises:
-        ValueError: invalid UTF-8, or a malformed line of a .jsonl; the message states the file and
-            the byte or line.
+        ValueError: for invalid UTF-8, or a malformed line of a .jsonl; the message states the file
+            and the byte or line.
     """
     if file.name.endswith(".jsonl"):
         return _read_jsonl(file)
@@ -305,8 +312,9 @@ def _fix(encoding: str) -> str:
 def _piece_end(data: bytes) -> int:
     """Returns the index at which to split `data`, which has more than `PIECE_BYTES` bytes.
 
-    It is the last line break or, without one, the last space, if at most `PIECE_BYTES` follow it;
-    otherwise the start of the last UTF-8 character.
+    At most `PIECE_BYTES` bytes may follow the index. It is the last line break for which this
+    holds; without a line break the last space; without a space the start of the last UTF-8
+    character.
     """
     tail = len(data) - PIECE_BYTES
     line = data.rfind(b"\n", tail, len(data) - 1)

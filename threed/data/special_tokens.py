@@ -1,8 +1,13 @@
 """The special tokens that a tokenizer's configuration names: the end of a document, and bos.
 
-Use: `named = read_specials(files)`; `named.complete(document)`; `end_of_document(named, ids,
-specials)`; `beginning(named, document, ids)`; `hide(document)`. Here `document` is the JSON object
-in a tokenizer.json, `ids` maps all tokens to their ids, and `specials` has the special tokens.
+    named = read_specials(files)             from the configuration files
+    named.complete(document)                 adds missing special tokens to a tokenizer.json
+    end_of_document(named, ids, specials)    the token that ends a document
+    beginning(named, document, ids)          the ids that the tokenizer adds before a text
+    hide(document)                           from here on, no text is encoded to special tokens
+
+Here `document` is the JSON object in a tokenizer.json, `ids` maps all tokens to their ids, and
+`specials` has the special tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +41,9 @@ class NamedSpecials:
     """The special tokens in a tokenizer's configuration files.
 
     Attributes:
-        roles: the token of each specified role in `ROLES`, such as eos_token.
-        added: tokens that the files name, in the format of a tokenizer.json's added_tokens, with
-            None for an id that the files do not state.
+        roles: the token of each role in `ROLES` (such as eos_token) that the files specify.
+        added: all tokens in the files, in the format of added_tokens in a tokenizer.json. The id is
+            None if the files do not state it.
         add_bos: whether texts begin with the bos token; None if the files do not specify it.
         model_ends: the ids that end a generation, from config.json and generation_config.json.
         model_bos: the bos id from config.json.
@@ -53,7 +58,11 @@ class NamedSpecials:
     def complete(self, document: dict[str, Any]) -> bool:
         """Adds missing tokens to a tokenizer.json, and marks special tokens as special.
 
-        Changes `document` in place, and returns whether anything changed.
+        Args:
+            document: the object in the tokenizer.json, which is changed in place.
+
+        Returns:
+            Whether anything changed.
         """
         entries = {entry["content"]: entry for entry in document.get("added_tokens") or []}
         vocabulary = model_vocabulary(document)
@@ -75,8 +84,11 @@ def read_specials(files: TokenizerFiles) -> NamedSpecials:
     """Reads the special tokens from the configuration files of a tokenizer.
 
     The files are tokenizer_config.json, special_tokens_map.json and added_tokens.json, and the
-    model's config.json and generation_config.json in the same folder. Missing files are
-    treated as empty. Raises ValueError, with the name of the file, if a file is malformed.
+    model's config.json and generation_config.json in the same folder. Missing files are treated as
+    empty.
+
+    Raises:
+        ValueError: if a file is malformed; the message has its name.
     """
     config, mapped = files.read(CONFIG), files.read(SPECIALS_MAP)
     merged = {**mapped, **{key: value for key, value in config.items() if value is not None}}
@@ -100,8 +112,8 @@ def _added(
 
     Args:
         config: tokenizer_config.json, for its added_tokens_decoder.
-        merged: tokenizer_config.json combined with special_tokens_map.json, for the lists of
-            special tokens in both files.
+        merged: tokenizer_config.json combined with special_tokens_map.json; both may have lists of
+            special tokens.
         numbers: added_tokens.json.
         roles: the token of each role.
     """
@@ -122,7 +134,9 @@ def _added(
 
 
 def _entry(value: object, number: int | None) -> dict[str, Any]:
-    """Returns an entry of added_tokens. By default the token is special and matched exactly.
+    """Returns a token as an entry of added_tokens.
+
+    Flags that `value` does not have are False, except `special`, which is True.
 
     Args:
         value: the token, or a mapping with the token as "content" and with flags.
@@ -153,7 +167,7 @@ def _numbers(value: object) -> list[int]:
 
 
 def model_vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the vocabulary of a tokenizer.json's model, without added tokens."""
+    """Returns the id of each token in the vocabulary of a tokenizer.json, without added tokens."""
     vocabulary = document["model"]["vocab"]
     return (
         vocabulary
@@ -165,7 +179,7 @@ def model_vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
 def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: frozenset[str]) -> str:
     """Returns the token that ends a document.
 
-    The first rule that yields a special token decides:
+    The first of these rules that gives a token decides:
     1. The tokenizer's eos_token, if it is one of `DOCUMENT_ENDS`.
     2. The first of `DOCUMENT_ENDS` among the model's eos ids.
     3. The tokenizer's eos_token, unless it ends a turn (`TURN_ENDS`).
@@ -173,8 +187,13 @@ def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: froz
     5. The model's first eos id that does not end a turn.
     6. The tokenizer's eos_token.
 
+    Args:
+        named: the special tokens in the configuration files.
+        ids: the id of each token.
+        specials: all special tokens.
+
     Raises:
-        ValueError: no rule matches, or the eos_token is not in the vocabulary.
+        ValueError: if no rule gives a token, or the eos_token is not in the vocabulary.
     """
     named_end = named.roles.get("eos_token", "")
     if named_end and named_end not in ids:
@@ -204,10 +223,11 @@ def beginning(
 ) -> tuple[int, ...]:
     """Returns the ids that the tokenizer itself adds before a text; may be empty.
 
-    add_bos_token determines them; if it is not specified, the post-processor does.
+    If tokenizer_config.json has add_bos_token, it determines the ids. Otherwise the post_processor
+    of tokenizer.json does.
 
     Raises:
-        ValueError: an id is not in the vocabulary.
+        ValueError: if an id is not in the vocabulary.
     """
 
     if named.add_bos is None:
@@ -226,9 +246,9 @@ def beginning(
 
 
 def bos_id(named: NamedSpecials, ids: Mapping[str, int]) -> int | None:
-    """Returns the id of the bos token, or None if it is not in the vocabulary.
+    """Returns the id of the bos token, or None if the vocabulary does not have it.
 
-    The tokenizer's configuration has precedence over the model's.
+    The bos_token of the tokenizer's configuration has precedence over the bos id of the model's.
     """
     if "bos_token" in named.roles:
         return ids.get(named.roles["bos_token"])
@@ -254,7 +274,7 @@ def _prefix(processor: Any) -> tuple[int, ...]:
 
 
 def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the special tokens that never result from text if `special_tokens` is "text".
+    """Returns the tokens to which text is never encoded if `special_tokens` is "text".
 
     These are all special tokens except the unknown token.
     """
@@ -266,12 +286,12 @@ def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
 
 
 def hide(document: dict[str, Any]) -> bool:
-    """Renames special tokens in the vocabulary of a tokenizer.json's model, in place.
+    """Renames the special tokens in the vocabulary of a tokenizer.json, in place.
 
-    Unigram and WordLevel models match every token of their vocabulary by its spelling, so a text
-    with the spelling of a special token would be encoded to that token. The new names are random,
-    so that no text contains them. The unknown token keeps its name, since the model refers to it.
-    BPE merges with a renamed token are removed.
+    Unigram and WordLevel models match every token of their vocabulary by its spelling, so without
+    this change, a text that spells a special token would be encoded to that token. The new names
+    are random, so that no text contains them. The unknown token keeps its name, because the model
+    refers to it by name. BPE merges of renamed tokens are removed.
 
     Returns:
         Whether any token was renamed.

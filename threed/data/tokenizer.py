@@ -1,8 +1,8 @@
 """Tokenizers: encode text to token ids and back; an end-of-text id separates documents.
 
-Use: `tokenizer = load_tokenizer("bytes")` or `load_tokenizer("path/to/folder")`; then `encode`,
-`decode`, `eot`, `bos_ids`, `vocab_size`, and `save_hf(folder)` for an export that
-`transformers.AutoTokenizer` loads.
+    tokenizer = load_tokenizer("bytes")                 or "path/to/folder"
+    tokenizer.decode(tokenizer.encode("some text"))
+    tokenizer.save_hf(folder)                           writes files for transformers.AutoTokenizer
 
 `ByteTokenizer` (byte b is id b, 256 is the end of text) has no dependencies. `TokenizerJson` runs a
 Hugging Face tokenizer with the `tokenizers` library, which is imported on first use. `transformers`
@@ -42,7 +42,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class EncodeError(ValueError):
-    """Raised for a character without a token, if the tokenizer has no unknown token either."""
+    """Raised if a text has a character without a token, and the tokenizer has no unknown token."""
 
 
 class Tokenizer(Protocol):
@@ -57,10 +57,10 @@ class Tokenizer(Protocol):
         bos_token_id: the id of the tokenizer's bos token, even if documents do not begin with it;
             None if it has no bos.
         takes_any_bytes: whether `encode_pieces` encodes invalid UTF-8 without loss.
-        fingerprint: a string that differs between tokenizers in which the meaning of an id or the
-            end of a document may differ.
-        cache_key: a string that differs between tokenizers in which the ids of a text may differ,
-            also because of `bos_ids` or the handling of special tokens.
+        fingerprint: identifies the meaning of the ids. If two tokenizers have the same fingerprint,
+            each id stands for the same text in both, and both have the same `eot`.
+        cache_key: identifies the encoding of text. If two tokenizers have the same key, they encode
+            each text to the same ids, including `bos_ids` and special tokens.
         files: the sha256 of each file that `save_hf` copies, by the name of the copy.
     """
 
@@ -95,7 +95,8 @@ class Tokenizer(Protocol):
 
         Args:
             folder: the output folder.
-            model_type: the `model_type` in the config.json of `folder`; None if it is unknown.
+            model_type: `model_type` of the model in `folder`, by which `transformers` may choose
+                another tokenizer class; None if it is unknown.
         """
 
 
@@ -112,8 +113,8 @@ def load_tokenizer(
             ordinary text, "parse" as the special token.
 
     Raises:
-        ValueError: the file does not exist or is not a tokenizer, or bos is True and the tokenizer
-            has no bos token; the message states the fix.
+        ValueError: if the file does not exist or is not a tokenizer, or `bos` is True and the
+            tokenizer has no bos token; the message states the fix.
     """
     if spec == "bytes":
         if bos is True:
@@ -300,13 +301,14 @@ class TokenizerJson:
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Copies the tokenizer's files.
 
-        If `transformers` would otherwise use the tokenizer class of another model, also writes a
+        Without a tokenizer_config.json, `transformers` chooses a tokenizer class by the model in
+        the folder. If this may be another model than the tokenizer's own, the method also writes a
         tokenizer_config.json, and a tokenizer.json if there was none to copy.
 
         Args:
             folder: the folder to write to; created if it does not exist.
-            model_type: `model_type` of the model in the folder, by which `transformers` chooses a
-                tokenizer class; None: the model that the tokenizer's files are for.
+            model_type: `model_type` of the model in `folder`. None: the same as in the folder from
+                which the tokenizer was loaded.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._files.save_hf(folder)
@@ -323,8 +325,8 @@ class TokenizerJson:
 def byte_characters() -> list[str]:
     """Returns the character of each of the 256 bytes in GPT-2's byte-level vocabularies.
 
-    A byte that is printable in Latin-1 has its Latin-1 character; the other 68 bytes have the
-    characters from U+0100 on, in order. Source: byte-level BPE, Radford et al. 2019, "Language
+    A byte that is printable in Latin-1 has its Latin-1 character. The other 68 bytes have the
+    characters U+0100, U+0101, … in order. Source: byte-level BPE, Radford et al. 2019, "Language
     models are unsupervised multitask learners", section 2.2.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

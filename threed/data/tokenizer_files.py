@@ -3,8 +3,8 @@
 Use: `files = find_files("path/to/folder")` (or the path of a tokenizer.json); `files.hashes()`;
 `files.save_hf(out)`.
 
-`PATTERNS` match the files that `transformers` reads and writes and that contain only data. Code
-(`*.py`) and pickles are neither read nor copied.
+Only files that match `PATTERNS` are read and copied. They are the data files that `transformers`
+reads and writes; code (`*.py`) and pickles are not among them.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ PUBLISHED = {
 
 
 def how_to_download(vocab: int = 50257) -> str:
-    """Returns a text: the command that downloads a published tokenizer, and the flag to use it.
+    """Returns the command that downloads a published tokenizer, with the flag that selects it.
 
     Args:
-        vocab: vocabulary size of the model, a key of `PUBLISHED`; by default GPT-2's.
+        vocab: vocabulary size of the tokenizer's model, a key of `PUBLISHED`; by default GPT-2's.
     """
     folder = PUBLISHED[vocab].rpartition("/")[2].lower()
     command = f"hf download {PUBLISHED[vocab]} --include 'tokenizer*' --local-dir {folder}"
@@ -63,7 +63,8 @@ class TokenizerFiles:
 
     Attributes:
         place: the folder of the files.
-        files: the path of each file, by the name of its copy, relative to the output folder.
+        files: the path of each file, by the relative path that a copy of the file gets in an output
+            folder.
     """
 
     place: Path
@@ -94,7 +95,7 @@ class TokenizerFiles:
         return read_json(path) if path.is_file() else {}
 
     def hashes(self) -> dict[str, str]:
-        """Returns the sha256 of each file, by the name of its copy."""
+        """Returns the sha256 of each file, by the keys of `files`."""
         return {
             name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files.items()
         }
@@ -124,7 +125,7 @@ def find_files(spec: str) -> TokenizerFiles:
             tokenizer files in the folder.
 
     Raises:
-        ValueError: no vocabulary was found; the message states the fix.
+        ValueError: if no vocabulary was found; the message states the fix.
     """
     path = Path(spec).expanduser()
     if path.is_dir():

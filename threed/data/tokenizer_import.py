@@ -1,9 +1,8 @@
 """Converts tokenizers without a tokenizer.json with `transformers`, and checks the result.
 
-Use: `text = import_tokenizer(files)`, the text of a tokenizer.json.
-
-`transformers` builds a tokenizer from nearly any folder, even from an empty one. So the vocabulary
-of the result is compared with the vocabulary files.
+`import_tokenizer(files)` returns the text of a tokenizer.json. `transformers` builds a tokenizer
+from nearly any folder, even from an empty one. So the vocabulary of the result is compared with the
+vocabulary files.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 from threed.core.parse import plain, read_file
 from threed.data.tokenizer_files import SENTENCEPIECE, TokenizerFiles
 
-# Minimum fraction of the tokens in the vocabulary file that must have the same id in the result. It
-# is below 1, because a configuration may rename placeholder tokens.
+# Fraction of the tokens in the vocabulary file that must have the same id in the result. It is
+# below 1, because a configuration may rename placeholder tokens.
 SAME_IDS = 0.9
 
 
@@ -25,8 +24,8 @@ def import_tokenizer(files: TokenizerFiles) -> str:
     """Returns the text of a tokenizer.json, converted without running code from the folder.
 
     Raises:
-        ValueError: a package is missing, the files cannot be read, or the vocabulary of the result
-            differs from the files; the message states the fix.
+        ValueError: if a package is missing, the files cannot be read, or the vocabulary of the
+            result differs from the files; the message states the fix.
     """
     names = " and ".join(files.vocabulary)
     fix = "or give --data.tokenizer a folder with a tokenizer.json"
@@ -77,7 +76,7 @@ def _load(files: TokenizerFiles) -> Any:
 
 
 def _entries(files: TokenizerFiles) -> Mapping[str, int]:
-    """Returns the tokens in the first of the vocabulary files, and their ids."""
+    """Returns the id of each token in the first vocabulary file."""
     name = files.vocabulary[0]
     path = files.files[name]
     if name in SENTENCEPIECE:

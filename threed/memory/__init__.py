@@ -4,7 +4,7 @@
 - `arena` allocates slots of equal size in one buffer.
 - `io` transfers tensors between memory and a drive.
 - `tiers` stores the training state in memory or on a drive.
-- `sizes` computes bytes per parameter and numbers of buffers.
+- `sizes` computes the bytes of model states per parameter, and the number of host buffers.
 
 This package is internal.
 """

@@ -6,8 +6,9 @@
 
 See ZeRO, arXiv 1910.02054, section 6.3 (memory defragmentation, M_D). The first `take` allocates a
 buffer for `count` slots of the requested size. If more slots or larger slots are needed later, a
-larger buffer replaces the old buffer, whose memory is freed once no tensor uses it. So a run
-allocates only once if it never needs more than `count` slots, nor a slot larger than the first one.
+larger buffer replaces the old buffer. The memory of the old buffer is freed once no tensor uses it.
+So a run allocates only once if it never uses more than `count` slots at a time, and no slot is
+larger than the first one.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Arena:
         return self._buffer[first : first + nbytes].view(dtype)
 
     def give(self, slot: Tensor) -> None:
-        """Gives a slot back to the arena. A slot of a buffer that was replaced is ignored."""
+        """Gives a slot back to the arena. Has no effect on a slot of a buffer that was replaced."""
         at = slot.data_ptr() - self._buffer.data_ptr()
         if 0 <= at < self._buffer.numel():
             self._free.append(at // self.nbytes)

@@ -6,12 +6,12 @@
     disk.read(offset, into=values).wait()         # SwapError if not every byte was read
     disk.close()
 
-A Disk is one file, which is preallocated and unlinked (has no name). Each transfer is split into
-pieces, which a few threads transfer concurrently; the threads release the GIL during system calls.
-Memory that starts on a page boundary (`threed.memory.pool`) is transferred directly. Other memory
-is copied through an aligned buffer, and so are the last bytes of a tensor if its size is not a
-multiple of 4096. Transfers are not ordered: wait for a write before reading or writing the same
-region.
+A Disk is one file. Its space is preallocated, and it is unlinked (has no name). Each transfer is
+split into pieces, which a few threads transfer concurrently; the threads release the GIL during
+system calls. Memory that starts on a page boundary (`threed.memory.pool`) is transferred directly.
+Other memory is copied through an aligned buffer. If the size of a tensor is not a multiple of 4096,
+its last bytes are copied, too. Transfers are not ordered: wait for a write before reading or
+writing the same region.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SwapError(OSError):
 
 
 def _make_folder(folder: str) -> None:
-    """Creates a folder if it does not exist, and issues a warning that it did so.
+    """Creates a folder if it does not exist, and then warns that the folder was missing.
 
     The warning is needed because a missing folder may belong to a drive that is not mounted.
     """
@@ -69,7 +69,7 @@ def _make_folder(folder: str) -> None:
 
 
 class _File:
-    """An open file, which is closed when neither its Disk nor a transfer in flight refers to it.
+    """An open file, which is closed once its Disk and all transfers in flight have released it.
 
     So a Disk that is garbage-collected without `close` does not have to wait for its threads. Such
     a wait could hang, because garbage collection may run in any thread, including a thread that is
@@ -130,8 +130,9 @@ class Disk:
         name: prefix of the file name. Error messages contain the file name.
 
     Attributes:
-        path: path of the file before it was unlinked, for messages.
-        direct: whether transfers use direct I/O, which bypasses the page cache.
+        path: path that the file had before it was unlinked, for messages.
+        direct: whether transfers use direct I/O, which bypasses the page cache. False if the file
+            system does not support it.
 
     Raises:
         SwapError: if the folder or the file cannot be created or written.
@@ -290,8 +291,8 @@ def _open(path: str) -> tuple[int, bool]:
     """Creates a file and unlinks it.
 
     Returns:
-        (fd, direct): the file descriptor, and whether the file supports direct I/O. A write of one
-        block tests this.
+        (fd, direct): the file descriptor, and whether the file supports direct I/O, which is tested
+        by writing one block.
     """
     for direct in (getattr(os, "O_DIRECT", 0), 0):
         fd = -1
@@ -377,7 +378,7 @@ def _transfer(write: bool, fd: int, memory: memoryview, offset: int, block: int)
             count = call(fd, [memory[moved:]], offset + moved)
         except BlockingIOError:
             continue
-        count -= count % block  # direct I/O can only continue at a multiple of `block`
+        count -= count % block  # the next call of direct I/O must begin at a multiple of `block`
         if count == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO)) if write else EOFError
         moved += count

@@ -2,10 +2,9 @@
 
     buffer = host_buffer(64 * 2**20)            # uint8 [nbytes]; view it as any dtype
 
-The buffers are page-aligned and use huge pages. With 4 KiB pages, direct I/O is split into one
-segment per page, which halves a drive's throughput. With huge pages (2 MiB), there is one segment
-per huge page. This module uses `mmap`, because torch's CPU allocator aligns to only 64 bytes and
-does not guarantee huge pages.
+The buffers are page-aligned and use huge pages (2 MiB). A transfer by direct I/O is split into one
+segment per page of memory; with pages of 4 KiB, this halves a drive's throughput. This module uses
+`mmap`, because torch's CPU allocator aligns to only 64 bytes and does not guarantee huge pages.
 """
 
 from __future__ import annotations

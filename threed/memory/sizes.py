@@ -1,4 +1,4 @@
-"""Computes bytes of model states per parameter, and numbers of buffers between memory and a drive.
+"""Computes the bytes of model states per parameter, and the host buffers that offloading needs.
 
 Model states are parameters, gradients and optimizer state (ZeRO, arXiv 1910.02054, section 3).
 Stage 1 shards the optimizer state over data-parallel ranks, stage 2 also the gradients, stage 3
@@ -46,7 +46,7 @@ def regime(
         shards: number of ranks over which states are sharded.
         replicas: number of groups of `shards` ranks; each group holds all states.
         moments: number of moments of the optimizer.
-        resident: minimum number of elements of a parameter that is sharded under ZeRO-3.
+        resident: parameters with fewer elements than this stay unsharded under ZeRO-3.
 
     Raises:
         ValueError: if `zero_stage` is not a ZeRO stage.
@@ -81,9 +81,9 @@ def drive_buffers(gathered: int, buffers: int, early: int = 0) -> int:
     Args:
         gathered: number of parameter slices that are read from the drive at the same time.
         buffers: buffers per bucket in an update; see `update_buffers`.
-        early: 0 if updates begin after the backward. If updates run during the backward: the number
-            of buckets of the layer with most buckets, which may all wait for their update at the
-            same time. Updates and backward then need buffers at the same time.
+        early: 0 if updates begin after the backward, so that they reuse its buffers. If updates run
+            during the backward, both need buffers at the same time, and all buckets of a layer may
+            wait for their update: `early` is then the largest number of buckets of a layer.
     """
     busy = gathered + BUCKETS_IN_FLIGHT + 2
     if early:
@@ -94,12 +94,14 @@ def drive_buffers(gathered: int, buffers: int, early: int = 0) -> int:
 def update_buffers(
     optimizer: bool, params: bool, *, narrow: bool, zero_stage: int, moments: int
 ) -> int:
-    """Returns the number of buffers that an update needs to read one bucket's values from a drive.
+    """Returns the number of host buffers that an update needs to read one bucket from a drive.
+
+    Each tensor that the update reads (weights, moments, gradients) needs one buffer.
 
     Args:
         optimizer: whether optimizer states are on the drive.
         params: whether parameters are on the drive.
-        narrow: whether parameters are narrower than their master weights.
+        narrow: whether parameters have a narrower dtype than their master weights.
         zero_stage: ZeRO stage.
         moments: number of moments of the optimizer.
     """

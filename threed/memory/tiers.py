@@ -10,10 +10,10 @@
 after `store` or `drop`.
 
 For a storage in memory, these calls take no time, because the staged buffer is the tensor itself.
-For a storage on a drive, values are read into page-aligned buffers of constant size before they are
-used, and written back in the background. So each algorithm is implemented once, as if all state
-were on a drive, and the size of the buffers does not grow with the size of the state
-(ZeRO-Infinity, arXiv 2104.07857, section 6).
+For a storage on a drive, values are read into page-aligned buffers before they are used, and
+written back in the background. The number and size of these buffers do not grow with the size of
+the state (ZeRO-Infinity, arXiv 2104.07857, section 6). Because both storages have the same methods,
+each algorithm is implemented once, as if all state were on a drive.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from threed.memory.pool import host_buffer
 
 @dataclass(eq=False)
 class InMemory:
-    """A tensor in memory. It is a storage, and also its own staged buffer."""
+    """A storage in memory. Its staged buffer is the same object, so no values are copied."""
 
     tensor: Tensor
 
@@ -68,13 +68,14 @@ class InMemory:
         """Has no effect, because the values are already in the storage."""
 
     def drop(self) -> None:
-        """Has no effect, because there is no separate buffer to release."""
+        """Has no effect, because an `InMemory` has no separate buffer to release."""
 
 
 def memory_tier(device: torch.device) -> Tier:
     """Returns the tier that allocates storages in a device's memory.
 
-    Host memory is page-locked if there is a GPU, so that copies are asynchronous.
+    If there is a GPU, host memory is page-locked, so that copies to and from the GPU are
+    asynchronous.
     """
     pinned = device.type == "cpu" and gpu.count() > 0
 
@@ -112,12 +113,12 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
 
 
 class Copied:
-    """A copy of a staged buffer's values on another device.
+    """A read-only staged buffer, whose values are copied from another staged buffer to a device.
 
-    The caller uses only the copy, which cannot be written back to the storage.
+    The copy cannot be written back to the storage.
 
     Args:
-        staged: the staged buffer.
+        staged: the staged buffer to copy; `drop` drops it, too.
         device: device of the copy.
     """
 
@@ -141,7 +142,7 @@ class Copied:
 
 
 class Drive:
-    """The tier of a swap file, with a pool of memory buffers for staged values.
+    """The tier that allocates storages in a swap file, with a pool of buffers for staged values.
 
     Args:
         disk: the swap file.
@@ -165,16 +166,19 @@ class Drive:
         return 0 if self._buffers is None else self.count - len(self._buffers)
 
     def settle(self) -> None:
-        """Waits for all writes in flight. Raises SwapError if one failed."""
+        """Waits for all writes in flight. Raises SwapError if a write failed."""
         while self._writing:
             self._reap(wait=True)
 
     def on_full(self, make_room: Callable[[], None]) -> None:
-        """Registers a function that releases buffers. `take` calls it if all buffers are in use."""
+        """Registers a function that releases buffers; `take` calls it if all buffers are in use."""
         self._make_room = make_room
 
     def size_buffers(self, nbytes: int, count: int) -> None:
-        """Sets the size in bytes and the number of the buffers. Call it before the first `take`."""
+        """Sets the size of a buffer in bytes, and the number of buffers.
+
+        Call it before the first `take`, which allocates the buffers.
+        """
         self.nbytes, self.count = nbytes, count
 
     def take(self) -> Tensor:
@@ -259,8 +263,8 @@ class MetaDrive(Drive):
 class OnDrive:
     """A storage in a region of a swap file.
 
-    The storage may have a second region, for new values that replace the old values when `swap` is
-    called.
+    The storage may have a second region. New values are written to this region while the old ones
+    are still in use, and replace them when `swap` is called.
 
     Args:
         drive: the tier.
@@ -269,7 +273,7 @@ class OnDrive:
 
     Attributes:
         offset: offset of the region in the file.
-        writing: the latest write of the region, or None.
+        writing: the latest write to the storage; None if a read has waited for it.
         staged_buffers: number of staged buffers in use.
     """
 
@@ -321,7 +325,7 @@ class DriveBuffer:
         self, storage: OnDrive, buffer: Tensor, values: Tensor, transfer: Transfer | None
     ) -> None:
         self.storage, self._buffer, self.values = storage, buffer, values
-        # the read that fills the buffer, or the write that `write` started; None once waited for
+        # the read that fills the buffer, or the write that `write` started; None after `wait`
         self._transfer = transfer
         storage.staged_buffers += 1
 
@@ -385,6 +389,6 @@ class DriveBuffer:
             self.storage.drive.give(self._buffer)
 
 
-Storage = InMemory | OnDrive  # stores a flat tensor in memory or on a drive
+Storage = InMemory | OnDrive  # stores a flat tensor, in memory or on a drive
 StagedBuffer = InMemory | DriveBuffer | Copied  # buffer in memory with the values of a storage
 Tier = Callable[[int, torch.dtype], Storage]

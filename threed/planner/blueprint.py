@@ -4,8 +4,8 @@
     blueprint = Blueprint.build(model, layers, topology, config, pipeline)
 
 An engine builds the blueprint of its rank, with a topology that has process groups, and trains the
-blueprint's stages. A forecast builds blueprints of any rank of any grid, with `Topology.on_meta`,
-on the meta device and without allocating memory.
+blueprint's stages. A forecast builds blueprints of any rank of any grid: `Topology.on_meta` needs
+no process groups, and the meta device allocates no memory.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Pipeline:
         schedule: name of the schedule.
         plan: compute actions of a step, for every pipeline rank.
         layout: the partition of layers into stages, and the ranks of the stages.
-        costs: times of the stages with which the plan was made; None for equal times.
-        limit: limit on micro-batches in memory per rank with which the plan was made; None for no
-            limit.
-        division: the partition by measured times; None if layers are not partitioned by them.
+        costs: times of the stages for which the plan was built; None for equal times.
+        limit: maximum number of micro-batches in memory per rank for which the plan was built; None
+            for no limit.
+        division: the partition by measured times; None for any other partition.
     """
 
     schedule: str
@@ -77,10 +77,12 @@ class Pipeline:
 
         Args:
             layers: all layers of the model.
-            topology: the ranks.
+            topology: the parallel axes, and this rank's position on them.
             config: the resolved configuration.
-            costs: returns the FLOPs of the layers; called if stages are balanced by FLOPs.
-            divide: partitions the layers by measured times; called if this is configured.
+            costs: function that returns the FLOPs of the layers. It is called only if stages are
+                balanced by FLOPs.
+            divide: function that partitions the layers by measured times. It is called only with
+                `--parallel.partition measured`.
 
         Raises:
             ConfigError: if the configuration does not fit the number of layers or their parameters.
@@ -143,10 +145,11 @@ def _divide_by_cost(
     config: Config,
     costs: Callable[[], Sequence[float]],
 ) -> Pipeline:
-    """Returns the pipeline for a partition without measured times: by the costs of layers, by the
-    number of layers, or as listed in the configuration.
+    """Returns the pipeline of a partition that does not need measured times.
 
-    If layers are partitioned by costs and the schedule plans by times, the costs are used as times.
+    The layers are partitioned by their costs, by their number, or as listed in the configuration.
+    If they are partitioned by costs and the schedule chooses its plan by the times of the stages
+    (`registry.plans_by_times`), the costs are used as times.
     """
     p, flops, again = config.parallel, functools.cache(costs), fully_recomputed(config, layers)
     ranges = partition(
@@ -167,7 +170,7 @@ class Blueprint:
 
     Attributes:
         model: the model.
-        topology: the ranks.
+        topology: the parallel axes, and this rank's position on them.
         config: the resolved configuration.
         layers: all layers of the model.
         recomputed: numbers of the layers with activation recomputation, full or selective.
@@ -197,7 +200,7 @@ class Blueprint:
         Args:
             model: the model.
             layers: all layers of the model.
-            topology: the ranks.
+            topology: the parallel axes, and this rank's position on them.
             config: the resolved configuration.
             pipeline: the stages and the plan.
 
@@ -244,9 +247,11 @@ class Blueprint:
 
         Args:
             microbatches: number of micro-batches.
-            training: False for a plan with forwards only, as in evaluation and sampling.
-            part: function that selects a part of the plan of an asynchronous schedule, such as
-                `double_buffered.first`. None means the full plan.
+            training: whether the plan has backwards; False for evaluation and sampling, which run
+                only forwards.
+            part: function that returns a part of a plan. It is used with an asynchronous schedule,
+                in which steps overlap: the first step of a run has no actions of a previous step,
+                and `double_buffered.first` leaves them out. None: the full plan.
         """
         gathers, placement = self.config.zero.stage == 3, self.pipeline.layout.one_way
         if not training:
@@ -258,13 +263,13 @@ class Blueprint:
     def stages(self, gatherer: ParameterGatherer, reducer: Reducer) -> list[Stage]:
         """Returns the executable stages (chunks) of this rank.
 
-        A wrapped module gathers its parameters and recomputes activations itself, so its stage does
-        neither. In layer-major order, the stage calls `reducer.unit_ended` after all backwards of a
-        layer.
+        A wrapped module gathers its parameters and recomputes its activations itself, so its stage
+        does not. In layer-major order, the stage calls `reducer.unit_ended` after all backwards of
+        a layer.
 
         Args:
-            gatherer: gathers ZeRO-3 parameters.
-            reducer: reduces gradients.
+            gatherer: gathers the parameters of a layer before the layer runs, under ZeRO-3.
+            reducer: reduces the gradients of a layer after its backward.
         """
         first, stages, rank_layers = 0, list[Stage](), [self.layers[number] for number in self.held]
         between = None if reducer.early is None else reducer.early.progress
@@ -302,12 +307,16 @@ class Blueprint:
 
     @property
     def held(self) -> list[int]:
-        """The numbers of this rank's layers in the model. The index of a layer in this list is the
-        number of its ZeRO unit."""
+        """The numbers, in the model, of this rank's layers.
+
+        The index of a layer in this list is the number of its ZeRO unit.
+        """
         return [number for chunk in self.chunks for number in chunk]
 
     def units_of(self, layer: int) -> range:
-        """Returns the ZeRO units of a layer: all units for a wrapped module, else one.
+        """Returns the numbers of the ZeRO units of a layer.
+
+        A layer of `threed.layers` is one unit. A wrapped module is one layer with several units.
 
         Args:
             layer: index of the layer among this rank's layers.
@@ -332,8 +341,10 @@ class Blueprint:
 
     @property
     def flags(self) -> list[Flag]:
-        """The flags that layers and stages set on the device if they receive invalid data. The list
-        has the same order on every rank."""
+        """The flags that layers and stages set on the device if they receive invalid data.
+
+        The list has the same order on every rank.
+        """
         found = [
             f
             for layer in self.layers
@@ -349,8 +360,10 @@ class Blueprint:
 
     @functools.cached_property  # cached, because `is_optimistic` hashes the plan, which is slow
     def optimistic(self) -> bool:
-        """Whether weights are updated before the gradient norm is known. Such an update is
-        validated in the next step."""
+        """Whether weights are updated before the gradient norm is known.
+
+        If so, the next step validates the update, and undoes it if it was wrong.
+        """
         return setup.is_optimistic(self.config, self.pipeline.plan)
 
     @property
@@ -369,7 +382,8 @@ class Blueprint:
 def step_plan(config: Config, data_ranks: int) -> Plan:
     """Returns the compute actions of a step.
 
-    A schedule that plans by times (`registry.plans_by_times`) is given equal times for all stages.
+    If the schedule chooses its plan by the times of the stages (`registry.plans_by_times`), all
+    stages are assumed to take the same time.
     """
     p = config.parallel
     return schedules.build(
@@ -388,14 +402,19 @@ def names(layer: nn.Module) -> list[str]:
 
 
 def dealt_over(layers: Sequence[nn.Module]) -> set[str]:
-    """Returns the axes of data ranks over which parameters of the model are distributed, so that
-    each rank holds different pieces (`ShardSpec.over`)."""
+    """Returns the axes of data ranks over which some parameters of the model are distributed.
+
+    Each of these ranks holds other pieces of such a parameter (`ShardSpec.over`).
+    """
     specs = (spec_of(param) for layer in layers for param in layer.parameters())
     return {spec.over for spec in specs if spec.over is not None}
 
 
 def blocks(layers: Sequence[nn.Module]) -> set[str]:
-    """Returns the axes over which parameters of the model are replicated (`ShardSpec.replicated`)
-    or over which their gradients are partial sums (`ShardSpec.partial`)."""
+    """Returns the names of the axes that the parameters' sharding records refer to.
+
+    These are the axes over which a parameter is replicated (`ShardSpec.replicated`), and the axes
+    over which the gradient of a parameter is a partial sum (`ShardSpec.partial`).
+    """
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     return {axis for spec in specs for axis in (spec.replicated, spec.partial) if axis is not None}

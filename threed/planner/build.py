@@ -1,4 +1,4 @@
-"""Builds an engine's blueprint: the partition into stages, and the layout of parameters."""
+"""Builds an engine's blueprint: the model's partition into stages, and the parameter layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
 
     Args:
         model: the model, or a wrapped module.
-        topology: topology of all ranks.
+        topology: the parallel axes, and this rank's position on them.
         config: the resolved configuration.
 
     Returns:
@@ -30,8 +30,8 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
 
     Raises:
         ModelError: if the model would give wrong results in this topology.
-        ConfigError: if the model has no trainable parameters, or if a wrapped module is to run in
-            several chunks.
+        ConfigError: if the model has no trainable parameters, or if the schedule needs several
+            chunks per rank and the model is a wrapped module.
     """
     wrapped, chunks = isinstance(model, Wrapped), config.parallel.chunks or 1
     if wrapped and chunks > 1:
@@ -59,8 +59,8 @@ def _costs(
     """Returns the cost of each layer, by which stages are balanced. Collective.
 
     If the model defines `costs`, these costs are returned. Otherwise the cost of a layer is 3 × the
-    FLOPs of its forward, summed over the tensor ranks, so that all tensor ranks compute the same
-    partition.
+    FLOPs of its forward, because a backward counts as two forwards. Costs are summed over the
+    tensor ranks, so that all tensor ranks compute the same partition.
     """
     own = options_of(model).costs
     if own is not None:

@@ -1,7 +1,9 @@
 """Forecast of a run before any tensor is allocated: ranks, bytes per rank, bubble and traffic.
 
-forecast = Forecast.of(config, world_size)      # config: resolved
-print(forecast.text())                          # as at the start of a run and with --dry-run
+    forecast = Forecast.of(config, world_size)      # config: resolved
+    print(forecast.text())                          # as at the start of a run and with --dry-run
+
+The stages of all pipeline ranks are built on the meta device, which allocates no memory.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from threed.schedules import registry, simulation
 from threed.zero.setup import check_tile, state_names
 
 GIB = 2**30
-# Assumed FLOP/s of computation, divided by the device's peak FLOP/s. Megatron-LM reached 44 to 52 %
-# of an A100's peak, including the time of messages and bubbles (arXiv 2104.04473, table 1).
+# The FLOP/s that computation is assumed to reach, divided by the device's peak FLOP/s. Megatron-LM
+# reached 44 to 52 % of an A100's peak, including the time of messages and bubbles (arXiv
+# 2104.04473, table 1).
 EFFICIENCY = 0.5
 _VERSIONS = "two of the parameters, and a copy of the gradient slices; updates are one step late"
 
@@ -72,9 +75,9 @@ class Forecast:
         sizes: number of ranks per axis.
         parameters: number of parameters of the model.
         microbatches: number of micro-batches per step and data rank.
-        bubble: idle share of the time from a pipeline rank's first to its last action, for the rank
-            for which this time is longest (arXiv 2401.10241).
-        idle: share of the step's time in which a pipeline rank is idle; mean over pipeline ranks.
+        bubble: idle fraction of the time between the first and the last action of a pipeline rank,
+            for the rank with the longest such time (arXiv 2401.10241).
+        idle: idle fraction of the time of the step; mean over pipeline ranks.
         flops_per_token: FLOPs of forward and backward per token.
         ranks: forecast of each rank.
         division: the partition by measured times, if configured.
@@ -84,7 +87,8 @@ class Forecast:
         measured_s: simulated time of a step's forwards and backwards in seconds, if it was computed
             from measured times of layers; otherwise None.
         device: name of this machine's GPU, or None.
-        note: reason why the memory of activations is not known and not included; empty if it is.
+        note: reason why the memory of activations is not known, so that `ranks` does not include
+            it; empty if it is included.
     """
 
     config: Config
@@ -113,10 +117,10 @@ class Forecast:
         Args:
             config: the resolved configuration.
             world: number of ranks.
-            build: builds a custom model of `threed.layers` for a slicing; by default the model of
-                `config.model`.
-            division: the engine's partition by measured times; by default layers are measured here,
-                if the configuration partitions by measured times.
+            build: function that builds a custom model of `threed.layers` for a `Slicing`; by
+                default, the model of `config.model` is built.
+            division: the engine's partition by measured times. Without it (None), the layers are
+                measured here if the configuration partitions by measured times.
 
         Raises:
             ValueError: if the model cannot be partitioned.
@@ -125,8 +129,8 @@ class Forecast:
         build = build or (lambda slicing: models.build(config.model, slicing))
         p = config.parallel
         grid = Grid.of(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
-        # A column consists of the ranks with the same tensor-parallel index. Columns with the same
-        # shapes of parameters share a forecast.
+        # A column consists of the ranks with the same tensor-parallel index. Columns whose
+        # parameters have the same shapes share a forecast.
         unique: dict[object, _Column] = {}
         columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
         columns = [unique.setdefault(column.shapes, column) for column in columns]
@@ -174,10 +178,10 @@ class Forecast:
 
     @property
     def seconds(self) -> float | None:
-        """Predicted seconds of a step's forwards and backwards; None if they are not known.
+        """Predicted time of a step's forwards and backwards in seconds; None if it is not known.
 
-        With `--parallel.partition measured` they are computed from measured times of layers.
-        Otherwise they are `step_seconds` at the peak of this machine's GPU, if that peak is known
+        With `--parallel.partition measured`, it is computed from the measured times of the layers.
+        Otherwise it is `step_seconds` at the peak of this machine's GPU, if that peak is known
         (`monitor.meter`). The time of messages is not included, because the bandwidth of links is
         not known.
         """
@@ -192,13 +196,13 @@ class Forecast:
         """Returns seconds per step: FLOPs / (peak × efficiency) + bytes / bandwidth.
 
         The FLOPs are `step_flops`, from a simulation in which the times of stages are proportional
-        to their FLOPs. The bytes are those that the rank with most traffic sends. Messages are
-        assumed not to overlap with computation. The time of the weight update is not included.
+        to their FLOPs. The bytes are the bytes that the rank with the most traffic sends. Messages
+        are assumed not to overlap with computation. The time of the weight update is not included.
 
         Args:
             tflops: peak of a device in TFLOP/s.
             gb_per_s: bandwidth of a device in GB/s; by default messages take no time.
-            efficiency: FLOP/s that computation reaches, divided by the peak.
+            efficiency: FLOP/s that computation reaches, divided by the peak FLOP/s.
 
         Raises:
             ValueError: if FLOPs are not known, because stages are balanced by custom costs or by
@@ -213,8 +217,11 @@ class Forecast:
         return self.step_flops / (tflops * 1e12 * efficiency) + messages
 
     def text(self) -> str:
-        """Returns the forecast as text: one line per property of the run, then one line per group
-        of ranks with equal layers and bytes."""
+        """Returns the forecast as text.
+
+        It has one line per property of the run, then one line per group of ranks with equal layers
+        and bytes.
+        """
         c, train = self.config, self.config.train
         grid = (
             " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1)
@@ -258,8 +265,10 @@ class Forecast:
 
 
 def _lines(ranks: Sequence[RankForecast]) -> list[str]:
-    """Returns one line per group of ranks with equal layers and bytes, sorted by the first rank of
-    each group."""
+    """Returns one line per group of ranks with equal layers and bytes.
+
+    The lines are sorted by the first rank of each group.
+    """
     groups: dict[str, list[RankForecast]] = {}
     for rank in ranks:
         groups.setdefault(_sizes_text(rank), []).append(rank)
@@ -269,8 +278,10 @@ def _lines(ranks: Sequence[RankForecast]) -> list[str]:
 
 
 def _ranks_text(same: Sequence[RankForecast]) -> str:
-    """Returns the first and the last rank of a group as text. If ranks between them are not in the
-    group, the text includes the number of ranks in it."""
+    """Returns the first and the last rank of a group as text.
+
+    If ranks between them are not in the group, the text includes the number of ranks of the group.
+    """
     first, last, count = same[0], same[-1], len(same)
     if count == 1:
         return f"rank {first.rank}  {first.label}"
@@ -303,8 +314,10 @@ def _widths(config: Config) -> tuple[int, int]:
 
 
 class _Column:
-    """The ranks with the same tensor-parallel index. They share a model on the meta device, and the
-    costs of its layers."""
+    """The ranks with the same tensor-parallel index.
+
+    One model on the meta device, and the costs of its layers, stand for all of these ranks.
+    """
 
     def __init__(
         self, config: Config, grid: Grid, build: Callable[[Slicing], Model], number: int
@@ -326,7 +339,7 @@ class _Column:
         )
 
     def _prepare_module(self, model: models.Wrapped) -> None:
-        """Moves a wrapped module to the meta device, and enables its recomputation.
+        """Moves a wrapped module to the meta device, and enables activation recomputation in it.
 
         Raises:
             ConfigError: if the configuration needs a feature that modules do not have.
@@ -355,8 +368,10 @@ class _Column:
 
     @property
     def flops(self) -> list[float]:
-        """The model's custom costs of each layer if it has any; otherwise the FLOPs of forward and
-        backward of each layer, where a backward counts as two forwards."""
+        """The model's custom cost of each layer or, without custom costs, the FLOPs of each layer.
+
+        The FLOPs are the sum of forward and backward, where a backward counts as two forwards.
+        """
         custom_costs = options_of(self.model).costs
         return (
             [3.0 * cost.flops for cost in self.costs]
@@ -366,7 +381,7 @@ class _Column:
 
     @property
     def parameters(self) -> int:
-        """Total number of elements of this column's parameters, without padding."""
+        """The number of elements of all parameters of the model on this column, without padding."""
         found = {
             spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()
         }
@@ -384,7 +399,7 @@ class _Column:
         )  # fmt: skip
 
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
-        """Returns the times of the stages, in FLOPs or in the unit of the model's custom costs."""
+        """Returns the simulated times of the stages, in FLOPs or the unit of the custom costs."""
         again = fully_recomputed(self.config, self.layers)
         return stage_costs(times_by_flops(flops, again), pipeline.layout.ranges)
 
@@ -431,8 +446,10 @@ def _order_text(microbatches: int) -> str:
 
 
 def _ways_text(config: Config, ways: int) -> str:
-    """Returns a description of stages with replicas on several pipeline ranks; an empty text if
-    each stage is on one pipeline rank."""
+    """Returns a description of stages with replicas on several pipeline ranks.
+
+    It is empty if each stage is on only one pipeline rank.
+    """
     zero = config.zero
     shared = "share" if zero.offload_optimizer == zero.offload_params == "none" else "each keep"
     return (
@@ -441,8 +458,7 @@ def _ways_text(config: Config, ways: int) -> str:
 
 
 def _recompute_text(config: Config) -> str:
-    """Returns a description of the layers or operations that are recomputed, and of where their
-    inputs are saved."""
+    """Returns a text that names the recomputed layers or operations, and where inputs are saved."""
     r, sliced = config.recompute, config.parallel.sequence and config.parallel.tp > 1
     layers = "each block" if r.every == 1 else f"one block in {r.every}"
     if r.mode == "selective":

@@ -3,10 +3,10 @@
     gathering(units, reads, plan.ranks[rank], prefetch=1).times
 
 A unit (layer) is gathered before its forward, and again before its backward if that backward reads
-weights. If the next pass of the chunk begins with the unit that the current pass ends with, this
-unit stays gathered: the chunk's last unit from a forward to a backward, and its first unit from a
-backward to a forward. The two passes may be of different micro-batches, because all micro-batches
-use the same weights.
+weights. If the next pass of the chunk begins with the unit with which the current pass ends, this
+unit stays gathered: the last unit of the chunk between a forward and a backward, and its first unit
+between a backward and a forward. The two passes may be of different micro-batches, because all
+micro-batches use the same weights.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Gathering(NamedTuple, Generic[Key]):
 
     Attributes:
         times: number of gathers per group of parameters.
-        forward: peak number of gathered elements in forwards.
-        backward: peak number of gathered elements in the backward of each unit.
+        forward: maximum number of elements that are gathered at the same time in forwards.
+        backward: the same maximum in the backward of each unit, by number of the unit.
     """
 
     times: Counter[Key]
@@ -36,7 +36,7 @@ class Gathering(NamedTuple, Generic[Key]):
 
     @property
     def most(self) -> int:
-        """Peak number of gathered elements in the step."""
+        """The maximum number of elements that are gathered at the same time in the step."""
         return max([self.forward, *self.backward])
 
 
@@ -50,9 +50,9 @@ def gathering(
         units: per unit, the groups of parameters that it gathers, with their numbers of elements. A
             group shared by units is gathered once while it is in use.
         reads: per unit, whether its backward reads weights.
-        actions: all actions of the rank in a step. Actions without computation are ignored. No unit
-            stays gathered between two passes of this chunk if a pass of another chunk runs between
-            them.
+        actions: all actions of the rank in a step. Actions without computation are ignored. If a
+            pass of another chunk runs between two passes of this chunk, no unit stays gathered
+            between the two passes.
         prefetch: number of units that are gathered ahead of the running unit.
         chunk: number of the chunk.
     """
@@ -74,8 +74,8 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        # Units whose backward reads no weights gather nothing, but run while other units are
-        # gathered.
+        # Units whose backward reads no weights are not gathered, but other units are gathered while
+        # they run.
 
         for unit in () if is_forward else set(range(len(units))).difference(order):
             backward[unit] = max(backward[unit], now)
@@ -85,8 +85,13 @@ def gathering(
 def _passes(
     reads: Sequence[bool], actions: Sequence[Action], chunk: int
 ) -> Iterator[tuple[bool, list[int], bool]]:
-    """Yields for each pass of the chunk: whether the pass is a forward; the units that the pass
-    gathers, in order; whether the last of these units stays gathered for the next pass."""
+    """Yields the passes of a chunk in a step, in order.
+
+    Yields:
+        (is_forward, units, keep_last) for each pass: whether the pass is a forward; the units that
+        the pass gathers, in order; whether the last of these units stays gathered for the next
+        pass.
+    """
     forward = list(range(len(reads)))
     backward = [number for number in reversed(forward) if reads[number]]
     compute = [part for action in actions if action.kind in COMPUTE for part in action.parts]

@@ -4,7 +4,7 @@
     division(plan, layers, times, ...).ranges                   # layers of each stage
 
 All ranks measure all layers at the same time, so that the machine is as busy as in a training step.
-The result is the median over ranks.
+The time of a layer is the median over ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def layer_times(
         model: the model.
         layers: all layers of the model.
         config: the resolved configuration.
-        topology: the ranks.
+        topology: the parallel axes, and this rank's position on them.
         device: device to measure on; by default the topology's.
 
     Raises:
@@ -80,8 +80,10 @@ def layer_times(
 def _measure(
     model: Model, layers: list[nn.Module], config: Config, topology: Topology, device: torch.device
 ) -> list[LayerTimes]:
-    """Measures the times of every layer on this rank. Bytes that the layers send in this
-    measurement are not counted as traffic."""
+    """Measures the times of every layer on this rank.
+
+    Bytes that the layers send during the measurement are not counted as traffic.
+    """
     before, precision = Counter(topology.traffic), config.precision
     numbers = activation_checkpointing.recomputed_layers(config, layers)
     timer = Timer(
@@ -111,10 +113,11 @@ def cut_by_times(
         model: the model.
         layers: all layers of the model.
         config: the resolved configuration.
-        topology: the ranks.
-        costs: returns the FLOPs of the layers, to compare with a partition by FLOPs. If it raises
-            TraceError, the comparison is omitted.
-        plan: the plan of a step.
+        topology: the parallel axes, and this rank's position on them.
+        costs: function that returns the FLOPs of the layers. They give a partition by FLOPs, with
+            which the result is compared. If the function raises TraceError, this comparison is
+            omitted.
+        plan: the plan of a step with equal times for all stages.
 
     Raises:
         RuntimeError: if a layer cannot run on its own.
@@ -135,8 +138,10 @@ def division(
     plan: Plan, layers: Sequence[nn.Module], times: Sequence[LayerTimes], flops: Sequence[float] | None,
     layer_sizes: Callable[[], Sequence[LayerBytes]], config: Config, device: torch.device,
 ) -> Division:  # fmt: skip
-    """Partitions a model by the times of its layers. If the schedule plans by times, also plans the
-    step by the times of the stages.
+    """Partitions a model by the times of its layers.
+
+    If the schedule chooses its plan by the times of the stages (`registry.plans_by_times`), the
+    result has the plan for the times of its stages; otherwise it has `plan`.
 
     The memory limit of a rank is the configured limit; if none is configured, it is the memory of
     the GPU. If no partition fits the GPU's memory, the result is the partition without a limit,
@@ -147,7 +152,8 @@ def division(
         layers: all layers of the model.
         times: times of every layer.
         flops: FLOPs of the layers, for comparison with a balanced partition; None if not known.
-        layer_sizes: returns the bytes of each layer: the maximum over tensor ranks.
+        layer_sizes: function that returns the bytes of each layer: the maximum over tensor ranks.
+            It is called only if there is a memory limit.
         config: the resolved configuration.
         device: device of the stages.
 
@@ -176,8 +182,11 @@ def _divider(
     flops: Sequence[float] | None,
     config: Config,
 ) -> Callable[[Sequence[LayerBytes] | None, float | None], Division]:
-    """Returns a function that partitions the model. Its arguments are the bytes of each layer and
-    the memory limit of a rank in bytes, or (None, None) for no limit."""
+    """Returns a function that partitions the model within a memory limit.
+
+    It is called as `divide_within(layer_sizes, limit)`: the bytes of each layer, and the memory
+    limit of a rank in bytes; or (None, None) for no limit.
+    """
     name, stages = config.parallel.schedule, plan.total_stages
 
     def planner(costs: Costs | None, limit: float | None) -> Plan:
@@ -202,15 +211,15 @@ def trace_layer_bytes(
     device: torch.device,
     ways: int = 1,
 ) -> list[LayerBytes]:
-    """Returns the bytes that every layer takes on a rank, by tracing.
+    """Returns the bytes that every layer takes on a rank, traced on the meta device.
 
     Args:
         model: the model.
         layers: all layers of the model.
         config: the resolved configuration.
-        topology: the ranks.
+        topology: the parallel axes, and this rank's position on them.
         device: device of the stages.
-        ways: number of ranks with a replica of each layer.
+        ways: number of pipeline ranks with a replica of each layer.
 
     Raises:
         TraceError: if a layer cannot be traced. The message names the layer.
@@ -221,7 +230,9 @@ def trace_layer_bytes(
 
 
 def max_over_ranks(ranks: Sequence[Sequence[LayerBytes]]) -> list[LayerBytes]:
-    """Returns the bytes of each layer. Each kind of bytes is the maximum over tensor ranks.
+    """Returns the bytes of each layer as maxima over tensor ranks.
+
+    Each kind of bytes (states, activations, temporary memory) is a separate maximum.
 
     Args:
         ranks: per tensor rank, the bytes of each layer.
@@ -246,7 +257,8 @@ def layer_bytes(
         config: the resolved configuration.
         dp: number of data-parallel ranks.
         device: device of the stages.
-        ways: number of ranks with a replica of each layer; they share its optimizer states.
+        ways: number of pipeline ranks with a replica of each layer; its optimizer states are
+            divided between them.
     """
     size = config.zero.shard_size
     shards = dp if size == "all" else int(size)
@@ -264,8 +276,10 @@ def layer_bytes(
 
 
 def _state_bytes(config: Config, shards: int, device: torch.device, ways: int) -> float:
-    """Returns the bytes of parameters, gradients and optimizer states on the device, per element of
-    a trained parameter."""
+    """Returns the bytes of model states on the device per element of a trained parameter.
+
+    Model states are parameters, gradients and optimizer states.
+    """
     zero, width = config.zero, dtype(config.precision.dtype).itemsize
     grad, slices = (
         dtype(config.precision.grad_dtype or "fp32").itemsize,

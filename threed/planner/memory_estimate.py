@@ -5,7 +5,7 @@
 
 The blueprint is on the meta device (`Topology.on_meta`). The bytes of parameters, gradients and
 optimizer states are the sizes of the storages that an engine would create. The memory of gradient
-reductions is measured by running ZeRO's own reducer on the meta device.
+reductions is measured by running ZeRO's `Reducer` on the meta device.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from threed.zero.state import State, holdings, new_state, storages
 
 # Number of messages to other stages that are in flight at the same time.
 MESSAGES = 2
-# The reductions of this number of backwards allocate all buffers that the reducer uses in a step.
-# Reductions of further backwards reuse these buffers, so their memory need not be measured.
+# Number of backwards after which the reducer has allocated all buffers that it uses in a step.
+# Later backwards reuse these buffers, so only this many backwards are measured.
 STEADY = 3
 
 
@@ -60,10 +60,10 @@ class Footprint:
 
     Attributes:
         bytes: bytes on the device, by kind: `parameters`, `gradients`, `optimizer`, `activations`
-            and `buffers`; if the device is a CPU also `saving` (asynchronous checkpoints) and
-            `copies` (in-memory checkpoints). `peak` is the sum of these kinds. `offloaded`, which
-            is not included in `peak`, is the number of bytes on a drive and, if the device is a
-            GPU, in host memory; missing if this number is 0.
+            and `buffers`. If the device is a CPU, there are also `saving` (asynchronous
+            checkpoints) and `copies` (in-memory checkpoints). `peak` is the sum of these kinds.
+            `offloaded` is not included in `peak`: it is the number of bytes on a drive and, if the
+            device is a GPU, in host memory. It is missing if this number is 0.
         sends: bytes sent per step, by axis: tp, pp, dp and cp.
     """
 
@@ -80,14 +80,14 @@ def trace(
 ) -> list[LayerCost]:
     """Returns the cost of every layer on this rank, traced on the meta device.
 
-    A model with other inputs than 'tokens' and 'labels' must define `example(micro_batch)`, which
+    A model whose inputs are not 'tokens' and 'labels' must define `example(micro_batch)`, which
     returns a batch with `micro_batch` rows.
 
     Args:
         model: the model.
         layers: all layers of the model.
         config: the resolved configuration.
-        topology: the ranks.
+        topology: the parallel axes, and this rank's position on them.
         recomputed: numbers of the layers with activation recomputation.
 
     Raises:
@@ -107,8 +107,11 @@ def trace(
 
 
 def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topology) -> list[int]:
-    """Returns every layer's forward FLOPs on this rank: from the layers' `flops` methods if all
-    layers have them, otherwise traced on the meta device."""
+    """Returns every layer's forward FLOPs on this rank.
+
+    They are computed by the layers' `flops` methods if all layers have this method, otherwise
+    traced on the meta device.
+    """
     stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
     return (
         [cost.flops for cost in trace(model, layers, config, topology)]
@@ -118,8 +121,10 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
 
 
 def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCost:
-    """Returns a recomputed layer's cost if its input is saved as configured: in an arena, in host
-    memory or on a drive."""
+    """Returns the cost of a recomputed layer, changed for the configured storage of its input.
+
+    The input is saved in an arena, in host memory, on a drive, or as an ordinary tensor.
+    """
     r = config.recompute
     # If inputs are sliced, the layer does not keep its full input, and `kept` counts the slice.
     copied = cost.input if cost.keeps_input else cost.kept
@@ -151,7 +156,7 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
 
 
 def _to_device(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of an example on a device, with a dtype; zeros for a meta tensor."""
+    """Returns a tensor on a device, with a dtype; a meta tensor becomes a tensor of zeros."""
     return (
         torch.zeros_like(value, dtype=dtype, device=device)
         if value.is_meta
@@ -203,7 +208,7 @@ def decide_order(
 ) -> Config:
     """Returns the configuration with `zero.order` decided, the same on all ranks. Collective.
 
-    With `zero.order` "auto", a model that cannot be traced runs micro-batch by micro-batch.
+    With `zero.order` "auto", a model that cannot be traced gets the order "micro".
 
     Raises:
         ConfigError: if the order is `layer` and the model is a wrapped module.
@@ -228,11 +233,13 @@ def decide_order(
 def order_facts(
     config: Config, layers: Sequence[nn.Module], costs: Sequence[LayerCost]
 ) -> tuple[int, int]:
-    """Returns two numbers of bytes on this tensor rank: the activations that one micro-batch keeps,
-    and the parameters that ZeRO-3 frees between uses.
+    """Returns the bytes by which the order of a step is chosen (`order.choose`).
 
-    Parameters with fewer than `zero.resident` elements are not freed. Of each other parameter, the
-    slices of other ranks are freed; if parameters are offloaded, this rank's slice is freed too.
+    Returns:
+        (kept, freed), two numbers of bytes on this tensor rank: the activations that one
+        micro-batch keeps, and the parameters that ZeRO-3 frees between uses. Parameters with fewer
+        than `zero.resident` elements are not freed. Of each larger parameter, the slices of other
+        ranks are freed; if parameters are offloaded, this rank's slice is freed, too.
     """
     zero, data = config.zero, config.parallel.dp or 1
     ranks = data if zero.shard_size == "all" else int(zero.shard_size)
@@ -243,8 +250,8 @@ def order_facts(
         if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)
     ]
     nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
-    # the last layer runs forward and backward of a micro-batch directly after each other, and so
-    # only keeps its input
+    # the last layer runs the backward of a micro-batch directly after its forward, so a micro-batch
+    # that waits keeps only the input of this layer
     kept = Pass(costs[:-1] or costs).kept + costs[-1].input
     return kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
 
@@ -253,11 +260,13 @@ def order_facts(
 def measuring(
     layout: Layout, states: Sequence[State], device: torch.device
 ) -> Iterator[Callable[[], int]]:
-    """Measures the peak of tensor memory inside a `with` block; yields a function that returns it
-    in bytes.
+    """Context manager that measures the peak of tensor memory in a `with` statement.
 
-    On a GPU it is the peak of torch's allocator. On a CPU it is the peak of all tensors that
+    On a GPU, this is the peak of torch's allocator. On a CPU, it is the peak of all tensors that
     operations use, together with the storages of `layout` and `states`.
+
+    Yields:
+        A function that returns the peak until now, in bytes.
     """
     if device.type == "cuda":
         reset_peak(device)
@@ -269,10 +278,10 @@ def measuring(
 
 
 def _constant_bytes(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
-    """Returns the bytes that are allocated throughout a step: the batch, cached tables, buffers of
-    drives, messages between stages and module buffers.
+    """Returns the bytes that are allocated throughout a step.
 
-    On a CPU every rank has the module buffers of all layers of the model.
+    They belong to the batch, cached tables, host buffers for drives, messages between stages, and
+    module buffers. On a CPU, every rank has the module buffers of all layers of the model.
     """
     train, seq, edges = blueprint.config.train, blueprint.config.model.seq, [0]
     for chunk, numbers in zip(chunks, blueprint.chunks, strict=True):
@@ -318,8 +327,8 @@ def _activations(
             current = current + chunk_pass.kept
             kept = max(kept, current)
             continue
-        # The activations of a micro-batch are kept from action I until its action W, which adds to
-        # the gradients.
+        # If the backward is split into the actions I (gradient of the input) and W (gradients of
+        # the weights), the activations of a micro-batch are kept until W.
         if action.kind is Kind.W:
             peak, current = max(peak, current + reductions.standing), current - chunk_pass.kept
             reductions.standing = max(
@@ -337,9 +346,9 @@ def _activations(
         reductions.standing = max(
             reductions.standing, reductions.kept_between if reductions.always else 0
         )
-    # In an asynchronous plan (2BW), a rank with fewer open backwards of the previous step than
-    # another rank completes that step earlier. While the first rank waits for the other rank, the
-    # reducer of the first rank keeps buffers.
+    # In an asynchronous plan (2BW), a rank first runs the remaining backwards of the previous step.
+    # A rank with fewer of them than another rank completes that step earlier. Its reducer keeps
+    # buffers while it waits for the other rank.
     pending = plan.asynchronous and plan.begun[rank] < plan.before
     return kept, max(peak + reductions.waiting * pending, reductions.end)
 
@@ -352,9 +361,10 @@ def _activations_by_layer(
 ) -> tuple[int, int]:
     """Returns the results of `_activations` for layer-major order.
 
-    While a layer runs one micro-batch, each other micro-batch either waits for the layer or has run
-    it. The peak is at the layer's first or last micro-batch. The last layer of the model runs
-    forward and backward of one micro-batch at a time, and keeps the gradient of its input.
+    While a layer runs one micro-batch, each other micro-batch either waits for the layer or has
+    already run through it. The peak is at the layer's first or last micro-batch. The last layer of
+    the model runs forward and backward of one micro-batch at a time, and keeps the gradient of its
+    input.
     """
     rest = blueprint.pipeline.plan.microbatches - 1
     width = blueprint.layout.policy.param_dtype.itemsize
@@ -364,7 +374,7 @@ def _activations_by_layer(
     for unit, cost in enumerate(layers):
         stays = cost.input * (cost.keeps_input or previous_keeps)
         passed = cost.kept + stays + cost.output
-        # in the backward, a micro-batch that waits also keeps the gradient of the output
+        # in the backward, a micro-batch that waits also keeps the gradient of the layer's output
         waiting = passed + cost.output * cost.keeps_output
         if unit == len(layers) - 1:
             all_kept = kept + rest * cost.input + cost.kept + stays
@@ -381,15 +391,15 @@ def _activations_by_layer(
 
 
 def _offloaded_activations(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
-    """Returns the peak bytes of inputs of recomputed layers in host memory or on a drive."""
+    """Returns the peak bytes of recomputed layers' inputs that are in host memory or on a drive."""
     return blueprint.live * sum(cost.elsewhere for chunk in chunks for cost in chunk)
 
 
 def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
-    """Counts the traffic of a step's gathers; returns the gathers of each chunk."""
+    """Adds the bytes of a step's gathers to `topology.traffic`; returns the gathers per chunk."""
     layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
     actions = blueprint.pipeline.plan.ranks[blueprint.topology.axis("pp").index]
-    if blueprint.layer_major:  # gathers are per pass over all micro-batches
+    if blueprint.layer_major:  # a gather is used for all micro-batches
         actions = (Action(Kind.F, 0), Action(Kind.B, 0))
     times = Counter(
         {group: 1 for group in layout.groups if group.key.trainable and not group.sliced}
@@ -427,7 +437,7 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
 
 
 def _decoding_bytes(blueprint: Blueprint) -> int:
-    """Returns the temporary bytes for decoding the largest encoded bucket."""
+    """Returns the temporary bytes for decoding the largest bucket of compressed weights."""
     sliced = [group for group in blueprint.layout.groups if group.sliced]
     codec = setup.weight_codec(blueprint.config)
     if codec == EXACT or not sliced:
@@ -438,13 +448,13 @@ def _decoding_bytes(blueprint: Blueprint) -> int:
 
 
 def _tile_bytes(layout: Layout) -> int:
-    """Returns the peak bytes of gathered tiles, of which one is in use and one is in flight."""
+    """Returns the peak bytes of gathered tiles: one tile is in use while the next is gathered."""
     tiles = sorted((group.numel for group in layout.groups if group.key.tile), reverse=True)[:2]
     return sum(tiles) * layout.policy.param_dtype.itemsize
 
 
 def _gathered_by(layout: Layout, units: range) -> dict[Group, int]:
-    """Returns the groups that units gather before they run, with their numbers of elements."""
+    """Returns the parameter groups that units gather before they run, with numbers of elements."""
     groups = [
         group
         for group in layout.groups
@@ -456,8 +466,10 @@ def _gathered_by(layout: Layout, units: range) -> dict[Group, int]:
 def _count_pass_traffic(
     blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]
 ) -> None:
-    """Adds to `sends` the bytes that this rank sends for all micro-batches of a step: in its
-    layers, and as messages to other stages."""
+    """Adds to `sends` the bytes that this rank sends for all micro-batches of a step.
+
+    They are sent by collectives in its layers, and as messages to other stages.
+    """
     plan, topology = blueprint.pipeline.plan, blueprint.topology
     microbatches = plan.microbatches // plan.ways
     rank = topology.axis("pp").index
@@ -482,14 +494,13 @@ def _count_pass_traffic(
 
 
 class _Reductions:
-    """Temporary memory of gradient reductions, measured by running ZeRO's reducer on the meta
-    device.
+    """Temporary memory of gradient reductions, measured with a `Reducer` on the meta device.
 
     Attributes:
         always: True if every backward reduces gradients (ZeRO-2 and 3), False if only the last
             backward of a step does.
         during: per layer, peak bytes of the reducer while the layer's backward runs.
-        kept_between: bytes that the reducer keeps between two backwards, if `always`.
+        kept_between: bytes that the reducer keeps between two backwards; used only if `always`.
         waiting: bytes that the reducer keeps while the rank waits for other stages at the end of a
             step.
         end: peak bytes of the reducer at the end of a step.
@@ -504,10 +515,10 @@ class _Reductions:
         self.passes = plan.microbatches // plan.ways  # number of backwards of a step per chunk
         rounds = min(self.passes, STEADY) if reducer.rounds else 1
         traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
-        # buffers of drives are ignored here, because `_constant_bytes` counts them
+        # host buffers for drives are not measured here, because `_constant_bytes` counts them
         staged = [drive.take() for drive in layout.policy.drives]
         with Watch([*storages(layout, states), *staged]) as watch:
-            # The second step may have another peak, because it reuses the buffers of the first.
+            # The second step may have another peak, because it reuses buffers of the first step.
             for _ in range(2 if layout.policy.slices_gradients and rounds < STEADY else 1):
                 traffic.clear()
                 traffic.update(before)
@@ -517,8 +528,8 @@ class _Reductions:
     def _step(self, blueprint: Blueprint, reducer: Reducer, rounds: int, watch: Watch) -> None:
         """Runs the reductions of a step with `rounds` backwards per chunk; records their memory.
 
-        If a step of the run has more backwards, each further backward is assumed to send as many
-        bytes as the last backward here.
+        If a step of the run has more backwards than `rounds`, each additional one is assumed to
+        send as many bytes as the last backward that runs here.
         """
         traffic = blueprint.topology.traffic
         reducer.begin(rounds)

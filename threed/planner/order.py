@@ -2,10 +2,11 @@
 
     choose(microbatches=8, kept=2**20, freed=2**30)
 
-In micro-batch-major order, a rank sends every sharded parameter twice and every gradient once per
-micro-batch. In layer-major order, it sends every sharded parameter twice and every gradient once
-per step (arXiv 2512.17570), but needs more memory: the activations of all micro-batches exist at
-the same time.
+In micro-batch-major order, a rank runs all layers of a micro-batch before the next micro-batch. For
+each micro-batch, it sends every sharded parameter twice and every gradient once. In layer-major
+order, it runs all micro-batches through a layer before the next layer (arXiv 2512.17570). It then
+sends every sharded parameter only twice, and every gradient only once, per step. But it needs more
+memory: the activations of all micro-batches exist at the same time.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from threed.config.checks import LAYER_MAJOR
 
 
 def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"]:
-    """Returns `layer` if layer-major order sends less and its additional activations take at most
-    the memory that sharding the parameters has freed; otherwise `micro`.
+    """Returns the order of a step, "layer" or "micro", by its memory and messages.
 
-    So with `--zero.order auto`, ZeRO-3 needs at most as much memory as ZeRO-2. It sends at most as
-    much as ZeRO-2 or ZeRO-3 in micro-batch-major order.
+    The order is "layer" if it sends less and its additional activations fit into the memory that
+    sharding and offloading the parameters free. So with `--zero.order auto`, ZeRO-3 needs at most
+    as much memory as ZeRO-2, and sends at most as many bytes as ZeRO-2 or ZeRO-3 in
+    micro-batch-major order.
 
     Args:
         microbatches: number of micro-batches of a step.
         kept: bytes of activations that one micro-batch keeps on the device.
-        freed: bytes of parameters that are not on the device between their uses: the slices of
-            other ranks, and offloaded parameters.
+        freed: bytes of parameters that are not on this rank's device between their uses: the slices
+            of other ranks, and this rank's own slices if they are offloaded.
     """
     return "layer" if microbatches > 1 and freed and (microbatches - 1) * kept <= freed else "micro"
 
@@ -38,7 +40,8 @@ def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -
 
     Args:
         config: the configuration.
-        facts: returns the `memory_estimate.order_facts` of every tensor rank.
+        facts: function that returns (kept, freed) of every tensor rank, as in
+            `memory_estimate.order_facts`. It is called only if the decision depends on it.
     """
     p, zero, train = config.parallel, config.zero, config.train
     if zero.order != "auto":

@@ -1,8 +1,8 @@
 """Gemma 2 (arXiv 2408.00118).
 
-RMSNorm with the scale (1 + weight) before and after each branch; GELU-gated MLP; word embeddings
-times sqrt(hidden); soft caps on attention scores and logits; a sliding window in every second
-layer; tied head.
+Differences from Llama: RMSNorm with the scale (1 + weight) before and after each branch; GELU-gated
+MLP; word embeddings multiplied by sqrt(hidden); soft caps on attention scores and logits; a sliding
+window in every second layer; tied head.
 """
 
 from __future__ import annotations

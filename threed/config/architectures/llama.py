@@ -1,7 +1,7 @@
 """Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases (arXiv 2307.09288).
 
-Rotary scaling: arXiv 2407.21783. A Llama with `qk_norm` is a Qwen3 model without windows; this
-notation is older than the architecture "qwen3".
+Rotary scaling: arXiv 2407.21783. A Llama with the model key `qk_norm` is a Qwen3 model without
+windows. Configurations that are older than the architecture "qwen3" describe Qwen3 in this way.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ class Rule:
 
     Attributes:
         hf: the name of the Hugging Face tensor.
-        native: (name, shape) pairs of the native tensors, concatenated along dimension 0 in the
-            Hugging Face tensor.
+        native: (name, shape) pairs of the native tensors. The Hugging Face tensor is their
+            concatenation along dimension 0.
         transposed: whether the Hugging Face tensor is [in out] instead of [out in].
-        needs: the property of a model (`Architecture.properties`) without which the model does not
-            have the tensors; "" if every model has them.
-        zeros: whether the Hugging Face layout nevertheless has the tensor, filled with zeros, if
-            the model lacks the property.
+        needs: the property (`Architecture.properties`) of the models that have the native tensors;
+            "" if every model has them.
+        zeros: whether the Hugging Face layout also has the tensor, filled with zeros, in models
+            without the property.
     """
 
     hf: str
@@ -72,17 +72,18 @@ class Architecture:
         model_type: `model_type` in the Hugging Face configuration.
         hf_class: the class in `architectures` of the Hugging Face configuration.
         rules: the tensors of the Hugging Face layout.
-        keys: configuration keys that have an equivalent model key.
-        fixed: configuration keys with a required value. They are written; reading another value is
-            an error.
-        written: configuration keys that are written with a fixed value, and ignored when read.
-        accepted: configuration keys that are ignored when read, because they do not change the
-            computation.
-        takes: model keys that this architecture supports and some other architectures do not.
-        defaults: default values that replace None, by model key, in addition to `DEFAULTS`. A
-            function computes the default from all keys.
-        limits: yields a description of each setting of a model that the Hugging Face layout cannot
-            express.
+        keys: Hugging Face configuration keys that have an equivalent model key.
+        fixed: Hugging Face configuration keys with a required value. They are written; reading
+            another value is an error.
+        written: Hugging Face configuration keys that are written with a fixed value, and ignored
+            when read.
+        accepted: Hugging Face configuration keys that are ignored when read, because they do not
+            change the computation.
+        takes: model keys that this architecture supports, but some other architectures do not.
+        defaults: values that replace None, by model key, in addition to `DEFAULTS`. A function is
+            called with all keys and returns the value.
+        limits: function that is called with the model keys, and yields a description of each
+            setting that the Hugging Face layout cannot express.
         norm: "rms" (RMSNorm) or "layer" (LayerNorm).
         norm_offset: constant added to the weights of norms.
         post_norms: whether each branch also has a norm after it.
@@ -94,17 +95,19 @@ class Architecture:
         scaled_embedding: whether word embeddings are multiplied by sqrt(hidden).
         layer_pattern: layers with a sliding window ("s") and with full attention ("f"), repeated
             over the depth.
-        window: the configuration key that selects the layers with a sliding window: "layer_types"
-            or "max_window_layers"; "all" if all layers have one; "none" if windows are not
-            supported.
+        window: the Hugging Face configuration key that selects the layers with a sliding window:
+            "layer_types" or "max_window_layers"; "all" if all layers have one; "none" if windows
+            are not supported.
         local: whether layers with a sliding window have a separate rotary base.
-        absent_theta: the rotary base if the configuration has none; if `local`, this is the base of
-            the layers without a window.
-        scalings: types of rotary scaling, by other names that configurations use for them.
-        original_positions: default of `original_max_position_embeddings`, for configurations with
-            this key at top level; None if the key is part of the rotary scaling.
+        absent_theta: the rotary base if the Hugging Face configuration has none; if `local`, this
+            is the base of the layers without a window.
+        scalings: further names of rotary scaling in Hugging Face configurations, each with its type
+            in `rope_scaling.KINDS`.
+        original_positions: default of `original_max_position_embeddings`, for Hugging Face
+            configurations with this key at top level; None if the key is part of the rotary
+            scaling.
         buffers: names of tensors that old versions of transformers saved although the model
-            computes them.
+            computes them; they are not loaded.
     """
 
     name: str
@@ -148,7 +151,10 @@ class Architecture:
         return self.rules[0].hf.partition(".")[0] + "."
 
     def resolved(self, keys: Keys) -> dict[str, Any]:
-        """Returns the defaults of all model keys with value None that have a default."""
+        """Returns default values for the model keys whose value is not set (None).
+
+        Keys without a default are omitted.
+        """
         found = dict[str, Any]()
         for key, value in {**DEFAULTS, **self.defaults}.items():
             if keys[key] is None:
@@ -156,9 +162,10 @@ class Architecture:
         return found
 
     def properties(self, keys: Keys) -> dict[str, bool]:
-        """Returns the properties of a model on which its tensors depend (`Rule.needs`).
+        """Returns which properties (`Rule.needs`) a model has; they determine its tensors.
 
-        keys: resolved model keys.
+        Args:
+            keys: resolved model keys.
         """
         bias = bool(keys["bias"])
         return {
@@ -225,9 +232,12 @@ _DECODER_KEYS = (
 
 
 def decoder_keys(*more: Key, **absent: Any) -> tuple[Key, ...]:
-    """Returns the keys common to all decoders since Llama, and `more`.
+    """Returns the Hugging Face keys that all decoders since Llama have, followed by `more`.
 
-    absent: values of missing keys, by Hugging Face name, that differ from the common defaults.
+    Args:
+        more: further keys of the architecture.
+        absent: for common keys, values of `Key.absent` that differ in this architecture, by
+            Hugging Face name.
     """
     return (
         tuple(replace(key, absent=absent.get(key.hf, key.absent)) for key in _DECODER_KEYS) + more
@@ -249,9 +259,9 @@ GEMMA_FIXED: dict[str, Any] = {
 
 
 def no_fraction(keys: Keys) -> Iterator[str]:
-    """Yields a limit of some models in `transformers`: `hidden` must be a multiple of `heads`.
+    """Yields an `Architecture.limits` text if `hidden` is not a multiple of `heads`.
 
-    The limit applies even if `head_dim` is given.
+    Some models in `transformers` require a multiple, even if `head_dim` is given.
     """
     if keys["hidden"] % keys["heads"]:
         yield f"--model.hidden {keys['hidden']}, which is not a multiple of the number of heads ({keys['heads']})"
@@ -267,13 +277,13 @@ def linear(
 
     Args:
         hf: the name of the Hugging Face layer.
-        outputs: output dimension of each native layer, by name; they are concatenated in this
-            order.
-        inputs: the input dimension.
+        outputs: output dimension of each native layer, by name of the layer. The outputs are
+            concatenated in this order.
+        inputs: the input dimension. For the notation of dimensions, see `Rule`.
         bias: the property (`Rule.needs`) of models in which the layer has a bias; empty if it never
-            has one.
-        conv1d: whether the layer is a Conv1D of GPT-2, whose weight is transposed and which always
             has a bias.
+        conv1d: whether the Hugging Face layer is a Conv1D of GPT-2. Its weight is transposed, and
+            it always has a bias.
     """
     weights = tuple((f"{name}.weight", f"{out} {inputs}") for name, out in outputs.items())
     biases = tuple((f"{name}.bias", out) for name, out in outputs.items())
@@ -293,7 +303,8 @@ ATTENTION, MLP = f"{BLOCK}.attention", f"{BLOCK}.mlp"
 def norms(**native: str) -> tuple[Rule, ...]:
     """Returns the rules of a block's norms.
 
-    native: the norms' native names, by Hugging Face name.
+    Args:
+        native: the native name of each norm, by its Hugging Face name.
     """
     return tuple(
         one(f"{HF_BLOCK}.{hf}.weight", f"{BLOCK}.{name}.weight", "h") for hf, name in native.items()

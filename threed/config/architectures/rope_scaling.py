@@ -3,9 +3,9 @@
     scaling = RopeScaling.model_validate("llama3: factor=8, ...")      from a flag
     scaling = RopeScaling(rope_type="linear", factor=2.0)              from a TOML table
 
-Names and meaning follow `rope_parameters` in Hugging Face configurations: linear (arXiv
-2306.15595), llama3 (arXiv 2407.21783), yarn (arXiv 2309.00071), longrope (arXiv 2402.13753). In a
-flag, spaces separate the numbers of a list.
+Types and keys have the names and meanings of `rope_parameters` in Hugging Face configurations. The
+types are linear (arXiv 2306.15595), llama3 (arXiv 2407.21783), yarn (arXiv 2309.00071) and longrope
+(arXiv 2402.13753). In a flag, the numbers of a list are separated by spaces.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, str]] = {
 
 
 class RopeScaling(Settings):
-    """Settings of one rotary scaling; `KINDS` lists the keys of each type.
+    """Settings of a model's rotary scaling; `KINDS` lists the keys of each type.
 
     Attributes:
         factor: ratio of the new to the original maximum sequence length. None means the model's

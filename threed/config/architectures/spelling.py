@@ -3,9 +3,10 @@
     keys = read(record, json.loads(text))       returns keys of config.ModelConfig
     table = write(record, keys)                 takes resolved keys
 
-Reads the notations of `transformers` 4 (rope_theta, rope_scaling with type or rope_type,
-sliding_window_pattern) and 5 (rope_parameters, also per type of layer; layer_types). Writes both
-notations. An unknown key that is not null or false is an error, because it may change the
+Versions 4 and 5 of `transformers` use different keys. Version 4 has rope_theta, rope_scaling with
+type or rope_type, and sliding_window_pattern. Version 5 has rope_parameters, which may be separate
+for each type of layer, and layer_types. `read` accepts the keys of both versions, and `write`
+writes both. An unknown key is an error unless its value is null or false, because it may change the
 computation.
 """
 
@@ -65,8 +66,8 @@ class _Reader:
 
     Attributes:
         keys: model keys read so far.
-        seen: configuration keys that are known or have been read.
-        problems: messages for keys that are missing or not supported.
+        seen: configuration keys that are ignored or have been read. All other keys are unknown.
+        problems: messages about keys that are missing or not supported.
     """
 
     def __init__(self, record: Architecture, config: Mapping[str, Any]) -> None:
@@ -190,9 +191,9 @@ class _Reader:
             keys["layer_pattern"] = shortest_pattern(letters)
 
     def _period(self, period: Any) -> str:
-        """Returns the pattern in which every `period`-th layer has full attention.
+        """Returns the layer pattern in which every `period`-th layer has full attention.
 
-        Without a period, returns the pattern of the architecture.
+        Without a `period` (None), returns the pattern of the architecture.
         """
         if period is None or not self.record.local:
             return self.record.layer_pattern
@@ -235,9 +236,9 @@ def shortest_pattern(letters: str) -> str:
 
 
 def hf_key(record: Architecture, native: str) -> str:
-    """Returns the configuration key of a model key, for messages.
+    """Returns the Hugging Face configuration key of a model key, for messages.
 
-    Returns the model key itself if the configuration has no such key.
+    Without an equivalent configuration key, returns the model key itself.
     """
     native = "positions" if native == "seq" else native  # seq is read from positions
     return next((key.hf for key in record.keys if key.native == native), native)
@@ -270,7 +271,11 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
 
 
 def _hf_value(name: str, value: Any) -> Any:
-    """Returns a model value in Hugging Face's notation: None for 0, integers where possible."""
+    """Returns the value of a model key in Hugging Face's notation.
+
+    A feature that 0 turns off is turned off by None in this notation. A `query_pre_attn_scalar`
+    without a fraction becomes an integer.
+    """
     if name in ("attention_softcap", "logit_softcap", "window"):
         return value or None
     return int(value) if name == "query_pre_attn_scalar" and value == int(value) else value
@@ -298,8 +303,8 @@ def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
             for name, value in old.items()
             if name in ("type", "short_factor", "long_factor")
         }
-        # transformers 4 does not support these two keys. If `rest` is empty, rope_scaling is left
-        # out.
+        # transformers 4 does not support these two keys. With an empty `rest`, no rope_scaling is
+        # written.
         rest = {} if "factor" in rest or "attention_factor" in rest else rest
     if record.local:
         table["rope_local_base_freq"] = keys["rope_local_theta"]
