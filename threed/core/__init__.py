@@ -1,4 +1,4 @@
-"""Basics without knowledge of training: devices, random numbers, files, processes, and the native libraries.
+"""Basic services: devices, random numbers, files, processes, and the native libraries.
 
 This package is internal.
 """

@@ -1,4 +1,4 @@
-"""Provides host buffers of constant size, and files on a drive with asynchronous direct I/O.
+"""Host buffers of constant size, and files on a drive with asynchronous direct I/O.
 
 - `pool` allocates page-aligned buffers on huge pages.
 - `arena` allocates slots of equal size in one buffer.

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: build a plan, check it, play it out, add its communication, draw it.
+"""Pipeline schedules as data: build a plan, check it, simulate it, add its communication, draw it.
 
     plan = build("1f1b", stages=4, microbatches=8)      compute actions per rank, checked
     simulate(plan, Costs(1, 1, 1))                      makespan, bubble, peak activations, messages
