@@ -179,9 +179,10 @@ class Section:
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns, per window, the number of elements that a share contains in all earlier windows.
+        """Returns the offset at which each window begins in a share, in elements of one part.
 
-        Only one part of the state is counted; every part has the same number of elements.
+        The offset over all parts is this offset times the number of parts, because all parts have
+        the same number of elements. The last entry is the length of the share in one part.
 
         Args:
             number: number of the share.

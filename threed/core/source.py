@@ -181,7 +181,11 @@ def name_of(model: Any) -> str:
 
 
 def find_batch(target: str) -> Source | None:
-    """Returns the function `batch` of the file in FILE.py:NAME, or None if the file has none."""
+    """Returns the function `batch` of FILE.py; None if FILE.py defines no such function.
+
+    Args:
+        target: text FILE.py:NAME, such as the one that specifies the model.
+    """
     file = target.rpartition(":")[0]
     has_one = callable(getattr(load(file), "batch", None))
     return Source(file, "batch", ("config", "step")) if has_one else None

@@ -66,7 +66,7 @@ class Progress:
             self._bar.update(step - self._bar.n)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows the metrics of `step` next to the bar, or prints a line without a bar."""
+        """Shows the metrics of `step` next to the bar; without a bar, prints a line of metrics."""
         if self._bar is not None:
             self._bar.set_postfix_str(describe(metrics), refresh=False)
             self.advance(step)

@@ -235,10 +235,10 @@ class ActivationStore:
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
-        """Stores the finished copies, and lets the device reuse the memory of the copied tensors.
+        """Stores the oldest copies: the finished ones, then others until at most `at_most` remain.
 
-        The device's current stream waits for all copies except the last `at_most`. The host waits
-        for these copies only if they are written to a drive.
+        The device's current stream waits for each stored copy, so that the memory of the copied
+        tensor can be reused. The host waits for a copy only if it is written to a drive.
         """
         while self._outgoing and (len(self._outgoing) > at_most or self._outgoing[0][0].query()):
             event, staged, _ = self._outgoing.popleft()

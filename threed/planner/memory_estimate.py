@@ -374,7 +374,8 @@ def _activations_by_layer(
     for unit, cost in enumerate(layers):
         stays = cost.input * (cost.keeps_input or previous_keeps)
         passed = cost.kept + stays + cost.output
-        # in the backward, a micro-batch that waits also keeps the gradient of the layer's output
+        # A micro-batch that waits for its backward through this layer keeps the gradient of the
+        # layer's output, in addition to the output itself if the layer keeps it.
         waiting = passed + cost.output * cost.keeps_output
         if unit == len(layers) - 1:
             all_kept = kept + rest * cost.input + cost.kept + stays

@@ -201,14 +201,16 @@ class Memory:
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def save_if_due(self, step: int, extra: Callable[[], Mapping[str, Any]]) -> None:
-        """Starts to copy the state of a step, after waiting for the previous copy.
+        """Starts a copy of the state if `step` is a multiple of `every` and was not skipped.
+
+        First waits for the previous copy.
 
         Args:
             step: the number of finished steps.
-            extra: function that returns the additional state to save, as for checkpoints.
+            extra: function that returns the additional state to copy; checkpoints save the same.
         """
         if not self.every or step % self.every or self.engine.bad_steps():
-            return  # after a skipped step, the copy of an earlier step is kept, as for checkpoints
+            return  # after a skipped step, keeps the copy of an earlier step, as checkpoints do
         self.save(self.engine.counters(extra()))
         if self.problem and self.problem != self._reported:
             self._reported = self.problem
@@ -217,7 +219,7 @@ class Memory:
             )
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Starts to copy the current state, after waiting for the previous copy.
+        """Starts a copy of the current state, after waiting for the previous copy.
 
         Args:
             state: the counters of the run.

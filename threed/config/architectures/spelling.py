@@ -238,9 +238,10 @@ def shortest_pattern(letters: str) -> str:
 def hf_key(record: Architecture, native: str) -> str:
     """Returns the Hugging Face configuration key of a model key, for messages.
 
-    Without an equivalent configuration key, returns the model key itself.
+    If there is no equivalent configuration key, returns the model key itself.
     """
-    native = "positions" if native == "seq" else native  # seq is read from positions
+    # No Hugging Face key is mapped to `seq`; `seq` takes the value of `positions`.
+    native = "positions" if native == "seq" else native
     return next((key.hf for key in record.keys if key.native == native), native)
 
 

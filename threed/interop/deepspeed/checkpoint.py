@@ -287,7 +287,7 @@ class DeepSpeedCheckpoint(HFTensors):
     # ------------------------------------------------------------------------------------------------------- universal
 
     def _universal_groups(self, reader: PickleReader, ranks: list[Table]) -> Table:
-        """Returns the content of zero/optimizer_state.pt, or an empty dict without this file."""
+        """Returns the content of zero/optimizer_state.pt; an empty dict if the file is missing."""
         if ranks:
             raise self._error("has both a universal checkpoint and another one: remove one of them")
         file = self._folder / "zero/optimizer_state.pt"

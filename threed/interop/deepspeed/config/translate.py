@@ -126,7 +126,7 @@ def _value(ds: Any, path: str) -> Any:
 
 
 def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str]]:
-    """Returns the values to use for "auto" and their origins, by key."""
+    """Returns, per key, the value that replaces "auto" and an explanation of the value."""
     hidden, size = model.hidden, f"from the model's hidden size {model.hidden}, {TRAINER}"
     dtype = f"as the model's weights are {model.dtype}"
     lr = _value(ds, "optimizer.params.lr")
