@@ -502,9 +502,10 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
 
 
 def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
-    """Yields the problems that an elastic job has with at least one possible number of machines.
+    """Yields a problem if a number of machines that an elastic job may have does not work.
 
-    A job that loses a machine continues with fewer machines, so every number must work.
+    A job that loses a machine continues with fewer machines, so the configuration must be valid
+    for every number from the minimum to the maximum.
 
     Args:
         config: the configuration.

@@ -248,7 +248,7 @@ def beginning(
 def bos_id(named: NamedSpecials, ids: Mapping[str, int]) -> int | None:
     """Returns the id of the bos token, or None if the vocabulary does not have it.
 
-    The bos_token of the tokenizer's configuration has precedence over the bos id of the model's.
+    bos_token in the tokenizer's configuration has precedence over the bos id in config.json.
     """
     if "bos_token" in named.roles:
         return ids.get(named.roles["bos_token"])

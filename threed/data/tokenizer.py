@@ -163,7 +163,7 @@ class ByteTokenizer:
         ]
 
     def count_bytes(self, ids: Tokens) -> int:
-        """Returns the number of ids below 256, each of which is one byte."""
+        """Returns the number of bytes in the text of `ids`: the number of ids below 256."""
         return int(np.count_nonzero(ids < 256))
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:

@@ -136,10 +136,11 @@ def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueEr
 def _optimum(
     n: int, stages: int, score: Score, merge: Callable[[int, int], int]
 ) -> tuple[int, list[range]] | None:
-    """Returns the smallest score and the partition that has it; None if no partition is allowed.
+    """Returns the smallest score and a partition with it; None if no partition is allowed.
 
     The score of a partition combines the scores of its stages by `merge`. Of several partitions
-    with the smallest score it returns the one with the latest boundaries.
+    with the smallest score, the one with the fewest layers on the last stage is chosen; the earlier
+    stages are chosen by the same rule.
     """
     # best[stage][stop] is a pair: the smallest score of a partition of the first `stop` layers into
     # `stage` stages, and the first layer of the last stage of this partition

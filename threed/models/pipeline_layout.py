@@ -52,7 +52,11 @@ class PipelineLayout:
 
     @classmethod
     def of(cls, ranges: Sequence[range], plan: Plan) -> PipelineLayout:
-        """Returns a partition with the placement of a plan.
+        """Returns the layout in which `ranges` are the stages, placed on ranks as in a plan.
+
+        Args:
+            ranges: layers of each stage, in order.
+            plan: the plan that assigns stages to ranks and chunks.
 
         Raises:
             ValueError: if the number of ranges is not the plan's number of stages.

@@ -353,10 +353,10 @@ class Executor:
         return self.weight_gradients
 
     def _next_is(self, action: Action, *kinds: Kind) -> bool:
-        """Returns whether the next compute action has one of these kinds and uses the same chunk.
+        """Returns whether the next compute action is of one of `kinds`, on the chunk of `action`.
 
-        If so, the last unit (layer) of this pass may stay gathered, because the next pass starts
-        with the same unit.
+        If so, the last unit (layer) of the pass that `action` runs may stay gathered, because the
+        next pass starts with this unit.
         """
         return (
             bool(self._next_parts)

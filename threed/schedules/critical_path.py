@@ -252,8 +252,8 @@ def _swaps(work: _Actions, ranks: list[list[int]], times: _Times, limit: int) ->
     """Yields the possible swaps.
 
     A swap exchanges two actions that are adjacent on a rank and consecutive on the critical path.
-    Swaps that break a dependency, reorder the micro-batches of a position or exceed the limit of
-    live activations are left out.
+    A swap is left out if it breaks a dependency, changes the order in which micro-batches pass a
+    position (F, I or W of one stage), or exceeds the limit of live activations.
     """
     begin, time, count, need = times.begin, work.time, work.count, work.need
     after = [-1] * len(time)

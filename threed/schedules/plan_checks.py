@@ -33,9 +33,12 @@ def legal(plan: Plan) -> None:
 
     Each (stage, micro-batch) has one F, followed by one B or by one I and one W. An evaluation plan
     has only F. In a bidirectional plan a micro-batch runs on the stages of one direction only. In
-    an asynchronous plan some actions are in the previous or next plan instead. If any rank has a
-    GATHER, REDUCE, VALIDATE, NORM or UPDATE, every rank must have all required REDUCE, NORM and
-    UPDATE. If any rank has a GATHER, every rank must have all required GATHER.
+    an asynchronous plan, the previous plan contains the first actions of some micro-batches, and
+    the next plan the last actions of others.
+
+    If any rank has a GATHER, REDUCE, VALIDATE, NORM or UPDATE, no rank may lack a REDUCE, NORM or
+    UPDATE (see `check_reductions` and `check_updates`). If any rank has a GATHER, no rank may lack
+    one before a compute action that uses parameters (see `_check_gathers`).
 
     Raises:
         ValueError: the plan is invalid; the message names the rank and the action.

@@ -428,8 +428,8 @@ def _seed(seed: int) -> None:
 def _layers(model: Any) -> Layers:
     """Returns the layers of a model, each with the global names of its parameters and buffers.
 
-    An `nn.Module` is one layer. For other objects the result is empty: the engine raises an error
-    for them.
+    An `nn.Module` without `slicing` is one layer. For an object without `layers` the result is
+    empty; the engine raises an error for such an object.
     """
     if isinstance(model, nn.Module) and not hasattr(model, "slicing"):
         own = (*model.named_parameters(), *model.named_buffers())

@@ -36,7 +36,7 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": torch.ones_like,
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + torch.cos(math.pi * done)),
-    # warm-up, stable, decay: f is 1, and decays linearly to 0 over the last fifth of progress
+    # warm-up, stable, decay: f stays 1, then decreases linearly to 0 in the last fifth of progress
     "wsd": lambda done: ((1 - done) / 0.2).clamp(max=1.0),
 }
 

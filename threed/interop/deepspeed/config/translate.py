@@ -301,9 +301,12 @@ def _groups(
 ) -> tuple[dict[str, Any], ...]:
     """Returns the groups of `optim`: one for each of `groups` that has parameters, in this order.
 
-    A single group with the optimizer's learning rate and weight decay is left out. If the result
-    has a group, or the optimizer has a weight decay, a last group is added that matches all other
-    parameters, because DeepSpeed, unlike threed, applies weight decay to norms and biases.
+    If there is only one group, and it has the optimizer's learning rate and weight decay, it is
+    left out, because the other keys of `optim` contain these values.
+
+    A last group, which matches all other parameters, sets their weight decay to the optimizer's:
+    DeepSpeed applies weight decay to norms and biases too, unlike threed. It is added if another
+    group is returned, or if the optimizer's weight decay is not 0.
     """
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
