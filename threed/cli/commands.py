@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _problem(error: Exception) -> str:
-    """Returns the text of an error, without the number of an operating system's error."""
+    """Returns the text of an error; an OSError about a file is shown without its errno."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -175,7 +175,8 @@ def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
             own = boxes.setdefault(use.spec.over or "", {})
             own.setdefault(piece.name, []).append((piece.start, piece.size))
             where.setdefault(piece.name, use)
-    # By value of `over`: for each rank of the axis `over`, the boxes of each tensor rank.
+    # The boxes of all ranks. Key: axis `over`, or "". Value: a list with one item per rank of this
+    # axis; the item contains the boxes of each tensor rank (by tensor name).
     ranks: dict[str, list[Any]] = {}
     for over, own in sorted(boxes.items()):
         row = collectives.exchange(own, topology.axis("tp"))

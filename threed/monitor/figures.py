@@ -64,7 +64,8 @@ _STYLE: dict[Any, Any] = {
 _MOST_BARS = 32  # for more ranks, two bars per rank and a label per rank would not be legible
 # The 95th and the 5th percentile of the values (see `_most`) determine the scale of an axis:
 _LOG_RATIO = 20  # the axis is logarithmic if the 95th is more than 20 times the 5th percentile
-_MARGIN = 3  # the axis extends beyond a percentile by at most 3 times their difference
+# On each side, an axis extends beyond the percentile by at most 3 times (95th - 5th percentile).
+_MARGIN = 3
 
 Row = Mapping[str, Any]
 Note = Callable[[str], None]

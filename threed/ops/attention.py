@@ -162,8 +162,8 @@ def _chunks(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
     window = window or s
     most = SCORES_ON_CPU if _on_cpu(q) else SCORES
     count = min(max(16, most // (b * a * min(s, 2 * window))), max(window, 64))
-    # On the meta device, tracing an operation takes a fraction of a millisecond, so long sequences
-    # are divided into fewer chunks.
+    # On the meta device memory does not limit the chunks, but each operation takes a fraction of a
+    # millisecond to trace. So long sequences are divided into at most CHUNKS_OF_A_TRACE chunks.
     count = max(count, -(-s // CHUNKS_OF_A_TRACE)) if q.is_meta else count
     for first in range(0, s, count):
         last = min(s, first + count)

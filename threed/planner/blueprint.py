@@ -307,9 +307,9 @@ class Blueprint:
 
     @property
     def held(self) -> list[int]:
-        """The numbers, in the model, of this rank's layers.
+        """For each layer of this rank, its index in the list of all layers of the model.
 
-        The index of a layer in this list is the number of its ZeRO unit.
+        The position of a layer in this list is the number of its ZeRO unit.
         """
         return [number for chunk in self.chunks for number in chunk]
 

@@ -37,7 +37,7 @@ _STYLES = {
     Kind.UPDATE: (style.WINE, 0.0, "update"),
 }
 _LEFT, _RIGHT = 64, 22
-_PALEST = 0.5  # share of background in the colors of the last chunk
+_PALEST = 0.5  # fraction of background color mixed into the colors of the last chunk
 _EDGES, _NO_EDGE = f'<g stroke="{style.PAPER}" stroke-width="0.8">', ' stroke="none"'
 _LABEL = 11  # font size of the numbers in boxes
 _SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}

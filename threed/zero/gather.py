@@ -98,7 +98,7 @@ class GatheredTile:
         self.gatherer.wait(self.group)
 
     def close(self) -> None:
-        """Frees the tile, unless another holder keeps it gathered."""
+        """Frees the tile, unless another `Holder` keeps it gathered."""
         self.gatherer.close(self.group, Holder.TILE)
 
 
@@ -256,7 +256,7 @@ class Gatherer:
             self.wait(group)
 
     def release(self, unit: int) -> None:
-        """Frees the sharded parameters of a unit, unless another holder needs them."""
+        """Frees the sharded parameters of a unit, except groups that another `Holder` uses."""
         for group in self._groups_of_unit.get(unit, ()):
             self.close(group, unit)
 

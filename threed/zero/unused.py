@@ -136,9 +136,9 @@ class Unused:
         )
 
     def synchronize(self, used: Set[Slot]) -> None:
-        """Updates `stretches` according to the parameters that any data rank has used so far.
+        """Updates `stretches` after the first step and after the first use of a parameter.
 
-        Collective over the data ranks, as long as any parameter is unused.
+        Collective over the data ranks. When all parameters have been used, it returns at once.
 
         Args:
             used: trainable parameters that this rank has used.

@@ -359,9 +359,9 @@ class DeepSpeedEngine:
         return self.engine.gathered()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the full weights by name on rank 0, and an empty dict on other ranks.
+        """Returns the full weights and persistent buffers by name on rank 0. Collective.
 
-        Collective. The weights have at least the precision of fp32.
+        Weights are fp32, or fp64 if the model uses fp64. Other ranks return an empty dict.
         """
         return self.engine.full_state_dict()
 

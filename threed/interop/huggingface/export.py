@@ -159,7 +159,8 @@ def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
     """
     try:
         model = ModelConfig.model_validate(saved)
-        # Checked first, because the table of a huge number of layers would fill the memory.
+        # Checked first: the caller builds a table of all tensors of the model. With a huge number
+        # of layers, this table would fill the memory.
         if model.layers <= len(reader.shapes):
             return resolve_model(model)
     except ValueError as error:

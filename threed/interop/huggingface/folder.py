@@ -85,7 +85,8 @@ class HFTensors(ABC):
         except CheckpointError as error:
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_files()
-        # Checked first, because the table of a huge number of layers would fill the memory.
+        # Checked before the table of all tensors of the model is built: with a huge number of
+        # layers, it would fill the memory.
         if self.model.layers > len(names):
             raise CheckpointError(
                 f"{path}: its configuration has {counted(self.model.layers, 'layer')}, but it has fewer tensors"

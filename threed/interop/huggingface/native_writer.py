@@ -166,7 +166,7 @@ def _write(
 ) -> dict[str, Any]:
     """Writes a file with one section per part.
 
-    Returns the entry for the manifest, in the format in which ranks send entries to rank 0.
+    Returns an entry for `manifest.joined`, like the entry of a rank in a save.
     """
     sections = [_section(part, *specs[part]) for part in keys]
     rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, keys)))

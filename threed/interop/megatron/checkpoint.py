@@ -124,7 +124,8 @@ class MegatronCheckpoint:
         self.model = model_of(_args(dist, reader), str(path))
         tensors = unstacked(_of_model(dist))
         present = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
-        # Checked first, because the shapes of a huge number of layers would fill the memory.
+        # Checked before the shapes of all tensors are computed: with a huge number of layers, they
+        # would fill the memory.
         if self.model.layers > present:
             problem = f"it has {present} of {counted(self.model.layers, 'layer')}"
             raise CheckpointError(f"{path} does not fit its args: {problem}")

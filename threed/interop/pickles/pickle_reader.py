@@ -101,7 +101,7 @@ class PickledObject:
 
 
 def _call_result(function: Any, args: Any) -> Any:
-    """Returns the result of a call: a `PickledObject`, unless `KNOWN` has the function."""
+    """Returns the result of a call: of the replacement in `KNOWN`, else a `PickledObject`."""
     if not isinstance(function, PickledObject) or type(args) is not tuple:
         raise ValueError("it calls an object that is not a function")
     known = KNOWN.get(function.name)
