@@ -384,9 +384,9 @@ def _check_sequence(config: Config) -> Iterator[str]:
 
 
 def find_unused(optim: OptimConfig, flags: Collection[str]) -> Iterator[str]:
-    """Yields a problem for each flag that no optimizer of the configuration uses.
+    """Yields a problem for each flag of an optimizer setting that no optimizer of the run uses.
 
-    Unused keys in a preset or TOML file are not problems.
+    Unused keys in a preset or TOML file, and flags with the default value, are not problems.
 
     Args:
         optim: the configuration of the optimizers.

@@ -22,8 +22,8 @@ from threed.config.groups import Config
 from threed.config.schema import key_name
 from threed.core.source import names_model
 
-# The keys that a topology may set: all keys of these groups, and `train.micro-batch`. They do not
-# change the batches, the model and the optimizer, so a run may resume with another number of ranks.
+# The keys that a topology may set: all keys of these groups, and `train.micro-batch`. None of
+# them changes the batches, the model or the optimizer, so a run may resume with another topology.
 GROUPS = ("parallel", "zero", "recompute")
 Topologies = Mapping[str, Mapping[str, Mapping[str, Any]]]
 

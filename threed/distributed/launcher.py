@@ -105,9 +105,9 @@ def die_with_parent() -> bool:
     where no Python handler runs. The last complete checkpoint stays valid, because a checkpoint is
     published by one rename.
 
-    If the parent died before the request, this process already has another parent, and kills itself
-    at once. The kernel regards the *thread* that forked as the parent, so launchers must fork from
-    a thread that outlives the rank (prctl(2), PR_SET_PDEATHSIG).
+    If the parent dies during this call, before the kernel has accepted the request, this process
+    kills itself. The kernel regards the *thread* that forked as the parent, so launchers must fork
+    from a thread that outlives the rank (prctl(2), PR_SET_PDEATHSIG).
     """
     if not sys.platform.startswith("linux"):
         return False

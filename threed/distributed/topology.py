@@ -111,7 +111,8 @@ def alone(label: str = "tp") -> Axis:
 
 
 TIMEOUT = timedelta(minutes=10)
-SECOND = "@second"  # suffix of the name of an axis with the same ranks and a second communicator
+# `axis + SECOND` is the name of an axis with the same ranks as `axis` but its own communicator.
+SECOND = "@second"
 
 
 def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> None:

@@ -250,7 +250,7 @@ class GradSink(Protocol):
     """
 
     def add(self, grad: Tensor) -> None:
-        """Adds a gradient of the parameter's shape."""
+        """Adds `grad`, which has the parameter's shape, to the accumulated gradient."""
 
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
         """Adds the matrix product a @ b."""

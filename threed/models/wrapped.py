@@ -154,8 +154,8 @@ class Wrapped(PipelineLayer):
         for unit in self.units:
             for param in (p for member in unit.members for p in member.parameters(recurse=False)):
                 self._unit_of.setdefault(names[id(param)], unit)
-        # Copies of the units that are on the meta device; the copies are initialized later. They
-        # are made now, because the original parameters will be replaced. They take no memory.
+        # Each unit on the meta device is copied now, because its original parameters will be
+        # replaced. The copies are initialized later; until then they take no memory.
         self._meta_copies = {
             unit.name: meta_copy(unit) for unit in self.units if has_meta_parameters(unit.members)
         }

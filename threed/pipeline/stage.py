@@ -393,8 +393,9 @@ class Stage:
             before: the frames whose backwards have not run yet; the backward of the last one is
                 next.
             dy: gradient of the graph's output; None if no gradient arrives, or for a loss.
-            first: whether this is the stage's first graph in backward order. If it is, and dy is
-                `None`, the output is a loss, which must have a graph.
+            first: whether this is the first backward of the stage. If it is, and dy is None, the
+                graph's output is a loss. A loss that has no graph is refused if a gradient is
+                required.
             split: see `backward`.
         """
         with self._graph(unit, frame, before, split) as (x, edges):

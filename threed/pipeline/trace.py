@@ -267,7 +267,7 @@ class BufferSink:
         return False
 
     def take(self, param: Tensor) -> None:
-        """Moves `param.grad` into the buffer."""
+        """Adds `param.grad` to the buffer and sets it to None."""
         if param.grad is not None:
             self.add(param.grad.to_dense() if param.grad.is_sparse else param.grad)
             param.grad = None

@@ -154,9 +154,9 @@ def wait_for_first_rank() -> None:
     """Waits until the first rank of this machine has written its message for torchrun.
 
     Other ranks call it before they exit. A launcher terminates all ranks when one exits, so the
-    rank that prints the message must exit first. The wait ends after `REFUSAL_S` seconds. Under
-    launchers other than torchrun there is no message file to wait for, and the wait usually ends
-    earlier, when the launcher terminates this process.
+    rank that prints the message must exit first. The wait ends after at most
+    `REFUSAL_S` seconds. Launchers other than torchrun have no message file, so under them this
+    process waits `REFUSAL_S` seconds, or until the launcher terminates it.
     """
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     first = Path(own).parents[1] / "0" / "error.json" if own else None

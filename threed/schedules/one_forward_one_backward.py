@@ -12,8 +12,8 @@ ranks once per chunk, in groups of consecutive micro-batches, called rounds: a r
 its first chunk, then on the next chunk, and starts the next round after its last chunk.
 
 With at least `stages` micro-batches the bubble is the time of (stages - 1) / chunks micro-batches.
-Each micro-batch fewer than `stages` adds the time of (chunks - 1) / chunks of a micro-batch. With
-rounds of at most g micro-batches the first rank keeps the activations of
+With m < `stages` micro-batches it is longer by the time of (stages - m) (chunks - 1) / chunks
+micro-batches. With rounds of at most g micro-batches the first rank keeps the activations of
 ((chunks - 1) g + 2 * stages - 1) / chunks micro-batches. Source: Narayanan et al. 2021, arXiv
 2104.04473, section 2.2.2, in which a round has as many micro-batches as there are ranks.
 """

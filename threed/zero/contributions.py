@@ -59,11 +59,13 @@ class Contributions:
         return None if self.per_pass == self._uses else self.per_pass
 
     def restore(self, counted: int | None) -> None:
-        """Restores `per_pass`, unless it is unknown (None), and sets `used` to False.
+        """Restores `per_pass` from a saved state, and sets `used` to False.
+
+        If the current `per_pass` is unknown (None), it remains None.
 
         Args:
-            counted: value of the property `counted` when the state was saved. None sets `per_pass`
-                to the number of uses.
+            counted: value of the property `counted` when the state was saved; if it is None,
+                `per_pass` becomes the number of uses.
         """
         if self.per_pass is not None:
             self.per_pass = self._uses if counted is None else counted

@@ -590,7 +590,7 @@ def _buffers(
 
 
 def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a NaN tensor of the parameter's shape; all elements share one read-only element."""
+    """Returns a NaN tensor of the parameter's shape, expanded from one element and read-only."""
     if device.type == "meta":
         return torch.empty(slot.shape, dtype=dtype, device=device)
     nan = torch.full((), torch.nan, dtype=dtype, device=device)

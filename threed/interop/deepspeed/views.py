@@ -252,8 +252,8 @@ class SchedulerView:
 def to_json(state: Any) -> Any:
     """Returns the state of a scheduler as JSON; `from_json` decodes it.
 
-    Tensors become numbers. A `Counter` (of `MultiStepLR`) becomes its pairs, because JSON has only
-    strings as keys.
+    Tensors become numbers or lists. A `Counter` (of `MultiStepLR`) becomes its pairs, because JSON
+    has only strings as keys.
     """
     if isinstance(state, Tensor):
         return state.tolist()
