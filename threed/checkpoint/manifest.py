@@ -45,7 +45,7 @@ MOST_BYTES = 2**30  # maximum size of a manifest, in bytes
 # Limit on the sum, over tensors, of (number of boxes)^2 * (number of dimensions). At this limit,
 # the search for overlapping boxes takes seconds.
 MOST_PAIRS = 2**31
-# Maximum number of windows of a section (see the module `sections`), in all of its lines together.
+# Maximum number of windows in a section, summed over its lines (see the module `sections`).
 # The limit bounds the time and memory of a load, even if the manifest is malformed.
 MOST_WINDOWS = 2**20
 Corner = tuple[int, ...]

@@ -446,8 +446,8 @@ class Saver:
             state: counters of the run, for the manifest.
             extras: buffers and generators.
             background: whether to write in a thread while training continues.
-            now: whether a background save returns only once all states may change, see
-                `Save.start`.
+            now: whether a background save returns only after the values of all states are copied
+                or written, so that the caller may change them. See `Save.start`.
             hurries: callback that returns True once `checkpoint.write-limit-mib` no longer applies;
                 must be thread-safe. None: the limit always applies.
             before_publishing: function that rank 0 calls after the files of all ranks are written;

@@ -162,7 +162,7 @@ def open_tokens(path: Path) -> Tokens:
 
 @dataclass(frozen=True)
 class Borders:
-    """Counts of the documents of a pair that begin with bos or end with the end-of-text token."""
+    """How many documents of a .bin/.idx pair begin with bos or end with the end-of-text token."""
 
     documents: int  # number of documents that have tokens
     ended: int  # number of documents that end with the end-of-text token

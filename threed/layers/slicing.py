@@ -72,7 +72,7 @@ class Slicing:
         return self.positions(x.shape[0] * self.sequence_parts)
 
     def gathered_positions(self, x: Tensor) -> Positions:
-        """Returns the positions of an activation `x` after `gather`, [s b ...]."""
+        """Returns the positions of an activation `x` that `gather` has returned, [s b ...]."""
         return Positions.all(x.shape[0])
 
     @property

@@ -354,7 +354,7 @@ def _figure(
         )
         return False
     with matplotlib.rc_context(_STYLE):
-        # A browser shows a point (1/72 inch) of the SVG as a pixel.
+        # A point (1/72 inch) becomes a pixel of the SVG, because the unit pt is removed below.
         figure = Figure(figsize=(style.WIDTH / 72, height / 72), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
         draw(figure)

@@ -400,7 +400,7 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
     """Adds the bytes of a step's gathers to `topology.traffic`; returns the gathers per chunk."""
     layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
     actions = blueprint.pipeline.plan.ranks[blueprint.topology.axis("pp").index]
-    if blueprint.layer_major:  # a gather is used for all micro-batches
+    if blueprint.layer_major:  # one gather per pass, whatever the number of micro-batches
         actions = (Action(Kind.F, 0), Action(Kind.B, 0))
     times = Counter(
         {group: 1 for group in layout.groups if group.key.trainable and not group.sliced}

@@ -140,7 +140,7 @@ def _call(name: str, fn: Function, stages: int, microbatches: int, chunks: int |
         ) from error
     try:
         _check(plan)
-    except Exception as error:  # the plan may contain anything, so checks may raise any type
+    except Exception as error:  # a plan may contain any values: any exception is possible
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{name}{arguments}: {kind}{error}") from error
     return plan

@@ -110,7 +110,7 @@ class Plan:
 
         Args:
             rank: pipeline rank.
-            microbatch: number of the micro-batch.
+            microbatch: index of the micro-batch.
         """
         return bool(self.left) and microbatch >= self.microbatches - self.left[rank]
 

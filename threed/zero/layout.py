@@ -604,7 +604,7 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     apart = group.key.trainable and (policy.slices_gradients or policy.versions > 1)
     elements = max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)
-    if group.key.units is None:  # not for sharded groups, which are already small
+    if group.key.units is None:  # sharded groups need no MIN_BUCKETS: they are already small
         elements = min(elements, max(group.numel // MIN_BUCKETS, MIN_BUCKET_NUMEL))
     step = max(group.granule, elements // group.granule * group.granule)
     for first in range(0, group.numel, step):

@@ -265,11 +265,11 @@ class Optimizer:
     # ----------------------------------------------------------------------------------------------- update
 
     def _apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
-        """Counts an update and starts it.
+        """Updates the counters and the loss scale, then starts the update of the weights.
 
         Args:
             gradients: this rank's portion of each bucket's summed gradients.
-            update: results of the step.
+            update: the norm, the learning rates and the other scalars of the step.
             guessed: whether `update` is a guess, because the norm is not known yet.
         """
         if self.versions is not None:
