@@ -132,14 +132,14 @@ def end_by_signal(number: int) -> None:
 
 @contextlib.contextmanager
 def exits_on_broken_pipe() -> Iterator[None]:
-    """Context manager: ends this process by SIGPIPE if the reader of its output has exited.
+    """Context manager that ends this process by SIGPIPE if the reader of its output has exited.
 
     This happens in `| head`, for example. Without the context manager Python would print an error.
     """
     try:
         try:
             yield
-        except SystemExit:  # raised by argparse after it has printed
+        except SystemExit:  # argparse raises it after it has printed help or an error
             _flush()
             raise
         _flush()

@@ -395,8 +395,8 @@ class ReplicatedLinear(Product):
         tiles: number of tiles, reduced to `outputs` if larger. Default: `slicing.tile`.
         std: standard deviation of the initial weights.
         bias: whether there is a bias.
-        partial: whether the gradients are partial, as in `Slicing.shared`. None is for an x that is
-            an activation between blocks.
+        partial: whether the gradients are partial, as in `Slicing.shared`. Use None if x is an
+            activation between blocks.
     """
 
     def __init__(

@@ -32,7 +32,9 @@ Ranges = tuple[range, ...]
 Planner = Callable[[Costs | None, float | None], Plan]
 """A function that returns a plan, called with the stage times (None: equal times) and the maximum
 number of micro-batches in memory per rank (None: no limit)."""
-_ACTIONS = 400_000  # maximum number of simulated actions per search, which takes 1 or 2 seconds
+# Budget of simulated actions per search, which takes 1 or 2 seconds. A search may always simulate 20
+# partitions, even if they exceed the budget.
+_ACTIONS = 400_000
 _MIN_GAIN = 1e-9  # smallest relative improvement; smaller ones are attributed to rounding
 _Result = TypeVar("_Result")
 
@@ -244,7 +246,7 @@ def _largest_limit(
 
 
 class _Search:
-    """A search over partitions of one model under one plan; it simulates a partition only once."""
+    """A search over partitions of one model under one plan. Simulates each partition only once."""
 
     def __init__(
         self, times: Sequence[LayerTimes], plan: Plan, layer_bytes: Sequence[LayerBytes] | None, limit: float | None

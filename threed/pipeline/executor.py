@@ -202,7 +202,7 @@ class Executor:
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Context: passes the results of plans that run inside the block to `observer`."""
+        """Context manager that passes the results of plans that run inside it to `observer`."""
         self._observer = observer
         try:
             yield

@@ -437,7 +437,7 @@ class Stage:
     def _graph(
         self, unit: int, frame: Frame, before: list[Frame], split: bool
     ) -> Iterator[tuple[Any, tuple[GradientEdge | None, ...]]]:
-        """Context: yields (x, edges): a graph's input, and the edges into the graph.
+        """Context manager that yields (x, edges): a graph's input, and the edges into the graph.
 
         If the layer is recomputed, first runs the layer's forward again.
         """

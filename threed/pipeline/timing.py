@@ -57,7 +57,7 @@ class _DeferringSink(BufferSink):
         return self.scope.active
 
     def run(self) -> None:
-        """Computes the collected products."""
+        """Computes the collected matrix products, and adds them to the gradient."""
         for a, b, by in self.waiting:
             by.add_product_(self.target, a, b, fresh=False)
         self.waiting.clear()

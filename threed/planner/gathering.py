@@ -74,9 +74,8 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        # Units whose backward reads no weights are not gathered, but other units are gathered while
-        # they run.
-
+        # Units whose backward reads no weights are not gathered, but other units may be in memory
+        # during their backward.
         for unit in () if is_forward else set(range(len(units))).difference(order):
             backward[unit] = max(backward[unit], now)
     return Gathering(times, forward, backward)

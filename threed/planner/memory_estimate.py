@@ -368,7 +368,7 @@ def _activations_by_layer(
     """
     rest = blueprint.pipeline.plan.microbatches - 1
     width = blueprint.layout.policy.param_dtype.itemsize
-    # `kept` is the number of bytes that all micro-batches together keep in the previous layers.
+    # `kept`: bytes that the layers before `unit` keep for the backward, over all micro-batches.
     kept = peak = all_kept = 0
     previous_keeps = False  # whether the previous layer keeps its output
     for unit, cost in enumerate(layers):

@@ -154,7 +154,7 @@ def dualpipe(stages: int, microbatches: int) -> Plan:
 
 
 def dualpipev(stages: int, microbatches: int) -> Plan:
-    """Returns the plan of DualPipeV. All micro-batches pass a V of 2 * stages model stages.
+    """Returns the plan of DualPipeV. Micro-batches run through a V of 2 * stages model stages.
 
     Args:
         stages: number of pipeline ranks.

@@ -21,15 +21,16 @@ from threed.schedules.split_backward import Flow
 class Priority:
     """The priorities of all actions.
 
-    An action has the number begin[position] + period * micro-batch: its start time in a pattern
-    that repeats for every micro-batch. The lowest number runs first.
+    The priority number of an action is begin[position] + period * micro-batch: its start time in a
+    pattern that repeats for every micro-batch. The action with the lowest number runs first.
 
     Attributes:
         begin: per position, its start in the pattern.
         period: time between two micro-batches in the pattern.
         in_flight: per forward position, the maximum number of micro-batches that have started this
             forward and have not finished the W of the same stage.
-        at_first: replaces `in_flight` until a rank has run the first I of its first stage.
+        at_first: per forward position, the maximum that a rank uses instead of `in_flight` until it
+            has run the first I of its first stage.
         eager: whether a rank with full memory runs a pending W before any F or I.
     """
 

@@ -217,7 +217,7 @@ def _means(spans: Sequence[Span]) -> dict[tuple[tuple[Kind, int], ...], float]:
 
 
 def peak_activations(plan: Plan, rank: int) -> float:
-    """Returns the maximum of live activations on a rank, in micro-batches.
+    """Returns the peak amount of live activations on a rank, in micro-batches.
 
     The activations of a micro-batch in one chunk count as 1/V of a micro-batch. V is the number of
     the rank's chunks that a micro-batch passes: all, or half of them in a bidirectional plan.
@@ -226,7 +226,7 @@ def peak_activations(plan: Plan, rank: int) -> float:
 
 
 def most_kept(plan: Plan, rank: int, kept: Sequence[int]) -> int:
-    """Returns the maximum of live activations on a rank, in the unit of `kept`.
+    """Returns the peak amount of live activations on a rank, in the unit of `kept`.
 
     Only the order of actions matters, because actions of a rank never overlap in time. During a
     pair, the activations of both the forward and the backward are live.

@@ -214,7 +214,7 @@ class Asynchronous:
 
 @contextmanager
 def timed(seconds: list[float], phase: int) -> Iterator[None]:
-    """Context: adds the host time of the block, in seconds, to `seconds[phase]`."""
+    """Context manager that adds the host time of the block, in seconds, to `seconds[phase]`."""
     began = time.perf_counter()
     yield
     seconds[phase] += time.perf_counter() - began

@@ -164,7 +164,7 @@ class LaunchQueue:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no bucket was launched in this step."""
+        """Whether no reduction was launched in this step."""
         return self.rounds == self.launched == 0
 
     def begin(self, backwards: int) -> None:
@@ -239,7 +239,7 @@ class Deferral:
 
     @contextmanager
     def defer(self) -> Iterator[list[Contribution]]:
-        """Context: yields a list that collects the contributions computed in the block.
+        """Context manager that yields a list of the contributions computed in the block.
 
         Each parameter's `reducer.Sink` appends its contributions to the list instead of adding them
         to the gradient. For a matrix product, the list holds only the two factors. A contribution
@@ -276,7 +276,7 @@ _running: list[object] = []
 
 @contextmanager
 def own_backward(owner: Owner) -> Iterator[None]:
-    """Context: backwards in the block belong to `owner`; an error in it calls `owner.give_up`."""
+    """Context manager: backwards in it belong to `owner`; an error in it calls `owner.give_up`."""
     _running.append(owner)
     try:
         yield

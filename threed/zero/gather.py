@@ -351,7 +351,7 @@ class Gatherer:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context: gathers all sharded groups for code outside of the layers.
+        """Context manager that gathers all sharded groups for code outside of the layers.
 
         All parameters and views of parameters are guarded in the block, so that the use of a stale
         view raises an error (`Access.guard_views`).

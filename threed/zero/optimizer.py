@@ -188,7 +188,7 @@ class Optimizer:
     def staged(
         self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True
     ) -> Iterator[dict[str, Tensor]]:
-        """Context: reads some parts of a state; yields name of each part -> its values [n].
+        """Context manager that reads parts of a state; yields a dict: name of a part -> values [n].
 
         Args:
             state: state of a bucket.

@@ -140,7 +140,7 @@ class Reducer:
 
     @contextmanager
     def observed(self, observer: Callable[[Tensor], None]) -> Iterator[None]:
-        """Context: calls `observer` with each bucket's gradients on this rank, before reduction."""
+        """Context manager: calls `observer` with each bucket's local gradients before reduction."""
         self._observer = observer
         try:
             yield
@@ -173,7 +173,7 @@ class Reducer:
     # ------------------------------------------------------------------------ add, ready, launch
 
     def mark_complete(self, sink: Sink) -> None:
-        """Marks a gradient as complete; launches all buckets that are ready, in order."""
+        """Marks a gradient as complete; launches the reductions of all ready buckets, in order."""
         if self.gatherer is not None:
             self.gatherer.gradient_complete(sink.slot)
         if not sink.counts.positions:  # the parameter is an empty vocabulary shard, in no bucket
@@ -209,7 +209,7 @@ class Reducer:
             self._launch(queue)
 
     def _end_round(self, queue: LaunchQueue) -> None:
-        """Launches the remaining buckets of a round and updates the expected contributions."""
+        """Launches the remaining reductions of a round, and updates the expected contributions."""
         self._launch_all(queue)
         if self._counts_change:
             queue.learn(self._passes, self.dynamic)
@@ -314,9 +314,9 @@ class Reducer:
             self.gatherer.pass_ended()
 
     def unit_ended(self, unit: int) -> None:
-        """Launches the buckets whose units all have numbers of at least `unit`.
+        """Launches the reductions of the buckets whose earliest unit is `unit` or a later one.
 
-        The backwards of these units have ended, because the backward runs in reverse order.
+        Their gradients are complete, because the backward runs the units in reverse order.
         """
         for queue in self._queues:
             while not queue.is_done and self.layout.buckets[queue.next].earliest_unit >= unit:
@@ -361,7 +361,7 @@ class Reducer:
     def _end_backwards(self) -> None:
         self.all_passes_ended()
         for queue in self._queues:
-            if queue.is_untouched:  # no micro-batch ran on the queue's chunk: gradients are zero
+            if queue.is_untouched:  # no micro-batch ran on the chunk, so its gradients are 0
                 self._launch_all(queue)
         self.reductions.wait_all()
         if self.layout.slices_parameters:
@@ -408,7 +408,7 @@ class Reducer:
             self._state = StepState.ABORTED
 
     def recover(self) -> None:
-        """Launches the remaining buckets of a discarded step of a wrapped module. Collective.
+        """Launches the remaining reductions of a wrapped module's discarded step. Collective.
 
         Afterwards all ranks have called the same collectives, even if they failed at different
         points. Call this method before any other collective. It does nothing if no step was
@@ -435,8 +435,8 @@ class Reducer:
         if not self._passes_ended or self._state is not StepState.RUNNING:
             return
         if not self.rounds:
-            # Reductions are collective, and some ranks may have launched fewer buckets than others.
-            # So every rank launches its remaining buckets.
+            # Reductions are collective, and some ranks may have launched fewer than
+            # others. So every rank launches its remaining reductions.
             for queue in self._queues:
                 self._launch_all(queue)
             self._passes = max(1, self._passes - self._passes_ended)

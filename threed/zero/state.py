@@ -92,7 +92,7 @@ class Consistency:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Context: marks the states as inconsistent while the block changes them.
+        """Context manager that marks the states as inconsistent while the block changes them.
 
         If the block raises an error, the states stay inconsistent until a later `changing` block,
         such as the block of a load, ends without error.

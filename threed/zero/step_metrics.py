@@ -57,7 +57,7 @@ class Faults:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Context: resets the flags for the block, and restores their earlier values at its end."""
+        """Context manager that resets the flags, and restores their earlier values at its end."""
         kept = [flag.swap(None) for flag in self.flags]
         try:
             yield

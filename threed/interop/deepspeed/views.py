@@ -15,8 +15,8 @@ from torch import Tensor
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
-RATE = {"params", "lr", "initial_lr"}  # keys of a group that `_kept` does not compare
-PAIRS = "pairs of a Counter"  # the key of an encoded `Counter`
+RATE = {"params", "lr", "initial_lr"}  # keys of a group that `_kept` does not copy
+PAIRS = "pairs of a Counter"  # the only key of a `Counter` that `to_json` encoded
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -48,7 +48,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._index: list[int | None] = (
             [*own] if passed is None else _indices(self._groups, list(own))
         )
-        self._rates: list[float] = self._read()  # the groups' rates as last read or written
+        self._rates: list[float] = self._read()  # learning rates when last read or set
         self._kept = [_kept(group) for group in self._groups]
         self._members = list(map(id, self._groups))
         self._hooks = [
@@ -180,7 +180,7 @@ def _refuse_state(*_: Any) -> NoReturn:
 
 
 def _kept(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a group that must not change."""
+    """Returns the values of a group that must not change; parameters are represented by ids."""
     kept = {key: plain_value(value) for key, value in group.items() if key not in RATE}
     return {**kept, "params": list(map(id, group.get("params", ())))}
 
@@ -252,8 +252,8 @@ class SchedulerView:
 def to_json(state: Any) -> Any:
     """Returns the state of a scheduler as JSON; `from_json` decodes it.
 
-    Tensors become numbers or lists. A `Counter` (of `MultiStepLR`) becomes its pairs, because JSON
-    has only strings as keys.
+    Tensors become numbers or lists of numbers. A `Counter` (of `MultiStepLR`) becomes its pairs,
+    because JSON has only strings as keys.
     """
     if isinstance(state, Tensor):
         return state.tolist()
