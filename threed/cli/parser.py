@@ -89,7 +89,7 @@ def make_parser(run: Mapping[str, Callable[..., Any]], used: str = "") -> argpar
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         made.set_defaults(run=run.get(name))
-        # Only the tool in use gets its arguments: those of every tool would need more imports.
+        # The arguments of other tools are not needed, and would import further modules.
         if name == used and name in _ARGUMENTS:
             _ARGUMENTS[name](made.add_argument)
     return parser
