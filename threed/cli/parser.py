@@ -89,7 +89,8 @@ def make_parser(run: Mapping[str, Callable[..., Any]], used: str = "") -> argpar
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         made.set_defaults(run=run.get(name))
-        if name == used and name in _ARGUMENTS:  # other tools' arguments would cost imports
+        # The arguments of other tools are not needed, and would import further modules.
+        if name == used and name in _ARGUMENTS:
             _ARGUMENTS[name](made.add_argument)
     return parser
 

@@ -101,16 +101,17 @@ def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, by: Matmu
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) -> Tensor | None:
-    """Computes the gradient of the weight in y = x weight^T, dy^T x, and adds it to its sink.
+    """Computes a weight's gradient, dy^T x for y = x weight^T, and adds it to the weight's sink.
 
     Args:
         weight: parameter [out in].
         dy: gradient of y as rows [m out].
-        x: [... in], m rows if flattened.
+        x: input of the layer, [... in], which has m rows if flattened.
         by: implementation of the matrix product.
 
     Returns:
-        The gradient [out in] for autograd; None if it was added to a sink or the weight is frozen.
+        The gradient [out in] for autograd, if the weight has no sink. None if the gradient was
+        added to a sink, or if the weight is frozen.
     """
     if not weight.requires_grad:
         return None

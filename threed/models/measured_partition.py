@@ -333,7 +333,10 @@ class _Search:
         return states + most_kept(self.plan, rank, kept) + max(layer.workspace for layer in layers)
 
     def _bytes_by_stage(self) -> StageBytes:
-        """Returns `_rank_bytes` as a function of (stage, start, stop), for one stage per rank."""
+        """Returns a function that computes `_rank_bytes` from prefix sums, for one stage per rank.
+
+        Its parameters are the number of the stage, and the range of the stage's layers.
+        """
         ranks = {stages[0]: rank for rank, stages in enumerate(self.placement)}
         live = {stage: most_kept(self.plan, rank, [1]) for stage, rank in ranks.items()}
         states, kept = (

@@ -41,7 +41,10 @@ def _on_cpu(x: Tensor) -> bool:
 
 
 def gelu(x: Tensor, dy: Tensor | None = None) -> Tensor:
-    """Returns GELU of x in its tanh form; if the output's gradient dy is given, x's gradient."""
+    """Returns GELU of x in its tanh form; if `dy` is given, the gradient of x instead.
+
+    dy: gradient of the output.
+    """
     _check("gelu", x, dy)
     out = torch.empty_like(x)
     _call(
@@ -58,7 +61,12 @@ def gelu(x: Tensor, dy: Tensor | None = None) -> Tensor:
 
 
 def swiglu(gate_up: Tensor, dy: Tensor | None = None) -> Tensor:
-    """Returns silu(gate) * up, [... 2f] -> [... f]; if dy [... f] is given, gate_up's gradient."""
+    """Returns silu(gate) * up; if `dy` is given, the gradient of `gate_up` instead.
+
+    Args:
+        gate_up: [... 2f], the gate in the first half.
+        dy: gradient of the output, [... f].
+    """
     f = gate_up.shape[-1] // 2
     _check("swiglu", gate_up)
     like = (gate_up.dtype, (*gate_up.shape[:-1], f))

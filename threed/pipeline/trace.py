@@ -170,7 +170,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (formula := _formula(func._overloadpacket)) is not None:
-            # torch's formulas do not accept `out_dtype`.
+            # The argument `out_dtype` is removed, because torch's FLOP formulas do not accept it.
             known = [arg for arg in args if not isinstance(arg, torch.dtype)]
             self.flops += formula(*known, **(kwargs or {}), out_val=out)
         self.look_at((args, out))

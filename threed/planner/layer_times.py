@@ -117,7 +117,7 @@ def cut_by_times(
         costs: function that returns the FLOPs of the layers. They give a partition by FLOPs, with
             which the result is compared. If the function raises TraceError, this comparison is
             omitted.
-        plan: the plan of a step with equal times for all stages.
+        plan: the plan of a step, built as if all stages took equal times.
 
     Raises:
         RuntimeError: if a layer cannot run on its own.
@@ -148,7 +148,7 @@ def division(
     with a notice.
 
     Args:
-        plan: the plan of a step with equal times for all stages.
+        plan: the plan of a step, built as if all stages took equal times.
         layers: all layers of the model.
         times: times of every layer.
         flops: FLOPs of the layers, for comparison with a balanced partition; None if not known.

@@ -67,8 +67,8 @@ def probe(folder: Path, everyone: Axis) -> None:
     finally:
         with contextlib.suppress(OSError):
             own_file.unlink()
-        with contextlib.suppress(OSError):  # only the last rank succeeds: the folder is then empty
-            place.rmdir()
+        with contextlib.suppress(OSError):
+            place.rmdir()  # fails on all ranks but the last, because the folder is not empty
 
 
 @contextlib.contextmanager

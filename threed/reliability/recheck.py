@@ -120,9 +120,9 @@ class Record:
     def bad_samples(self) -> list[int]:
         """Returns the sample numbers of the micro-batches with a loss that is not finite.
 
-        The list is empty if this rank does not have the losses of all micro-batches.
+        The list is empty if this rank does not have the losses of all micro-batches, as in a
+        bidirectional pipeline.
         """
-        # For example, in a bidirectional pipeline a rank has only some of the losses.
         if len(self._losses) != len(self._micros):
             return []
         both = zip(self._micros, self._losses, strict=True)

@@ -145,10 +145,12 @@ def _walk(plan: Plan, rank: int) -> list[int]:
             continue
         if kind is Kind.FB or backward is not None:
             _check_pair(plan, rank, action)
+            # The backward is checked first, because the forward of its micro-batch must be in an
+            # earlier action.
             parts: Sequence[Action] = (
                 action.parts[1],
                 action.parts[0],
-            )  # backward first: the forward that it needs must be in an earlier action
+            )
         else:
             parts = (action,)
         for kind, microbatch, chunk, _ in parts:

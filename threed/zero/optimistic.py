@@ -65,7 +65,7 @@ class PreservedGradient(InMemory):
 
 
 class Optimistic:
-    """Applies the updates of an optimizer with states in the device's memory.
+    """Applies optimistic updates to states in the device's memory, and undoes the wrong ones.
 
     Args:
         states: states of the optimizer.
@@ -73,9 +73,9 @@ class Optimistic:
         everyone: axis of all ranks.
         consistency: the states' tracker; marks them as inconsistent while they are restored.
         counters: scalar tensors that an update changes in addition to the states.
-        outcome: `outcome()` returns a function, which computes the results of the next update from
-            the sums over all ranks; see `BadSteps.outcome`.
-        apply: `apply(gradients, results, guessed)` applies an update; `guessed` is whether the
+        outcome: returns a function that is called later, with the sums over all ranks, to compute
+            the results of the next update; see `BadSteps.outcome`.
+        apply: `apply(gradients, results, guessed)` applies an update. If `guessed` is true, the
             results are a guess.
         observe: if not None, called with the results of each update whose guess was right, once
             these results are known.

@@ -329,7 +329,7 @@ class Optimizer:
         Args:
             state: the state.
             buffers: staged buffers of all parts of the state, and of the gradient. The rule may
-                overwrite the gradient; its buffer is dropped and removed.
+                overwrite the gradient. Its buffer is then released, and removed from `buffers`.
             now: scalars of the update, with the learning rates of all groups.
             fused: whether the rule also writes the new parameters, to a staged buffer that is added
                 to `buffers` as "parameter".

@@ -36,7 +36,7 @@ class Gradients:
         raise NotImplementedError
 
     def set_zero(self, slot: Slot, bucket: Bucket) -> None:
-        """Zeroes the part of a gradient that is in a bucket, if it received no contributions."""
+        """Zeroes the part of a gradient in a bucket; called if it received no contributions."""
         bucket.part(slot, self.window(bucket)).zero_()
 
     def take_window(self, bucket: Bucket) -> Tensor:

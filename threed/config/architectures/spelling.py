@@ -266,7 +266,8 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
     if not record.learned_positions:
         table |= _rope(record, keys)
     if record.window == "layer_types" and not keys["window"]:
-        # "sliding_attention" layers require a window, so the window covers all positions.
+        # transformers requires a window for "sliding_attention" layers, so the file has a window
+        # that covers all positions, which has no effect.
         table["sliding_window"] = keys["positions"]
     return table | _windows(record, keys) | dict(record.fixed) | dict(record.written)
 
