@@ -69,7 +69,7 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def with_dtype_note(inputs: Inputs) -> Iterator[None]:
-    """Context that adds the dtypes of the batch's tensors as a note to an error about dtypes."""
+    """Context manager: adds the dtypes of the batch's tensors as a note to a dtype error."""
     try:
         yield
     except RuntimeError as error:
