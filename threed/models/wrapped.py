@@ -190,7 +190,7 @@ class Wrapped(PipelineLayer):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context manager: the module is in evaluation mode; restores the mode of every submodule."""
+        """Context manager: evaluation mode in the block; restores the mode of every submodule."""
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
