@@ -117,7 +117,7 @@ def _start(
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Splits x [s b width] into tensors of heads, and rotates the first `turned` heads of x in place.
+    """Splits x [s b width] into tensors of heads; rotates the first `turned` heads of x in place.
 
     Returns a tensor [s b n d] for each n in `heads`. The tensors are views of x's memory.
     """
