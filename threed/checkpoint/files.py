@@ -166,7 +166,7 @@ def tree_hash(path: Path) -> str:
 
 
 def checksum(path: Path) -> str | None:
-    """Returns the `sum` of a file, or None without the native library.
+    """Returns the `sum` hash of a file, or None without the native library.
 
     Raises:
         OSError: if the file cannot be read.

@@ -10,8 +10,8 @@
     <token>/<slot>/entry-00003-own.json        entry of rank 3
     <token>/<slot>/entry-00003-copy.json       entry of rank 3 on its neighbor machine
 
-An entry lists the files of one rank, with the step and the epoch of the copy. The epoch is the
-number of the run's start, counted from the first. An entry is written after its files, so a file is
+An entry lists the files of one rank, with the step and the epoch of the copy. The epoch counts
+the starts of the run: 1 for the first start. An entry is written after its files, so a file is
 complete if an entry lists it. Copies are written to the slots 0 and 1 in turn, so that a new copy
 never overwrites the newest complete copy. The token is stored in the run folder (`Epochs`), so a
 folder in memory belongs to exactly one run folder. The environment variable THREED_MEMORY replaces

@@ -234,7 +234,7 @@ class ForwardScope:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Context that marks its block as a forward."""
+        """Context manager: marks its block as part of a forward."""
         before, self.active = self.active, True
         try:
             yield

@@ -56,7 +56,7 @@ class Items:
 
     @contextmanager
     def observing(self, inputs: Inputs) -> Iterator[None]:
-        """Context that records whether a causal model in the module gets the batch's labels."""
+        """Context manager: records whether a causal model in the module gets the batch's labels."""
         self._inputs, self._inner_got_labels = inputs, False
         try:
             yield

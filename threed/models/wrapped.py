@@ -69,7 +69,7 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def with_dtype_note(inputs: Inputs) -> Iterator[None]:
-    """Context that adds the dtypes of the batch's tensors as a note to an error about dtypes."""
+    """Context manager: adds the dtypes of the batch's tensors as a note to a dtype error."""
     try:
         yield
     except RuntimeError as error:
@@ -190,7 +190,7 @@ class Wrapped(PipelineLayer):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context with the module in evaluation mode; restores the mode of every submodule."""
+        """Context manager: evaluation mode in the block; restores the mode of every submodule."""
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:

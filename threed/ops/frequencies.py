@@ -32,8 +32,9 @@ class Frequencies(NamedTuple):
         turned: number of elements of a head that are rotated, from its first element.
         kind: type of scaling ("linear", "llama3", "yarn" or "longrope"), or "default" for none.
         factor: scaling factor.
-        low: low_freq_factor of llama3; for yarn, the first pair with an interpolated frequency.
-        high: high_freq_factor of llama3; for yarn, the last pair with an interpolated frequency.
+        low: low_freq_factor of llama3; for yarn, pairs up to this number keep their frequency.
+        high: high_freq_factor of llama3; for yarn, the frequencies of pairs from this number on are
+            divided by `factor`.
         original: number of positions before scaling.
         short: factors of longrope for sequences up to `original`.
         long: factors of longrope for longer sequences.

@@ -64,8 +64,9 @@ def rotate(x: Tensor, theta: Theta, positions: Positions | None = None) -> Tenso
 def table(positions: Positions, size: int, theta: Theta, device: torch.device) -> Tensor:
     """Returns cosines and sines for the kernel, fp32 [s 2 2 d/16 4].
 
-    The dimensions are: position; cosine or sine; first or second half of a pack; pack of eight
-    pairs; the four numbers of a half. So the first halves of all packs are contiguous.
+    Eight consecutive pairs form a pack. The dimensions are: position; cosine or sine; half of a
+    pack (first or second); pack; the four numbers in this half of the pack. So the first halves of
+    all packs are contiguous.
     """
     angle = angles(positions, size, theta, device)
     cos_sin = torch.stack((angle.cos(), angle.sin()), 1)
@@ -116,10 +117,9 @@ def _start(
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Splits x [s b width] into tensors of heads, and rotates the first heads of x in place.
+    """Splits x [s b width] into tensors of heads; rotates the first `turned` heads of x in place.
 
-    `heads` is the number of heads per tensor, `turned` the total number of rotated heads. The
-    tensors are views of x's memory.
+    Returns a tensor [s b n d] for each n in `heads`. The tensors are views of x's memory.
     """
 
     @staticmethod

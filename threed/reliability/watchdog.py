@@ -52,7 +52,7 @@ from threed.reliability.heartbeat import (
 HUNG = 124  # exit code of every rank of a run that hangs
 # Seconds within which the other ranks must mark their heartbeats after a rank detects a hang.
 ANSWER_S = 3.0
-WAITS = "waits in"  # start of the heartbeat's note of a rank that waits in a collective
+WAITS = "waits in"  # prefix of the heartbeat's note if a rank waits in a collective
 COMMUNICATION = ("threed/distributed/collectives.py", "torch/distributed/")
 
 

@@ -22,8 +22,8 @@ rank is
 
 If b = f, this is D - 2 slots for any u, and the idle share is the paper's (D - 2) / (2m + D - 2).
 If b = 2f, the idle share of a single unit (m = D) is the paper's (D - 2) / (1.5m + D - 2). Each
-further unit then adds idle time: use m = D, or another schedule. A last unit of r < D micro-batches
-adds D - r slots of idle time. A rank keeps the activations of between D/2 + 1 (outer ranks) and D
+further unit then adds idle time: use m = D, or another schedule. A last unit of n < D micro-batches
+adds D - n slots of idle time. A rank keeps the activations of between D/2 + 1 (outer ranks) and D
 micro-batches, and the weights of two stages. Source: Li and Hoefler 2021, arXiv 2107.06925,
 section 3.
 

@@ -367,7 +367,8 @@ def _train(
         last = look("last", engine, metrics)
         return {"first": first, "last": last, "layers": layers, "batches": batches}, watch
     except DataError as error:
-        # The error is raised after the step. So report the first layer with a non-finite output.
+        # The engine raises DataError only after the step, so `at()` is not the faulty layer.
+        # Report the first layer with a non-finite output instead.
         raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error

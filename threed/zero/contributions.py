@@ -72,7 +72,12 @@ class Contributions:
         self.used = False
 
     def begin_round(self, passes: int) -> bool:
-        """Begins a round of `passes` micro-batches; returns whether the gradient is incomplete."""
+        """Begins a round of `passes` micro-batches.
+
+        Returns:
+            Whether the gradient is incomplete: contributions are expected in this round, or their
+            number is unknown.
+        """
         self.remaining, self.added, self.late = (self.per_pass or 0) * passes, 0, 0
         return self.per_pass is None or self.remaining > 0
 

@@ -207,7 +207,7 @@ def _key(library: Library, command: list[str]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Context that holds a lock on a file. The file is not removed afterwards.
+    """Context manager: holds a lock on a file. The file is not removed afterwards.
 
     If the process dies, the kernel releases the lock.
     """
