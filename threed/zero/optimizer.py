@@ -269,7 +269,7 @@ class Optimizer:
 
         Args:
             gradients: this rank's portion of each bucket's summed gradients.
-            update: results of the step.
+            update: the results of the step, such as skip flag, clip factor and learning rates.
             guessed: whether `update` is a guess, because the norm is not known yet.
         """
         if self.versions is not None:
