@@ -98,7 +98,10 @@ def _product_backward(
 
     If the gradient of x is not needed, an empty tensor is returned.
 
-    need: whether the gradients of x, weight and bias are needed, in this order.
+    Args:
+        dy: gradient of the output.
+        gathered: see `_product`; likewise `weight`, `parts` and `opaque`.
+        need: whether the gradients of x, weight and bias are needed, in this order.
     """
     layer, tiles = opaque.value, tiled.tiles_of(opaque.value)
     # The bias is taken from the layer, because only the parameter itself has the attribute `sink`.

@@ -270,7 +270,7 @@ class GradSink(Protocol):
         """
 
     def mark_added(self) -> None:
-        """Counts a contribution that was written to the buffer from `memory`."""
+        """Counts a contribution that the caller wrote to the buffer that `memory` returned."""
 
     def in_forward(self) -> bool:
         """Returns whether a stage is running a forward, in which the sink accepts no gradients."""
@@ -315,7 +315,7 @@ def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]
 
 
 def bias_gradient(bias: Tensor, rows: Tensor) -> Tensor | None:
-    """Adds the sum of rows [m n] to the bias's sink, or returns it for autograd."""
+    """Adds the sum of rows [m n] to the bias's sink; without a sink, returns it for autograd."""
     if sums.column_fits(rows):
         gradient = VectorGradient(bias)
         sums.column_sums(rows, gradient.out, add=gradient.add)

@@ -77,7 +77,7 @@ class PipelineLayout:
 
     @property
     def one_way(self) -> tuple[tuple[int, ...], ...]:
-        """The placement of the first direction (way) only, in which every stage is on one rank."""
+        """The placement for the first direction (way) only, so that every stage is on one rank."""
         return tuple(stages[: len(stages) // self.ways] for stages in self.placement)
 
     def holders(self, stage: int) -> list[int]:

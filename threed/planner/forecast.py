@@ -399,7 +399,7 @@ class _Column:
         )  # fmt: skip
 
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
-        """Returns the simulated times of the stages, in FLOPs or the unit of the custom costs."""
+        """Returns costs of stages for a simulation, in FLOPs or in the unit of custom costs."""
         again = fully_recomputed(self.config, self.layers)
         return stage_costs(times_by_flops(flops, again), pipeline.layout.ranges)
 

@@ -101,7 +101,8 @@ class Memory:
         """Creates this machine's folder in memory on the first rank of the machine.
 
         Returns:
-            Whether the folder already existed, because torchrun has restarted the ranks.
+            Whether torchrun has restarted the ranks, so that the folder already existed. False on
+            the other ranks of the machine.
         """
         if not self.machines.first:
             return False

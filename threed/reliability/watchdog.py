@@ -231,7 +231,10 @@ def _place(frame: FrameType) -> str:
 
 
 def _kill(beat: Beat) -> None:
-    """Makes a rank write its stacks, and kills it, if the launcher of this process started it."""
+    """Makes a rank write its stacks, then kills it.
+
+    Has no effect on ranks that another launcher started, or that are on other machines.
+    """
     if process_state(beat) in ("unknown", "ended") or process.parent(beat["pid"]) != os.getppid():
         return
     with contextlib.suppress(OSError):

@@ -266,7 +266,7 @@ class ModuleGatherer(Gatherer):
 
     def _publish(self, bucket: Bucket) -> None:
         super()._publish(bucket)
-        if compiles():  # torch.compile cannot trace the wait for a gather in flight
+        if compiles():  # wait here, because torch.compile cannot trace a wait at the first use
             self._wait_for((bucket,))
 
     def gradient_complete(self, slot: Slot) -> None:
@@ -295,5 +295,5 @@ class ModuleGatherer(Gatherer):
 
 
 def in_backward() -> bool:
-    """Returns whether the caller runs inside a backward, called by autograd's engine."""
+    """Returns whether autograd's engine is running a backward in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)

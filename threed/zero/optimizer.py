@@ -269,7 +269,7 @@ class Optimizer:
 
         Args:
             gradients: this rank's portion of each bucket's summed gradients.
-            update: the norm, the learning rates and the other scalars of the step.
+            update: the results of the step, such as skip flag, clip factor and learning rates.
             guessed: whether `update` is a guess, because the norm is not known yet.
         """
         if self.versions is not None:
@@ -440,7 +440,7 @@ def scalars_of(update: Update, updates: Tensor) -> StepScalars:
     """Returns the scalars that update rules need; their `lr` contains the rates of all groups.
 
     Args:
-        update: results of the step.
+        update: the results of the step, such as skip flag, clip factor and learning rates.
         updates: number of updates applied so far, including this one unless it is skipped.
     """
     scale = torch.where(update.skip == 0, update.clip / update.loss_scale, 1.0)

@@ -160,7 +160,9 @@ class Room:
 
 
 class Snapshot:
-    """The values of some records at the time of construction, when no update may be running.
+    """The values that some records have when the snapshot is constructed.
+
+    No update may be running at that time.
 
     Args:
         wanted: the records. Records of the same state must be consecutive.

@@ -112,7 +112,7 @@ class HFTensors(ABC):
 
     @abstractmethod
     def _hf_tensor(self, part: str, key: str) -> LazyTensor:
-        """Returns a part of a Hugging Face tensor. key: the tensor's name in the files."""
+        """Returns a part of the tensor that has the name `key` in the Hugging Face files."""
 
     # ------------------------------------------------------------------------------------------------------- checks
 

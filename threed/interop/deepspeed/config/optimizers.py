@@ -99,7 +99,7 @@ def is_scheduled(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
-    """Returns whether an optimizer has step hooks. own: id of a hook to ignore."""
+    """Returns whether an optimizer has step hooks other than the hook with the id `own`."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return bool({*before, *after} - {own})
 

@@ -221,7 +221,7 @@ def _precision(
 
 
 def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, Any]:
-    """Returns the keys of `zero`. width: bytes per gradient element."""
+    """Returns the keys of `zero`; `width` is the number of bytes per gradient element."""
     stage, ranks = zero.stage, world if zero.mics_shard_size < 1 else zero.mics_shard_size
     text = f"{ranks} does not divide {counted(world, 'data-parallel rank')}"
     reader.check(world % ranks == 0, f"{ZERO}.mics_shard_size", text)
