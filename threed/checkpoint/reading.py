@@ -31,16 +31,19 @@ MOST_OPEN = 64  # maximum number of files that are open at the same time
 
 @dataclass(frozen=True, eq=False)
 class SavedBox:
-    """A saved box of one part of a tensor: a piece of a line of a section, see `sections`.
+    """A saved block of a weight, or of one of its optimizer states.
+
+    In the terms of the module `sections`, the block is one piece of a line.
 
     Attributes:
         reader: the open checkpoint.
         part: part of the state: weight, exp_avg, ...
-        shape: shape of the box.
-        section: the section.
+        shape: shape of the block.
+        section: the section that contains the line.
         line: index of the line in the section.
         at: offset of the piece in the line, in elements.
-        holders: (file name, key in the file) of each share of the section, by number of the share.
+        holders: for each share of the section, by its number: (name of the file that contains the
+            share, key of the share in this file).
     """
 
     reader: Reader

@@ -136,7 +136,8 @@ class Section:
             begin = index * here.step
             share = (min(begin + here.step, here.length) - begin) // self.portions
             portion, inside = divmod(first - begin, share)
-            # `number` belongs to the last writer w with share * w // writers <= inside.
+            # Writer w begins at offset share * w // writers of the portion. The element belongs to
+            # the last writer that begins at or before `inside`.
             number = portion * self.writers + ((inside + 1) * self.writers - 1) // share
             end = self.window(number, here, index)[1]
             yield number, first, min(end, last)

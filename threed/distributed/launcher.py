@@ -6,8 +6,8 @@
 
 If torchrun or the user has set RANK or WORLD_SIZE, no variable is changed. So torchrun can run in
 each task of a Slurm step, and with `WORLD_SIZE=1` the tasks of a step are independent processes.
-The shell of sbatch or salloc is not a step of several tasks. So a process that is started there
-without srun is a world of one rank, and torchrun can be started there.
+In the shell of sbatch or salloc, the number of tasks of the Slurm job is ignored: a process that is
+started there without srun has world size 1. torchrun can also be started there.
 """
 
 from __future__ import annotations

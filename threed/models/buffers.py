@@ -393,7 +393,7 @@ def build(
         layers: all layers of the model.
         stages: the layers of each stage.
         topology: the topology, with the pipeline, data and tensor axes of this rank.
-        recomputed: numbers of the layers that are recomputed in full.
+        recomputed: indices of the layers that are recomputed in full.
         wrapped: the wrapped module; `layers` is then ignored.
 
     Raises:

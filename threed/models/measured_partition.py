@@ -125,7 +125,7 @@ def times_by_flops(flops: Sequence[float], again: Sequence[int]) -> list[LayerTi
 
     Args:
         flops: FLOPs of forward and backward per layer; a backward counts as two forwards.
-        again: numbers of the layers that are recomputed, whose backward therefore includes a
+        again: indices of the layers that are recomputed, whose backward therefore includes a
             forward.
     """
     return [

@@ -24,7 +24,7 @@ class Tie:
     Attributes:
         number: index of this tie among the ties of the model.
         stages: pipeline ranks that hold the parameter.
-        layers: numbers of the layers that use the parameter.
+        layers: indices of the layers that use the parameter.
         chunks: for each rank in `stages`, the indices of its chunks that use the parameter.
     """
 

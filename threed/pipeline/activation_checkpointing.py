@@ -79,7 +79,8 @@ class InArena:
 class OnDrives:
     """A pool of storages in a swap file.
 
-    Each storage is as large as a buffer of the drive, so any input fits into any storage.
+    All storages have the same size, that of the drive's host buffers. So any free storage can hold
+    any input.
     """
 
     def __init__(self, disk: Disk) -> None:
@@ -192,7 +193,7 @@ class ActivationStore:
 
         Args:
             x: the tensor, of any shape.
-            place: (number of the layer, index of the tensor in the layer's input).
+            place: (index of the layer, index of the tensor in the layer's input).
         """
         saved, part, numel = SavedInput(x.shape), x.detach(), x.numel()
         if self.axis is not None and (
@@ -315,7 +316,7 @@ class Recomputed:
     """The units (layers) that are recomputed in the backward.
 
     Attributes:
-        units: numbers of the units.
+        units: indices of the units.
         store: store for the inputs of the units, if the units are recomputed in full; else None.
         selective: the operations to recompute, if the units are recomputed only in part; else None.
     """
@@ -326,7 +327,7 @@ class Recomputed:
 
 
 def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
-    """Returns the numbers of the layers to recompute.
+    """Returns the indices of the layers to recompute.
 
     Only layers whose attribute `recomputable` is not False can be recomputed. The result contains
     the first such layer, and every `every`-th such layer after it. Layers are counted over the full
@@ -336,12 +337,12 @@ def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
 
 
 def recomputed_layers(config: Config, layers: Sequence[nn.Module]) -> list[int]:
-    """Returns the numbers of the layers that are recomputed in full or in part."""
+    """Returns the indices of the layers that are recomputed in full or in part."""
     return [] if config.recompute.mode == "none" else choose(layers, config.recompute.every)
 
 
 def fully_recomputed(config: Config, layers: Sequence[nn.Module]) -> list[int]:
-    """Returns the numbers of the layers that are recomputed in full."""
+    """Returns the indices of the layers that are recomputed in full."""
     return recomputed_layers(config, layers) if config.recompute.mode == "full" else []
 
 
@@ -350,7 +351,7 @@ def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[flo
 
     Args:
         costs: FLOPs per layer without recomputation; the forward takes a third of them.
-        again: numbers of the layers that are recomputed in full; their forward runs twice.
+        again: indices of the layers that are recomputed in full; their forward runs twice.
     """
     return [cost + cost / 3 if number in again else cost for number, cost in enumerate(costs)]
 
@@ -396,7 +397,7 @@ def for_tracing(
 
     Args:
         config: the configuration.
-        numbers: numbers of the recomputed layers.
+        numbers: indices of the recomputed layers.
         slicing: the model's slicing, with its tensor ranks.
         device: device of the layers.
     """

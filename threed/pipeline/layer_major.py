@@ -47,7 +47,7 @@ class LayerMajorStage(Stage):
     Args:
         layers: the layers of the stage; see `Stage` for this and the other positional arguments.
         unit_ended: `unit_ended(unit)` is called when a layer has run the backwards of all
-            micro-batches; `unit` is the number of the layer among the layers of this rank.
+            micro-batches; `unit` is the index of the layer among the layers of this rank.
         between: function that is called after each backward of a layer on one micro-batch, except
             after backwards of the model's last layer.
     """

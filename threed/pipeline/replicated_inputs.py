@@ -63,7 +63,7 @@ class ReplicatedInputs:
         return the result of the first call.
 
         Args:
-            place: (number of the layer, index of the tensor in the layer's input).
+            place: (index of the layer, index of the tensor in the layer's input).
             x: the input.
         """
         if place not in self._replicated:

@@ -251,7 +251,7 @@ class Stage:
         """Runs one layer of a forward.
 
         Args:
-            unit: number of the layer.
+            unit: index of the layer among the layers of this rank.
             x: input of the layer.
             micro: the micro-batch.
             begin: input of the graph to which the layer belongs.

@@ -173,7 +173,7 @@ class Blueprint:
         topology: the parallel axes, and this rank's position on them.
         config: the resolved configuration.
         layers: all layers of the model.
-        recomputed: numbers of the layers with activation recomputation, full or selective.
+        recomputed: indices of the layers with activation recomputation, full or selective.
         pipeline: the stages and the plan.
         layout: the memory layout of this rank's parameters (`threed.zero.layout`).
     """
@@ -302,19 +302,19 @@ class Blueprint:
 
     @property
     def chunks(self) -> tuple[range, ...]:
-        """For each chunk of this rank, the numbers of its layers."""
+        """For each chunk of this rank, the indices of its layers in the list of all layers."""
         return self.pipeline.layout.chunks(self.topology.axis("pp").index)
 
     @property
     def held(self) -> list[int]:
         """For each layer of this rank, its index in the list of all layers of the model.
 
-        The position of a layer in this list is the number of its ZeRO unit.
+        The position of a layer in the returned list is the index of its ZeRO unit.
         """
         return [number for chunk in self.chunks for number in chunk]
 
     def units_of(self, layer: int) -> range:
-        """Returns the numbers of the ZeRO units of a layer.
+        """Returns the indices of the ZeRO units of a layer.
 
         A layer of `threed.layers` is one unit. A wrapped module is one layer with several units.
 
@@ -327,12 +327,12 @@ class Blueprint:
 
     @property
     def fully_recomputed(self) -> list[int]:
-        """The numbers of the layers that are recomputed in full."""
+        """The indices of the layers that are recomputed in full, in the list of all layers."""
         return self.recomputed if self.config.recompute.mode == "full" else []
 
     @property
     def recomputed_units(self) -> list[int]:
-        """The numbers of this rank's ZeRO units that are recomputed in full or selectively."""
+        """The indices of this rank's ZeRO units that are recomputed, in full or selectively."""
         return [unit for unit, number in enumerate(self.held) if number in self.recomputed]
 
     @functools.cached_property

@@ -53,7 +53,7 @@ class RankForecast:
     Attributes:
         rank: global rank.
         label: coordinates of the rank, such as 'pp0 dp1'.
-        layers: for each chunk of the rank, the numbers of its layers.
+        layers: for each chunk of the rank, the indices of its layers.
         bytes: bytes by kind, and `peak`; see `Footprint`.
         sends: bytes sent per step, by axis: tp, pp, dp and cp.
     """

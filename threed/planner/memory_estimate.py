@@ -88,7 +88,7 @@ def trace(
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.
-        recomputed: numbers of the layers with activation recomputation.
+        recomputed: indices of the layers with activation recomputation.
 
     Raises:
         TraceError: if a layer cannot run on the meta device, or if the last layer returns no loss.

@@ -181,9 +181,10 @@ class _Actions:
         self.needed_by[need].append(action)
 
     def numbered(self, ranks: tuple[tuple[int, ...], ...]) -> list[list[int]]:
-        """Returns the numbers of a plan's actions per rank.
+        """Returns, per rank, the index of each action of a plan.
 
-        ranks: the actions per rank, in the form of `Filled.ranks`.
+        Args:
+            ranks: the actions per rank, in the form of `Filled.ranks`.
         """
         numbers = []
         for line in ranks:
@@ -197,7 +198,8 @@ class _Actions:
     def begins(self, ranks: list[list[int]]) -> _Times | None:
         """Returns the simulated times of a plan, or None if the ranks deadlock.
 
-        ranks: the numbers of the actions per rank.
+        Args:
+            ranks: the indices of the actions per rank.
         """
         begin, order = [-1.0] * len(self.time), list[int]()
         at, now = [0] * len(ranks), [0.0] * len(ranks)

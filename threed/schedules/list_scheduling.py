@@ -2,10 +2,11 @@
 
 Use: `orders = list_orders(flow, Priority(...), limit)`, then `split_backward.fill`.
 
-The ranks are simulated over time. A free rank takes the F or I with the lowest priority number
-among the actions whose input is available and that fit into memory. If no such action exists, the
-rank runs its oldest pending W. With `Priority.eager` it also does so if its memory is full.
-Positions and orders are defined in split_backward.py.
+The ranks are simulated over time. An F or I can run if its input is available; an F also needs free
+memory, within the limits of `Priority`. A free rank runs the F or I with the lowest priority number
+among those that can run. If none can run, the rank runs its oldest pending W. With
+`Priority.eager`, a rank with full memory runs its oldest pending W even if an I can run. Positions
+and orders are defined in split_backward.py.
 """
 
 from __future__ import annotations

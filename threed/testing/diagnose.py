@@ -203,7 +203,7 @@ class Explainer:
 
         Args:
             between: differences at boundaries, by rank.
-            number: number of the layer.
+            number: index of the layer.
             parameters: names of parameters that differ.
             what: name of the value at the boundary.
             partial: explanation if the tensor ranks have partial sums.

@@ -2,7 +2,7 @@
 
     watch = Watch(engine, truth)
     engine.step(batch)
-    watch.seen        # (kind, number of the layer, samples, index of the tensor) -> values
+    watch.seen        # (kind, index of the layer, samples, index of the tensor) -> values
 
 These values only locate a difference. Losses and parameters decide whether results differ.
 """

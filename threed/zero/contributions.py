@@ -128,7 +128,7 @@ class LaunchQueue:
     and each bucket's reduction is launched once per round.
 
     Args:
-        chunks: numbers of the chunks that use the parameters.
+        chunks: indices of the chunks that use the parameters.
         parameters: `Contributions` of all parameters of the queue.
         buckets: index of each bucket in `Layout.buckets` -> `Contributions` of the parameters in
             the bucket; in launch order.

@@ -20,13 +20,13 @@ from threed.zero.reductions import GradientCodecs, early_sum, sum_over
 
 
 class LateGradients:
-    """Keeps gradients that arrive after the reduction of their bucket was launched in a step.
+    """Stores the late gradients of a step, and reduces them at the end of the step.
 
     Args:
         layout: parameters and their buckets.
         codecs: how gradients are encoded for communication.
-        gatherer: the gatherer of the parameters. `reduce` checks that it has gathered the same
-            groups in the same order on all ranks. None skips this check.
+        gatherer: the gatherer of the parameters. `reduce` checks that all ranks have gathered the
+            same groups in the same order. If None, this check is skipped.
     """
 
     def __init__(self, layout: Layout, codecs: GradientCodecs, gatherer: Gatherer | None) -> None:

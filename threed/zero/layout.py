@@ -170,13 +170,13 @@ class GroupKey:
         partial: axis over which the gradients are partial sums, or None; see `ShardSpec`. Always
             None if the parameters are not trainable.
         tied: for tied parameters, the pipeline ranks that hold a copy; else empty.
-        units: for sharded parameters, numbers of the units that use them; else None.
-        layers: for parameters that are tied and sharded, numbers of all layers of the model that
+        units: for sharded parameters, indices of the units that use them; else None.
+        layers: for parameters that are tied and sharded, indices of all layers of the model that
             use them; else empty.
         tile: name of the tile if the group is one tile of a linear layer's weight, which the layer
             gathers separately; else None.
-        chunks: numbers of this rank's chunks of the model that use the parameters.
-        tied_chunks: for tied parameters, one tuple per rank in `tied`: numbers of that rank's
+        chunks: indices of this rank's chunks of the model that use the parameters.
+        tied_chunks: for tied parameters, one tuple per rank in `tied`: indices of that rank's
             chunks that use the parameters; else empty.
         over: axis of data ranks that hold different parameters, or None; see `ShardSpec`.
     """
@@ -202,7 +202,7 @@ class Slot:
         param: the parameter.
         spec: sharding record of the parameter.
         places: (module, attribute name) of each use of the parameter.
-        units: numbers of the units that use the parameter.
+        units: indices of the units that use the parameter.
         varies: whether one of these units declares that it runs a data-dependent number of times
             (`runs_vary`).
         first: first element in the flat buffer.

@@ -167,7 +167,7 @@ class Reducer:
         self._sinks |= {slot: Sink(self, slot, count, queue) for slot, count in counts.items()}
 
     def sink_of(self, slot: Slot) -> Sink:
-        """Returns the sink of a trainable parameter."""
+        """Returns the sink that accumulates the gradient of a trainable parameter."""
         return self._sinks[slot]
 
     # ------------------------------------------------------------------------ add, ready, launch

@@ -339,14 +339,15 @@ class Reductions:
             self._release(reduction.window)
 
     def store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
-        """Stores a slice, unless `update` takes over its buffer.
+        """Stores this rank's gradient slice of a bucket.
 
-        If the slice is complete, first computes the sum of squares of its values.
+        A complete slice is first passed to the callback `update` (see the class), which may take it
+        over; then it is not stored. The sum of squares of a complete slice is also computed here.
 
         Args:
             bucket: the bucket.
-            staged: buffer of this rank's slice.
-            complete: whether the slice contains the complete sum of the step.
+            staged: buffer with the slice.
+            complete: whether the slice contains the gradients of all micro-batches of the step.
         """
         if complete:
             # computed here, while the values are still in the CPU cache
