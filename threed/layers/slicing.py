@@ -75,7 +75,7 @@ class Slicing:
         return self.positions(x.shape[0] * self.sequence_parts)
 
     def gathered_positions(self, x: Tensor) -> Positions:
-        """Returns the positions of the rows of `x` [s b ...], an activation that `gather` returned."""
+        """Returns the positions of the rows of `x` [s b ...], an activation from `gather`."""
         return Positions.all(x.shape[0])
 
     @property
