@@ -38,7 +38,7 @@ RECOMPILES = 64
 
 
 class Opaque(OpaqueBase):
-    """Represents an object that torch.compile does not trace into."""
+    """Wraps an object so that torch.compile does not trace into it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -68,11 +68,14 @@ class Slicing:
         return Positions(((first, first + part),), length)
 
     def positions_of(self, x: Tensor) -> Positions:
-        """Returns the positions of an activation `x` between blocks, [s b h] (or [s/t b h])."""
+        """Returns the positions of the rows of `x`, an activation between blocks.
+
+        x: [s b h]; with sequence parallelism [s/t b h].
+        """
         return self.positions(x.shape[0] * self.sequence_parts)
 
     def gathered_positions(self, x: Tensor) -> Positions:
-        """Returns the positions of an activation `x` that `gather` has returned, [s b ...]."""
+        """Returns the positions of the rows of `x` [s b ...], an activation from `gather`."""
         return Positions.all(x.shape[0])
 
     @property

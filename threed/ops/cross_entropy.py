@@ -3,7 +3,7 @@
 For each token, a rank computes the maximum of its shard, the sum of exponentials, and the target's
 logit if the target is in its shard. One all-gather of these three numbers per token replaces a
 gather of the logits. (Megatron-LM, arXiv 1909.08053, section 3, first reduces the maximum, then the
-other two numbers.) The logits' memory is overwritten by the exponentials and then by the gradient.
+other two numbers.) The logits' memory is overwritten with the exponentials, then with the gradient.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _CrossEntropy(torch.autograd.Function):
     """Computes the loss of every token.
 
     If csrc/cpu/fused.cpp supports the logits, they stay unchanged until the backward overwrites
-    them by their gradient. Otherwise the forward overwrites them by exponentials; logits narrower
-    than fp32 are first copied to fp32.
+    them with their gradient. Otherwise the forward overwrites them with exponentials; logits
+    narrower than fp32 are first copied to fp32.
     """
 
     @staticmethod
@@ -143,7 +143,7 @@ def vocab_parallel_cross_entropy(
 # ------------------------------------------------------------------------------------------ csrc/cuda/cross_entropy.cu
 #
 # In the functions below the forward computes the logits' gradient, multiplied by a scalar `weight`,
-# and overwrites the logits by it. Arguments of these functions:
+# and overwrites the logits with it. Arguments of these functions:
 # logits: bf16 [n width]; the first `columns` columns are the shard, the others are padding.
 # targets: int64 [n], global ids. Targets outside the vocabulary have loss 0.
 # first: global id of the shard's first column.
@@ -183,7 +183,7 @@ def _empty_numbers(logits: Tensor, *rest: object) -> Tensor:
 def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
     """Returns the loss of each row, fp32 [n], of an unsharded vocabulary. Launches one kernel.
 
-    Overwrites the logits by the gradient d(sum(loss) * weight)/d(logits). Reads and writes each
+    Overwrites the logits with the gradient d(sum(loss) * weight)/d(logits). Reads and writes each
     logit (bf16) once, 4 bytes in total.
     """
     _check(logits, targets, weight, columns)
@@ -218,7 +218,7 @@ def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> 
 def from_numbers(
     logits: Tensor, targets: Tensor, weight: Tensor, numbers: Tensor, columns: int, first: int, vocabulary: int
 ) -> Tensor:  # fmt: skip
-    """Returns the losses, and overwrites a shard's logits by their gradient, as `whole` does.
+    """Returns the losses, and overwrites a shard's logits with their gradient, as `whole` does.
 
     numbers: results of `shard_numbers` on all ranks, fp32 [t n 3], in the order of ranks.
     """

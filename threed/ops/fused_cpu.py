@@ -98,7 +98,7 @@ def row_numbers(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def softmax_gradient_(
     x: Tensor, columns: int, logarithm: Tensor, loss: Tensor, target: Tensor
 ) -> None:
-    """Overwrites logits x by their gradient: x = softmax(x) * loss, minus `loss` at the targets.
+    """Overwrites logits x with their gradient: x = softmax(x) * loss, minus `loss` at the targets.
 
     softmax(x) is computed as e^(x - logarithm).
 

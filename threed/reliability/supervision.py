@@ -167,7 +167,7 @@ class Supervision:
             _print(text)
 
     def _report_others(self, error: Exception) -> None:
-        """Prints a line per killed rank that this rank reports, and raises LostContact.
+        """Prints the lines of `failure.wait_for_names`, and raises LostContact with them.
 
         Returns without a report if the user has interrupted the run.
         """

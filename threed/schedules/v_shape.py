@@ -14,9 +14,9 @@ activations. Compared with 1F1B, and with equal times of F, I and W:
 Sources: Qi et al. 2024, arXiv 2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
 
 ZB-V has a fixed order. V-Half and V-Min start with a pattern for one micro-batch that can be
-repeated for every micro-batch within the memory limit. Several orders are derived from the pattern:
-the repeated pattern itself, with its beginning and end moved as early as possible, and orders from
-list scheduling. W is placed when ranks would be idle or need memory. The order with the smallest
+repeated for every micro-batch within the memory limit. The order of V-Half is the repeated pattern,
+with its beginning and end moved as early as possible. V-Min also tries four orders from list
+scheduling. W is placed when ranks would be idle or need memory. The order with the smallest
 makespan is then improved along its critical path.
 """
 
@@ -32,8 +32,9 @@ from threed.schedules.plan import Plan
 from threed.schedules.simulation import Costs
 from threed.schedules.split_backward import Flow, Orders, fill, to_plan, v_shape
 
-PERIOD = 6  # units of time per micro-batch on a rank: two F, two I and two W
-# times of F, I and W on both chunks of a rank together, so each action on one chunk takes 1 unit
+# time per micro-batch on a rank, in units: one F, I and W on each of two chunks, of 1 unit each
+PERIOD = 6
+# times of F, I and W for both chunks of a rank together
 UNIT = Costs(2, 2, 2)
 _EFFORT = 100_000  # maximum number of actions that `shorten` simulates
 

@@ -96,7 +96,8 @@ def _default_limit(stages: int, chunks: int) -> int:
 def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
     """Returns the plan within the limit with the smallest makespan, then the smallest span.
 
-    The first plan must be within the limit, so that there is a result.
+    The first plan must be within the limit, so that at least one plan is. The limit is the largest
+    number of micro-batches whose activations a rank may keep.
     """
     timelines = [simulate(plan, costs) for plan in plans]
     fitting = [

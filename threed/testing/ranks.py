@@ -183,10 +183,10 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
 
 
 def note(text: str) -> None:
-    """Records the position of this rank, for the report if it hangs or dies.
+    """Records what this rank is doing, for `RanksFailed` if ranks hang or die.
 
     Args:
-        text: description of the position.
+        text: what the rank is doing; replaces the previous text.
     """
     if _pipe is not None:
         _send(_pipe, "note", text)

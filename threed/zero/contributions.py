@@ -281,7 +281,7 @@ _running: list[object] = []
 
 @contextmanager
 def own_backward(owner: Owner) -> Iterator[None]:
-    """Context manager: backwards in it belong to `owner`; an error in it calls `owner.give_up`."""
+    """Context manager in which backwards belong to `owner`; on an error, calls `owner.give_up`."""
     _running.append(owner)
     try:
         yield
