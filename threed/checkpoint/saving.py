@@ -378,7 +378,10 @@ class Saver:
         self._has_room: bool | None = None
 
     def end(self) -> None:
-        """Waits for the newest background save; warns if its error is unreported. Collective."""
+        """Waits for the newest background save; warns if it failed. Collective.
+
+        Has no effect if the result of the save was reported before.
+        """
         if self.last is None or self.last.reported:
             return
         try:

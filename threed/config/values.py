@@ -160,7 +160,7 @@ def _architecture(value: object) -> object:
     if value in architectures.NAMES:
         return value
     if isinstance(value, str) and names_model(value):
-        return value  # not imported here, because a checkpoint may have named the file
+        return value  # the file is not imported here, because its name may be from a checkpoint
     hint = did_you_mean(str(value), *architectures.NAMES)
     raise ValueError(f"must be {', '.join(architectures.NAMES)} or FILE.py:NAME{hint}")
 

@@ -264,7 +264,7 @@ def split(piece: Piece, first: int, last: int, offset: int = 0) -> Iterator[Piec
 
 
 def _coordinates(element: int, shape: Sequence[int]) -> list[int]:
-    """Returns the index of an element, given by its number in row-major order."""
+    """Converts the flat (row-major) index of an element to one index per dimension."""
     place = list[int]()
     for size in reversed(shape):
         element, index = divmod(element, size)

@@ -80,7 +80,8 @@ def explicit(counts: Sequence[int], n: int, stages: int) -> list[range]:
     """Partitions n layers into stages of the given sizes.
 
     Raises:
-        ValueError: if there is not one count per stage, or if they do not add up to n.
+        ValueError: if `counts` does not have one positive size per stage, or if the sizes do not add
+            up to n.
     """
     _check_stages(n, stages)
     text = ",".join(map(str, counts))

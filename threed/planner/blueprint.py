@@ -309,7 +309,8 @@ class Blueprint:
     def held(self) -> list[int]:
         """For each layer of this rank, its index in the list of all layers of the model.
 
-        The position of a layer in the returned list is the index of its ZeRO unit.
+        The position of a layer in the returned list is the number of its ZeRO unit (except for a
+        wrapped module, see `units_of`).
         """
         return [number for chunk in self.chunks for number in chunk]
 

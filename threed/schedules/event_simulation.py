@@ -23,13 +23,14 @@ _NONE = -1
 class _Exchange(NamedTuple):
     """The input and the result of an F, B or I, as indices into the list of all results.
 
-    The list contains all activations, then all gradients. Each half is ordered by stage and, within
-    a stage, by micro-batch, starting with the micro-batches of the previous step. The indices below
-    are for micro-batch 0; add m to get the indices for micro-batch m.
+    The list contains the activations of all stages, followed by the gradients of all stages. For
+    each stage, it has one result per micro-batch: first the micro-batches of the previous step,
+    with numbers below 0, then those of this step. `needs` and `makes` are the indices for
+    micro-batch 0; the index for micro-batch m is m higher.
 
     Attributes:
         needs: index of the input, or -1 if the action has no input.
-        latency: time until the input arrives.
+        latency: time from the end of the action that computes the input until the input arrives.
         makes: index of the result, or -1 if the action has no result.
     """
 

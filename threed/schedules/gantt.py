@@ -121,7 +121,7 @@ def svg(
 
 
 def stack(charts: Sequence[str]) -> str:
-    """Returns one SVG with several charts of `svg` below each other."""
+    """Returns an SVG that shows several charts, each returned by `svg`, one below the other."""
     body, top = list[str](), 0
     for chart in charts:
         body.append(chart.replace("<svg ", f'<svg y="{top}" ', 1))

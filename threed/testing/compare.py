@@ -51,7 +51,7 @@ class Results:
 
     @property
     def parts(self) -> dict[str, dict[str, Tensor]]:
-        """Weights and moments by part and global name."""
+        """For each part (the weight, and each moment by its name), the tensors by global name."""
         return {WEIGHT: self.weights, **self.moments}
 
 

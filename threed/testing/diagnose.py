@@ -84,13 +84,13 @@ class Seen:
 def boundaries(
     seen: Mapping[Key, Tensor], truth: Mapping[Key, Tensor], tensor: Axis, tolerance: float
 ) -> Iterator[tuple[Key, Finding]]:
-    """Compares the values that layers passed to each other in the first step with one process.
+    """Compares the values at this rank's boundaries in the first step with those in one process.
 
-    Yields each boundary at which this rank's value differs, with the difference.
+    Yields each boundary at which the values differ, with the difference.
 
     Args:
         seen: values on this rank, by boundary.
-        truth: values of one process, by boundary.
+        truth: values in the single process, by boundary.
         tensor: tensor axis, over which values may be split along the sequence.
         tolerance: largest difference relative to the largest value.
     """

@@ -148,7 +148,7 @@ class Reducer:
             self._observer = None
 
     def _add_queue(self, chunks: tuple[int, ...]) -> None:
-        """Adds the launch queue of these chunks of the model, and their parameters' sinks."""
+        """Creates the launch queue of some chunks of the model, and their parameters' `Sink`s."""
         groups = [g for g in self.layout.groups if g.key.trainable and g.key.chunks == chunks]
         # whether several chunks contribute to a gradient, each in a different round
         split = self.rounds and len(chunks) > 1
@@ -273,11 +273,11 @@ class Reducer:
         self._state = StepState.RUNNING
 
     def next_is_last(self) -> None:
-        """Marks the next backward as the last of a step that began with `OPEN` micro-batches."""
+        """Marks the next backward as the last one, in a step that began with `microbatches=OPEN`."""
         self._expect(self._passes_ended + 1)
 
     def _expect(self, passes: int) -> None:
-        """Sets the number of backwards of a step that began with `OPEN` micro-batches."""
+        """Sets the number of backwards, in a step that began with `microbatches=OPEN`."""
         if self._open and self.rounds:
             for queue in self._queues:
                 queue.begin((passes - self._passes_ended) * len(queue.chunks))

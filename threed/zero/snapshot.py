@@ -233,7 +233,7 @@ class Snapshot:
             for one in item.records:
                 at = one.piece.offset - item.first[one.part]
                 yield parts[one.part][at : at + one.piece.numel]
-                self._check()  # if closed, the state may have changed while the caller used it
+                self._check()  # after a close, an update may have changed the yielded values
             item.safe.set()
 
     def _check(self) -> None:
