@@ -504,8 +504,8 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
 def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
     """Yields a problem if the configuration is invalid for some number of machines of the job.
 
-    An elastic job that loses a machine continues with fewer machines, so the configuration must be valid
-    for every number from the minimum to the maximum.
+    An elastic job that loses a machine continues with fewer machines, so the configuration must be
+    valid for every number from the minimum to the maximum.
 
     Args:
         config: the configuration.
