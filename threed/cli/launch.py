@@ -216,8 +216,8 @@ def _resume_hint(config: Config, words: list[str] | None) -> str:
     if newest is None:
         return "no checkpoint was saved yet"
     more = resuming_flags(config)
-    # A Hugging Face folder defined the model. The original command line has no flags for it, so the
-    # command that resumes reads the run's config.toml.
+    # With `words`, a Hugging Face folder defined the model. The original command line has no flags
+    # for the model, so the command that resumes reads the run's config.toml.
     if words is not None:
         return f"{shlex.join([*words, *more])} resumes from {newest}"
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"

@@ -502,10 +502,10 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
 
 
 def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
-    """Yields a problem if a number of machines that an elastic job may have does not work.
+    """Yields a problem if the configuration is invalid for some number of machines of the job.
 
-    A job that loses a machine continues with fewer machines, so the configuration must be valid
-    for every number from the minimum to the maximum.
+    An elastic job that loses a machine continues with fewer machines, so the configuration must be
+    valid for every number from the minimum to the maximum.
 
     Args:
         config: the configuration.

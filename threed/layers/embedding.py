@@ -54,8 +54,8 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
         (ids, owned), table = ctx.saved_tensors, ctx.table
-        # Ids of other shards add zero to row 0. This is cheaper than selecting the rows of this
-        # shard, and no tensor's size depends on the data.
+        # `ids` has 0 in place of the ids of other shards, for which zeros are added to row 0. This
+        # is cheaper than selecting the ids of this shard, and no tensor's size depends on the data.
         rows = (dy if owned is None else dy * owned.unsqueeze(-1)).flatten(0, -2)
         sink = sink_of(table)
         if sink is not None:

@@ -78,7 +78,7 @@ class Memory:
         self._slot = 0  # slot (0 or 1) to which the next copy is written
         self._first = True  # True until a copy of this start is complete
         self.taken: tuple[int, int] | None = None  # (epoch, step) of the copy resumed from
-        self.problem = ""  # reason why the newest finished copy failed, or ""
+        self.problem = ""  # error of the last copy that has ended, or "" if it succeeded
         self._reported = ""
         self._restarted = False
         if not self.every:

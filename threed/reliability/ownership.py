@@ -7,8 +7,9 @@
 The run that uses the folder has a file `owner-N.json` there, where N counts the runs that have used
 the folder. The file contains host, process and job. Its modification time is renewed every second
 while the run is alive, and set to zero when the run ends. The file is first written under a
-temporary name and then hard-linked to its final name. So it is never incomplete, and if two runs
-start at the same time, only one of them gets the folder.
+temporary name and then hard-linked to its final name, so it is never incomplete. (On a file system
+without hard links, it is written under its final name.) If two runs start at the same time, only
+one of them gets the folder.
 
 A new run takes the folder over if the previous run has ended, or is an earlier attempt of the same
 torchrun job, or no longer renews its file. To see whether the file is renewed, the new run watches
@@ -250,7 +251,11 @@ def _take(folder: Path, run: Run, patience: float) -> Path:
 
 
 def _create(file: Path, text: str) -> bool:
-    """Creates a file that has its contents from the start; returns False if the name is taken."""
+    """Creates a file that is never visible without its contents, if hard links are supported.
+
+    Returns:
+        Whether the file was created; False if a file with this name exists.
+    """
     scratch = file.with_name(f"{file.name}.{secrets.token_hex(8)}.tmp")
     try:
         scratch.write_text(text)

@@ -352,7 +352,7 @@ def _unpadded(shape: Shape, slices: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def _value(reader: PickleReader, file: Path) -> Any:
-    """Returns the value in a file of a universal checkpoint."""
+    """Returns the content of a universal checkpoint's file; if it is a dict, its entry "param"."""
     value = reader.torch_file(file)
     return value.get("param") if isinstance(value, dict) else value
 

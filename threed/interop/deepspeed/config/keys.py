@@ -82,7 +82,7 @@ class Group(BaseModel):
 
 
 class Params(Group):
-    """The keys of the group `optimizer.params` for all supported optimizers together."""
+    """The group `optimizer.params`: the keys of all supported optimizers."""
 
     lr: Positive = Field(1e-3, description="set it to the learning rate")
     weight_decay: NonNegative = 0.0
