@@ -31,13 +31,16 @@ MOST_OPEN = 64  # maximum number of files that are open at the same time
 
 @dataclass(frozen=True, eq=False)
 class SavedBox:
-    """A saved box of one part of a tensor: a piece of a line of a section, see `sections`.
+    """A block of a tensor, as the checkpoint stores it for one part of the state.
+
+    In the terms of the module `sections`, which defines lines, sections and shares, it is a piece
+    of a line.
 
     Attributes:
         reader: the open checkpoint.
         part: part of the state: weight, exp_avg, ...
-        shape: shape of the box.
-        section: the section.
+        shape: shape of the block.
+        section: the section that contains the line.
         line: index of the line in the section.
         at: offset of the piece in the line, in elements.
         holders: (file name, key in the file) of each share of the section, by number of the share.
