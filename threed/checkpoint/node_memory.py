@@ -127,7 +127,7 @@ class Place:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def free(self) -> int:
-        """Returns the bytes that copies may use: the free space plus this run's files."""
+        """Returns the number of bytes for copies: the free space plus the run's existing files."""
         used = sum(file.stat().st_size for file in self.folder.rglob("*.safetensors"))
         return shutil.disk_usage(self.home).free + used
 

@@ -31,9 +31,10 @@ MOST_OPEN = 64  # maximum number of files that are open at the same time
 
 @dataclass(frozen=True, eq=False)
 class SavedBox:
-    """A saved block of a weight, or of one of its optimizer states.
+    """A block of a tensor, as the checkpoint stores it for one part of the state.
 
-    In the terms of the module `sections`, the block is one piece of a line.
+    In the terms of the module `sections`, which defines lines, sections and shares, it is a piece
+    of a line.
 
     Attributes:
         reader: the open checkpoint.

@@ -270,8 +270,8 @@ class Save:
         stream, files = finite(self.records, values), []
         for file in self.files:
             self._file = self.building / file.name
-            # The last file reads `stream` to its end. So the snapshot ends before this file is
-            # flushed, and updates do not wait for the flush.
+            # The last file reads all of `stream`, which ends the snapshot. Updates wait only for
+            # the snapshot, not for the flush of this file.
             some = stream if file is self.files[-1] else islice(stream, len(file.records))
             files.append(file.write(self.building, some, **how))
         return {"sections": [[h.section.about, h.shapes] for h in self.described], "files": files}

@@ -347,7 +347,10 @@ def _problems_here(
 
 
 def _existing(folder: Path) -> Path:
-    """Returns the folder or its nearest existing parent, which may be a broken link."""
+    """Returns the folder or, if it does not exist, its nearest existing parent.
+
+    A broken link counts as existing.
+    """
     return next(
         path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)
     )

@@ -43,14 +43,15 @@ def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
 
 
 def same_place(name: str | None, index: int, size: int) -> int:
-    """Returns the number of a rank's group, for an axis whose ranks are divided into groups.
+    """Returns the number of the group of replicas to which a rank of an axis belongs.
 
-    The ranks of one group have the same number and hold replicas of the same values. The groups are
-    blocks of neighbors ("tp/2"), strides ("tp%2"), or a single group with all ranks ("tp").
+    The ranks of one group hold replicas of the same values. With "tp/2", a group is 2 consecutive
+    ranks; with "tp%2", there are 2 groups, each with every second rank; with "tp", there is one
+    group with all ranks.
 
     Args:
-        name: name of the division, such as "tp", "tp/2" or "tp%2"; None if every rank is a group by
-            itself.
+        name: name of the division, such as "tp", "tp/2" or "tp%2"; None if each rank is a group
+            by itself.
         index: index of the rank on the axis.
         size: number of ranks of the axis.
     """

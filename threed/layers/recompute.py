@@ -203,7 +203,10 @@ class _Operation:
         return y
 
     def can_rebuild(self, tensor: Tensor) -> bool:
-        """Returns whether `rebuild` can restore `tensor`, which shares the result's storage."""
+        """Returns whether `rebuild` can restore `tensor`, which is the result or a view of it.
+
+        It cannot after an in-place change of the result, or if the view has another dtype.
+        """
         return self._version == (tensor._version, tensor.dtype) and not (
             tensor.is_conj() or tensor.is_neg()
         )

@@ -256,13 +256,13 @@ class GradSink(Protocol):
         """Adds `grad`, which has the parameter's shape, to the accumulated gradient."""
 
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
-        """Adds the matrix product a @ b."""
+        """Adds the matrix product a @ b, computed by `by`, to the accumulated gradient."""
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds several matrix products a @ b, computed one by one, as one contribution."""
+        """Adds the products a @ b of all pairs, computed one by one, as one contribution."""
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds rows [n h] at the row numbers `index` [n]."""
+        """Adds rows [n h] to the rows of the accumulated gradient with numbers `index` [n]."""
 
     def memory(self) -> tuple[Tensor, bool] | None:
         """Returns (buffer, add): the gradient's buffer in the parameter's shape.

@@ -125,7 +125,7 @@ def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueEr
     least = _optimum(n, stages, stage_bytes, max)
     needed = least[0] if least else 0
     given, best = in_units(limit), in_units(needed)
-    if given == best:  # the rounded texts hide the difference, so both are given in bytes
+    if given == best:  # equal after rounding: give both numbers in bytes
         given, best = f"{limit} bytes", f"{needed} bytes"
     return ValueError(
         f"no partition of {counted(n, 'layer')} into {counted(stages, 'stage')}"

@@ -122,7 +122,7 @@ class OnDrives:
 
     def _release(self, storage: OnDrive) -> None:
         if storage.writing is not None:
-            storage.writing.wait()  # the next owner of the region must not write before this ends
+            storage.writing.wait()  # the region may be reused only after this write has ended
         self.disk.release(storage.offset, storage.drive.nbytes)
 
 

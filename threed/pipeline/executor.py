@@ -100,10 +100,10 @@ class Updates(Protocol):
         """
 
     def start_update(self) -> None:
-        """Starts the all-reduce over all ranks that the update depends on."""
+        """Starts the all-reduce of the gradient norm over all ranks."""
 
     def end_update(self) -> None:
-        """Waits for the all-reduce and updates the weights."""
+        """Waits for the gradient norm and updates the weights."""
 
 
 class Observer(Protocol):

@@ -2,11 +2,11 @@
 
     gathering(units, reads, plan.ranks[rank], prefetch=1).times
 
-A unit (layer) is gathered before its forward, and again before its backward if that backward reads
-weights. If the next pass of the chunk begins with the unit with which the current pass ends, this
-unit stays gathered: the last unit of the chunk between a forward and a backward, and its first unit
-between a backward and a forward. The two passes may be of different micro-batches, because all
-micro-batches use the same weights.
+A unit (layer) is gathered before its forward. It is gathered again before its backward if `reads`
+is true for the unit, that is, if the backward reads weights. A unit that runs last in one pass of
+the chunk and first in the next pass stays gathered between the two passes: the last unit of the
+chunk between a forward and a backward, and the first unit between a backward and a forward. The two
+passes may be of different micro-batches, because all micro-batches use the same weights.
 """
 
 from __future__ import annotations

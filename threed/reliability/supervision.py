@@ -146,8 +146,8 @@ class Supervision:
         """Marks the heartbeat with the outcome, and prints the error unless the caller prints it.
 
         The caller prints errors of `REPORTED` and errors from disks that cannot be written. If
-        another rank has died, the killed ranks that this rank reports (`failure.named`) are printed
-        instead of the error.
+        another rank has died, prints a line per killed rank that this rank reports
+        (`failure.named`) instead of the error.
 
         Raises:
             LostContact: if the error means that another rank has died.

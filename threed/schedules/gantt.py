@@ -149,7 +149,7 @@ def _headings(title: str, subtitle: str) -> Iterator[str]:
 
 
 def _lanes(page: _Page) -> Iterator[str]:
-    every = ceil(13 / (page.lane + page.gap))  # lanes per label: a label needs 13 pixels
+    every = ceil(13 / (page.lane + page.gap))  # every nth lane has a label: 13 pixels per label
     for rank in range(page.lanes):
         y = page.y(rank)
         yield f'<rect x="{_LEFT}" y="{y}" width="{style.WIDTH - _LEFT - _RIGHT}" height="{page.lane}" fill="{style.SURFACE}"/>'

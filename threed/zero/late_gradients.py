@@ -91,7 +91,7 @@ class LateGradients:
         return sorted(late)
 
     def _window(self, bucket: Bucket) -> Tensor:
-        """Returns a bucket's late gradients [last - first]; 0 for parameters without late ones."""
+        """Returns a flat tensor with a bucket's late gradients; 0 for parameters without them."""
         size, dtype = bucket.last - bucket.first, self.layout.policy.grad_dtype
         window = torch.zeros(size, dtype=dtype, device=bucket.group.params.device)
         for slot in bucket.slots():

@@ -80,8 +80,8 @@ class Optimizer:
     Attributes:
         states: optimizer state of each bucket, in the order of `Layout.buckets`.
         frozen: states of the frozen buckets; they contain only the parameters.
-        earlier: if parameters are one update older than the weights (2BW, delayed updates): states
-            that contain these parameters, for checkpoints; else empty.
+        earlier: states with the parameters as they were before the last update, for checkpoints.
+            Empty unless gradients are computed with these parameters (2BW, delayed updates).
         updates: number of updates applied so far, without skipped steps; fp64 scalar tensor.
         consistency: tracks whether all states belong to the same step.
         readers: asynchronous saves that still read the states.

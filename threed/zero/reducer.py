@@ -288,7 +288,7 @@ class Reducer:
         self._open = False
 
     def _restart(self) -> None:
-        """Discards all gradients of the step and begins its first round."""
+        """Discards all gradients of the step and begins the first round again."""
         self._passes_ended = 0
         self.reductions.discard()
         self.memory.reset()
@@ -385,7 +385,7 @@ class Reducer:
 
     @property
     def foreign(self) -> list[tuple[Slot, Tensor]]:
-        """Pairs (parameter, gradient) for gradients that other engines' backwards have computed."""
+        """(parameter, gradient) pairs of the gradients that backwards of other engines computed."""
         grads = ((slot, GRAD.__get__(slot.param)) for slot in self._sinks)
         return [(slot, grad) for slot, grad in grads if grad is not None]
 

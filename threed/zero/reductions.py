@@ -25,14 +25,17 @@ from threed.zero.layout import Bucket, Layout, Slot
 
 
 class Gradients:
-    """Base class for the memory in which gradients accumulate until they are reduced."""
+    """Base class for the memory in which gradients accumulate until they are reduced.
+
+    The window of a bucket is a flat tensor with the full gradients of all elements of the bucket.
+    """
 
     def view(self, slot: Slot) -> Tensor:
         """Returns the memory of a gradient, in the parameter's shape; its values are undefined."""
         raise NotImplementedError
 
     def window(self, bucket: Bucket) -> Tensor:
-        """Returns the memory of a bucket's gradients [last - first], with zeros in the padding."""
+        """Returns the memory of a bucket's window, with zeros in the padding."""
         raise NotImplementedError
 
     def set_zero(self, slot: Slot, bucket: Bucket) -> None:
@@ -40,7 +43,7 @@ class Gradients:
         bucket.part(slot, self.window(bucket)).zero_()
 
     def take_window(self, bucket: Bucket) -> Tensor:
-        """Ends the accumulation of a bucket's gradients; returns the gradients [last - first]."""
+        """Ends the accumulation of a bucket's gradients; returns the bucket's window."""
         return self.window(bucket)
 
     def release_window(self, window: Tensor) -> None:
@@ -282,7 +285,7 @@ class Reductions:
 
         Args:
             bucket: the bucket.
-            window: full gradients [last - first] of the bucket.
+            window: full gradients of the bucket, [bucket.last - bucket.first].
             add: whether to add the result to the sum of earlier rounds.
             complete: see `InFlight`.
         """

@@ -189,7 +189,7 @@ def name_problems(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> li
 
 
 def native_shapes(table: Sequence[Entry]) -> dict[str, Shape]:
-    """Returns the shapes of all native tensors in a table, by name."""
+    """Returns the shapes of the native tensors in a table that the model has, by name."""
     return dict(pair for entry in table if entry.in_model for pair in entry.native)
 
 

@@ -195,10 +195,10 @@ RENAMED = {
 
 
 def _by_name(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns one table, by full key name such as "zero_optimization.overlap_comm".
+    """Merges tables into one, by full key name such as "zero_optimization.overlap_comm".
 
-    tables: by group, a table in which each key consists of one or more key names, separated by
-        spaces, that share a value.
+    tables: a table for each group of keys. Several keys with the same value are one entry, with
+        the names of the keys separated by spaces.
     """
     return {
         f"{group}.{key}".removeprefix("."): what
