@@ -234,6 +234,8 @@ def parts_of(manifest: Mapping[str, Any]) -> set[str]:
 def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Yields an error text for each violation of the rules below.
 
+    The terms are defined in the module `sections`.
+
     The files must contain each share of each section exactly once. The length and the step of a
     line must be multiples of the number of portions. The pieces of a line must not overlap. For
     each saved part of a tensor, all pieces together must partition the tensor.

@@ -273,7 +273,12 @@ class Epochs:
         return cls(token, 0, None)
 
     def counts(self, epoch: int, step: int) -> bool:
-        """Returns whether the next start of the run may load the copy of an epoch and step."""
+        """Returns whether the next start of the run may load a copy.
+
+        Args:
+            epoch: number of the start of the run that made the copy.
+            step: step at which the copy was made.
+        """
         return epoch == self.epoch or (epoch, step) == self.base
 
     def write(self, folder: Path) -> None:

@@ -81,7 +81,7 @@ def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> N
 
 
 def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
-    """Returns the tiles of a module's weight in order, or its only weight."""
+    """Returns the tiles of a module's weight, in order. An undivided weight is the only tile."""
     return tuple(
         weight
         for name, weight in module._parameters.items()

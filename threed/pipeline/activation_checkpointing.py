@@ -216,7 +216,8 @@ class ActivationStore:
     def _own(self, part: Tensor, numel: int, sliced: bool) -> Tensor:
         """Returns `part`, or a copy of it if `part` would keep more memory alive than it needs.
 
-        A slice is always copied, and padded to `numel` elements.
+        If `sliced`, `part` is always copied, and padded to `numel` elements: the slices of the last
+        ranks may be shorter.
         """
         if not sliced:
             return part if part.untyped_storage().nbytes() <= part.nbytes else part.clone()

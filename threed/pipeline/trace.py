@@ -492,7 +492,7 @@ def cost_key(
     Args:
         layer: the layer.
         layers: all layers of the model.
-        form: form of the layer's input.
+        form: structure, shapes and dtypes of the layer's input; None for the first layer.
         recompute: whether the layer is recomputed.
     """
     return fingerprint(layer, contract(layer).name, set()), form, recompute, layer is layers[-1]

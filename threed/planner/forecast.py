@@ -80,8 +80,9 @@ class Forecast:
         idle: idle fraction of the time of the step; mean over pipeline ranks.
         flops_per_token: FLOPs of forward and backward per token.
         ranks: forecast of each rank.
-        division: the partition by measured times, if configured.
-        ways: number of pipeline ranks with a replica of each stage.
+        division: the partition by measured times; None if the configuration does not use it.
+        ways: number of pipeline ranks that hold each stage: 2 for a bidirectional schedule,
+            otherwise 1.
         step_flops: simulated time of a step's forwards and backwards, with idle time, expressed as
             the FLOPs that one device executes in this time; None if FLOPs are not known.
         measured_s: simulated time of a step's forwards and backwards in seconds, if it was computed

@@ -219,7 +219,8 @@ def trace_layer_bytes(
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.
         device: device of the stages.
-        ways: number of pipeline ranks with a replica of each layer.
+        ways: number of pipeline ranks that hold each layer: 2 for a bidirectional schedule,
+            otherwise 1.
 
     Raises:
         TraceError: if a layer cannot be traced. The message names the layer.
@@ -257,8 +258,8 @@ def layer_bytes(
         config: the resolved configuration.
         dp: number of data-parallel ranks.
         device: device of the stages.
-        ways: number of pipeline ranks with a replica of each layer; its optimizer states are
-            divided between them.
+        ways: number of pipeline ranks that hold each layer: 2 for a bidirectional schedule,
+            otherwise 1. The layer's optimizer states are divided between these ranks.
     """
     size = config.zero.shard_size
     shards = dp if size == "all" else int(size)

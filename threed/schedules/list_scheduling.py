@@ -90,7 +90,14 @@ class _Ranks:
         self.orders: list[list[int]] = [[] for _ in self.positions]
 
     def choose(self, rank: int, now: float) -> int:
-        """Returns the position whose F or I a rank runs next, or -1 if it can run none."""
+        """Returns the position that a rank runs next, or -1 if it can run none.
+
+        A position is an F or an I of one stage, see split_backward.py.
+
+        Args:
+            rank: pipeline rank.
+            now: simulated time.
+        """
         flow, made, begin, period = self.flow, self.made, self.priority.begin, self.priority.period
         full = self.activations[rank] >= self.limit
         caps = self.priority.in_flight if made[self.positions[rank][-1]] else self.priority.at_first
@@ -110,7 +117,7 @@ class _Ranks:
         return chosen
 
     def run(self, rank: int, position: int, now: float) -> float:
-        """Runs F or I of the position's next micro-batch; returns its end time."""
+        """Runs a position for its next micro-batch; returns the end time."""
         end = self.free[rank] = now + self.flow.time[position]
         self.made[position].append(end)
         self.orders[rank].append(position)

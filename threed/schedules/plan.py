@@ -195,7 +195,10 @@ class Plan:
 
     @cached_property
     def _neighbors(self) -> dict[tuple[int, int, int], Place]:
-        """(rank, chunk, +1 or -1) -> (rank, chunk) of the next or previous stage, per direction."""
+        """The (rank, chunk) of the next or previous stage in the same direction.
+
+        The key is (rank, chunk, +1 for the next stage or -1 for the previous stage).
+        """
         return {
             (rank, chunk, step): self._places[stage + step, way]
             for (stage, way), (rank, chunk) in self._places.items()

@@ -36,9 +36,9 @@ def legal(plan: Plan) -> None:
     an asynchronous plan, the previous plan contains the first actions of some micro-batches, and
     the next plan the last actions of others.
 
-    If any rank has a GATHER, REDUCE, VALIDATE, NORM or UPDATE, no rank may lack a REDUCE, NORM or
-    UPDATE (see `check_reductions` and `check_updates`). If any rank has a GATHER, no rank may lack
-    one before a compute action that uses parameters (see `_check_gathers`).
+    GATHER, REDUCE, VALIDATE, NORM and UPDATE are optional. If any rank has one of them, the
+    reductions and updates of all ranks are checked (see `check_reductions` and `check_updates`). If
+    any rank has a GATHER, the gathers of all ranks are checked (see `_check_gathers`).
 
     Raises:
         ValueError: the plan is invalid; the message names the rank and the action.

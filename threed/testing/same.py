@@ -325,7 +325,7 @@ def _train(
 
     Args:
         task: arguments of the training.
-        parsed: numbers of the topology's words, from `topologies.words`.
+        parsed: the parsed name of the topology: the result of `topologies.words`.
         seed: seed of torch's global random numbers.
         look: called as look("first", engine, metrics) after the first step, and with "last" after
             the last step.

@@ -80,7 +80,7 @@ def configured(config: Config, parsed: dict[str, int]) -> Config:
 
     Args:
         config: the configuration for all topologies.
-        parsed: numbers of the topology's words, from `words`.
+        parsed: the parsed name of the topology: the result of `words`.
 
     Raises:
         ConfigError: if the configuration is invalid in the topology.

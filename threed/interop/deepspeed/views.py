@@ -22,9 +22,9 @@ PAIRS = "pairs of a Counter"  # the only key of a `Counter` that `to_json` encod
 class EngineOptimizer(torch.optim.Optimizer):
     """The engine's optimizer as a torch optimizer, whose learning rates can be read and set.
 
-    A program or a scheduler sets `param_groups[i]["lr"]`, and the next update uses that rate. Until
-    a rate is set, the rates follow the configuration's schedule. The engine runs the updates, so
-    `step` raises an error.
+    A program or a scheduler sets `param_groups[i]["lr"]`, and the next update uses that learning
+    rate. Until one is set, the learning rates follow the configuration's schedule. The engine runs
+    the updates, so `step` raises an error.
 
     Args:
         engine: the engine.
@@ -116,8 +116,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     def show(self) -> None:
         """Writes the learning rates of the next update to the groups.
 
-        A group of frozen parameters has no updates. Its rate follows the configuration's schedule
-        as long as the program has not set any rate, and then remains as the program has set it.
+        A group of frozen parameters has no updates. Its learning rate follows the configuration's
+        schedule until the program sets any learning rate. After that, it keeps the value that the
+        program has set.
         """
         rates = self._engine.learning_rates
         scheduled = not self._engine.optimizer.rates.state()
@@ -136,10 +137,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         return [float(group["lr"]) for group in self._groups]
 
     def _apply(self, rates: list[float]) -> None:
-        """Sets the rates of the next update."""
+        """Sets the learning rates of the next update.
+
+        Args:
+            rates: learning rate of each group.
+        """
         values = self._engine.learning_rates
-        # The rate of parameters in no group. If there are several groups, no parameter uses it,
-        # because every parameter is then in a group.
+        # The learning rate of parameters in no group. If there are several groups, no parameter
+        # uses it, because every parameter is then in a group.
         values[0] = rates[0]
         for index, rate in zip(self._index, rates, strict=True):
             if index is not None:
@@ -186,14 +191,14 @@ def _kept(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int | None]:
-    """Returns the index of each group's rate in `Engine.learning_rates`; None without a rate.
+    """Returns the index of each group's learning rate in `Engine.learning_rates`.
 
-    A group without trained parameters has no rate.
+    The index is None for a group without trained parameters, which has no learning rate.
 
     Args:
         groups: the groups of a passed optimizer.
-        own: indices of the rates that the engine's parameters use. A single group has the first of
-            them, because `optim.groups` has an entry for it only if it has its own values.
+        own: indices of the learning rates that the engine's parameters use. A single group has the
+            first of them, because `optim.groups` has an entry for it only if it has its own values.
     """
     if len(groups) == 1:
         return [own[0] if own else 0]
