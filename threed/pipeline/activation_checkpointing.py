@@ -79,7 +79,7 @@ class InArena:
 class OnDrives:
     """A pool of storages in a swap file.
 
-    All storages have the same size, that of the drive's host buffers. So any free storage can hold
+    All storages are as large as the drive's host buffers. So any free storage can hold
     any input.
     """
 

@@ -25,8 +25,8 @@ class _Exchange(NamedTuple):
 
     The list contains the activations of all stages, followed by the gradients of all stages. For
     each stage, it has one result per micro-batch: first the micro-batches of the previous step,
-    with numbers below 0, then those of this step. `needs` and `makes` are the indices for
-    micro-batch 0; the index for micro-batch m is m higher.
+    with numbers below 0, then the micro-batches of this step. `needs` and `makes` are the indices
+    for micro-batch 0; the index for micro-batch m is m higher.
 
     Attributes:
         needs: index of the input, or -1 if the action has no input.
