@@ -168,6 +168,20 @@ def test_a_scheduler_of_a_passed_optimizer_sets_the_rates(name: str, after: bool
     assert view.param_groups[0]["lr"] == passed.param_groups[0]["lr"]
 
 
+def test_a_step_with_a_new_rate_reads_no_rate_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _, passed = started()
+
+    def read(_: Any) -> Any:
+        raise AssertionError("the host would wait for the device")
+
+    monkeypatch.setattr(type(engine.engine), "learning_rates", property(read))
+    passed.param_groups[0]["lr"] = 0.2
+    step(engine)
+    assert engine.metrics.lr == 0.2
+
+
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
 def test_hooks_of_a_passed_optimizer_are_refused(register: str) -> None:
     engine, _, passed = started("AdamW")

@@ -186,8 +186,8 @@ class DeepSpeedEngine:
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
         self._begin()
-        self.optimizer.synchronize()
         if self.is_gradient_accumulation_boundary():
+            self.optimizer.synchronize()
             self.metrics = self.engine.update()
             self.optimizer.stepped()
             self._step_scheduler()

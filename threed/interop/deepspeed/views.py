@@ -38,7 +38,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self, engine: ModuleEngine, zero_grad: Callable[[], None],
         passed: torch.optim.Optimizer | None = None, scheduled: bool = False,
     ) -> None:  # fmt: skip
-        self._engine, self._zero_grad, self._passed = engine, zero_grad, passed
+        self._engine, self._zero_grad = engine, zero_grad
         self._groups: list[dict[str, Any]] = []
         self._complete = False
         own = _engine_groups(engine)
@@ -142,10 +142,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         Args:
             rates: learning rate of each group.
         """
-        values = self._engine.learning_rates
-        # The learning rate of parameters in no group. If there are several groups, no parameter
-        # uses it, because every parameter is then in a group.
-        values[0] = rates[0]
+        # Entries without a group here are not used by any parameter. They are not read from the
+        # engine, because the host would wait for the device.
+        values = [rates[0]] * (1 + len(self._engine.config.optim.groups))
         for index, rate in zip(self._index, rates, strict=True):
             if index is not None:
                 values[index] = rate
