@@ -66,6 +66,8 @@ STAGES = (
         480,
     ),
     Planned("bandwidth", "copies on the device, and to and from the host", 30, 120),
+    Planned("features", "features of training against the CPU; threed train", 60, 240),
+    Planned("roof", "matrix products by shape, attention by backend", 40, 120),
     Planned("kernels", "every kernel beside eager, torch.compile and Liger", 200, 420),
     Planned("step", "a step of GPT 1.3B: ours, plain, compiled; kernel by kernel; gaps", 300, 530),
     Planned(

@@ -31,6 +31,8 @@ STAGES = (
     "build",
     "tests",
     "bandwidth",
+    "features",
+    "roof",
     "kernels",
     "step",
     "sanitizer",

@@ -13,7 +13,9 @@ from typing import Any
 from benchmarks.gpu_stages import record
 from benchmarks.gpu_stages.record import NOT_MEASURED, CorruptRecord
 
-STAGES = ("build", "tests", "bandwidth", "kernels", "step", "sanitizer", "nccl", "sizes", "largest")
+STAGES = (
+    "build", "tests", "bandwidth", "features", "roof", "kernels", "step", "sanitizer", "nccl", "sizes", "largest",
+)  # fmt: skip
 Found = Mapping[str, Any]
 
 
@@ -244,6 +246,36 @@ def of_nccl(found: Found) -> list[str]:
     ]
 
 
+def of_features(found: Found) -> list[str]:
+    rows = [
+        [name, str(one.get("dtype", "–")), number(one.get("difference"), ".1e"), _verdict(one)]
+        for name, one in (found.get("features") or {}).items()
+    ]
+    return table(["feature", "format", "largest relative difference of losses", "same"], rows)
+
+
+def _verdict(one: Found) -> str:
+    if text := one.get("wrong") or one.get("note"):
+        return str(text)
+    return "yes" if one.get("same") else "**no**"
+
+
+def of_roof(found: Found) -> list[str]:
+    ways = ("forward", "input gradient", "weight gradient, bf16", "weight gradient, added in fp32")
+    rows = [[name, *(number(at(one, way, "tflops"), ".0f") for way in ways)]
+            for name, one in (found.get("products") or {}).items()]  # fmt: skip
+    heads = [
+        [model, backend, *(number(at(one, way, "tflops"), ".0f") for way in ("forward", "forward and backward")),
+         "yes" if by["chosen"] == backend else "no"]
+        for model, by in (found.get("attention") or {}).items()
+        for backend, one in by.items() if backend != "chosen"
+    ]  # fmt: skip
+    return [
+        *table(["product of 8,192 tokens, TFLOP/s", *ways], rows), "",
+        *table(["attention, TFLOP/s", "backend", "forward", "forward and backward", "chosen by torch"], heads),
+    ]  # fmt: skip
+
+
 def of_sizes(found: Found) -> list[str]:
     rows = [
         [name, number(one.get("parameters"), ","), number(one.get("tokens_per_s"), ",.0f"), percent(one.get("mfu")),
@@ -256,7 +288,9 @@ def of_sizes(found: Found) -> list[str]:
 
 SECTIONS = {
     "Machine": ("build", of_build), "Tests": ("tests", of_tests), "Sanitizer": ("sanitizer", of_sanitizer),
-    "Copies": ("bandwidth", of_bandwidth), "Kernels": ("kernels", of_kernels), "A step of GPT 1.3B": ("step", of_step),
+    "Copies": ("bandwidth", of_bandwidth), "Features": ("features", of_features),
+    "Matrix products and attention": ("roof", of_roof), "Kernels": ("kernels", of_kernels),
+    "A step of GPT 1.3B": ("step", of_step),
     "Largest models": ("largest", of_largest), "NCCL": ("nccl", of_nccl), "Other sizes": ("sizes", of_sizes),
 }  # fmt: skip
 
