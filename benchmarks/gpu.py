@@ -62,7 +62,7 @@ STAGES = (
     Planned(
         "tests",
         "pytest -m gpu: the cases of the emulator, and all others that need a GPU",
-        120,
+        60,
         480,
     ),
     Planned("bandwidth", "copies on the device, and to and from the host", 30, 120),

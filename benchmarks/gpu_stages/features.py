@@ -66,7 +66,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "inputs on the drive": {"recompute": {"mode": "full", "offload": "nvme"}, "zero": {"nvme_path": DRIVE}},
     "arena, chunks of the loss": {"recompute": {"mode": "full", "arena": True, "loss_chunks": 4}},
     "early updates": {
-        "zero": {"offload_optimizer": "nvme", "nvme_path": DRIVE, "order": "layer", "early_update": "true"},
+        "zero": {
+            "stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": DRIVE, "order": "layer",
+            "early_update": "true",
+        },
         "train": {"grad_clip": 0.0},
     },
     "compiled": {"run": {"compile": True}},

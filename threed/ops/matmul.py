@@ -113,7 +113,7 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
 def _add_widened_(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     if not launch.on_gpu(a):
         fused_cpu.add_product_(out, a, b, fresh=fresh)
-    elif fresh:
+    elif fresh or out.is_meta:  # torch 2.11 has no addmm with out_dtype on the meta device
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
