@@ -68,16 +68,16 @@ STAGES = (
     Planned("bandwidth", "copies on the device, and to and from the host", 30, 120),
     Planned("features", "features of training against the CPU; threed train", 60, 240),
     Planned("roof", "matrix products by shape, attention by backend", 40, 120),
-    Planned("kernels", "every kernel beside eager, torch.compile and Liger", 200, 420),
-    Planned("step", "a step of GPT 1.3B: ours, plain, compiled; kernel by kernel; gaps", 300, 530),
+    Planned("kernels", "every kernel beside eager, torch.compile and Liger", 100, 420),
+    Planned("step", "a step of GPT 1.3B: ours, plain, compiled; kernel by kernel; gaps", 150, 530),
     Planned(
         "sanitizer",
         "compute-sanitizer over the kernels, and over kernels with planted faults",
         120,
         300,
     ),
-    Planned("nccl", "every way of parallel training over NCCL, against one GPU's losses", 90, 240),
-    Planned("sizes", "bf16 against fp32 on the CPU; tokens/s of three models", 90, 240),
+    Planned("nccl", "every way of parallel training over NCCL, against one GPU's losses", 40, 240),
+    Planned("sizes", "bf16 against fp32 on the CPU; tokens/s of three models", 60, 240),
     Planned(
         "largest", "the largest models: resident, offloaded to the host, to the drive", 160, 480
     ),

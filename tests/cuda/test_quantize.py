@@ -14,6 +14,7 @@ from tests.cuda.cases import (
     bf16,
     devices,
     in_every_order,
+    integers,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import quantize
@@ -88,9 +89,7 @@ def scales_of(kind: str, ranks: int) -> Tensor:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_sums_of_extreme_numbers_and_scales(bits: int, kind: str) -> None:
     least = -(1 << bits - 1)  # which the kernel does not make, and must not be the end of it
-    whole = torch.randint(
-        least, -least, (17, 3, 256), generator=torch.Generator().manual_seed(0), dtype=torch.int8
-    )
+    whole = (integers(-2 * least, 17 * 3 * 256) + least).to(torch.int8).view(17, 3, 256)
     whole[:, 0] = least
     whole[:, 1] = -least - 1
     q, scales = quantize.packed(whole, bits), scales_of(kind, 17)
