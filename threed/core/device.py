@@ -199,8 +199,17 @@ def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | Non
 
 
 def stream_address(device: torch.device) -> int | None:
-    """Returns the CUDA handle of the current stream; None on a CPU."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else None
+    """Returns the CUDA handle of the current stream; None on a CPU.
+
+    Called at every launch, so it does not create a `torch.cuda.Stream`; the code that inductor
+    generates calls the same function.
+
+    Args:
+        device: the device, with an index if it is a GPU.
+    """
+    if device.type != "cuda":
+        return None
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def page_lock(address: int, nbytes: int) -> None:

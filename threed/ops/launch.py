@@ -173,17 +173,23 @@ def check_types(name: str, arguments: tuple[Argument, ...]) -> list[int | float 
         TypeError: if the arguments are not of the launcher's types.
     """
     letters = LAUNCHERS[name]
-    if len(letters) != len(arguments) or not all(map(_is_of_type, letters, arguments)):
+    plain: list[int | float | None] = []
+    for letter, argument in zip(letters, arguments, strict=False):
+        if letter == "P" and argument is None:
+            plain.append(None)
+        elif letter == "P" and isinstance(argument, Tensor):
+            plain.append(argument.data_ptr())
+        elif letter != "P" and (
+            isinstance(argument, int) or (letter == "d" and isinstance(argument, float))
+        ):
+            plain.append(argument)
+        else:
+            break
+    if not len(plain) == len(letters) == len(arguments):
         raise TypeError(
             f"threed_cuda_{name} takes {letters} (pointers, int64 q, doubles), not {_describe(arguments)}"
         )
-    return [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-
-
-def _is_of_type(letter: str, argument: Argument) -> bool:
-    if letter == "P":
-        return argument is None or isinstance(argument, Tensor)
-    return isinstance(argument, int) or (letter == "d" and isinstance(argument, float))
+    return plain
 
 
 def _describe(arguments: tuple[Argument, ...]) -> str:
