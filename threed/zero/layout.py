@@ -287,10 +287,10 @@ class Bucket:
         portion_last: end of this portion.
         storage: this rank's slice of the parameters, in the compute dtype.
         grad: this rank's slice of the gradients.
-        portion: this rank's portion of `storage`; equal to `storage` if this rank updates the full
-            slice.
-        portion_grad: this rank's portion of `grad`; equal to `grad` if this rank updates the full
-            slice.
+        portion: this rank's portion of `storage`; the object `storage` itself if this rank updates
+            the full slice.
+        portion_grad: this rank's portion of `grad`; the object `grad` itself if this rank updates
+            the full slice.
     """
 
     group: Group
@@ -338,7 +338,7 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """The lowest index of the units that use a parameter of this bucket; -1 if there is none."""
+        """Lowest index of the units that use a parameter of this bucket; -1 if there is none."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ class Optimistic:
 
 
 def copied_bytes(states: Sequence[State]) -> int:
-    """Returns the memory, in bytes, for the copies that optimistic updates make of all states."""
+    """Returns the bytes of the copies that optimistic updates keep of states and parameters."""
     return sum(
         state.bucket.updates * storage.dtype.itemsize
         for state in states
