@@ -61,7 +61,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """A `Codec` that sends numbers as another dtype, or unchanged if `dtype` is None.
+    """A `Codec` that sends numbers as another dtype, or unchanged by default.
 
     A communication backend can sum the messages itself, because they are ordinary numbers.
     """

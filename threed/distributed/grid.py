@@ -82,7 +82,7 @@ class Grid:
     def of(
         cls, world: int, *, pp: int = 1, dp: int | None = None, cp: int = 1, tp: int = 1
     ) -> Grid:
-        """Returns the grid of `world` ranks. If `dp` is None, it is derived from the other sizes.
+        """Returns the grid of `world` ranks; by default `dp` is derived from the other sizes.
 
         Raises:
             ValueError: if the product of the sizes is not `world`; the message names each size.

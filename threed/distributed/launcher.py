@@ -41,7 +41,7 @@ class LauncherError(ValueError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """The environment variables of a launcher.
+    """A launcher, such as srun, and the environment variables that it sets.
 
     Attributes:
         command: name of the launcher in messages.
@@ -78,7 +78,7 @@ class Ranks:
     Attributes:
         world: number of ranks.
         local_world: number of ranks on this machine; None if the launcher does not set it.
-        machines: minimum and maximum number of machines of an elastic job, else None.
+        machines: (minimum, maximum) number of machines of an elastic job; None for other jobs.
     """
 
     world: int
@@ -231,8 +231,10 @@ def world_size() -> int:
 def machines_asked() -> tuple[int, int] | None:
     """Returns the minimum and maximum number of machines of an elastic job.
 
-    They come from torchrun's option `--nnodes MIN:MAX` or from the variable PET_NNODES. The result
-    is None if the number of machines is fixed or unknown.
+    They come from torchrun's option `--nnodes MIN:MAX` or from the variable PET_NNODES.
+
+    Returns:
+        (minimum, maximum); None if the number of machines is fixed or unknown.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None

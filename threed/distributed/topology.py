@@ -78,7 +78,8 @@ class Axis:
         if they are on different streams. So collectives that should overlap need two communicators.
 
         Args:
-            stream: the stream. Collectives over this axis on it use the communicator of `twin`.
+            stream: a stream. Collectives over this axis that run on the stream use the communicator
+                of `twin`.
             twin: an axis with the same ranks and a separate communicator.
         """
         if twin.group is not None:
@@ -411,10 +412,10 @@ class Topology:
         """Creates unused groups until all ranks have created the same number of groups.
 
         torch derives the name of a group from the number of groups that the process has created
-        (see `_make_axis`), and the program may already have created groups on some ranks. The
-        unused groups use gloo rather than NCCL. If NCCL's world is bound to a device, creating an
-        NCCL group splits the world's communicator, which is a collective of all ranks; but here
-        only some ranks create a group.
+        (see `_make_axis`). If the program had already created groups on some ranks only, the ranks
+        of a new group would give it different names. The unused groups use gloo, not NCCL: if
+        NCCL's world is bound to a device, creating an NCCL group splits the world's communicator,
+        which is a collective of all ranks; but here only some ranks create a group.
         """
         if self.is_meta or self.world == 1:
             return

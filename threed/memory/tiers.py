@@ -9,7 +9,7 @@
 `storage.empty()` returns a staged buffer without reading the values. The values must not be used
 after `store` or `drop`.
 
-For a storage in memory, these calls copy nothing, because the staged buffer is the tensor itself.
+For a storage in memory, these calls copy no values, because the staged buffer is the tensor itself.
 For a storage on a drive, values are read into page-aligned buffers before they are used, and
 written back in the background. The number and size of these buffers do not grow with the size of
 the state (ZeRO-Infinity, arXiv 2104.07857, section 6). Because both storages have the same methods,
@@ -276,7 +276,7 @@ class OnDrive:
         dtype: dtype of the values.
 
     Attributes:
-        offset: offset of the region in the file.
+        offset: offset in the file of the region with the current values, in bytes.
         writing: the latest write to the storage; None if there was none, or if a read has waited
             for it.
         staged_buffers: number of staged buffers in use.

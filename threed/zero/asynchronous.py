@@ -156,7 +156,7 @@ class Asynchronous:
         try:
             losses = run(plan, micros)
         except BaseException:
-            # the gradients of this step, and of the previous one if it was outstanding, are lost
+            # lost are the gradients of this step, and of the previous step if it was outstanding
             self.optimizer.consistency.invalidate()
             raise
         self.open = len(micros)

@@ -85,7 +85,7 @@ class Contributions:
         return self.per_pass is None or self.remaining > 0
 
     def expect(self, passes: int) -> bool:
-        """Adds the contributions of `passes` more micro-batches to those expected in this round.
+        """Increases `remaining` by the contributions of `passes` more micro-batches.
 
         Args:
             passes: number of additional micro-batches; negative if there are fewer.
@@ -113,11 +113,11 @@ class Contributions:
         self.late += 1
 
     def learn(self, passes: int, dynamic: bool) -> None:
-        """Updates `per_pass` from the contributions of the round that ended.
+        """Sets `per_pass` to the contributions per micro-batch of the round that ended.
 
         Args:
             passes: number of micro-batches in the round.
-            dynamic: whether `per_pass` may also decrease.
+            dynamic: whether `per_pass` may decrease; if False, it only increases.
         """
         if self.per_pass is not None:
             counted = -(-(self.added + self.late) // passes)
@@ -278,8 +278,7 @@ class Owner(Protocol):
     def give_up(self) -> None: ...
 
 
-# Owners of the running backwards, innermost last. This list is global, because autograd's engine is
-# global.
+# Owners of the running backwards, innermost last. The list is global, as is autograd's engine.
 _running: list[object] = []
 
 

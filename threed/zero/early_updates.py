@@ -159,13 +159,14 @@ class Early:
     def _update(self) -> None:
         """Updates the bucket of the oldest queued gradient.
 
-        The new values are written to the second regions of the state's storages.
+        The new values are written to the second regions of the state's storages. The first regions
+        keep the old values, which are needed if the guess was wrong.
         """
         self._read_ahead()
         state, gradient = self._pending.popleft()
         assert self._guess is not None
         assert self._next is not None
-        assert self._next[0] is state  # reductions finish in the order of buckets
+        assert self._next[0] is state  # gradients and states have the same order of buckets
         buffers, self._next = self._next[1], None
         buffers[GRADIENT] = gradient
         try:

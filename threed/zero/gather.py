@@ -45,7 +45,7 @@ from threed.zero.torch_modes import hide_from_checkpointing, without_transforms
 def _hidden_from_checkpointing(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: hides the gathers in a method from selective activation checkpointing.
 
-    Has an effect only if the gatherer belongs to a wrapped module.
+    The decorator has an effect only if the gatherer belongs to a wrapped module.
     """
 
     @functools.wraps(method)
@@ -213,7 +213,7 @@ class Gatherer:
         While layers read the previous version, parameters are not guarded.
 
         Args:
-            newest: whether to show the newest version.
+            newest: True for the newest version, False for the previous version.
         """
         if newest != self._shows_newest:
             self._shows_newest = newest
@@ -400,7 +400,7 @@ class Gatherer:
     def _start_gathers(self) -> None:
         """Starts the all-gathers of all groups whose slices are being read.
 
-        They start in the order in which the groups were opened.
+        The all-gathers start in the order in which the groups were opened.
         """
         for group in list(self._reading):
             with without_transforms():
@@ -451,7 +451,10 @@ class Gatherer:
 
     @_hidden_from_checkpointing
     def wait(self, group: Group) -> None:
-        """Waits for the gather of a group; starts the gather if slices are still being read."""
+        """Waits until a group is gathered.
+
+        If slices of the group are still being read, the all-gather is started first.
+        """
         if group in self._reading:
             self._start_gathers()
         if group in self._gathering:

@@ -87,7 +87,8 @@ class _Hook:
 
     The hooks must do nothing for a copied or unpickled module, because such a module belongs to no
     engine. A copy of the module shares this object, so the hooks compare the calling module with
-    `module`. Unpickling creates a `_Hook` without instance attributes, so its `module` is None.
+    `module`. Unpickling creates a `_Hook` without instance attributes, so `module` has its default,
+    None.
     """
 
     module: nn.Module | None = None

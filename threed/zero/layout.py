@@ -338,7 +338,7 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """Lowest index of the units that use a parameter of this bucket; -1 if there is none."""
+        """Lowest index of the units that use a parameter of this bucket; -1 without such units."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
@@ -484,9 +484,10 @@ class HasModules(Protocol):
 
 
 def point(param: nn.Parameter, values: Tensor) -> None:
-    """Sets a parameter's data without `__torch_function__`.
+    """Makes a parameter use the memory of `values`.
 
-    The parameter stays the same object and keeps its autograd history.
+    The parameter stays the same object and keeps its autograd history. `__torch_function__` is not
+    called, because it would first gather a sharded parameter.
     """
     with torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(param, values.data)  # type: ignore[attr-defined]

@@ -211,7 +211,7 @@ class Optimistic:
             copy.copy_(tensor)
 
     def _restore(self) -> None:
-        self.gatherer.wait_all()  # gathers in flight still read the slices
+        self.gatherer.wait_all()  # gathers in flight still read the slices that are restored below
         self.gatherer.release_all()
         with self.consistency.changing():
             for copy, tensor in zip(self._copies, self._changed(), strict=True):

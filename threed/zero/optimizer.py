@@ -75,7 +75,8 @@ class Optimizer:
             multiplied by the loss scale, and are divided by it in the update.
         optimistic: whether updates run before the norm is known and are validated later (arXiv
             2401.10241).
-        max_spike: see `BadSteps`.
+        max_spike: a step is skipped if its gradient norm is larger than `max_spike` times the
+            running mean of norms; 0 for no limit.
         dynamic: whether parameters may be unused, as in a wrapped module.
 
     Attributes:
@@ -146,7 +147,8 @@ class Optimizer:
             rates: learning rate per parameter group, fp64 [groups]; None for the current rates.
 
         Returns:
-            A function that waits for the sum, updates the weights, and returns the results.
+            A function that waits for the all-reduce, updates the weights, and returns the results
+            of the step.
         """
         own = self._own_sums(gradients, carry)
         outcome, pending = (
@@ -251,8 +253,8 @@ class Optimizer:
     def _own_sums(self, gradients: Sequence[Gradient], carry: Tensor) -> Tensor:
         """Returns this rank's terms of the sums that an update depends on, fp64 [3 + k].
 
-        The sums are those of the squared norm, non-finite gradients, loss and flags; see
-        `BadSteps.outcome`.
+        They are terms of the squared norm, the number of ranks with non-finite gradients, the loss
+        and the flags; see `BadSteps.outcome`.
         """
         self._wait_for_update()
         self._stretches = {} if self.unused is None else self.unused.stretches
@@ -334,7 +336,7 @@ class Optimizer:
         """Applies the update rule to the staged values of a state; returns the weights.
 
         Args:
-            state: the state.
+            state: the state to update.
             buffers: staged buffers of all parts of the state, and of the gradient, by name. The
                 rule may overwrite the gradient. Afterwards the gradient's buffer is released and
                 removed from `buffers`.

@@ -69,7 +69,7 @@ class StepState(enum.Enum):
 
 
 class Reducer:
-    """Sums the gradients of every bucket over the ranks that share it.
+    """Sums gradients over ranks, bucket by bucket, while the backward runs.
 
     Call `begin(microbatches)` before the first backward, `pass_ended(chunk)` after each backward,
     and `finish()` after the last one. With `whole_step`, also call `unit_ended(unit)` after the
@@ -148,7 +148,7 @@ class Reducer:
             self._observer = None
 
     def _add_queue(self, chunks: tuple[int, ...]) -> None:
-        """Creates the launch queue of some chunks of the model, and the `Sink`s of parameters."""
+        """Creates the launch queue of some chunks of the model, and `Sink`s of their parameters."""
         groups = [g for g in self.layout.groups if g.key.trainable and g.key.chunks == chunks]
         # whether several chunks contribute to a gradient, each in a different round
         split = self.rounds and len(chunks) > 1
@@ -309,9 +309,9 @@ class Reducer:
         return self._state is StepState.RUNNING and self._passes_ended > 0
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """Call it after each backward on a chunk of the model.
+        """Records the end of a backward on a chunk of the model.
 
-        If buckets are reduced after every micro-batch, the call launches the chunk's remaining
+        If buckets are reduced after every micro-batch, this call launches the chunk's remaining
         reductions.
 
         Args:
@@ -326,10 +326,10 @@ class Reducer:
             self.gatherer.pass_ended()
 
     def unit_ended(self, unit: int) -> None:
-        """Launches reductions after the last backward of a unit.
+        """Launches the reductions of all buckets that the last backward of a unit has completed.
 
-        The gradients of a bucket are complete if the bucket's earliest unit is `unit` or a later
-        unit, because the backward runs the units in reverse order.
+        A bucket is complete if its earliest unit is `unit` or a later unit, because the backward
+        runs the units in reverse order.
 
         Args:
             unit: index of the unit.
@@ -339,12 +339,12 @@ class Reducer:
                 self._launch(queue)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Call it after the last backward of the step, or of one chunk of the model.
+        """Records that all backwards of the step, or of one chunk of the model, have ended.
 
-        If buckets are reduced once per step, the call launches the remaining reductions.
+        If buckets are reduced once per step, this call launches the remaining reductions.
 
         Args:
-            chunk: number of the chunk; None: all chunks have run their last backward.
+            chunk: number of the chunk; None if the backwards of all chunks have ended.
         """
         self._expect(max(1, self._passes_ended))
         for queue in self._queues if not self.rounds else ():
@@ -647,8 +647,8 @@ class Sink:
         Returns:
             (memory, add): `memory` has the parameter's shape. If `add` is True, the caller must add
             its contribution to `memory`, else overwrite `memory`. Afterwards the caller must call
-            `mark_added`. The result is None if the memory must not be written now; the caller must
-            then use the method `add`.
+            `mark_added`. None if the memory must not be written now; the caller must then use the
+            method `add`.
         """
         self._check_loss()
         if self.defers() or self.is_late():

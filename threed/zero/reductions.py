@@ -308,7 +308,7 @@ class Reductions:
         at_hand = not add or isinstance(bucket.grad, InMemory)
         local = self.layout.policy.slices_gradients and shard.size == 1 and not early_sum(bucket)
         if local and at_hand:
-            self.wait_oldest()  # nothing was communicated, so the result is available now
+            self.wait_oldest()  # without communication the result is available now
 
     def wait_oldest(self) -> None:
         """Waits for the oldest reduction and begins to copy its sum to the slice's device."""
@@ -336,7 +336,7 @@ class Reductions:
     def _store(self, reduction: InFlight, total: Tensor) -> None:
         """Adds a sum to its slice, or overwrites the slice with it, and stores the slice.
 
-        If the reduction has already written its sum to the slice, neither is needed.
+        If the reduction has written its sum to the slice directly, the slice is only stored.
         """
         own = reduction.staged.wait()
         if not collectives.same_start(total, own):
@@ -447,7 +447,7 @@ def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pe
 
     Args:
         tensor: the tensor to sum.
-        axes: the axes.
+        axes: the axes to sum over, in this order.
         codecs: how the tensor is encoded for communication.
     """
     if not axes:

@@ -89,7 +89,7 @@ def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
 
 
 def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[str] = ()) -> Policy:
-    """Returns the policy for the layout of a stage's parameters.
+    """Returns the policy for the memory layout of a pipeline stage's parameters.
 
     Args:
         config: the configuration.

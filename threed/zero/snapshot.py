@@ -58,7 +58,7 @@ class _Item:
             the last element that a record contains.
         drive: name of each part that is on a drive -> the part's storage.
         copies: name of each part -> copy of its view in `memory`. Empty before the copy.
-        copied: event recorded after the copies from a GPU; None if there are no such copies.
+        copied: event recorded after the copies from a GPU; None without such copies.
         safe: event that is set once updates may change the state.
         lock: lock that a thread holds while it copies the state.
     """

@@ -94,7 +94,7 @@ class Consistency:
 
     Attributes:
         initial: function from a piece to its initial weights, so that they can be computed again.
-            None once any value is no longer an initial value.
+            None if any value may differ from its initial value.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Readers:
         self._waits[purpose] = wait
 
     def wait(self, state: State) -> None:
-        """Waits until no save needs the current values of a state, so that it may change."""
+        """Waits until no save needs the current values of a state, so that they may change."""
         for wait in self._waits.values():
             wait(state)
 

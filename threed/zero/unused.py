@@ -86,7 +86,7 @@ def update_stretches(
 
 
 class Unused:
-    """Tracks which trainable parameters were never used.
+    """Tracks which trainable parameters have not been used yet.
 
     Args:
         layout: layout of the parameters.
@@ -142,7 +142,7 @@ class Unused:
         Call it at the end of every step. A parameter counts as used once any data rank has used it.
         If a parameter was used for the first time in this step, or if this is the first step,
         `stretches` (the ranges that must be updated separately) is computed again. Once all
-        parameters have been used, later calls exchange nothing.
+        parameters have been used, later calls return without communication between ranks.
 
         Args:
             used: trainable parameters that this rank has used since the engine was built or a
