@@ -61,9 +61,9 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """A `Codec` that sends numbers as another dtype, or unchanged without a `dtype`.
+    """A `Codec` that sends numbers as another dtype, or unchanged by default.
 
-    A backend can sum the messages itself, because they are ordinary numbers.
+    A communication backend can sum the messages itself, because they are ordinary numbers.
     """
 
     dtype: torch.dtype | None = None
@@ -150,13 +150,14 @@ def _nbytes(tensor: Tensor) -> int:
 def start_all_gather(
     shard: Tensor, axis: Axis, out: Tensor | None = None, *, codec: Codec = EXACT
 ) -> Pending:
-    """Starts to concatenate `shard` [n ...] of every rank to [size*n ...]. Collective.
+    """Starts to gather the `shard` of every rank, concatenated to [size*n ...]. Collective.
 
     Args:
-        shard: this rank's shard; may be a view of its part of `out`.
+        shard: this rank's shard [n ...]. It may be a view of this rank's part of `out`.
         axis: the ranks.
         out: output [size*n ...]; by default a new tensor.
-        codec: encodes the shards. All parts of the result are decoded messages, even this rank's.
+        codec: encodes the shards. All parts of the result are decoded messages, even the part of
+            this rank.
     """
     if axis.size == 1:
         return done(shard if out is None else out.copy_(shard))
@@ -208,16 +209,16 @@ def start_reduce_scatter(
     into: Tensor | None = None,
     add: bool = False,
 ) -> Pending:
-    """Starts to sum `full` [size*n ...]; the result is this rank's part [n ...]. Collective.
+    """Starts to sum `full` over ranks; the result is this rank's part of the sum. Collective.
 
     Args:
-        full: this rank's terms.
+        full: this rank's terms, [size*n ...]. Its values are undefined after the call.
         axis: the ranks.
         codec: encodes the terms, including this rank's own. The decoded terms are summed in the
             dtype of `full`. Exception: NCCL itself sums the messages of a `Cast`, in the dtype of
             the `Cast`.
-        into: output [n ...]; may be this rank's part of `full`. `full` is undefined afterwards.
-        add: whether to add the result to `into` instead of overwriting it.
+        into: output [n ...], by default a new tensor. It may be this rank's part of `full`.
+        add: whether to add the result to `into`, instead of overwriting `into`.
 
     Raises:
         ValueError: if dimension 0 is not a multiple of the number of ranks.
@@ -250,8 +251,8 @@ def _exchange_sum(
     """Starts a reduce-scatter by one all-to-all; the received terms are added in rank order.
 
     Each peer gets the encoded terms of the peer's part. With more than two ranks, a rank also sends
-    its own part to itself, which copies one part. If it left this part out, a rank in the middle
-    would have to copy all other parts to make the message contiguous.
+    its own part to itself, which copies one part. Without its own part, the message of most ranks
+    would not be contiguous, so they would have to copy all other parts.
     """
     dtype, shape = full.dtype, (full.shape[0] // axis.size, *full.shape[1:])
     messages = codec.encode(full.view(axis.size, -1))
@@ -293,10 +294,10 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pen
     """Starts to sum `tensor` over the axis, in rank order on gloo. Collective.
 
     Args:
-        tensor: this rank's term; the result may or may not be the same tensor.
+        tensor: this rank's term. It may be overwritten with the result.
         axis: the ranks.
-        codec: encodes the terms. The sums are encoded too, unless the codec is a `Cast` and the
-            axis has two ranks on gloo.
+        codec: encodes the terms, and also the sums. Exception: on two ranks with gloo, a `Cast`
+            encodes only the terms.
     """
     if axis.size == 1:
         return done(tensor)
@@ -362,7 +363,7 @@ def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
 
 
 def start_sum_of_scalars(values: Tensor, axis: Axis) -> Pending:
-    """Starts the sum that `sum_of_scalars` returns, with a bit-identical result. Collective."""
+    """Asynchronous variant of `sum_of_scalars`, with a bit-identical result. Collective."""
     total = values.clone()
     if axis.size == 1:
         return done(total)
@@ -380,7 +381,7 @@ def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 def send(tensors: Sequence[Tensor], link: Link) -> list[Pending]:
-    """Starts to send tensors over a link, in order; do not modify them before `wait`."""
+    """Starts to send tensors over a link, in order; do not change a tensor before its `wait`."""
     tensors = [tensor.contiguous() for tensor in tensors]
     link.axis.count(sum(_nbytes(tensor) for tensor in tensors))
     return _begin(dist.isend, tensors, link)
@@ -396,7 +397,7 @@ def _begin(
 ) -> list[Pending]:
     """Starts sends or receives. Several messages are launched as one batch.
 
-    The backend may return a single work object for a batch.
+    The backend may return a single work object for a batch. Every `Pending` then waits for it.
     """
     peer, group = link.peer, link.axis.group
     if len(tensors) < 2:
@@ -465,7 +466,7 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """Returns x; the backward all-reduces the gradient (Megatron's f). Collective.
 
     Args:
-        x: [...], equal on all ranks of the axis.
+        x: tensor of any shape, equal on all ranks of the axis.
         axis: ranks over which the gradient is summed.
     """
     return x if axis.size == 1 else _Conjugate.apply(x, axis, _view, _all_reduce_copy)
@@ -477,7 +478,7 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     The backward returns the gradient unchanged.
 
     Args:
-        x: this rank's term, [...].
+        x: this rank's term, a tensor of any shape.
         axis: ranks over which x is summed.
     """
     return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _pass_on)
@@ -491,7 +492,7 @@ def gather_from(x: Tensor, axis: Axis) -> Tensor:
         axis: the t ranks.
 
     Returns:
-        [s ...].
+        The parts of all ranks, [s ...].
     """
     return x if axis.size == 1 else _Conjugate.apply(x, axis, all_gather, reduce_scatter)
 
@@ -504,7 +505,7 @@ def scatter_to(x: Tensor, axis: Axis) -> Tensor:
         axis: the t ranks.
 
     Returns:
-        [s/t ...].
+        This rank's part of the sum, [s/t ...].
     """
     return x if axis.size == 1 else _Conjugate.apply(x, axis, reduce_scatter, all_gather)
 
@@ -581,8 +582,9 @@ def attempt_together(
         axis: the ranks.
         error: type of the exception that is raised; its message contains the problems of all ranks.
             If `act` raises an exception of this type, the problem is the exception's `str`.
-        describe: returns the problem as text for an exception of type `catch`.
-        catch: type of further exceptions of `act` that count as a failure.
+        describe: function from an exception of type `catch` to the text of the problem.
+        catch: a second type of exceptions from `act` that count as a failure. Exceptions of all
+            other types are raised on this rank only.
     """
     found, problem = [], ""
     try:

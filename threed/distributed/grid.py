@@ -1,12 +1,12 @@
-"""The grid of ranks: coordinates of ranks, and the ranks of axes, blocks of axes and products of
-axes.
+"""The grid of ranks: the coordinates of each rank, and which ranks are on the same axis.
 
     grid = Grid.of(16, pp=2, tp=4)              # dp: the remaining factor of the world size
     grid.coordinates(5)                         # {"pp": 0, "dp": 1, "cp": 0, "tp": 1}
     grid.ranks(5, "tp")                         # (4, 5, 6, 7)
 
-In rank order tp is the fastest axis, then cp, dp and pp, so that tensor-parallel neighbors are on
-the same node.
+An axis is "pp", "dp", "cp" or "tp", a product such as "dp*cp", or a block such as "tp/2". In rank
+order tp is the fastest axis, then cp, dp and pp, so that tensor-parallel neighbors are on the same
+node.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
     """Parses the name of an axis, such as "tp", "dp*cp" or "tp/2".
 
     Returns:
-        The axes that are multiplied; the kind of subset ("/": block, "%": stride; None: all ranks);
-        the number after "/" or "%", or None.
+        (axes, kind, n): the names of the axes that are multiplied; the kind of subset, "/" for
+        blocks, "%" for strides, None for all ranks; the number after "/" or "%", or None.
 
     Raises:
         ValueError: if the name is not valid.
@@ -82,7 +82,7 @@ class Grid:
     def of(
         cls, world: int, *, pp: int = 1, dp: int | None = None, cp: int = 1, tp: int = 1
     ) -> Grid:
-        """Returns the grid of `world` ranks; by default dp is derived from the other sizes.
+        """Returns the grid of `world` ranks; by default `dp` is derived from the other sizes.
 
         Raises:
             ValueError: if the product of the sizes is not `world`; the message names each size.
@@ -110,7 +110,7 @@ class Grid:
         return {name: getattr(self, name) for name in AXES}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns the coordinates of a rank, by name of the axis."""
+        """Returns the coordinates of a rank: name of each axis -> index on this axis."""
         place = {}
         for name in reversed(AXES):
             rank, place[name] = divmod(rank, getattr(self, name))
@@ -165,11 +165,11 @@ class Grid:
         )
 
     def stage_ranks(self, rank: int, stages: Sequence[int]) -> tuple[int, ...]:
-        """Returns the ranks on given pipeline stages that have the other coordinates of `rank`.
+        """Returns the ranks that are on given stages and otherwise have the coordinates of `rank`.
 
         Args:
             rank: global rank.
-            stages: the pipeline stages; one rank is returned for each.
+            stages: the pipeline stages; one rank is returned per stage.
         """
         place = self.coordinates(rank)
         return tuple(self.rank_of({**place, "pp": stage}) for stage in stages)

@@ -5,7 +5,7 @@
     world = world_size()     # calls adopt() and returns the number of ranks
 
 If torchrun or the user has set RANK or WORLD_SIZE, no variable is changed. So torchrun can run in
-each task of a Slurm step, and with `WORLD_SIZE=1` the tasks of a step are independent processes.
+each task of a Slurm step. With `WORLD_SIZE=1` the tasks of a step are independent processes.
 In the shell of sbatch or salloc, the number of tasks of the Slurm job is ignored: a process that is
 started there without srun has world size 1. torchrun can also be started there.
 """
@@ -41,7 +41,7 @@ class LauncherError(ValueError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """The environment variables of a launcher.
+    """A launcher, such as srun, and the environment variables that it sets.
 
     Attributes:
         command: name of the launcher in messages.
@@ -78,7 +78,7 @@ class Ranks:
     Attributes:
         world: number of ranks.
         local_world: number of ranks on this machine; None if the launcher does not set it.
-        machines: minimum and maximum number of machines of an elastic job, else None.
+        machines: (minimum, maximum) number of machines of an elastic job; None for other jobs.
     """
 
     world: int
@@ -134,7 +134,8 @@ def end_by_signal(number: int) -> None:
 def exits_on_broken_pipe() -> Iterator[None]:
     """Context manager that ends this process by SIGPIPE if the reader of its output has exited.
 
-    This happens in `| head`, for example. Without the context manager Python would print an error.
+    In `command | head`, for example, `head` exits before the command has ended. Without the context
+    manager Python would print an error.
     """
     try:
         try:
@@ -143,7 +144,7 @@ def exits_on_broken_pipe() -> Iterator[None]:
             _flush()
             raise
         _flush()
-    except BrokenPipeError:  # of the output's pipe, or of another pipe
+    except BrokenPipeError:  # raised for the pipe of the output, or for another pipe
         if sys.stdout is not None:
             poll = select.poll()
             poll.register(sys.stdout, 0)
@@ -228,9 +229,12 @@ def world_size() -> int:
 
 
 def machines_asked() -> tuple[int, int] | None:
-    """Returns the minimum and maximum of torchrun's `--nnodes MIN:MAX` or of PET_NNODES.
+    """Returns the minimum and maximum number of machines of an elastic job.
 
-    Returns None if the number is fixed or unknown.
+    They come from torchrun's option `--nnodes MIN:MAX` or from the variable PET_NNODES.
+
+    Returns:
+        (minimum, maximum); None if the number of machines is fixed or unknown.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -244,7 +248,9 @@ def machines_asked() -> tuple[int, int] | None:
 
 
 def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
-    """Returns the launcher of this process, and the values of its variables by torchrun's names.
+    """Returns the launcher of this process, and the values of the variables that it has set.
+
+    The values are keyed by torchrun's names of the variables, such as RANK.
 
     MPI's variables have priority over Slurm's, because in a Slurm job mpirun starts daemons with
     srun, and Slurm's variables then describe the daemons. But if MPI's variables are incomplete,
@@ -260,9 +266,13 @@ def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
 
 
 def _numbers(environment: Variables, variables: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Yields (torchrun's name, value) for each variable that is set.
+    """Yields (torchrun's name, value) for each of the launcher's variables that is set.
 
-    The launcher's name of a variable has priority over torchrun's name.
+    A variable may also be set under torchrun's name; then the launcher's name has priority.
+
+    Args:
+        environment: environment variables.
+        variables: the launcher's names, in the order of `NAMES`.
     """
     for name, variable in zip(NAMES, variables, strict=True):
         if found := next((one for one in (variable, name) if one in environment), ""):
@@ -287,7 +297,7 @@ def without_srun(environment: Variables = os.environ) -> str:
 
 
 def _slurm_numbers(environment: Variables) -> dict[str, int]:
-    """Returns the values of a Slurm step, by torchrun's names.
+    """Returns the values of a Slurm step's variables, keyed by torchrun's names.
 
     The result is empty in the shell of sbatch, which is not in a step: there SLURM_NTASKS is the
     number of tasks that the job requested, and SLURM_PROCID is 0.
@@ -353,7 +363,7 @@ def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> s
 def _port(launcher: Launcher, environment: Variables) -> int:
     """Returns a port from 10000 to 29999, the same on all ranks of a run.
 
-    These ports are below the ephemeral ports, so that no outgoing connection occupies one of them.
+    Ephemeral ports, which outgoing connections occupy, begin above this range.
     """
     job = ".".join(environment.get(name, "") for name in launcher.job)
     return 10000 + zlib.crc32(job.encode()) % 20000

@@ -4,9 +4,9 @@
 
 The code for initial values, gradient reduction, gradient norm, checkpoints and conversion reads
 only this record. A local tensor may contain parts of several global tensors (query, key and value
-packed for one matmul). Each part is a `Piece`: a contiguous range of the local tensor, and a box of
-the global tensor. Global shapes are unpadded, and shards may differ in size. A local tensor may
-have padding after its pieces.
+packed for one matmul). Each part is a `Piece`: it is stored as a contiguous range of the local
+tensor, and is a box of the global tensor. Global shapes are unpadded, and shards may differ in
+size. A local tensor may have padding after its pieces.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
 
     Such a tensor cannot be sent or saved.
 
-    named: (name, tensor) pairs; the message lists the names.
+    Args:
+        named: (name, tensor) pairs; the message lists the names of the tensors that are not dense.
     """
     found = [
         f"{name} ({'quantized' if value.is_quantized else value.layout})" for name, value in named
@@ -174,7 +175,7 @@ def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def few(names: Sequence[str]) -> str:
-    """Returns the first five names, and the number of further names, as text."""
+    """Returns a text with the first five names, and the number of names that are left out."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -208,7 +209,7 @@ def matrix(
         name: global name of the matrix.
         shape: shape of the full matrix.
         dim: 0 for rows, 1 for columns.
-        span: first row or column, and the last one plus 1.
+        span: (first, stop): index of the first row or column, and index of the last one plus 1.
         std: standard deviation of the initial values.
         offset: start of the piece in the local parameter, in elements.
     """
@@ -225,7 +226,8 @@ def vector(
     Args:
         name: global name of the vector.
         length: number of elements of the full vector.
-        span: first element, and the last one plus 1; None: all elements.
+        span: (first, stop): index of the first element, and index of the last one plus 1; None:
+            all elements.
         value: initial value of every element.
         offset: start of the piece in the local parameter, in elements.
     """
@@ -234,9 +236,10 @@ def vector(
 
 
 def split(piece: Piece, first: int, last: int, offset: int = 0) -> Iterator[Piece]:
-    """Yields the elements [first, last) of a piece as contiguous pieces.
+    """Splits the elements [first, last) of a piece into boxes of the global tensor.
 
-    A range of a tensor with n dimensions gives at most 2n - 1 pieces.
+    Each box is yielded as a `Piece`. A range of a tensor with n dimensions gives at most 2n - 1
+    boxes.
 
     Args:
         piece: the piece to split.
@@ -255,7 +258,9 @@ def split(piece: Piece, first: int, last: int, offset: int = 0) -> Iterator[Piec
             block, dim = larger, dim - 1
         inside = _coordinates(first, piece.size)
         size = list(piece.size)
-        if dim:  # several such boxes, next to each other in dimension `dim - 1`
+        if dim:
+            # The piece that is yielded consists of several boxes of `block` elements. They follow
+            # each other in dimension `dim - 1`.
             size[dim - 1] = min((last - first) // block, size[dim - 1] - inside[dim - 1])
             size[: dim - 1] = [1] * (dim - 1)
         start = tuple(p + i for p, i in zip(piece.start, inside, strict=True))

@@ -42,7 +42,7 @@ class Axis:
     coordinate tp.
 
     Attributes:
-        label: key of `traffic` to which the bytes sent over this axis are added.
+        label: key in `traffic` under which the bytes sent over this axis are counted.
         ranks: global ranks, in order.
         index: position of this rank in `ranks`; -1 if it is not a member.
         group: process group; None if the axis has one rank, and on the meta device.
@@ -72,13 +72,14 @@ class Axis:
         return self._of_streams.get(gpu.current_stream(), self.group)
 
     def give_channel(self, stream: torch.Stream, twin: Axis) -> None:
-        """Uses a second communicator for collectives on `stream`.
+        """Makes collectives on `stream` use a second communicator.
 
         NCCL runs the operations of one communicator in the order in which they are enqueued, even
         if they are on different streams. So collectives that should overlap need two communicators.
 
         Args:
-            stream: stream whose collectives over this axis use the communicator of `twin`.
+            stream: a stream. Collectives over this axis that run on the stream use the communicator
+                of `twin`.
             twin: an axis with the same ranks and a separate communicator.
         """
         if twin.group is not None:
@@ -248,7 +249,7 @@ class Topology:
         dp: number of data-parallel ranks.
         tp: number of tensor-parallel ranks.
         grid: the sizes of all axes.
-        coordinates: position of this rank on each axis, by name of the axis.
+        coordinates: name of each axis -> position of this rank on this axis.
         traffic: bytes sent by this rank, by label of the axis.
         is_meta: whether `Topology.on_meta` created the topology, which then has no process groups.
 
@@ -328,7 +329,8 @@ class Topology:
                 communicator.
             ties: tuples of pipeline stages that hold replicas of one weight. For each tuple an axis
                 is created: the ranks on these stages whose other coordinates equal this rank's.
-            links: pairs of pipeline stages that send to each other; neighbors are linked already.
+            links: pairs of pipeline stages that send to each other. Neighboring stages are always
+                linked and may be left out.
         """
         self._align_group_counts()
         for name in sorted(set(blocks) - set(self._axes)):
@@ -376,7 +378,7 @@ class Topology:
             pairs: (source, target) global ranks; the same on all ranks.
 
         Returns:
-            The channels that begin or end at this rank, by pair.
+            (source, target) -> channel, for all channels that begin or end at this rank.
         """
         self._align_group_counts()
         links = dict[tuple[int, int], Link]()
@@ -410,10 +412,10 @@ class Topology:
         """Creates unused groups until all ranks have created the same number of groups.
 
         torch derives the name of a group from the number of groups that the process has created
-        (see `_make_axis`), and the program may already have created groups on some ranks. The
-        unused groups use gloo rather than NCCL. If NCCL's world is bound to a device, creating an
-        NCCL group splits the world's communicator, which is a collective of all ranks; but here
-        only some ranks create a group.
+        (see `_make_axis`). If the program had already created groups on some ranks only, the ranks
+        of a new group would give it different names. The unused groups use gloo, not NCCL: if
+        NCCL's world is bound to a device, creating an NCCL group splits the world's communicator,
+        which is a collective of all ranks; but here only some ranks create a group.
         """
         if self.is_meta or self.world == 1:
             return

@@ -7,8 +7,8 @@
 See ZeRO, arXiv 1910.02054, section 6.3 (memory defragmentation, M_D). The first `take` allocates a
 buffer for `count` slots of the requested size. If more slots or larger slots are needed later, a
 larger buffer replaces the old buffer. The memory of the old buffer is freed once no tensor uses it.
-So a run allocates only once if it never uses more than `count` slots at a time, and no slot is
-larger than the first one.
+So a run allocates only one buffer if it never uses more than `count` slots at a time, and no slot
+is larger than the first one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALIGN = 64  # alignment of slots in bytes; torch's CPU allocator uses the same a
 
 
 class Arena:
-    """A pool of slots in one buffer.
+    """A pool of memory slots of equal size in one buffer.
 
     Args:
         count: number of slots in the first buffer.
@@ -48,7 +48,10 @@ class Arena:
         return self._buffer.data_ptr()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a slot [numel] with undefined values."""
+        """Returns a free slot as a tensor [numel] with undefined values.
+
+        If no slot is free, or the slots are too small, allocates a larger buffer first.
+        """
         nbytes = numel * dtype.itemsize
         if nbytes > self.nbytes:
             self._allocate(self.count, -(-nbytes // ALIGN) * ALIGN)
@@ -58,7 +61,7 @@ class Arena:
         return self._buffer[first : first + nbytes].view(dtype)
 
     def give(self, slot: Tensor) -> None:
-        """Gives a slot back to the arena. Has no effect on a slot of a buffer that was replaced."""
+        """Gives a slot back for reuse. A slot of a buffer that was replaced is not reused."""
         at = slot.data_ptr() - self._buffer.data_ptr()
         if 0 <= at < self._buffer.numel():
             self._free.append(at // self.nbytes)

@@ -6,12 +6,12 @@
     disk.read(offset, into=values).wait()         # SwapError if not every byte was read
     disk.close()
 
-A Disk is one file. Its space is preallocated, and it is unlinked (has no name). Each transfer is
-split into pieces, which a few threads transfer concurrently; the threads release the GIL during
-system calls. Memory that starts on a page boundary (`threed.memory.pool`) is transferred directly.
-Other memory is copied through an aligned buffer. If the size of a tensor is not a multiple of 4096,
-its last bytes are copied, too. Transfers are not ordered: wait for a write before reading or
-writing the same region.
+A Disk is one file with preallocated space. The file is unlinked: it has no name in its folder. Each
+transfer is split into pieces, which a few threads transfer concurrently; the threads release the
+GIL during system calls. Memory that starts on a page boundary (`threed.memory.pool`) is transferred
+directly. Other memory is copied through an aligned buffer. If the size of a tensor is not a
+multiple of 4096 bytes, its last bytes are copied, too. Transfers are not ordered: wait for a write
+before reading or writing the same region.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class SwapError(OSError):
 
 
 def _make_folder(folder: str) -> None:
-    """Creates a folder if it does not exist, and then warns that the folder was missing.
+    """Creates a folder if it does not exist, and warns in this case.
 
-    The warning is needed because a missing folder may belong to a drive that is not mounted.
+    The folder may be missing because its drive is not mounted. The new folder would then be on
+    another drive.
     """
     if os.path.lexists(folder):
         return
@@ -71,9 +72,9 @@ def _make_folder(folder: str) -> None:
 class _File:
     """An open file, which is closed once its Disk and all transfers in flight have released it.
 
-    So a Disk that is garbage-collected without `close` does not have to wait for its threads. Such
-    a wait could hang, because garbage collection may run in any thread, including a thread that is
-    just being started.
+    So a Disk that is garbage-collected without `close` need not wait for its threads before the
+    file is closed. Such a wait could hang, because garbage collection may run in any thread,
+    including a thread that is just being started.
     """
 
     def __init__(self, fd: int = -1) -> None:
@@ -90,7 +91,8 @@ class _File:
 class Transfer:
     """A read or write in flight.
 
-    This object keeps the tensor alive. Do not use the tensor until the transfer is done.
+    This object keeps the tensor of the transfer alive. Do not use the tensor until the transfer is
+    done.
     """
 
     def __init__(self, disk: Disk, what: str, pieces: list[Future[None]]) -> None:
@@ -105,7 +107,7 @@ class Transfer:
         """Waits until every byte has been transferred.
 
         Raises:
-            SwapError: if the transfer failed. Every call raises it.
+            SwapError: if the transfer failed. Every call of this method then raises the error.
         """
         self._disk._check_process("waiting for a transfer")
         errors = self._errors()
@@ -159,7 +161,7 @@ class Disk:
         """Reserves a region and returns its offset.
 
         Args:
-            nbytes: size of the region; rounded up to blocks of 4096 bytes.
+            nbytes: size of the region in bytes; rounded up to a multiple of 4096.
 
         Raises:
             SwapError: if the drive is full.
@@ -198,7 +200,9 @@ class Disk:
         return self._begin(False, offset, into)
 
     def write(self, offset: int, values: Tensor) -> Transfer:
-        """Starts to write a tensor to the file. The rest of the last block is filled with zeros.
+        """Starts to write a tensor to the file, in blocks of 4096 bytes.
+
+        If the tensor does not fill its last block, the rest of the block is filled with zeros.
 
         Args:
             offset: offset in the file, a multiple of 4096.
@@ -325,10 +329,10 @@ def _free_bytes(fd: int) -> int:
 
 
 def _allocate(fd: int, offset: int, nbytes: int) -> None:
-    """Allocates space in the file.
+    """Allocates `nbytes` bytes of space in the file, beginning at `offset`.
 
-    It first checks that the drive has enough free space, because a failed allocation could fill the
-    drive.
+    First checks that the drive has enough free space, because an allocation that fails could fill
+    the drive.
 
     Raises:
         OSError: if there is not enough space.

@@ -23,7 +23,7 @@ HUGE = 2 * 2**20
 
 
 class _Registered(mmap.mmap):
-    """Mapped memory. If page-locked for CUDA, the memory is unlocked before it is unmapped."""
+    """Mapped memory that may be page-locked for CUDA, and is unlocked before it is unmapped."""
 
     address = 0  # start of the page-locked memory; 0 if it is not page-locked
 
@@ -35,8 +35,8 @@ class _Registered(mmap.mmap):
 def host_buffer(nbytes: int) -> Tensor:
     """Returns a zero-filled buffer, uint8 [nbytes], page-aligned and resident in memory.
 
-    It uses 2 MiB pages, except for a remainder of less than 2 MiB. It is page-locked if CUDA is
-    available.
+    The buffer uses 2 MiB pages, except for a remainder of less than 2 MiB. It is page-locked if
+    CUDA is available.
 
     Args:
         nbytes: size in bytes, at least 1.
@@ -66,7 +66,8 @@ def host_buffer(nbytes: int) -> Tensor:
 def free_bytes() -> int:
     """Returns the host memory that this process can still allocate, in bytes.
 
-    This is the machine's available memory, or, if smaller, the unused part of the cgroup's limit.
+    The result is the machine's available memory or the unused part of the cgroup's memory limit,
+    whichever is smaller.
     """
     free = [os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE]
     with (

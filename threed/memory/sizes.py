@@ -7,7 +7,7 @@ also the parameters.
 
 from __future__ import annotations
 
-# Number of buckets in flight: one is filled or used while the other one is communicated.
+# Number of buckets in flight: one bucket is filled or used while the other one is communicated.
 BUCKETS_IN_FLIGHT = 2
 UPDATES_AHEAD = 1  # number of buckets whose states are read ahead while another bucket is updated
 
@@ -28,7 +28,7 @@ def optimizer_bytes(param_bytes: int, moments: int = 2, masters: bool = False) -
     Args:
         param_bytes: bytes of a parameter.
         moments: number of moments: 2 for AdamW; 1 for Lion and SGD with momentum.
-        masters: whether parameters in fp32 or fp64 have master weights too.
+        masters: whether parameters in fp32 or fp64 have separate master weights, too.
     """
     return (moments + (masters or param_bytes < 4)) * max(4, param_bytes)
 
@@ -37,7 +37,7 @@ def regime(
     param_bytes: int, grad_bytes: int, zero_stage: int, shards: int, *, replicas: int = 1, moments: int = 2,
     resident: int = 0,
 ) -> str:  # fmt: skip
-    """Returns a text with the bytes of model states per parameter, and which states are sharded.
+    """Returns a text about the bytes of model states per parameter, and about their sharding.
 
     Args:
         param_bytes: bytes per parameter.
@@ -75,15 +75,16 @@ def drive_buffers(gathered: int, buffers: int, early: int = 0) -> int:
     """Returns the number of host buffers that transfers to and from a drive need.
 
     Each buffer has the size of the largest slice of a bucket. Forward and backward need buffers for
-    slices of parameters that are gathered, and for gradients that are in flight, accumulated or
-    written. An update needs buffers for the buckets that are read, updated and written.
+    the slices of parameters that are being gathered, and for gradients that are in flight, being
+    accumulated or being written. An update needs buffers for the buckets that are being read,
+    updated or written.
 
     Args:
         gathered: number of parameter slices that are read from the drive at the same time.
         buffers: buffers per bucket in an update; see `update_buffers`.
-        early: 0 if updates begin after the backward, so that they reuse its buffers. If updates run
-            during the backward, both need buffers at the same time, and all buckets of a layer may
-            wait for their update: `early` is then the largest number of buckets of a layer.
+        early: largest number of buckets of a layer if updates run during the backward: both then
+            need buffers at the same time, and all buckets of a layer may wait for their update. 0
+            if updates begin after the backward, because they then reuse the backward's buffers.
     """
     busy = gathered + BUCKETS_IN_FLIGHT + 2
     if early:
@@ -101,7 +102,8 @@ def update_buffers(
     Args:
         optimizer: whether optimizer states are on the drive.
         params: whether parameters are on the drive.
-        narrow: whether parameters have a narrower dtype than their master weights.
+        narrow: whether parameters have a narrower dtype than their master weights, so that both
+            exist.
         zero_stage: ZeRO stage.
         moments: number of moments of the optimizer.
     """

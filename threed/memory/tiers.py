@@ -9,7 +9,7 @@
 `storage.empty()` returns a staged buffer without reading the values. The values must not be used
 after `store` or `drop`.
 
-For a storage in memory, these calls take no time, because the staged buffer is the tensor itself.
+For a storage in memory, these calls copy no values, because the staged buffer is the tensor itself.
 For a storage on a drive, values are read into page-aligned buffers before they are used, and
 written back in the background. The number and size of these buffers do not grow with the size of
 the state (ZeRO-Infinity, arXiv 2104.07857, section 6). Because both storages have the same methods,
@@ -86,12 +86,12 @@ def memory_tier(device: torch.device) -> Tier:
 
 
 def start_copy(values: Tensor, device: torch.device) -> Pending:
-    """Starts to copy values to a device; no copy is made if they are already on it.
+    """Starts to copy values to a device. Values that are already on the device are not copied.
 
     A copy from a GPU to the host runs on a separate stream, into page-locked memory.
 
     Returns:
-        A pending operation with the values on the device.
+        A pending operation; its result is the tensor on the device.
     """
     if values.device == device:
         return done(values)
@@ -113,12 +113,12 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
 
 
 class Copied:
-    """A read-only staged buffer, whose values are copied from another staged buffer to a device.
+    """A read-only staged buffer on a device, with the values of a staged buffer elsewhere.
 
-    The copy cannot be written back to the storage.
+    The values cannot be written back to the storage.
 
     Args:
-        staged: the staged buffer to copy; `drop` drops it, too.
+        staged: the staged buffer whose values are copied. `drop` releases it, too.
         device: device of the copy.
     """
 
@@ -171,7 +171,11 @@ class Drive:
             self._reap(wait=True)
 
     def on_full(self, make_room: Callable[[], None]) -> None:
-        """Registers a function that releases buffers; `take` calls it if all buffers are in use."""
+        """Registers a function that releases buffers. `take` calls it if all buffers are in use.
+
+        Args:
+            make_room: the function, without arguments.
+        """
         self._make_room = make_room
 
     def size_buffers(self, nbytes: int, count: int) -> None:
@@ -184,8 +188,8 @@ class Drive:
     def take(self) -> Tensor:
         """Returns a free buffer, uint8 [nbytes].
 
-        If all buffers are in use, it waits for the oldest write in flight. If no write is in
-        flight, it calls the callback of `on_full`.
+        If all buffers are in use, this method waits for the oldest write in flight. If no write is
+        in flight, it calls the function that was registered by `on_full`.
 
         Raises:
             RuntimeError: if all buffers are still in use after that.
@@ -227,10 +231,10 @@ class Drive:
 
 
 class MetaDrive(Drive):
-    """A drive without a file, for forecasts on the meta device.
+    """A `Drive` without a file, for memory forecasts on the meta device.
 
-    All staged buffers are the same tensor. The object is also its own `Disk`, which transfers no
-    bytes.
+    All staged buffers are the same tensor. The object also takes the place of the `Disk`, and
+    transfers no bytes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -263,8 +267,8 @@ class MetaDrive(Drive):
 class OnDrive:
     """A storage in a region of a swap file.
 
-    The storage may have a second region. New values are written to this region while the old ones
-    are still in use, and replace them when `swap` is called.
+    The storage may have a second region. New values are written to the second region while the old
+    values are still in use. A call of `swap` then replaces the old values by the new ones.
 
     Args:
         drive: the tier.
@@ -272,8 +276,9 @@ class OnDrive:
         dtype: dtype of the values.
 
     Attributes:
-        offset: offset of the region in the file.
-        writing: the latest write to the storage; None if a read has waited for it.
+        offset: offset in the file of the region with the current values, in bytes.
+        writing: the latest write to the storage; None if there was none, or if a read has waited
+            for it.
         staged_buffers: number of staged buffers in use.
     """
 
@@ -295,14 +300,14 @@ class OnDrive:
         self.second_offset = self.drive.disk.reserve(self.nbytes)
 
     def swap(self) -> None:
-        """Exchanges the two regions. The storage then has the values of the second region."""
+        """Exchanges the two regions, so that the values of the second region become current."""
         assert self.second_offset is not None
         if self.staged_buffers:
             raise RuntimeError("a staged buffer of the old values is still in use")
         self.offset, self.second_offset = self.second_offset, self.offset
 
     def hold(self, numel: int, dtype: torch.dtype) -> None:
-        """Sets the number and dtype of the values. They must fit into the storage's region."""
+        """Sets the number and dtype of the values, which must fit into the storage's region."""
         self.dtype, self.nbytes = dtype, numel * dtype.itemsize
 
     def fetch(self) -> DriveBuffer:
@@ -340,9 +345,9 @@ class DriveBuffer:
         return self.values
 
     def write(self) -> None:
-        """Starts to write the values back, but does not release the buffer.
+        """Starts to write the values to the storage, but does not release the buffer.
 
-        After `wait`, the values may be changed again.
+        Do not change the values before `wait` has returned.
         """
         self._transfer = self._begin_write(self.storage.offset)
 

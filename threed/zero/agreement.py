@@ -1,6 +1,7 @@
 """Checks that all ranks have the same configuration, plan and buckets.
 
-If one of them differed, ranks would call different collectives and hang.
+If the configuration, the plan or the buckets differed between ranks, the ranks would call different
+collectives and hang.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ def _check_same(text: str, differs: str, fix: str, axis: Axis) -> None:
 
 
 def check_buckets(layout: Layout, topology: Topology) -> None:
-    """Checks that the ranks of each axis have the same parameters in each bucket. Collective.
+    """Checks that ranks which reduce a bucket together have the same parameters in it. Collective.
 
     A rank that builds the model's layers in a different order may have buckets of the same sizes as
     the other ranks, but with different parameters. Without this check, gradients of different
     parameters would be added up without an error.
 
     Args:
-        layout: this rank's layout.
+        layout: groups and buckets of this rank's parameters.
         topology: the process topology.
 
     Raises:
@@ -82,7 +83,7 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
             for bucket in group.buckets
         ]
         data = axis is topology.data
-        if data:  # compare all buckets, in the order in which they are reduced
+        if data:  # data ranks have the same buckets: compare all, in the order of reduction
             buckets = [*layout.buckets, *layout.frozen]
         cuts = [
             (b.first, b.last, [(s.first, (data and s.spec.over) or s.spec.name) for s in b.slots()])
@@ -116,10 +117,10 @@ def tensors_of_model(layout: Layout, topology: Topology) -> dict[str, GlobalTens
 
     One rank has only some of the weights: pipeline stages and tensor ranks have different weights,
     and so do data ranks over which parameters are distributed (`ShardSpec.over`). The ranks
-    therefore exchange their lists.
+    therefore exchange the properties of their weights.
 
     Args:
-        layout: this rank's layout.
+        layout: layout of this rank's parameters.
         topology: the process topology.
 
     Returns:
@@ -147,8 +148,10 @@ def tensors_of_model(layout: Layout, topology: Topology) -> dict[str, GlobalTens
 def check_gathers(orders: Sequence[int]) -> None:
     """Checks that all ranks gathered the same groups of parameters in the same order.
 
+    Gathers are collective, so with different orders ranks would gather different parameters.
+
     Args:
-        orders: `Gatherer.order` of each rank, a hash of the sequence of groups that the rank has
+        orders: per rank, `Gatherer.order`: a hash of the sequence of groups that the rank has
             gathered.
 
     Raises:

@@ -41,25 +41,26 @@ from threed.zero.update import Update
 
 
 class Asynchronous:
-    """Runs asynchronous plans, and applies updates when the executor reaches them in the plan.
+    """Runs asynchronous plans. The plan determines when the update of each step is applied.
 
     It has the methods of `threed.zero.optimizer.Synchronous`. In addition, it has methods that the
     executor calls during a plan: `use`, `start_update` and `end_update`.
 
     Args:
-        plan_of: `plan_of(count, part=)` returns the plan, with communication actions, of a step of
-            `count` micro-batches. `part` selects the actions: None returns the full plan, which
+        plan_of: `plan_of(count, part=...)` returns the plan of a step with `count` micro-batches,
+            including communication. `part` selects the actions: None returns the full plan, which
             also runs the outstanding backwards of the previous step; `double_buffered.first` leaves
             these backwards out; `double_buffered.drain` returns only these backwards.
-        reducer: sums the gradients.
-        optimizer: updates the weights. Keeps two versions of them (`Policy.versions`).
+        reducer: sums the gradients over ranks.
+        optimizer: updates the weights, and keeps two versions of them (`Policy.versions` is 2).
 
     Attributes:
         pending: always True, because the results of `update` need a sum over all ranks that is
             still in flight.
-        open: number of micro-batches of the last step until its update is applied; then 0.
-        seconds: [s1, s2], host seconds during the last plan: s1 for ending the accumulation and
-            reduction of gradients, s2 for the update.
+        open: number of micro-batches of the last step if its last backwards and its update are
+            still outstanding, else 0.
+        seconds: [s1, s2], host seconds that the last plan spent in `all_passes_ended` (s1), and in
+            `start_update` and `end_update` together (s2).
     """
 
     pending = True
@@ -97,6 +98,9 @@ class Asynchronous:
         """Restores the gradient norm and learning rate that the next metrics report.
 
         Both are 0 if `state` does not contain them.
+
+        Args:
+            state: the dict that `state()` returned.
         """
         numbers = [
             math.nan if number is None else float(number)
@@ -108,7 +112,7 @@ class Asynchronous:
         self._carry = torch.zeros_like(norm)[None]
 
     def begin(self, microbatches: int) -> None:
-        """Does nothing, because `run` and `all_passes_ended` begin to accumulate gradients."""
+        """Does nothing: `run` and `all_passes_ended` begin the accumulation of gradients."""
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs the outstanding backwards of the previous step, and this step's micro-batches.
@@ -116,7 +120,7 @@ class Asynchronous:
         The last backwards of this step are left outstanding: the next step, or `finish`, runs them.
 
         Args:
-            run: runs a plan on micro-batches: `Executor.run`.
+            run: function that runs a plan on micro-batches: `Executor.run`.
             micros: the micro-batches of this step.
 
         Returns:
@@ -135,10 +139,10 @@ class Asynchronous:
     def finish(self, run: Run) -> None:
         """Runs the outstanding backwards of the last step and applies its update. Collective.
 
-        Afterwards the parameters of the layers have the newest values.
+        Afterwards the layers use the newest version of the weights.
 
         Args:
-            run: runs a plan on micro-batches: `Executor.run`.
+            run: function that runs a plan on micro-batches: `Executor.run`.
         """
         if self.open:
             with torch.inference_mode(False):
@@ -152,7 +156,7 @@ class Asynchronous:
         try:
             losses = run(plan, micros)
         except BaseException:
-            # the gradients of this step, and of the previous one if it was outstanding, are lost
+            # lost are the gradients of this step, and of the previous step if it was outstanding
             self.optimizer.consistency.invalidate()
             raise
         self.open = len(micros)
@@ -192,7 +196,7 @@ class Asynchronous:
         Gradients that are added later belong to the next batch.
 
         Args:
-            chunk: ignored.
+            chunk: ignored; `Synchronous.all_passes_ended` has the same argument.
         """
         with timed(self.seconds, 0):
             self._gradients = self.reducer.close()
@@ -200,9 +204,9 @@ class Asynchronous:
                 self.reducer.begin(self._running)
 
     def start_update(self) -> None:
-        """Starts the all-reduce of the gradient norm."""
+        """Starts the all-reduce of the gradient norm, which the update of the last step needs."""
         with timed(self.seconds, 1):
-            # keep no reference here, so that the gradients are freed after the update
+            # this object keeps no reference, so that the gradients are freed after the update
             gradients, self._gradients = self._gradients, list
             self._end = self.optimizer.start_step(gradients(), self._carry, self._rates)
 

@@ -3,8 +3,8 @@
 A contribution is one gradient that a layer or autograd computes for a parameter. A parameter that
 is used in two places of the model gets two contributions per micro-batch. A gradient is complete
 when it has the expected number of contributions, and a bucket is ready when all its gradients are
-complete. Contributions are counted per round: the time between two reductions of the same bucket,
-which is a micro-batch or a step (see `reducer`).
+complete. Contributions are counted per round. A round is the time between two reductions of the
+same bucket: one micro-batch or one step (see `reducer`).
 
 A backward of another engine may also compute gradients of this engine's parameters: in a GAN, the
 generator's loss is differentiated through the discriminator. Such gradients accumulate in `.grad`
@@ -29,6 +29,9 @@ Contribution = tuple[Callable[..., None], tuple[Any, ...]]
 class Contributions:
     """Counts the contributions to the gradient of one parameter.
 
+    Contributions are counted per round: per micro-batch or per step, depending on how often
+    gradients are reduced.
+
     Args:
         uses: number of places in the model that use the parameter. Each place contributes once per
             micro-batch.
@@ -40,7 +43,7 @@ class Contributions:
         remaining: number of contributions that are still expected in this round.
         added: number of contributions of this round that were added to the gradient's buffer.
         late: number of contributions of this round that arrived too late for the buffer, because
-            the reduction of a bucket with part of the gradient had been launched.
+            the reduction of a bucket with part of the gradient had already been launched.
         used: whether any contribution was counted since construction or the last `restore`.
         positions: indices of the gradient's buckets in the launch order of their `LaunchQueue`,
             ascending.
@@ -55,7 +58,7 @@ class Contributions:
 
     @property
     def counted(self) -> int | None:
-        """`per_pass` if it is known and differs from the number of uses, else None."""
+        """Value for a checkpoint: `per_pass` if known and not equal to the uses, else None."""
         return None if self.per_pass == self._uses else self.per_pass
 
     def restore(self, counted: int | None) -> None:
@@ -82,7 +85,7 @@ class Contributions:
         return self.per_pass is None or self.remaining > 0
 
     def expect(self, passes: int) -> bool:
-        """Adds the contributions of `passes` more micro-batches to those expected in this round.
+        """Increases `remaining` by the contributions of `passes` more micro-batches.
 
         Args:
             passes: number of additional micro-batches; negative if there are fewer.
@@ -110,11 +113,11 @@ class Contributions:
         self.late += 1
 
     def learn(self, passes: int, dynamic: bool) -> None:
-        """Updates `per_pass` from the contributions of the round that ended.
+        """Sets `per_pass` to the contributions per micro-batch of the round that ended.
 
         Args:
             passes: number of micro-batches in the round.
-            dynamic: whether `per_pass` may also decrease.
+            dynamic: whether `per_pass` may decrease; if False, it only increases.
         """
         if self.per_pass is not None:
             counted = -(-(self.added + self.late) // passes)
@@ -125,7 +128,7 @@ class LaunchQueue:
     """The order in which buckets are reduced, for the parameters of one chunk of the model.
 
     Parameters that several chunks share have a separate queue. The order is the same on every rank,
-    and each bucket's reduction is launched once per round.
+    and each bucket's reduction is launched once per round (a micro-batch or a step).
 
     Args:
         chunks: indices of the chunks that use the parameters.
@@ -164,7 +167,7 @@ class LaunchQueue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a next bucket and all gradients in it are complete."""
+        """Whether a bucket is left to launch, and all gradients in the next one are complete."""
         return not self.is_done and self._incomplete[self.launched] == 0
 
     @property
@@ -193,7 +196,7 @@ class LaunchQueue:
         self._begin_round(passes)
 
     def expect(self, passes: int) -> None:
-        """Adds micro-batches to the current round; requires that no bucket was launched in it.
+        """Adds micro-batches to the current round, in which no bucket may have been launched yet.
 
         Args:
             passes: number of additional micro-batches; negative if there are fewer.
@@ -270,12 +273,12 @@ class Deferral:
 
 
 class Owner(Protocol):
-    """The part of `Reducer` that `own_backward` uses."""
+    """Interface of an owner of backwards: the part of `Reducer` that `own_backward` uses."""
 
     def give_up(self) -> None: ...
 
 
-# owners of the running backwards, innermost last; global, because autograd's engine is global
+# Owners of the running backwards, innermost last. The list is global, as is autograd's engine.
 _running: list[object] = []
 
 
@@ -296,11 +299,12 @@ def is_own(owner: object, slot: Slot) -> bool:
     """Returns whether the running backward belongs to the owner.
 
     Args:
-        owner: see `own_backward`.
-        slot: the parameter whose gradient the backward has computed, for the error message.
+        owner: the object that was passed to `own_backward`, such as the engine's `Reducer`.
+        slot: the parameter for which the backward has computed a gradient.
 
     Raises:
-        RuntimeError: the backward runs outside of any engine; the gradient is dropped.
+        RuntimeError: the backward runs outside of any engine. The message names the parameter, and
+            its gradient is dropped.
     """
     if not _running:
         slot.param.grad = None

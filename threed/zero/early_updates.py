@@ -20,8 +20,8 @@ clipped, the update runs again at the end of the step, from gradients that were 
 drive. After a wrong guess, updates run at the end of each step, up to and including the first step
 for which the guess would have been right. The number and size of buffers in memory are constant.
 
-GreedySnake (arXiv 2512.17570) instead overlaps a part of the update with the next forward, so that
-layers use the parameters of this part one step later.
+GreedySnake (arXiv 2512.17570) instead runs a part of the update during the next forward. Layers
+therefore receive the parameters that this part updates one step late.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Early:
 
     Args:
         states: states of the optimizer, in the order in which their gradients are completed.
-        max_pending: largest number of queued gradients. If there are more, `take` runs updates.
+        max_pending: largest number of gradients that may wait in the queue. If the queue is longer,
+            `take` updates the oldest buckets.
         clips: whether gradient clipping is enabled.
-        guess: function that returns the guessed scalars of the next update, on the host: the
-            scalars of a step that is neither clipped nor skipped.
-        apply: function that applies the update rule to the buffers of a state; see
+        guess: function that returns the guess: the scalars of the next update, on the host, under
+            the assumption that the step is neither clipped nor skipped.
+        apply: function that applies the update rule to the staged buffers of a state; see
             `Optimizer._apply_rule`.
     """
 
@@ -91,9 +92,9 @@ class Early:
         """Queues a complete gradient for an update during the backward.
 
         Args:
-            bucket: the bucket.
-            gradient: buffer with the bucket's gradient. If queued, the buffer is released after the
-                update.
+            bucket: the bucket that the gradient belongs to.
+            gradient: staged buffer with this rank's slice of the bucket's gradient. If the gradient
+                is queued, this object releases the buffer after the update.
 
         Returns:
             Whether the gradient was queued. If not, the caller keeps the buffer, and the bucket
@@ -111,7 +112,7 @@ class Early:
         return True
 
     def progress(self) -> None:
-        """Starts to read the next states; updates the buckets whose states have been read."""
+        """Starts to read the next states, and updates queued buckets whose states were read."""
         if self._pending or self._done:
             self._read_ahead()
         while self._pending and self._arrived():
@@ -121,7 +122,7 @@ class Early:
         """Ends a step; makes its updates permanent if the guess was right, else discards them.
 
         Args:
-            now: scalars of the step's update.
+            now: the true scalars of the step's update, with which the guess is compared.
 
         Returns:
             The states that were updated during the backward; empty if the guess was wrong.
@@ -158,13 +159,14 @@ class Early:
     def _update(self) -> None:
         """Updates the bucket of the oldest queued gradient.
 
-        The new values are written to the second regions of the state's storages.
+        The new values are written to the second regions of the state's storages. The first regions
+        keep the old values, which are needed if the guess was wrong.
         """
         self._read_ahead()
         state, gradient = self._pending.popleft()
         assert self._guess is not None
         assert self._next is not None
-        assert self._next[0] is state  # reductions finish in the order of buckets
+        assert self._next[0] is state  # gradients and states have the same order of buckets
         buffers, self._next = self._next[1], None
         buffers[GRADIENT] = gradient
         try:
@@ -179,7 +181,10 @@ class Early:
 
 
 def max_pending_buckets(layout: Layout) -> int:
-    """Returns the largest number of buckets of a layer; they may all be complete at one time."""
+    """Returns the number of buckets in the layer that has the most buckets.
+
+    All buckets of a layer may be complete, and wait for their update, at the same time.
+    """
     groups = [group for group in layout.groups if group.key.units and group.key.trainable]
     layers = Counter(min(group.key.units or ()) for group in groups for _ in group.buckets)
     return max(layers.values(), default=0)

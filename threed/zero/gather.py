@@ -1,8 +1,8 @@
 """Gathers parameters before they are used and releases them afterwards.
 
     publish(bucket)   begins to gather new values, after the optimizer has updated this rank's slice
-    complete()        gathers the slices of which this rank updates only a portion, then publishes
-                      them
+    complete()        gathers the slices that several pipeline ranks update in portions, then
+                      publishes them
     start(unit)       begins to gather the parameters of a unit (a layer or module, see `layout`)
     ready(unit)       waits until the parameters of a unit are gathered
     release(unit)     frees the memory of the unit's parameters, unless another unit still uses them
@@ -10,9 +10,9 @@
 Unsharded parameters (stages 1 and 2, small ones under stage 3) are gathered once per update, by
 `publish`. The gather overlaps with the beginning of the next forward, and `ready` waits for it.
 Sharded parameters (stage 3) are gathered at every use, into a new buffer. The parameters stay the
-same objects (`parameter_access`). Autograd does not save the memory of a sharded parameter, but its
-offset and shape in the buffer (`SavedView`). The backward gathers the parameters into another
-buffer and reads them there.
+same Python objects (`parameter_access`). For the backward, autograd saves the offset and the shape
+of a sharded parameter in the buffer, not its values (`SavedView`). The backward gathers the
+parameters into another buffer and reads them there.
 
 Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases: first this rank's
 slices are read, then the all-gather runs. The all-gather starts when the next group is opened or
@@ -45,7 +45,7 @@ from threed.zero.torch_modes import hide_from_checkpointing, without_transforms
 def _hidden_from_checkpointing(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: hides the gathers in a method from selective activation checkpointing.
 
-    Has an effect only if the gatherer belongs to a wrapped module.
+    The decorator has an effect only if the gatherer belongs to a wrapped module.
     """
 
     @functools.wraps(method)
@@ -103,7 +103,7 @@ class GatheredTile:
 
 
 class Gatherer:
-    """Gathers the groups of a layout.
+    """Gathers the parameters of a layout, one group (flat buffer) at a time.
 
     Args:
         layout: layout of the parameters.
@@ -213,7 +213,7 @@ class Gatherer:
         While layers read the previous version, parameters are not guarded.
 
         Args:
-            newest: whether to show the newest version.
+            newest: True for the newest version, False for the previous version.
         """
         if newest != self._shows_newest:
             self._shows_newest = newest
@@ -239,7 +239,7 @@ class Gatherer:
     # ------------------------------------------------------------------------------------------------ sharded parameters
 
     def is_freed(self, unit: int) -> bool:
-        """Returns whether a unit has sharded parameters."""
+        """Returns whether a unit has sharded parameters, which are gathered only for its use."""
         return unit in self._groups_of_unit
 
     def start(self, unit: int) -> None:
@@ -248,7 +248,7 @@ class Gatherer:
             self.open(group, unit)
 
     def ready(self, unit: int) -> None:
-        """Waits until all parameters of a unit are gathered; starts gathers if needed."""
+        """Waits until all parameters of a unit are gathered; starts gathers not started yet."""
         if self._published and self._shows_newest:
             self._wait_for(self._buckets_of_unit.get(unit, ()))
         for group in self._groups_of_unit.get(unit, ()):
@@ -295,7 +295,7 @@ class Gatherer:
         return self._groups_of_unit.get(unit, [])
 
     def is_open(self, group: Group) -> bool:
-        """Returns whether a sharded group is gathered or in flight."""
+        """Returns whether a sharded group is gathered, or its gather is in flight."""
         return group in self._holders
 
     def is_held(self, holder: int | Holder) -> bool:
@@ -335,8 +335,9 @@ class Gatherer:
         """Begins to gather a sharded group, and keeps it gathered until `holder` closes it.
 
         Args:
-            group: the group.
-            holder: the user of the group; `close` must be called with the same value.
+            group: the sharded group.
+            holder: what uses the group: a purpose, or the number of a unit or module call (see
+                `Holder`). `close` must be called with the same value.
         """
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))
@@ -388,9 +389,9 @@ class Gatherer:
         return packed.tensor()
 
     def _finish_gathers(self) -> None:
-        """Waits for all gathers, including prefetches, so that they release their drive buffers.
+        """Waits for all gathers, including prefetches, so that the gathers release drive buffers.
 
-        A drive calls this if all of its buffers are in use.
+        A drive calls this method if all of its buffers are in use.
         """
         self._start_gathers()
         for group in list(self._gathering):
@@ -399,7 +400,7 @@ class Gatherer:
     def _start_gathers(self) -> None:
         """Starts the all-gathers of all groups whose slices are being read.
 
-        They start in the order in which the groups were opened.
+        The all-gathers start in the order in which the groups were opened.
         """
         for group in list(self._reading):
             with without_transforms():
@@ -450,7 +451,10 @@ class Gatherer:
 
     @_hidden_from_checkpointing
     def wait(self, group: Group) -> None:
-        """Waits for the gather of a group; starts the gather if slices are still being read."""
+        """Waits until a group is gathered.
+
+        If slices of the group are still being read, the all-gather is started first.
+        """
         if group in self._reading:
             self._start_gathers()
         if group in self._gathering:
@@ -461,7 +465,7 @@ class Gatherer:
                 self.accesses[slot].guard(False)
 
     def close(self, group: Group, holder: int | Holder) -> None:
-        """Ends a holder's use of a sharded group; frees the group if no other holder remains."""
+        """Ends a holder's use of a sharded group. If it was the last holder, frees the group."""
         holders = self._holders.get(group)
         if holders is not None:
             holders.discard(holder)

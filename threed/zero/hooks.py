@@ -41,7 +41,10 @@ RECENT = 3
 
 
 class Trace:
-    """Records the order in which a pass (forward or backward) uses groups, to predict the next."""
+    """Records in which order a pass (forward or backward) uses groups of parameters.
+
+    The recorded order serves as a prediction for the next pass, so that groups can be prefetched.
+    """
 
     def __init__(self) -> None:
         self._used: list[Group] = []
@@ -50,7 +53,7 @@ class Trace:
 
     @property
     def last(self) -> Group | None:
-        """The last group used in the previous pass."""
+        """The group that the previous pass used last; None if there was no previous pass."""
         return self._predicted[-1] if self._predicted else None
 
     def record(self, group: Group, ahead: int) -> list[Group]:
@@ -61,8 +64,9 @@ class Trace:
             ahead: number of groups to predict.
 
         Returns:
-            Up to `ahead` groups: the next ones that the previous pass used after `group`. Empty if
-            the previous pass did not use `group`, or if the last call recorded the same group.
+            The groups that the previous pass used directly after `group`, at most `ahead` of them.
+            Empty if the previous pass did not use `group`, or if the last call recorded the same
+            group.
         """
         if self._used and self._used[-1] is group:
             return []
@@ -83,7 +87,8 @@ class _Hook:
 
     The hooks must do nothing for a copied or unpickled module, because such a module belongs to no
     engine. A copy of the module shares this object, so the hooks compare the calling module with
-    `module`. Unpickling creates a `_Hook` without instance attributes, whose `module` is None.
+    `module`. Unpickling creates a `_Hook` without instance attributes, so `module` has its default,
+    None.
     """
 
     module: nn.Module | None = None
@@ -113,7 +118,7 @@ class _Hook:
         hooks.move_to_end(self.after_id)
         self.gatherer.enter(self.unit)
         if self.gatherer.runs_compiled(module):
-            # these hooks are needed because compiled code bypasses `__torch_function__`
+            # saved-tensor hooks are needed, because compiled code bypasses `__torch_function__`
             self.saving.append(self.gatherer.saving)
             self.saving[-1].__enter__()
 
@@ -191,7 +196,10 @@ class ModuleGatherer(Gatherer):
         )
 
     def before_use(self, group: Group) -> None:
-        """Gathers a group if a forward or backward of the module is running, else does nothing."""
+        """Gathers a group if a forward or backward of the wrapped module is running.
+
+        At other times it does nothing.
+        """
         if self._calls:
             if group not in self._calls[-1]:
                 self._calls[-1].append(group)
@@ -211,14 +219,14 @@ class ModuleGatherer(Gatherer):
         returned = self._groups_in(output)
         for group in groups:
             keep = in_backward() or (torch.is_grad_enabled() and group is self.forwards.last)
-            if group in returned and self._calls:  # the calling module holds it from now on
+            if group in returned and self._calls:  # from now on the calling module holds the group
                 if group not in self._calls[-1]:
                     self._calls[-1].append(group)
                     self.open(group, depth - 1)
             elif keep or group in returned:
-                # keep it for the backward, for one of three reasons: this is a recomputation, whose
-                # backward is next; the group is the last of the forward, and so the first of the
-                # backward; or the output contains the group's parameters
+                # keep the group for the backward, for one of three reasons: this call is a
+                # recomputation, and its backward is next; the forward uses the group last, so the
+                # backward uses it first; or the output contains the group's parameters
                 self.open(group, Holder.BACKWARD)
             self.close(group, depth)
         if not self._calls and not in_backward():

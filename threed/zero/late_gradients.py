@@ -1,6 +1,6 @@
 """Late gradients: gradients that arrive after the reduction of their bucket was launched.
 
-They are kept in memory until the end of the step, and are then reduced.
+Late gradients are kept in memory until the end of the step, and are then reduced.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LateGradients:
             self._gradients[slot].add_(grad)
         else:
             copied = grad.to(self.layout.policy.grad_dtype, copy=True)
-            # a gradient that is a transposed matrix product is not contiguous
+            # made contiguous, because `_window` flattens it; a transposed product is not contiguous
             self._gradients[slot] = copied.contiguous()
 
     def clear(self) -> None:
@@ -53,8 +53,8 @@ class LateGradients:
         Collective.
 
         Yields:
-            (bucket, staged): `staged` is the staged buffer of this rank's gradient slice, to which
-            the sum was added. The caller must store `staged`.
+            (bucket, staged): `staged` is the staged buffer with this rank's slice of the bucket's
+            gradients. The sum of the late gradients was added to it. The caller must store it.
 
         Raises:
             RuntimeError: if the ranks did not gather the same groups in the same order.
@@ -91,7 +91,7 @@ class LateGradients:
         return sorted(late)
 
     def _window(self, bucket: Bucket) -> Tensor:
-        """Returns a flat tensor with a bucket's late gradients; 0 for parameters without them."""
+        """Returns the late gradients of a bucket as a flat tensor; all other elements are 0."""
         size, dtype = bucket.last - bucket.first, self.layout.policy.grad_dtype
         window = torch.zeros(size, dtype=dtype, device=bucket.group.params.device)
         for slot in bucket.slots():

@@ -15,11 +15,11 @@
              optimizer states of one portion
 
 Parameters are stored in backward order, so that buckets complete one after the other during the
-backward. All parameters of a group are reduced over the same axes. So a bucket needs one collective
-per axis, one call of the update rule, and one owner that counts it in the gradient norm. If the
-gradients of a group are summed over tensor ranks, the parameters of the group have the same shapes
-on all of these ranks, so that slices align. Vocabulary shards can have different sizes on different
-tensor ranks, and are in other groups.
+backward. The gradients of all parameters of a group are reduced over the same axes. So a bucket
+needs one collective per axis, one call of the update rule, and one owner that counts it in the
+gradient norm. If the gradients of a group are summed over tensor ranks, the parameters of the group
+have the same shapes on all of these ranks, so that slices align. Vocabulary shards can have
+different sizes on different tensor ranks, and are therefore in separate groups.
 
 The ZeRO stages (arXiv 1910.02054) differ in which tensors of a group are kept in full. Under stage
 3 each unit has separate groups, so that units can be gathered one at a time. Only parameters with
@@ -46,8 +46,8 @@ from threed.ops.update import Rule
 
 CPU = torch.device("cpu")
 ALIGN = 32  # parameters start at multiples of 32 elements (64 bytes in bf16)
-# An unsharded group has at least MIN_BUCKETS buckets, if these then have at least MIN_BUCKET_NUMEL
-# elements each.
+# An unsharded group is split into at least MIN_BUCKETS buckets, unless these would have fewer than
+# MIN_BUCKET_NUMEL elements each.
 MIN_BUCKETS = 8
 MIN_BUCKET_NUMEL = 2**18
 
@@ -96,15 +96,16 @@ class Policy:
         bucket_bytes: largest size of a bucket, in bytes of `grad_dtype`.
         param_dtype: dtype of the parameters that layers use.
         grad_dtype: dtype of the summed gradients.
-        resident: number of elements; smaller parameters stay unsharded under stage 3.
+        resident: parameters with fewer than this number of elements stay unsharded under stage 3.
         options: function from a parameter's `ShardSpec` to its group's options.
         arena: whether all gradient buffers of stages 2 and 3 are kept for reuse, so that later
             steps allocate no buffers. If False, buffers of parameters that span several buckets are
             allocated at every use, and stage 3 frees unused buffers at the end of each step.
-        params_tier: storage of the slices of parameters under stage 3; None for the device.
-        optimizer_tier: storage of the optimizer's states and, from stage 2 on, of the slices of
-            gradients; None for the device.
-        host: device that updates offloaded values: the CPU, or "meta" for memory estimates.
+        params_tier: tier that stores the slices of parameters under stage 3; None: they stay in
+            the device's memory.
+        optimizer_tier: tier that stores the optimizer's states and, from stage 2 on, the slices of
+            gradients; None: they stay in the device's memory.
+        host: device on which offloaded values are updated: the CPU, or "meta" for memory estimates.
         states_once: whether pipeline ranks that hold the same parameters split the optimizer
             states, so that each rank keeps the states of its portion. False with offload tiers.
         versions: number of versions of the parameters: 2 if a step begins before the update of the
@@ -112,7 +113,8 @@ class Policy:
             next step overwrites the full gradients before the update has read its slices.
         early: whether updates run during the backward and write to second regions of the drive
             (`threed.zero.early_updates`).
-        delayed: whether an update runs during the next step, which still uses the old parameters.
+        delayed: whether an update runs during the next step. That step still uses the parameters
+            from before the update.
         dealt: value of `ShardSpec.over` -> data axes of the parameters with this value, which are
             distributed over data ranks.
     """
@@ -246,7 +248,8 @@ class Slot:
 class Run:
     """The elements of one piece (`ShardSpec.pieces`) that are in this rank's portion of a bucket.
 
-    These elements are a contiguous range [first, last) of the piece.
+    The portion consists of the elements that this rank updates. In the piece, the elements of a run
+    are a contiguous range [first, last).
 
     Attributes:
         piece: the piece of a global tensor.
@@ -261,7 +264,10 @@ class Run:
     offset: int
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the run as boxes of the global tensor; each has its `offset` in the portion."""
+        """Yields boxes of the global tensor that make up the run.
+
+        The `offset` of each box is its position in the portion, in elements.
+        """
         return split(self.piece, self.first, self.last, self.offset)
 
 
@@ -281,8 +287,10 @@ class Bucket:
         portion_last: end of this portion.
         storage: this rank's slice of the parameters, in the compute dtype.
         grad: this rank's slice of the gradients.
-        portion: this rank's portion of `storage`; the same object if it is the full slice.
-        portion_grad: this rank's portion of `grad`; the same object if it is the full slice.
+        portion: this rank's portion of `storage`; the object `storage` itself if this rank updates
+            the full slice.
+        portion_grad: this rank's portion of `grad`; the object `grad` itself if this rank updates
+            the full slice.
     """
 
     group: Group
@@ -313,11 +321,11 @@ class Bucket:
         return self.storage.tensor if isinstance(self.storage, InMemory) else None
 
     def runs(self, first: int | None = None, last: int | None = None) -> Iterator[Run]:
-        """Yields the runs of this rank's portion in buffer order, without the padding.
+        """Yields one `Run` per piece in this rank's portion, in buffer order, without padding.
 
         Args:
-            first: first element of the flat buffer to include; by default `portion_first`.
-            last: end of the elements to include (exclusive); by default `portion_last`.
+            first: position in the flat buffer at which to begin; by default `portion_first`.
+            last: position at which to end (exclusive); by default `portion_last`.
         """
         first = self.portion_first if first is None else first
         last = self.portion_last if last is None else last
@@ -330,14 +338,14 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """The lowest number of a unit that uses a parameter of this bucket; -1 if no unit does."""
+        """Lowest index of the units that use a parameter of this bucket; -1 without such units."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
-        """Returns the view of `window` that contains a parameter's elements.
+        """Returns the elements of a parameter in this bucket, as a view of `window`.
 
         Args:
-            slot: the parameter.
+            slot: the parameter; it may be only partly in this bucket.
             window: tensor [last - first] with one value per element of the bucket.
         """
         return window[max(slot.first - self.first, 0) : slot.last - self.first]
@@ -362,8 +370,9 @@ class Group:
         sums: axes over which a slice's gradient is summed after the reduction over S.
         holders: axis of the pipeline ranks that each update one portion of the same slice. If it
             has several ranks, it is also the last axis of `sums`.
-        copies: axes over which portions are replicated.
-        granule: unit of bucket sizes: every bucket has a multiple of this number of elements.
+        copies: axes over which portions are replicated: all ranks of such an axis hold the same
+            values.
+        granule: the number of elements of every bucket is a multiple of this number.
         params: the buffer [numel]. A sharded group gets a new buffer for every gather; while the
             group is not gathered, this is an empty tensor.
         previous: buffer of the previous version if there are two versions, else `params`.
@@ -387,7 +396,10 @@ class Group:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank has the replica that is counted in the norm and saved."""
+        """Whether this rank counts the group in the gradient norm and saves it in checkpoints.
+
+        If several ranks hold replicas of their portions, only the first of these ranks does so.
+        """
         return all(axis.index == 0 for axis in self.copies)
 
     @property
@@ -472,9 +484,10 @@ class HasModules(Protocol):
 
 
 def point(param: nn.Parameter, values: Tensor) -> None:
-    """Sets a parameter's data without `__torch_function__`.
+    """Makes a parameter use the memory of `values`.
 
-    The parameter stays the same object and keeps its autograd history.
+    The parameter stays the same object and keeps its autograd history. `__torch_function__` is not
+    called, because it would first gather a sharded parameter.
     """
     with torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(param, values.data)  # type: ignore[attr-defined]
@@ -501,7 +514,7 @@ def build(
     units: Sequence[HasModules], tied: Mapping[str, Tie], topology: Topology, policy: Policy,
     chunks: Sequence[int] | None = None,
 ) -> Layout:  # fmt: skip
-    """Lays out the parameters of a stage, allocates the buffers, and sets the parameters.
+    """Lays out the parameters of a stage, allocates buffers, and points the parameters at them.
 
     Args:
         units: this rank's layers, on the meta device, or the units of a wrapped module.
@@ -511,9 +524,12 @@ def build(
             order. `GroupKey` therefore includes the chunks of every such rank (`tied_chunks`).
         topology: the process topology.
         policy: how the parameters are laid out.
-        chunks: number of the chunk of the model that each unit belongs to; by default all units are
-            in one chunk. Chunks have separate buffers, because the buffers of a chunk are reduced
-            when the backwards of that chunk have ended.
+        chunks: per unit, the number of the chunk of the model that contains the unit; by default
+            all units are in one chunk. Chunks have separate buffers, because the gradients of a
+            chunk are reduced when the backwards of that chunk have ended.
+
+    Returns:
+        The layout.
     """
     keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
@@ -590,7 +606,10 @@ def _buffers(
 
 
 def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a NaN tensor of the parameter's shape, expanded from one element and read-only."""
+    """Returns a read-only tensor of the parameter's shape with NaN values.
+
+    All its elements share the memory of a single element.
+    """
     if device.type == "meta":
         return torch.empty(slot.shape, dtype=dtype, device=device)
     nan = torch.full((), torch.nan, dtype=dtype, device=device)

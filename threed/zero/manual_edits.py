@@ -30,7 +30,9 @@ from threed.zero.state import WEIGHT, State, store_all
 
 
 class Changes:
-    """Tracks changes of a wrapped module's parameters; copies them to slices and master weights.
+    """Tracks changes of a wrapped module's parameters by user code.
+
+    Changed values are copied to this rank's slices and to master weights.
 
     Args:
         module: the wrapped module.
@@ -69,7 +71,13 @@ class Changes:
         return found
 
     def _copy_into_buffer(self, group: Group, slot: Slot) -> None:
-        """If `.data` was replaced, copies it into the group's buffer and points `.data` there."""
+        """Copies new values of a parameter into the group's buffer, if its `.data` was replaced.
+
+        Afterwards `.data` is a view of the buffer again.
+
+        Raises:
+            RuntimeError: the new values have another shape or dtype.
+        """
         param = slot.param
         got, has = ([*param.shape], param.dtype), ([*slot.shape], group.params.dtype)
         if got != has:
@@ -87,7 +95,8 @@ class Changes:
     def store(self, group: Group) -> bool:
         """Stores this rank's slices of a group if a parameter of the group was changed.
 
-        Must be called before the group is freed, which would discard the changes.
+        Call it before the group is freed, because freeing the group discards its buffer, and the
+        changes are only in that buffer.
 
         Args:
             group: a sharded group.
@@ -106,8 +115,8 @@ class Changes:
     def absorb_edits(self, optimizer: Optimizer) -> None:
         """Copies all changes so far to the optimizer's states.
 
-        All sharded groups must have been released before this call. Their changes are stored at the
-        release (`store`), and this call copies only stored changes.
+        Release all sharded groups before this call. The release stores their changes (`store`), and
+        this call copies only stored changes.
 
         Args:
             optimizer: the optimizer that holds the states.

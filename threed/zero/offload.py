@@ -53,7 +53,7 @@ class OffloadedOptimizer(Optimizer):
     def wait(self) -> None:
         """Waits for the last update and for gathers in flight, so that states can be read.
 
-        Does not copy the weights of a delayed update to the parameters.
+        The new weights of a delayed update are not copied to the parameters by this call.
         """
         if self.early is not None:
             self.early.drop()  # drops updates of a step that raised an error
@@ -92,9 +92,9 @@ class OffloadedOptimizer(Optimizer):
     def publish_delayed(self) -> None:
         """Waits for a delayed update, and copies its weights to the parameters.
 
-        Call this only before the next update, or before weights are set by other code. An earlier
-        call would change the training result, because the step during which the update runs would
-        use the new weights.
+        Call this method only when the next update is about to run, or when other code is about to
+        set weights. An earlier call would change the training result: the step that runs at the
+        same time as the delayed update would use the new weights.
         """
         self._wait_for_update()
         self._delayed = None
@@ -131,7 +131,7 @@ class OffloadedOptimizer(Optimizer):
 
 
 def _on_host(now: StepScalars) -> StepScalars:
-    """Copies the scalars and learning rates of a step to the host, in a single copy."""
+    """Returns the scalars and learning rates of a step on the host, after a single copy."""
     rates, *others = now
     values = start_copy(torch.cat((torch.stack(others), rates)), HOST).wait()
     return StepScalars(values[len(others) :], *values[: len(others)].unbind())

@@ -1,4 +1,4 @@
-"""Optimistic updates: applied before the global gradient norm is known, and undone if wrong.
+"""Optimistic updates: applied before the gradient norm is known, and undone if a guess was wrong.
 
     results = optimistic.step(gradients, own_sums)  starts the all-reduce of the norm, and updates
                                                     the weights without waiting for the norm
@@ -44,11 +44,12 @@ class Attempt:
     """An update that has not been validated yet.
 
     Attributes:
-        gradients: this rank's portion of each bucket's summed gradients.
-        results: function that waits for the sums over all ranks, and returns the results of the
-            step that follow from these sums.
-        wrong: pending bool scalar: whether the clip factor or the skip flag differs from the guess.
-        guessed: whether the update used the guess; if not, it waited for the sums.
+        gradients: per bucket, the summed gradients of this rank's portion.
+        results: function that waits for the sums over all ranks, and returns the true results of
+            the step, which are computed from these sums.
+        wrong: pending bool scalar: whether the true clip factor or skip flag differs from the
+            guess.
+        guessed: True if the update used the guess; False if it waited for the sums.
     """
 
     gradients: Sequence[Gradient]
@@ -65,23 +66,27 @@ class PreservedGradient(InMemory):
 
 
 class Optimistic:
-    """Applies optimistic updates to states in the device's memory, and undoes the wrong ones.
+    """Applies updates before the gradient norm is known, and undoes an update if it guessed wrong.
+
+    The guess is that the step is neither clipped nor skipped. All states must be in the device's
+    memory.
 
     Args:
         states: states of the optimizer.
-        gatherer: gathers the parameters of the states.
-        everyone: axis of all ranks.
-        consistency: the states' tracker; marks them as inconsistent while they are restored.
-        counters: scalar tensors that an update changes in addition to the states.
-        outcome: returns a function that is called later, with the sums over all ranks, to compute
-            the results of the next update; see `BadSteps.outcome`.
-        apply: `apply(gradients, results, guessed)` applies an update. If `guessed` is true, the
+        gatherer: gathers the parameters after an update.
+        everyone: axis of all ranks, over which the norm is summed.
+        consistency: records that the states are inconsistent while an update is being undone.
+        counters: scalar tensors that an update changes in addition to the states, such as the
+            number of updates.
+        outcome: `outcome()` returns a function from the sums over all ranks to the results of the
+            next update; see `BadSteps.outcome`.
+        apply: `apply(gradients, results, guessed)` applies an update; `guessed` is whether the
             results are a guess.
-        observe: if not None, called with the results of each update whose guess was right, once
-            these results are known.
+        observe: function that is called with the true results of an update, after its guess was
+            found to be right; None for no such call.
 
     Attributes:
-        restarts: number of updates that were undone.
+        restarts: number of updates that were undone so far.
     """
 
     def __init__(
@@ -94,8 +99,8 @@ class Optimistic:
         self.consistency, self.counters = consistency, counters
         self.outcome, self.apply, self.observe = outcome, apply, observe
         self.restarts = 0
-        # Whether the guess was right for the last step; if that step did not use a guess, whether
-        # it would have been right. The same on all ranks.
+        # Whether the guess was right for the last step. If that step did not use the guess: whether
+        # the guess would have been right. The value is the same on all ranks.
         self._last_guess_right = True
         self._attempt: Attempt | None = None
         # the tensors that an update changes, copied before the last guessed update
@@ -109,16 +114,16 @@ class Optimistic:
     def step(self, gradients: Sequence[Gradient], own_sums: Tensor) -> Callable[[], Update]:
         """Updates the weights. Collective.
 
-        Does not wait for the norm if the guess was right for the last step, or would have been
-        right.
+        If the guess was right for the last step, or would have been right, this call uses the guess
+        and does not wait for the norm. Otherwise it waits.
 
         Args:
-            gradients: this rank's portion of each bucket's summed gradients.
+            gradients: per bucket, the summed gradients of this rank's portion.
             own_sums: fp64 [3 + k], this rank's contribution to the sums that an update depends on;
                 see `BadSteps.outcome`.
 
         Returns:
-            A function that waits for the sums and returns the results of the step, without a guess.
+            A function that waits for the sums and returns the true results of the step.
         """
         outcome = self.outcome()
         guess, guessed = outcome(torch.zeros_like(own_sums)), self._last_guess_right
@@ -164,7 +169,7 @@ class Optimistic:
     def validate(self) -> bool:
         """Validates the last update. If its guess was wrong, undoes and replaces the update.
 
-        All ranks agree on whether the guess was wrong. If it was, the call is collective: gathered
+        All ranks get the same result. If the guess was wrong, the call is collective: gathered
         parameters are released, and changed parameters are gathered again.
 
         Returns:
@@ -184,9 +189,9 @@ class Optimistic:
         return False
 
     def discard(self) -> None:
-        """Ends the last update without validation; call it before a load overwrites all values.
+        """Ends the last update without validating it. Waits for the update's all-reduce.
 
-        Waits for the all-reduce of the update.
+        Call it before a load, which overwrites all values.
         """
         if self._attempt is not None:
             self._attempt.results()
@@ -195,7 +200,7 @@ class Optimistic:
     # --------------------------------------------------------------------------------------------------------- backup
 
     def _changed(self) -> list[Tensor]:
-        """Returns the tensors that an update changes: counters, states, slices of parameters."""
+        """Returns all tensors that an update changes: counters, states, slices of parameters."""
         slices = [storage.fetch().wait() for state in self.states for storage in state.changed]
         return [*self.counters, *slices]
 
@@ -206,7 +211,7 @@ class Optimistic:
             copy.copy_(tensor)
 
     def _restore(self) -> None:
-        self.gatherer.wait_all()  # gathers in flight still read the slices
+        self.gatherer.wait_all()  # gathers in flight still read the slices that are restored below
         self.gatherer.release_all()
         with self.consistency.changing():
             for copy, tensor in zip(self._copies, self._changed(), strict=True):
@@ -214,7 +219,7 @@ class Optimistic:
 
 
 def copied_bytes(states: Sequence[State]) -> int:
-    """Returns the bytes of the copies of states and parameters that optimistic updates keep."""
+    """Returns the bytes of the copies that optimistic updates keep of states and parameters."""
     return sum(
         state.bucket.updates * storage.dtype.itemsize
         for state in states

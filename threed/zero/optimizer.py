@@ -69,12 +69,14 @@ class Optimizer:
         everyone: axis of all ranks, for the norm.
         rates: learning rates of the parameter groups.
         device: device of the layers.
-        grad_clip: gradients with a larger norm are scaled down to this norm; 0 for no clipping.
-        loss_scale: the rule by which the loss scale changes. All gradients are multiplied by the
-            loss scale.
+        grad_clip: largest gradient norm: gradients with a larger norm are scaled down to it; 0 for
+            no clipping.
+        loss_scale: the rule by which the loss scale changes. The gradients that this class gets are
+            multiplied by the loss scale, and are divided by it in the update.
         optimistic: whether updates run before the norm is known and are validated later (arXiv
             2401.10241).
-        max_spike: see `BadSteps`.
+        max_spike: a step is skipped if its gradient norm is larger than `max_spike` times the
+            running mean of norms; 0 for no limit.
         dynamic: whether parameters may be unused, as in a wrapped module.
 
     Attributes:
@@ -85,7 +87,7 @@ class Optimizer:
         updates: number of updates applied so far, without skipped steps; fp64 scalar tensor.
         consistency: tracks whether all states belong to the same step.
         readers: asynchronous saves that still read the states.
-        early: runs updates during the backward, or None.
+        early: object that runs updates during the backward; None if all updates run after it.
     """
 
     early: Early | None = None
@@ -119,8 +121,8 @@ class Optimizer:
         """Updates the weights. Collective.
 
         Args:
-            gradients: this rank's portion of each bucket's summed gradients, in the order of
-                `Layout.buckets`.
+            gradients: per bucket, in the order of `Layout.buckets`: the summed gradients of this
+                rank's portion.
             carry: fp64 [1 + k], this rank's loss and k flags of invalid data. They are summed over
                 all ranks in the same all-reduce as the norm. If the sum of a flag is not 0, the
                 step is skipped.
@@ -137,7 +139,7 @@ class Optimizer:
     def start_step(
         self, gradients: Sequence[Gradient], carry: Tensor, rates: Tensor | None = None
     ) -> Callable[[], Update]:
-        """Starts the all-reduce that an update needs. Collective.
+        """Starts the all-reduce of the gradient norm, loss and flags. Collective.
 
         Args:
             gradients: see `step`.
@@ -145,7 +147,8 @@ class Optimizer:
             rates: learning rate per parameter group, fp64 [groups]; None for the current rates.
 
         Returns:
-            A function that waits for the sum, updates the weights, and returns the results.
+            A function that waits for the all-reduce, updates the weights, and returns the results
+            of the step.
         """
         own = self._own_sums(gradients, carry)
         outcome, pending = (
@@ -168,8 +171,8 @@ class Optimizer:
     def validate(self) -> bool:
         """Validates the last update. If it was wrong, undoes it and applies the right update.
 
-        Has no effect if updates are not optimistic. All ranks agree on whether the update was
-        wrong. If it was, the call is collective and releases sharded parameters.
+        If updates are not optimistic, the call has no effect. All ranks get the same result. If the
+        update was wrong, the call is collective and releases sharded parameters.
 
         Returns:
             Whether the update was right. If False, the caller must restart the step in progress.
@@ -179,7 +182,7 @@ class Optimizer:
     def wait(self) -> None:
         """Waits for the last update and for gathers in flight, so that states can be read.
 
-        Does not copy the weights of a delayed update to the parameters.
+        The new weights of a delayed update are not copied to the parameters by this call.
         """
         self._wait_for_update()
         self.gatherer.wait_all()
@@ -188,12 +191,15 @@ class Optimizer:
     def staged(
         self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True
     ) -> Iterator[dict[str, Tensor]]:
-        """Context manager that reads parts of a state; yields a dict: name of a part -> values [n].
+        """Context manager that reads parts of a state; yields a dict from part name to values [n].
+
+        A part is the weight or a tensor of the update rule, such as a moment.
 
         Args:
             state: state of a bucket.
             parts: names of the parts to read.
-            write: whether the block may change the values. If True, they are stored at its end.
+            write: whether the block may change the values. If True, the values are stored when the
+                block ends.
             publish: whether changed weights are also copied to the parameters. Ignored unless
                 `write` is True and "weight" is among the parts.
         """
@@ -212,11 +218,13 @@ class Optimizer:
 
     @contextmanager
     def overwriting(self, everything: bool) -> Iterator[None]:
-        """Context for setting values with `staged`; gathers the parameters at its end. Collective.
+        """Context for setting values of states with `staged`. Collective.
+
+        When the block ends, the parameters are gathered.
 
         Args:
-            everything: whether the block sets all values. If so, an update that has not finished is
-                discarded. Otherwise the update is finished first, and the weights of a delayed
+            everything: whether the block sets all values. If True, an update that has not finished
+                is discarded. If False, the update is finished first, and the weights of a delayed
                 update are copied to the parameters.
         """
         self._before_overwriting(everything)
@@ -245,7 +253,8 @@ class Optimizer:
     def _own_sums(self, gradients: Sequence[Gradient], carry: Tensor) -> Tensor:
         """Returns this rank's terms of the sums that an update depends on, fp64 [3 + k].
 
-        See `BadSteps.outcome` for the elements.
+        They are terms of the squared norm, the number of ranks with non-finite gradients, the loss
+        and the flags; see `BadSteps.outcome`.
         """
         self._wait_for_update()
         self._stretches = {} if self.unused is None else self.unused.stretches
@@ -268,7 +277,7 @@ class Optimizer:
         """Updates the counters and the loss scale, then starts the update of the weights.
 
         Args:
-            gradients: this rank's portion of each bucket's summed gradients.
+            gradients: per bucket, the summed gradients of this rank's portion.
             update: the results of the step, such as skip flag, clip factor and learning rates.
             guessed: whether `update` is a guess, because the norm is not known yet.
         """
@@ -310,7 +319,7 @@ class Optimizer:
     def _update(
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool
     ) -> None:
-        """Updates the weights of one bucket, and with `publish` the parameters that layers use."""
+        """Updates the weights of one bucket; copies them to the parameters if `publish` is True."""
         same_device = state.bucket.portion.device == state.weight.device
         fused = publish and not state.shared and same_device
         weight = self._apply_rule(state, buffers, now, fused)
@@ -327,9 +336,10 @@ class Optimizer:
         """Applies the update rule to the staged values of a state; returns the weights.
 
         Args:
-            state: the state.
-            buffers: staged buffers of all parts of the state, and of the gradient. The rule may
-                overwrite the gradient. Its buffer is then released, and removed from `buffers`.
+            state: the state to update.
+            buffers: staged buffers of all parts of the state, and of the gradient, by name. The
+                rule may overwrite the gradient. Afterwards the gradient's buffer is released and
+                removed from `buffers`.
             now: scalars of the update, with the learning rates of all groups.
             fused: whether the rule also writes the new parameters, to a staged buffer that is added
                 to `buffers` as "parameter".
@@ -351,7 +361,10 @@ class Optimizer:
         return weight
 
     def _publish(self, state: State, weight: Tensor) -> None:
-        """Copies a bucket's weights to its parameters; begins to gather them if unsharded."""
+        """Copies a bucket's weights to this rank's slice of the parameters.
+
+        Then begins to gather the parameters, unless they are sharded.
+        """
         if not state.shared:
             params = state.bucket.portion
             parameter = params.empty()
@@ -369,9 +382,9 @@ class Synchronous:
     `Asynchronous` has the same methods.
 
     Args:
-        plan_of: `plan_of(count)` returns the plan, with communication actions, of a step of `count`
-            micro-batches.
-        reducer: sums the gradients.
+        plan_of: `plan_of(count)` returns the plan of a step with `count` micro-batches, including
+            communication.
+        reducer: sums the gradients over ranks.
         optimizer: updates the weights.
 
     Attributes:
@@ -387,9 +400,9 @@ class Synchronous:
 
     @property
     def pending(self) -> bool:
-        """Whether the last update may have to be undone.
+        """Whether the last update is optimistic and may have to be undone.
 
-        If True, reading the results of the update waits for other ranks.
+        If True, a read of the update's results waits for other ranks.
         """
         return self.optimizer.pending
 
@@ -402,7 +415,7 @@ class Synchronous:
         return run(self.plan_of(len(micros)), micros)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends the step's backwards on this rank, or the backwards of one chunk."""
+        """Ends the accumulation of gradients, after all backwards of the step or of one chunk."""
         self.reducer.all_passes_ended(chunk)
 
     def update(self, carry: Tensor) -> Callable[[], Update]:
@@ -424,7 +437,10 @@ class Synchronous:
     def finish(self, run: Run) -> None:
         """Validates the last update (`Optimizer.validate`). Collective.
 
-        Does not change the training result.
+        The training result does not depend on when this method is called.
+
+        Args:
+            run: not used.
         """
         self.optimizer.validate()
 
@@ -437,7 +453,7 @@ class Synchronous:
 
 
 def scalars_of(update: Update, updates: Tensor) -> StepScalars:
-    """Returns the scalars that update rules need; their `lr` contains the rates of all groups.
+    """Returns the scalars that update rules need, with the learning rates of all groups as `lr`.
 
     Args:
         update: the results of the step, such as skip flag, clip factor and learning rates.

@@ -1,8 +1,8 @@
 """Access to parameters whose values are not always in memory.
 
 A parameter stays the same Python object for the lifetime of the engine, wherever it is referenced:
-in modules, closures, lists, hooks. Only its class and its storage change with the state of its
-group (`layout.Group`, the parameters that are gathered together):
+in modules, closures, lists, hooks. A group is a set of parameters that are gathered together
+(`layout.Group`). Only the class and the storage of a parameter change with the state of its group:
 
     gathered    its original class; the storage is the group's buffer
     in flight   `AbsentParameter`: a torch function that is called on it waits for the gather first
@@ -15,9 +15,9 @@ Sharded parameters that code outside `threed.layers` uses have the class `Guarde
 they are gathered. Views of such a parameter are `GuardedView`s: reading a view raises an error if
 the parameter's values have changed since the view was created. When a torch function is called on a
 parameter or view of these classes, autograd saves an offset and a shape in the group's buffer
-(`gather.SavedView`) instead of a tensor, so that the buffer can be freed until the backward. A
-buffer is not freed while a tensor shares its memory: `Group.allocate` makes a new buffer for each
-gather, and Python frees the old buffer with its last view.
+(`gather.SavedView`) instead of a tensor, so that the buffer can be freed before the backward. The
+memory of a buffer is not freed while a tensor shares it: `Group.allocate` makes a new buffer for
+each gather, and Python frees the old buffer with its last view.
 
 A guarded tensor is an `AbsentParameter`, a `GuardedParameter` or a `GuardedView`. Any torch
 function that is called on it first gathers its values, or checks that they are still valid.
@@ -60,7 +60,7 @@ class Holder(enum.Enum):
     GATHERED = enum.auto()  # a block of `Engine.gathered` uses all groups
     BACKWARD = enum.auto()  # the backward of a wrapped module uses the group
     AHEAD = enum.auto()  # the group is prefetched before its use
-    FUNC_TRANSFORM = enum.auto()  # a `torch.func` transform uses it until the backward has ended
+    FUNC_TRANSFORM = enum.auto()  # a `torch.func` transform uses the group until backward ends
 
 
 class Gatherer(Protocol):
@@ -141,8 +141,8 @@ class Access:
         """Sets the attribute `touched`.
 
         Args:
-            touched: True if the user's program obtained the parameter's memory; False after the
-                changes of the program have been copied.
+            touched: True if the user's program obtained the parameter's memory; False once the
+                program's changes have been copied to the optimizer.
         """
         self.touched = touched
 
@@ -213,7 +213,8 @@ _METADATA: set[Any] = {
     *_methods("is_same_size is_shared is_inference"),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size,
 }  # fmt: skip
-# Functions that return a parameter's memory; writes to it do not increment the parameter's version.
+# Functions that return a parameter's memory. Writes to this memory do not increment the parameter's
+# version counter.
 _EXPORTS: set[Any] = {
     Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,  # type: ignore[attr-defined]
     Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_, Tensor.as_subclass,
@@ -241,13 +242,18 @@ def _guarded_in(args: Iterable[Any]) -> Iterator[Any]:
 
 
 def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Gathers the guarded arguments of a torch function, calls it, and guards the returned views.
+    """Gathers the guarded arguments of a torch function, and calls the function.
+
+    Views of guarded parameters among the results become `GuardedView`s.
 
     Args:
         run: function that makes the call, with `args` and `kwargs`.
         func: the torch function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+        args: positional arguments of `func`.
+        kwargs: keyword arguments of `func`.
+
+    Returns:
+        The result of `func`.
     """
     used = list(_guarded_in((*args, *kwargs.values())))
     changes, exports = _changes(func, kwargs), func in _EXPORTS
@@ -286,7 +292,7 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
 
 
 def _read_by_tracer() -> bool:
-    """Returns whether a tracer of torch has called the function that calls this one."""
+    """Returns whether the caller of this function was itself called by a tracer of torch."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith(TRACERS)
 
 
@@ -350,8 +356,8 @@ class _Managed(nn.Parameter):
 class WatchedParameter(_Managed):
     """A parameter that records accesses to `.data`.
 
-    Changes through `.data` do not increment the parameter's version counter, so they cannot be
-    detected in another way.
+    Changes through `.data` do not increment the parameter's version counter, so such changes can
+    only be detected by recording the accesses.
     """
 
     @property
@@ -459,8 +465,8 @@ class AbsentParameter(GuardedParameter):
 def _guarded_class(kind: type[GuardedParameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
     """Returns a class derived from `kind` and `own`.
 
-    `torch.func` passes parameters to native code without calling `__torch_function__`, but flattens
-    its arguments as pytrees first. Subclasses of `AbsentParameter` are therefore registered as
+    `torch.func` passes parameters to native code without calling `__torch_function__`. But first it
+    flattens all arguments as pytrees. Subclasses of `AbsentParameter` are therefore registered as
     pytree nodes, so that flattening such a parameter gathers it.
 
     Args:

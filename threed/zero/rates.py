@@ -63,14 +63,17 @@ class Rates:
             self._given = list(rates), start_copy_in(values, self.factors.device)
 
     def state(self) -> dict[str, Any]:
-        """Returns the rates that the program has set, for a checkpoint; empty if it set none."""
+        """Returns {"rates": the rates that the program has set} for a checkpoint, or {} if none."""
         return {} if self._given is None else {"rates": self._given[0]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores the rates of a checkpoint.
+        """Restores the rates that the program had set when a checkpoint was saved.
 
-        If their number differs from the number of groups, they are ignored, and the rates follow
-        the schedule.
+        The rates follow the schedule instead if the checkpoint has no such rates, or if their
+        number differs from the number of groups.
+
+        Args:
+            state: the dict that `state()` returned.
         """
         rates = state.get("rates")
         self.set(rates if rates is not None and len(rates) == len(self.factors) else None)

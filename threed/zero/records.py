@@ -53,7 +53,11 @@ class Record:
         return self.piece.numel * self.dtype.itemsize
 
     def of(self, slice_: Tensor) -> Tensor:
-        """Returns the piece [*piece.size], as a view of the part's flat tensor `slice_` [n]."""
+        """Returns the values of the piece, [*piece.size], as a view of the part's tensor.
+
+        Args:
+            slice_: flat tensor of the part, [n].
+        """
         piece = self.piece
         return slice_[piece.offset : piece.offset + piece.numel].view(piece.size)
 
@@ -117,10 +121,10 @@ def fill_in_place(
     write: Callable[[str, Piece, Tensor], None],
     parts: tuple[str, ...] | None = None,
 ) -> None:
-    """Sets the values of this rank's pieces and gathers the parameters. Collective.
+    """Sets the values of this rank's pieces of all states, and gathers the parameters. Collective.
 
     If there are two versions of the parameters (2BW) and `parts` is given, the previous version
-    becomes equal to the newest.
+    becomes a copy of the newest version.
 
     Args:
         optimizer: the optimizer that holds the states.

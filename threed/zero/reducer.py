@@ -55,8 +55,8 @@ from threed.zero.reductions import (
 )
 from threed.zero.unused import Unused, warn_of_unused
 
-# Argument `microbatches` of `Reducer.begin` if the number of micro-batches is not known; larger
-# than any real number of micro-batches.
+# Value of `microbatches` in `Reducer.begin` if the number of micro-batches is not known yet. It is
+# larger than any real number of micro-batches.
 OPEN = 2**20
 
 
@@ -69,11 +69,11 @@ class StepState(enum.Enum):
 
 
 class Reducer:
-    """Sums the gradients of every bucket over the ranks that share it.
+    """Sums gradients over ranks, bucket by bucket, while the backward runs.
 
     Call `begin(microbatches)` before the first backward, `pass_ended(chunk)` after each backward,
     and `finish()` after the last one. With `whole_step`, also call `unit_ended(unit)` after the
-    last backward of each unit.
+    last backward of each unit (a layer).
 
     Args:
         layout: parameters and their buckets.
@@ -90,12 +90,12 @@ class Reducer:
             complete and when a backward ends.
 
     Attributes:
-        rounds: whether a round is a micro-batch; otherwise it is a step.
+        rounds: True if buckets are reduced after every micro-batch; False if once per step.
         sinks: the `Sink` of every trainable parameter.
         memory: memory in which gradients accumulate until they are reduced.
         deferral: defers contributions to weight gradients in split backwards.
-        scope: context that pipeline stages enter while a layer's forward runs, in which sinks
-            accept no gradients.
+        scope: context that pipeline stages enter while a layer's forward runs. In this context
+            sinks accept no gradients.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Reducer:
             self._observer = None
 
     def _add_queue(self, chunks: tuple[int, ...]) -> None:
-        """Creates the launch queue of some chunks of the model, and their parameters' `Sink`s."""
+        """Creates the launch queue of some chunks of the model, and `Sink`s of their parameters."""
         groups = [g for g in self.layout.groups if g.key.trainable and g.key.chunks == chunks]
         # whether several chunks contribute to a gradient, each in a different round
         split = self.rounds and len(chunks) > 1
@@ -209,7 +209,10 @@ class Reducer:
             self._launch(queue)
 
     def _end_round(self, queue: LaunchQueue) -> None:
-        """Launches the remaining reductions of a round, and updates the expected contributions."""
+        """Ends a round (a micro-batch or a step): launches the remaining reductions of the queue.
+
+        Then updates the expected numbers of contributions, while they may still change.
+        """
         self._launch_all(queue)
         if self._counts_change:
             queue.learn(self._passes, self.dynamic)
@@ -223,8 +226,9 @@ class Reducer:
         """Keeps a gradient that arrived after the launch of its bucket.
 
         Raises:
-            RuntimeError: the parameter belongs to a pipeline layer, and this is not the first step,
-                in which the expected number of contributions is counted.
+            RuntimeError: the parameter belongs to a pipeline layer, and the first step has ended.
+                The expected number of contributions to such a parameter is counted only in the
+                first step.
         """
         if not self._counts_change:
             raise RuntimeError(
@@ -241,7 +245,7 @@ class Reducer:
 
         Args:
             bucket: the bucket.
-            gradient: staged buffer of this rank's slice of the complete gradient.
+            gradient: staged buffer with the bucket's complete gradient, for this rank's slice.
 
         Returns:
             Whether the bucket was queued; see `Early.take`.
@@ -254,9 +258,10 @@ class Reducer:
     # ------------------------------------------------------------------------- begin and end of a step
 
     def begin(self, microbatches: int) -> None:
-        """Begins a step. If the last step did not finish, first discards its gradients.
+        """Begins a step.
 
-        Collective if the last step did not finish.
+        If the last step did not finish, its gradients are discarded first. In this case the call is
+        collective.
 
         Args:
             microbatches: number of micro-batches in the step; `OPEN` if it is not known yet.
@@ -304,7 +309,14 @@ class Reducer:
         return self._state is StepState.RUNNING and self._passes_ended > 0
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """Ends a backward on a chunk. If a round is a micro-batch, also ends the round."""
+        """Records the end of a backward on a chunk of the model.
+
+        If buckets are reduced after every micro-batch, this call launches the chunk's remaining
+        reductions.
+
+        Args:
+            chunk: number of the chunk.
+        """
         self._passes_ended += 1
         for queue in self._queues if self.rounds else ():
             if chunk in queue.chunks:
@@ -314,21 +326,25 @@ class Reducer:
             self.gatherer.pass_ended()
 
     def unit_ended(self, unit: int) -> None:
-        """Launches the reductions of the buckets whose earliest unit is `unit` or a later one.
+        """Launches the reductions of all buckets that the last backward of a unit has completed.
 
-        Their gradients are complete, because the backward runs the units in reverse order.
+        A bucket is complete if its earliest unit is `unit` or a later unit, because the backward
+        runs the units in reverse order.
+
+        Args:
+            unit: index of the unit.
         """
         for queue in self._queues:
             while not queue.is_done and self.layout.buckets[queue.next].earliest_unit >= unit:
                 self._launch(queue)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends all backwards of the step, or of one chunk.
+        """Records that all backwards of the step, or of one chunk of the model, have ended.
 
-        If a round is a step, also ends the round.
+        If buckets are reduced once per step, this call launches the remaining reductions.
 
         Args:
-            chunk: number of the chunk; None for the step.
+            chunk: number of the chunk; None if the backwards of all chunks have ended.
         """
         self._expect(max(1, self._passes_ended))
         for queue in self._queues if not self.rounds else ():
@@ -339,8 +355,8 @@ class Reducer:
         """Ends the step and waits for all reductions.
 
         Returns:
-            Per bucket, in the order of `Layout.buckets`: the portion of the summed gradients that
-            this rank updates.
+            Per bucket, in the order of `Layout.buckets`: the summed gradients of this rank's
+            portion (the elements that this rank updates).
         """
         self._end_backwards()
         return self.reductions.finish()
@@ -349,8 +365,8 @@ class Reducer:
         """Ends the step like `finish`, but does not wait for other pipeline stages.
 
         The returned function may be called after the next step has begun, but must be called before
-        that step ends. This requires that slices of gradients have separate memory
-        (`Policy.versions` is 2).
+        that step ends. So the slices of summed gradients must have separate memory, which the next
+        step does not overwrite (`Policy.versions` is 2).
 
         Returns:
             A function that waits for the remaining sums and returns the gradients, one per bucket.
@@ -361,7 +377,7 @@ class Reducer:
     def _end_backwards(self) -> None:
         self.all_passes_ended()
         for queue in self._queues:
-            if queue.is_untouched:  # no micro-batch ran on the chunk, so its gradients are 0
+            if queue.is_untouched:  # no micro-batch has run on the chunk, so its gradients are 0
                 self._launch_all(queue)
         self.reductions.wait_all()
         if self.layout.slices_parameters:
@@ -385,7 +401,7 @@ class Reducer:
 
     @property
     def foreign(self) -> list[tuple[Slot, Tensor]]:
-        """(parameter, gradient) pairs of the gradients that backwards of other engines computed."""
+        """Gradients from backwards of other engines, as (parameter, gradient) pairs."""
         grads = ((slot, GRAD.__get__(slot.param)) for slot in self._sinks)
         return [(slot, grad) for slot, grad in grads if grad is not None]
 
@@ -435,8 +451,8 @@ class Reducer:
         if not self._passes_ended or self._state is not StepState.RUNNING:
             return
         if not self.rounds:
-            # Reductions are collective, and some ranks may have launched fewer than
-            # others. So every rank launches its remaining reductions.
+            # Reductions are collective, and some ranks may have launched fewer of them than
+            # other ranks. So every rank launches its remaining reductions.
             for queue in self._queues:
                 self._launch_all(queue)
             self._passes = max(1, self._passes - self._passes_ended)
@@ -468,7 +484,11 @@ class Reducer:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the state of a checkpoint.
 
-        A resumed run then adds gradients in the same order as the original run.
+        With the same expected numbers of contributions, a resumed run adds gradients in the same
+        order as the original run.
+
+        Args:
+            state: the dict that `state()` returned.
         """
         for sink in self.sinks:
             sink.counts.restore(state.get("uses", {}).get(sink.slot.spec.name))
@@ -488,7 +508,7 @@ class Sink:
     Args:
         reducer: the reducer that owns the sink.
         slot: the parameter.
-        counts: number of contributions to the gradient, expected and added.
+        counts: counts the expected and the added contributions to the gradient.
         queue: launch queue of the parameter's buckets.
     """
 
@@ -626,8 +646,9 @@ class Sink:
 
         Returns:
             (memory, add): `memory` has the parameter's shape. If `add` is True, the caller must add
-            to its values, else overwrite them. Afterwards the caller must call `mark_added`. None
-            if the memory must not be written now; the caller must then use the method `add`.
+            its contribution to `memory`, else overwrite `memory`. Afterwards the caller must call
+            `mark_added`. None if the memory must not be written now; the caller must then use the
+            method `add`.
         """
         self._check_loss()
         if self.defers() or self.is_late():
@@ -640,7 +661,11 @@ class Sink:
             self.reducer.mark_complete(self)
 
     def is_late(self) -> bool:
-        """Returns whether the reduction of a part of the gradient was launched in this round."""
+        """Returns whether a contribution would be late.
+
+        It would be late if a part of the gradient is already being reduced in this round (a
+        micro-batch or a step).
+        """
         return self.queue.is_late(self.counts)
 
     def in_forward(self) -> bool:

@@ -39,7 +39,7 @@ class Gradients:
         raise NotImplementedError
 
     def set_zero(self, slot: Slot, bucket: Bucket) -> None:
-        """Zeroes the part of a gradient in a bucket; called if it received no contributions."""
+        """Sets the part of a gradient in a bucket to 0, if the gradient got no contributions."""
         bucket.part(slot, self.window(bucket)).zero_()
 
     def take_window(self, bucket: Bucket) -> Tensor:
@@ -186,11 +186,13 @@ def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
 
 @dataclass(eq=False)
 class Gradient:
-    """The portion of a bucket's summed gradients that this rank updates.
+    """The summed gradients of this rank's portion of a bucket.
+
+    The portion is the part of the bucket that this rank updates.
 
     Attributes:
-        storage: storage of the portion.
-        squares: sum of the squares of the portion's values, fp64 scalar tensor.
+        storage: storage of these gradients.
+        squares: sum of the squares of these gradients, fp64 scalar tensor.
     """
 
     storage: Storage
@@ -224,12 +226,13 @@ class InFlight:
 
     Attributes:
         bucket: the bucket.
-        window: full gradients that are being reduced; None if only the slice is reduced, in the
-            sums at the end of a step.
-        pending: the reduction; its result is the sum for this rank's slice.
-        staged: buffer of this rank's slice.
-        add: whether to add the result to the sum of earlier rounds, which is in `staged`.
-        complete: whether the slice contains the complete sum of the step after this reduction.
+        window: the bucket's full gradients, which are being reduced. None for a sum at the end of a
+            step, which reduces only the slice.
+        pending: the asynchronous reduction; its result is the sum for this rank's slice.
+        staged: staged buffer of this rank's slice.
+        add: whether to add the result to the sum of earlier micro-batches, which is in `staged`.
+        complete: whether this is the step's last reduction of the bucket, so that the slice then
+            contains the complete sum.
     """
 
     bucket: Bucket
@@ -246,9 +249,9 @@ class Reductions:
     Args:
         layout: parameters and their buckets.
         codecs: how gradients are encoded for communication.
-        release: called with each window of gradients after its reduction.
+        release: function that is called with each window of gradients after its reduction.
         update: `update(bucket, staged)` is called with each complete slice before the slice is
-            stored. If it returns True, it takes over the buffer `staged`, and the slice is not
+            stored. If it returns True, it has taken over the buffer `staged`, and the slice is not
             stored. None if updates only run after the backward.
     """
 
@@ -281,12 +284,13 @@ class Reductions:
     def launch(self, bucket: Bucket, window: Tensor, add: bool, complete: bool) -> None:
         """Launches the reduction of a bucket's gradients over its shard group.
 
-        If the bucket is not sharded, they are reduced over the axes of `early_sum` instead.
+        The gradients of a bucket that is not sharded are reduced over the axes of `early_sum`
+        instead.
 
         Args:
             bucket: the bucket.
             window: full gradients of the bucket, [bucket.last - bucket.first].
-            add: whether to add the result to the sum of earlier rounds.
+            add: whether to add the result to the sum of earlier micro-batches.
             complete: see `InFlight`.
         """
         shard = bucket.group.shard
@@ -304,12 +308,12 @@ class Reductions:
         at_hand = not add or isinstance(bucket.grad, InMemory)
         local = self.layout.policy.slices_gradients and shard.size == 1 and not early_sum(bucket)
         if local and at_hand:
-            self.wait_oldest()  # nothing was communicated, so the result is available now
+            self.wait_oldest()  # without communication the result is available now
 
     def wait_oldest(self) -> None:
         """Waits for the oldest reduction and begins to copy its sum to the slice's device."""
         reduction = self._in_flight.popleft()
-        reduction.staged.wait()  # the drive may still be reading the sum of earlier rounds
+        reduction.staged.wait()  # a drive may still be reading the sum of earlier micro-batches
         total, device = reduction.pending.wait(), reduction.staged.values.device
         if total.device == device:
             self._store(reduction, total)
@@ -330,9 +334,9 @@ class Reductions:
         self._store(reduction, copy.wait())
 
     def _store(self, reduction: InFlight, total: Tensor) -> None:
-        """Adds a sum to its slice, or copies it into the slice, and stores the slice.
+        """Adds a sum to its slice, or overwrites the slice with it, and stores the slice.
 
-        A sum that the reduction has written to the slice directly is neither added nor copied.
+        If the reduction has written its sum to the slice directly, the slice is only stored.
         """
         own = reduction.staged.wait()
         if not collectives.same_start(total, own):
@@ -344,12 +348,13 @@ class Reductions:
     def store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
         """Stores this rank's gradient slice of a bucket.
 
-        A complete slice is first passed to the callback `update` (see the class), which may take it
-        over; then it is not stored. The sum of squares of a complete slice is also computed here.
+        If the slice is complete, its sum of squares is computed here. A complete slice is then
+        passed to the callback `update` (see the class). If the callback takes over the slice, the
+        slice is not stored.
 
         Args:
             bucket: the bucket.
-            staged: buffer with the slice.
+            staged: staged buffer with the slice.
             complete: whether the slice contains the gradients of all micro-batches of the step.
         """
         if complete:
@@ -365,7 +370,7 @@ class Reductions:
         self._squares.clear()
 
     def finish(self) -> list[Gradient]:
-        """Sums slices over the axes of `later_sums`. Collective.
+        """Ends the reductions of a step: sums slices over the axes of `later_sums`. Collective.
 
         Returns:
             The gradient of each bucket, in the order of `Layout.buckets`.
@@ -382,7 +387,8 @@ class Reductions:
         The next step may launch reductions before the returned function is called.
 
         Returns:
-            A function that waits for the sums and returns the gradient of each bucket.
+            A function that waits for the sums and returns the gradient of each bucket, in the order
+            of `Layout.buckets`.
         """
         before, self._squares = self._squares, {}
         later = [self._start_later_sums(bucket) for bucket in with_later_sums(self.layout)]
@@ -409,13 +415,13 @@ class Reductions:
 
 
 def early_sum(bucket: Bucket) -> tuple[Axis, ...]:
-    """Returns the axes over which a bucket is all-reduced during the backward: data, or no axis.
+    """Returns the axes over which a bucket is all-reduced during the backward.
 
-    The result is the data axis if the bucket is not sharded, else empty. Sums over other axes must
-    wait until the end of the step, for two reasons. Tensor ranks may have different buckets,
-    because vocabulary shards differ in size. And layers communicate over the tensor axis during the
-    backward, so a sum that is launched as soon as its bucket is ready could be matched with a
-    layer's collective on another rank.
+    The result is the data axis if the bucket is replicated over it and not sharded, else empty.
+    Sums over other axes must wait until the end of the step, for two reasons. Tensor ranks may have
+    different buckets, because vocabulary shards differ in size. And layers communicate over the
+    tensor axis during the backward, so a sum that is launched as soon as its bucket is ready could
+    be matched with a layer's collective on another rank.
     """
     first = bucket.group.sums[:1]
     return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
@@ -430,19 +436,18 @@ def with_later_sums(layout: Layout) -> list[Bucket]:
     """Returns the buckets for which `later_sums` is not empty, in the order of groups.
 
     This order is the same on all ranks that share a group. The order in which the backward
-    completes buckets is not: it differs between pipeline stages, and sums in that order could
-    deadlock.
+    completes buckets differs between pipeline stages, and sums in that order could deadlock.
     """
     groups = [group for group in layout.groups if group.key.trainable]
     return [bucket for group in groups for bucket in group.buckets if later_sums(bucket)]
 
 
 def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pending:
-    """Sums a tensor over the axes one after the other; returns while the last sum is in flight.
+    """Sums a tensor over several axes, one after the other. The last sum is asynchronous.
 
     Args:
         tensor: the tensor to sum.
-        axes: the axes.
+        axes: the axes to sum over, in this order.
         codecs: how the tensor is encoded for communication.
     """
     if not axes:
@@ -453,12 +458,12 @@ def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pe
 
 
 def sum_portion(bucket: Bucket, portion: Tensor, codecs: GradientCodecs) -> Pending:
-    """Launches the sum, over the axes of `later_sums`, of this rank's portion of a bucket.
+    """Starts to sum the gradients of this rank's portion over the axes of `later_sums`.
 
     Args:
         bucket: the bucket.
-        portion: this rank's portion of the gradients; receives the sum if several pipeline ranks
-            hold the bucket.
+        portion: gradients of this rank's portion of the bucket. If several pipeline ranks update
+            portions of the bucket, this tensor receives the sum.
         codecs: how gradients are encoded for communication.
     """
     holders, axes = bucket.group.holders, later_sums(bucket)

@@ -2,8 +2,8 @@
 
     check(optimizer, topology, step)    raises ReplicaError on every rank if replicas differ, naming
                                         the ranks that deviate; collective
-    compared(optimizer)                 returns how many bytes of this rank's values have replicas
-                                        on other ranks, and how many bytes have none
+    compared(optimizer)                 returns the number of bytes of this rank's values that have
+                                        replicas on other ranks, and the number of all other bytes
 
 The following values are replicated:
 
@@ -39,7 +39,7 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT, State, drop_all, fetched_in_turn
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PIECE = 2**20  # number of elements that are hashed at a time
+PIECE = 2**20  # number of elements that are hashed at a time, to limit temporary memory
 FACTOR = 6364136223846793005  # odd, so that multiplication modulo 2^64 is invertible
 PARAMETERS, BEFORE = "parameters", "parameters of the version before"
 
@@ -60,8 +60,8 @@ class GroupHashes:
         group: the group.
         part: `PARAMETERS`, `BEFORE`, or the name of a part of the optimizer state.
         axes: axes over which the values are replicated.
-        names: names of the k parameters (or pieces of parameters) that are hashed.
-        hashes: a hash per name, int64 [k].
+        names: names of the k values that are hashed: parameters or pieces of parameters.
+        hashes: one hash per name, int64 [k].
         nbytes: bytes of all hashed values.
     """
 
@@ -90,7 +90,7 @@ def fingerprint(values: Tensor) -> Tensor:
 def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
     """Compares all replicas after a step. Collective.
 
-    The host waits for the device.
+    The host waits for the device, which computes the hashes.
 
     Args:
         optimizer: the optimizer that holds the states.
@@ -114,11 +114,11 @@ def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
 
 
 def compared(optimizer: Optimizer) -> tuple[int, int]:
-    """Returns the bytes of this rank's values with replicas on other ranks.
+    """Counts the bytes of this rank's values, with and without replicas on other ranks.
 
     Returns:
-        (replicated, unique): bytes of the values with replicas on other ranks, and bytes of the
-        values without.
+        (replicated, unique): bytes of the values that have replicas on other ranks, and bytes of
+        the values that only this rank holds.
     """
     optimizer.wait()
     sizes = Counter[bool]()
@@ -174,7 +174,11 @@ def _slices(group: Group, states: Sequence[State]) -> Iterator[GroupHashes]:
 def _differences(
     hashed: Sequence[GroupHashes], axis: Axis, device: torch.device
 ) -> list[Difference]:
-    """Returns a list with the first difference along an axis, or an empty list. Collective."""
+    """Compares the hashes of the ranks of an axis. Collective.
+
+    Returns:
+        A list with the first difference, or an empty list.
+    """
     own = [entry for entry in hashed if any(other is axis for other in entry.axes)]
     if not own or axis.size == 1:
         return []
@@ -201,8 +205,8 @@ def _minority(values: Sequence[int]) -> list[int]:
 def _message(problems: Sequence[Difference], hosts: Sequence[str]) -> str:
     """Returns the error message.
 
-    The message is about the first value that differs. If this value differs along several axes, the
-    message names the ranks that deviate along all of these axes.
+    The message names the first value that differs, and the ranks that deviate. If the value differs
+    along several axes, these are the ranks that deviate along all of the axes.
     """
     what = problems[0][0]
     same = [(set(odd), set(ranks)) for name, odd, ranks in problems if name == what]

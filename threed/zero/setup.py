@@ -89,7 +89,7 @@ def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
 
 
 def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[str] = ()) -> Policy:
-    """Returns the policy for the layout of a stage's parameters.
+    """Returns the policy for the memory layout of a pipeline stage's parameters.
 
     Args:
         config: the configuration.
@@ -129,7 +129,8 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     """Sets the size and the number of drive buffers.
 
     Each buffer is as large as the largest slice, and there are enough buffers for all slices that
-    are in use at the same time. Has no effect if parameters and states are not on a drive.
+    are in use at the same time. If neither parameters nor states are on a drive, the call has no
+    effect.
 
     Args:
         layout: layout of the parameters.
@@ -142,7 +143,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         for unit in group.key.units or ():
             slices[unit] += len(group.buckets) if group.key.tile is None else 0
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
-    # per unit: number of slices of the unit together with the units that are prefetched after it
+    # per unit: number of slices of the unit and of the units that are prefetched during its use
     at_once = [sum(slices[unit + n] for n in range(zero.prefetch + 1)) for unit in list(slices)]
     gathered = max(at_once, default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
@@ -189,6 +190,10 @@ def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iter
 
     If parameters are distributed over data ranks (`ShardSpec.over`), no pattern is checked: ranks
     then have parameters with different names, and a pattern may match on another rank.
+
+    Args:
+        optim: the optimizer's options, with the parameter groups.
+        layers: all layers of the model.
     """
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
@@ -199,19 +204,24 @@ def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iter
 
 
 def gradient_codecs(config: Config) -> GradientCodecs:
-    """Returns the codecs with which gradients are encoded for communication."""
+    """Returns the codecs that encode gradients for communication."""
     precision = config.precision
     cast = Cast(dtype(precision.reduce_dtype or precision.grad_dtype or "fp32"))
     return GradientCodecs(cast if config.zero.compress_gradients == "none" else Int8Blocks(), cast)
 
 
 def weight_codec(config: Config) -> Codec:
-    """Returns the codec with which sharded parameters are encoded in gathers."""
+    """Returns the codec that encodes sharded parameters when they are gathered."""
     return EXACT if config.zero.compress_weights == "none" else Int8Blocks()
 
 
 def rule(optim: OptimConfig, name: str | None = None) -> Rule:
-    """Returns the update rule `name`, by default `optim.name`, with hyperparameters of `optim`."""
+    """Returns an update rule with the hyperparameters of `optim`.
+
+    Args:
+        optim: the optimizer's options.
+        name: name of the rule, such as "adamw" or "sgd"; by default `optim.name`.
+    """
     name = name or optim.name
     if name == "sgd":
         return SGD(optim.momentum)
@@ -229,8 +239,9 @@ def state_names(optim: OptimConfig) -> tuple[str, ...]:
 def is_optimistic(config: Config, plan: Plan) -> bool:
     """Returns whether updates run before the gradient norm is known.
 
-    If `parallel.optimistic-step` is "auto", they do so if two conditions hold: the plan lets ranks
-    end their steps at different times, and all parameters and states are on the device.
+    If `parallel.optimistic-step` is "auto", they do so if three conditions hold: the plan lets
+    ranks end their steps at different times, the plan is not asynchronous, and all parameters and
+    states are on the device.
     """
     zero, asked = config.zero, config.parallel.optimistic_step
     if asked != "auto":
@@ -245,8 +256,8 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
 def is_early(config: Config) -> bool:
     """Returns whether updates run during the backward (`threed.zero.early_updates`).
 
-    If `zero.early-update` is "auto", they do so if `zero.order` is "layer", and both parameters and
-    optimizer states are on a drive.
+    If `zero.early-update` is "auto", updates do so if two conditions hold: `zero.order` is "layer",
+    and both parameters and optimizer states are on a drive.
     """
     zero = config.zero
     if zero.early_update != "auto":
@@ -257,9 +268,9 @@ def is_early(config: Config) -> bool:
 def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
     """Returns the learning-rate schedule of a run.
 
-    Skipped steps are not updates, so they do not advance the schedule. The rate rises linearly to
-    `optim.lr` during warm-up. Then it follows `optim.schedule`, which reaches its end after `steps`
-    updates.
+    The rate rises linearly to `optim.lr` during warm-up. Then it follows `optim.schedule`, which
+    reaches its end after `steps` updates. Skipped steps do not advance the schedule, because they
+    are not updates.
 
     Args:
         optim: the optimizer's options.
@@ -281,10 +292,10 @@ def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
 
 
 def rate_factors(optim: OptimConfig) -> list[float]:
-    """Returns the factors by which the parameter groups scale the scheduled rate, for `Rates`.
+    """Returns the factor of each parameter group, by which the scheduled rate is multiplied.
 
     The first factor is 1, for parameters that no group of the configuration matches. Each further
-    factor is the peak rate of one group divided by `optim.lr`.
+    factor belongs to one group: its peak rate divided by `optim.lr`, or 1 if it sets no rate.
     """
     return [1.0, *(1.0 if group.lr is None else group.lr / optim.lr for group in optim.groups)]
 

@@ -1,8 +1,8 @@
 """The optimizer's states at one moment, read while training continues and changes them.
 
     snapshot = Snapshot(records, optimizer, room)     takes the snapshot; on a GPU, starts to copy
-    optimizer.readers.add("disk", snapshot.release)   makes an update wait until the snapshot has
-                                                      read or copied a state that it will change
+    optimizer.readers.add("disk", snapshot.release)   makes an update wait, before it changes a
+                                                      state, until the state was read or copied
     for values in snapshot.values(): ...              yields the values; call it in another thread
     snapshot.close()                                  ends the snapshot; updates no longer wait
 
@@ -42,19 +42,25 @@ class GivenUp(RuntimeError):
 
 @dataclass(eq=False)
 class _Item:
-    """Consecutive records of the snapshot that belong to the same state.
+    """The records of a snapshot that belong to one state, and how their values are read.
+
+    A state has several parts: the weight, and the tensors of the update rule. A record is a range
+    of one part.
 
     Attributes:
         state: the state.
-        records: the records.
-        is_copied: whether the state's values are copied, rather than read from its storage.
-        first: name of a part -> index of its first element that the records use; 0 on a drive.
-        memory: name of a part in memory -> its elements that the records use, from `first` on.
-        drive: name of a part on a drive -> its storage.
-        copies: name of a part -> copy of its tensor in `memory`; empty until copied.
+        records: the records of this state, in the order of the snapshot.
+        is_copied: True if the values are copied before an update may change them. False if they
+            are read from the state's storage, and updates wait for the read.
+        first: name of each part -> index of the part's first element that a record contains. For a
+            part on a drive it is 0.
+        memory: name of each part that is in memory -> view of its elements, from index `first` to
+            the last element that a record contains.
+        drive: name of each part that is on a drive -> the part's storage.
+        copies: name of each part -> copy of its view in `memory`. Empty before the copy.
         copied: event recorded after the copies from a GPU; None without such copies.
-        safe: set when updates may change the state.
-        lock: held by the thread that copies the state.
+        safe: event that is set once updates may change the state.
+        lock: lock that a thread holds while it copies the state.
     """
 
     state: State
@@ -102,9 +108,10 @@ def _items(records: Iterable[Record], policy: Policy, gpu: bool, copies: bool) -
 
 
 def _is_copied(state: State, policy: Policy, gpu: bool) -> bool:
-    """Returns whether a state on the device must be copied.
+    """Returns whether a snapshot copies a state, instead of reading it from its storage.
 
-    On a CPU only trainable states are copied, because frozen ones do not change.
+    Only states on the device are copied. On a CPU, states of frozen parameters are not copied,
+    because they do not change.
     """
     group = state.bucket.group
     # whether the state contains previous parameters, which are on the tier of the parameters
@@ -115,7 +122,7 @@ def _is_copied(state: State, policy: Policy, gpu: bool) -> bool:
 
 
 def copy_bytes(records: Iterable[Record], policy: Policy, gpu: bool) -> int:
-    """Returns the bytes of host memory for a snapshot: its copies, and its buffer for drive reads.
+    """Returns the bytes of host memory for a snapshot: for copies, and for reads from a drive.
 
     Args:
         records: records of the snapshot.
@@ -128,7 +135,7 @@ def copy_bytes(records: Iterable[Record], policy: Policy, gpu: bool) -> int:
 
 
 class Room:
-    """Host memory for the copies of states, reused by later snapshots.
+    """Host memory for a snapshot's copies of states. Later snapshots reuse it.
 
     Args:
         copies: whether states on a CPU device are copied. States on a GPU are always copied.
@@ -151,7 +158,7 @@ class Room:
                 self.buffer(item, part)
 
     def buffer(self, item: _Item, part: str) -> Tensor:
-        """Returns the memory for the copy of a part of a state."""
+        """Returns the memory for the copy of one part of a state, allocated at the first call."""
         values = item.memory[part]
         key = item.state, part, item.first[part], values.numel()
         if key not in self._buffers:
@@ -192,7 +199,10 @@ class Snapshot:
     # -------------------------------------------------------------------------------------------------------- updates
 
     def release(self, state: State) -> None:
-        """Waits until a state may change; first copies the state if that is needed and not done."""
+        """Waits until an update may change a state.
+
+        If the state must be copied and no copy exists yet, this call makes the copy.
+        """
         began = time.perf_counter()
         for item in self._items_of.get(state, ()):
             self._release(item)
@@ -210,7 +220,7 @@ class Snapshot:
             self._release(item)
 
     def close(self) -> None:
-        """Allows all states to change; `values` then raises GivenUp if it is still running."""
+        """Ends the snapshot: all states may change, and a running `values` raises GivenUp."""
         self._closed = True
         for item in self._items:
             item.safe.set()

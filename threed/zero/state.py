@@ -67,11 +67,22 @@ class State:
         return (*self.storages.values(), *(() if self.shared else (self.bucket.portion,)))
 
     def fetch(self, parts: Iterable[str]) -> dict[str, StagedBuffer]:
-        """Begins to read some parts; returns name of each part -> its staged buffer."""
+        """Begins to read some parts of the state.
+
+        Returns:
+            Name of each part -> its staged buffer.
+        """
         return _fetch_all({part: self.storages[part] for part in parts})
 
     def fetch_for_update(self, gradient: Storage) -> dict[str, StagedBuffer]:
-        """Begins to read all parts and the gradient; copies the gradient to the weights' device."""
+        """Begins to read all parts and the gradient, for an update on the weights' device.
+
+        Args:
+            gradient: storage of the gradient. If it is on another device, it is copied.
+
+        Returns:
+            Name of each part, and "gradient" -> its staged buffer.
+        """
         found = _fetch_all({**self.storages, GRADIENT: gradient})
         if gradient.device != self.weight.device:
             found[GRADIENT] = Copied(found[GRADIENT], self.weight.device)
@@ -82,8 +93,8 @@ class Consistency:
     """Tracks whether all states belong to the same step.
 
     Attributes:
-        initial: function from a piece to its initial weights if all values are still initial
-            values, so that they can be computed again; else None.
+        initial: function from a piece to its initial weights, so that they can be computed again.
+            None if any value may differ from its initial value.
     """
 
     def __init__(self) -> None:
@@ -109,7 +120,7 @@ class Consistency:
         self._inconsistent = True
 
     def mark_initialized(self, initial: Initial) -> None:
-        """Records that all values are initial values, which `initial` can compute again."""
+        """Records that all values are initial values, and that `initial` can compute them again."""
         self.initial = initial
 
     def mark_changed(self) -> None:
@@ -130,13 +141,16 @@ class Consistency:
 
 
 class Readers:
-    """The asynchronous saves that still read states. Updates wait for them, state by state."""
+    """The asynchronous saves that still read states.
+
+    Before an update changes a state, it waits until no save needs the state's old values.
+    """
 
     def __init__(self) -> None:
         self._waits: dict[str, Callable[[State], None]] = {}
 
     def add(self, purpose: str, wait: Callable[[State], None]) -> None:
-        """Adds a save, which replaces the earlier save with the same purpose.
+        """Adds a save. It replaces the earlier save with the same purpose.
 
         Args:
             purpose: "disk" or "memory".
@@ -145,7 +159,7 @@ class Readers:
         self._waits[purpose] = wait
 
     def wait(self, state: State) -> None:
-        """Waits until no save needs the current values of a state, so that it may change."""
+        """Waits until no save needs the current values of a state, so that they may change."""
         for wait in self._waits.values():
             wait(state)
 
@@ -153,10 +167,11 @@ class Readers:
 def fetched_in_turn(
     wanted: Iterable[tuple[State, dict[str, StagedBuffer]]],
 ) -> Generator[tuple[State, dict[str, StagedBuffer]]]:
-    """Yields each (state, buffers) pair after starting the reads of the pair that follows it.
+    """Yields (state, buffers) pairs in order, and reads the next pair while one pair is in use.
 
     Args:
-        wanted: lazy pairs: taking a pair from the iterable starts the reads into its buffers.
+        wanted: the pairs, created lazily: taking a pair from this iterable starts the reads into
+            its buffers.
     """
     ahead: deque[tuple[State, dict[str, StagedBuffer]]] = deque()
     try:

@@ -32,10 +32,11 @@ class BadStepsError(RuntimeError):
 
 
 class Faults:
-    """Counts steps with invalid data, on the device, and reports them.
+    """Counts steps with invalid data, and reports them as errors or warnings.
 
-    A `Flag` is set if data were invalid in a step. Flags are reported only when metrics are read or
-    a checkpoint is saved, so that the host does not wait for the device in every step.
+    A layer sets its `Flag` if its data are invalid. The counts stay on the device. They are read
+    and reported only when metrics are read or a checkpoint is saved, so that the host does not wait
+    for the device in every step.
 
     Args:
         flags: the flags of all layers, the same list on every rank.
@@ -47,7 +48,7 @@ class Faults:
         self.flags, self.warns = tuple(flags), warns
         self._count = torch.zeros(len(flags), dtype=torch.float64, device=device)
         self._reported = [0.0] * len(flags)
-        # step -> error message, which every read of the metrics of this step raises
+        # number of a step -> message of the error that every read of this step's metrics raises
         self._raised: dict[int, str] = {}
 
     def clear(self) -> None:
@@ -57,7 +58,7 @@ class Faults:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Context manager that resets the flags, and restores their earlier values at its end."""
+        """Context manager that resets all flags, and restores their values when the block ends."""
         kept = [flag.swap(None) for flag in self.flags]
         try:
             yield
@@ -89,17 +90,17 @@ class Faults:
         return self._count.clone()
 
     def raise_new(self, step: int, counts: Tensor) -> None:
-        """Reports the flags that were set up to and including `step` and not reported yet.
+        """Reports the flags that were set up to and including `step`, unless already reported.
 
-        A flag with `error=False` causes a warning, a flag with `error=True` a DataError. A second
-        call for the same step raises the same error again.
+        A flag with `error=False` causes a warning. A flag with `error=True` causes a DataError,
+        which a second call for the same step raises again.
 
         Args:
             step: number of the step.
             counts: the counts after that step, fp64 [number of flags].
 
         Raises:
-            DataError: if a flag with `error=True` was set and not reported before this step.
+            DataError: if a flag with `error=True` was set and had not been reported.
         """
         if what := self._new(counts):
             self._raised[step] = (
@@ -109,12 +110,18 @@ class Faults:
             raise DataError(self._raised[step])
 
     def raise_before_save(self, step: int, counts: Tensor, everyone: Axis) -> None:
-        """Raises DataError on every rank if any rank has errors that were not reported. Collective.
+        """Raises DataError before a save if invalid data were not reported yet. Collective.
+
+        A rank has reported invalid data if it has raised an error for them, for example when it
+        read metrics. If any rank still has to report invalid data, all ranks raise the error.
 
         Args:
             step: number of the last step.
             counts: the counts after that step, fp64 [number of flags].
             everyone: the axis of all ranks.
+
+        Raises:
+            DataError: a flag with `error=True` was set, and at least one rank had not reported it.
         """
         everywhere = collectives.exchange(self._new(counts), everyone)
         if what := dict.fromkeys(check for rank in everywhere for check in rank):
@@ -124,9 +131,9 @@ class Faults:
             )
 
     def _new(self, counts: Tensor) -> list[str]:
-        """Returns descriptions of the errors that were not reported yet.
+        """Returns a description of each error that was not reported yet; marks it as reported.
 
-        Issues a warning for each new flag with `error=False`.
+        Flags with `error=False` are not errors: a warning is issued for each new one.
         """
         now = counts.tolist()
         new = [
@@ -169,12 +176,14 @@ class Numbers:
 
 
 class Later:
-    """The results of a step, which the first call computes.
+    """A function without arguments that returns the results of a step.
+
+    The first call computes the results, and may wait for other ranks. Later calls return them.
 
     Args:
         update: function that returns the results of the step's update. It is called once, and then
             released.
-        faults: counts the flags of the step.
+        faults: object to which the first call adds the step's flags of invalid data.
 
     Attributes:
         found: the results; None before the first call.
@@ -197,9 +206,9 @@ class Later:
 class StepMetrics:
     """The metrics of one optimizer step.
 
-    Reading a property, except `loss_tensor`, waits for the device. After an optimistic or
-    asynchronous update, the first read also waits for the other ranks. `loss` and `grad_norm` raise
-    the errors below. `repr(metrics)` never waits for other ranks.
+    Reading a property waits for the device, except for `loss_tensor`. After an optimistic or
+    asynchronous update, the first read also waits for the other ranks. Reading `loss` or
+    `grad_norm` may raise the errors below. `repr(metrics)` never waits for other ranks.
 
     Attributes:
         step: number of the step, from 1.
@@ -210,9 +219,9 @@ class StepMetrics:
             no limit.
 
     Raises:
-        DataError: a ValueError; the data of this step were invalid, or the data of an earlier step
-            whose error was not raised yet.
-        BadStepsError: a RuntimeError; at least `max_bad_steps` consecutive steps were skipped (see
+        DataError: (a ValueError) the data of this step were invalid, or the data of an earlier
+            step were invalid and no error has been raised for them yet.
+        BadStepsError: (a RuntimeError) at least `max_bad_steps` consecutive steps were skipped (see
             `bad_steps`).
 
     Example:
@@ -272,10 +281,10 @@ class StepMetrics:
 
         For a model of pipeline layers it is the mean cross entropy of the valid labels, in nats per
         token. For a wrapped module it is the mean of the losses that its forward returned, in the
-        unit of these losses. In this mean, each micro-batch is weighted by its number of items.
-        Items are the labels of 0 or more; if the labels are not integers, items are the rows. In a
-        custom loop (`ModuleEngine.backward`) the loss is the weighted sum of the losses passed to
-        `backward`, by default their mean.
+        unit of these losses. In this mean, each micro-batch is weighted by its number of items: the
+        number of labels that are at least 0, or the number of rows if the labels are not integers.
+        In a custom loop (`ModuleEngine.backward`) the loss is the weighted sum of the losses passed
+        to `backward`, by default their mean.
         """
         return self._checked(self._numbers().loss)
 

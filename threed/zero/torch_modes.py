@@ -42,8 +42,8 @@ def hide_from_checkpointing() -> AbstractContextManager[Any]:
     """Returns a context that hides gathers from selective activation checkpointing.
 
     Selective checkpointing requires that the recomputation runs exactly the operations of the
-    forward. But a gather may run only in the forward or only in the recomputation, because the
-    parameters may be gathered already in the other one.
+    forward. But a gather may run in only one of the two, because in the other one the parameters
+    may be gathered already.
     """
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
     selective = any(isinstance(mode, _SELECTIVE) for mode in modes)

@@ -2,8 +2,9 @@
 
     unused = Unused(layout, updates)
     unused.synchronize(used)    call it at the end of every step, on all ranks that share parameters
-    unused.stretches            bucket -> ranges of the slice that must be updated separately, for
-                                buckets with parameters that were not used in the first step
+    unused.stretches            bucket -> ranges of this rank's slice that must be updated
+                                separately; only for buckets that contain parameters which were not
+                                used in the first step
 
 If a parameter is first used after the first step, its updates are counted from its first use,
 because the bias correction of Adam depends on the number of updates.
@@ -23,8 +24,8 @@ from threed.ops.update import StepScalars
 from threed.zero.layout import Bucket, GroupOptions, Layout, Slot
 
 T = TypeVar("T", int, str)
-# (first, last, since): elements [first, last) of a slice, and the number of updates before the
-# first use of these elements, or None if they are unused
+# A range of elements in a slice: (first, last, since). It contains the elements [first, last);
+# `since` is the number of updates before their first use, or None if they are still unused.
 Stretch = tuple[int, int, Tensor | None]
 
 
@@ -53,7 +54,7 @@ def _on_all_ranks(layout: Layout, own: set[T]) -> set[T]:
 
 
 def _warn(layout: Layout, text: str, names: Sequence[str]) -> None:
-    """Emits a warning with the names, if there are any, on the first data rank only."""
+    """Emits a warning with the names on the first data rank, unless `names` is empty."""
     if names and layout.policy.data.shard.index == layout.policy.data.replicas.index == 0:
         warnings.warn(text.format(", ".join(names)), stacklevel=4)
 
@@ -62,14 +63,14 @@ def update_stretches(
     options: GroupOptions, stretches: Sequence[Stretch], values: Sequence[Tensor], now: StepScalars,
     out: Tensor | None,
 ) -> None:  # fmt: skip
-    """Updates the ranges of a bucket one after the other.
+    """Updates the ranges of a bucket's slice one after the other.
 
-    Unused parameters are not updated. For each other range, the step number passed to the update
-    rule is the number of updates since the first use of the range.
+    Ranges of unused parameters are not updated. For every other range, the step number passed to
+    the update rule is the number of updates since the first use of the range's parameters.
 
     Args:
-        options: the rule and its options.
-        stretches: the ranges.
+        options: options of the parameter group, with the update rule.
+        stretches: the ranges; see `Stretch`.
         values: weights, gradient and moments of the bucket's slice, each [n].
         now: scalars of the update.
         out: tensor [n] that receives the new weights; None if they are not needed separately.
@@ -85,7 +86,7 @@ def update_stretches(
 
 
 class Unused:
-    """Tracks which trainable parameters were never used.
+    """Tracks which trainable parameters have not been used yet.
 
     Args:
         layout: layout of the parameters.
@@ -93,8 +94,8 @@ class Unused:
 
     Attributes:
         stretches: bucket -> ranges of this rank's slice, for each bucket with parameters that are
-            unused, or that were first used after the first step. All elements of a range have the
-            same number of updates.
+            unused, or that were first used after the first step. All elements of a range were
+            updated the same number of times.
     """
 
     def __init__(self, layout: Layout, updates: Tensor) -> None:
@@ -136,12 +137,19 @@ class Unused:
         )
 
     def synchronize(self, used: Set[Slot]) -> None:
-        """Updates `stretches` after the first step and after the first use of a parameter.
+        """Exchanges between data ranks which parameters were used. Collective over the data ranks.
 
-        Collective over the data ranks. When all parameters have been used, it returns at once.
+        Call it at the end of every step. A parameter counts as used once any data rank has used it.
+        If a parameter was used for the first time in this step, or if this is the first step,
+        `stretches` (the ranges that must be updated separately) is computed again. Once all
+        parameters have been used, later calls return without communication between ranks.
 
         Args:
-            used: trainable parameters that this rank has used.
+            used: trainable parameters that this rank has used since the engine was built or a
+                checkpoint was loaded.
+
+        Raises:
+            RuntimeError: a parameter was frozen or unfrozen; see `check_frozen`.
         """
         self.check_frozen()
         if not self._never:
@@ -169,7 +177,10 @@ class Unused:
         self.stretches = {bucket: self._stretches_of(bucket, never) for bucket in affected}
 
     def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
-        """Returns the ranges of a slice. Padding is in the range of the preceding parameter."""
+        """Returns the ranges of this rank's slice of a bucket (`Stretch`), which cover the slice.
+
+        Padding belongs to the range of the parameter before it.
+        """
         first, last = bucket.own_first, bucket.own_last
         start = torch.zeros_like(self.updates)
         slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]
@@ -197,7 +208,12 @@ class Unused:
         return {"never": never, "since": since, "first": self._first}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restores the state of a checkpoint. If `state` is None, all parameters count as used."""
+        """Restores the state of a checkpoint.
+
+        Args:
+            state: the dict that `state()` returned. If None, all parameters count as used since the
+                first step.
+        """
         state = state or {"never": (), "since": {}, "first": False}
         never, since = set(state["never"]), state["since"]
         self._never = {number for number, slot in enumerate(self._slots) if slot.spec.name in never}

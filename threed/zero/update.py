@@ -10,7 +10,8 @@ A step is skipped if its loss or gradient norm is not finite, if its data are in
 norm is a spike: more than `max_spike` times the running mean of the norms of steps that were not
 skipped. The running mean weighs all norms equally for the first hundred of these steps; later the
 newest norm has a weight of 1/100. Spikes are only detected once the mean contains twenty norms,
-since the first norms of a run fall fast. No value is read on the host.
+because the norms fall fast at the beginning of a run. All values stay on the device, so the host
+does not wait for them.
 
 A dynamic loss scale begins high and falls until gradients no longer overflow. Steps that overflow
 while the scale is above its minimum are skipped, but do not count as consecutive bad steps.
@@ -144,9 +145,9 @@ class BadSteps:
         self.norms.copy_(norms)
 
     def state(self) -> dict[str, float]:
-        """Returns the running mean of norms for a checkpoint.
+        """Returns the running mean of norms, and the number of norms in it, for a checkpoint.
 
-        Empty if spikes are not detected. Checkpoints store `skips` separately.
+        The dict is empty if spikes are not detected. Checkpoints store `skips` separately.
         """
         return {"norm_mean": float(self.mean), "norms": float(self.norms)} if self.max_spike else {}
 
@@ -171,7 +172,7 @@ class Scaler:
         rule: rule by which the scale changes.
         scale: the current loss scale.
         good: number of steps since the last overflow.
-        hysteresis_left: number of overflows until the scale is halved; the last of them halves it.
+        hysteresis_left: number of further overflows that are needed to halve the scale.
     """
 
     def __init__(self, rule: LossScale, device: torch.device) -> None:
@@ -184,10 +185,10 @@ class Scaler:
         )
 
     def update(self, skipped: Tensor) -> None:
-        """Updates the scale after a step.
+        """Updates the loss scale after a step.
 
         Args:
-            skipped: 1.0 if the step overflowed, else 0.0.
+            skipped: 1.0 if the step was skipped because of an overflow, else 0.0.
         """
         if not self.rule.dynamic:
             return
@@ -228,7 +229,7 @@ class Scaler:
 def sum_of_squares(
     parts: Sequence[Tensor], buckets: Sequence[Bucket], device: torch.device
 ) -> Tensor:
-    """Returns this rank's term of the squared norm, and whether any gradient is not finite.
+    """Returns this rank's term of the squared gradient norm, and a flag for non-finite gradients.
 
     If several ranks hold the same portion of a bucket, only the owner (`Group.owned`) adds the
     portion's squares to the norm. The owner is the first of these ranks; for a tied weight, it is
@@ -236,8 +237,8 @@ def sum_of_squares(
     Padding is zero, so it does not change the norm.
 
     Args:
-        parts: sum of squares of this rank's portion of each bucket.
-        buckets: the buckets.
+        parts: per bucket, the sum of squares of this rank's portion, a scalar tensor.
+        buckets: the buckets, in the same order.
         device: device of the result.
 
     Returns:
@@ -253,7 +254,7 @@ def sum_of_squares(
 
 
 def _to_device(device: torch.device, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns scalar tensors, moved to a device if they are elsewhere, in a single copy."""
+    """Returns the scalar tensors on `device`. All tensors from elsewhere are moved in one copy."""
     away = [part for part in parts if part.device != device]
     arrived = iter(start_copy_in(torch.stack(away), device).unbind() if away else ())
     return [part if part.device == device else next(arrived) for part in parts]

@@ -1,11 +1,12 @@
-"""Two versions of the parameters: passes of a batch read one version while the other is updated.
+"""Two versions of the parameters: layers read one version while an update changes the other.
 
 See PipeDream-2BW (arXiv 2006.09503).
 
     versions.rotate()           call it before an update: reuses the memory of the older version for
                                 the newest version, which the update then changes
     versions.show(newest)       selects the version that layers read: the newest or the previous one
-    versions.restore(both)      call it after a load, to complete the previous version
+    versions.restore(both)      call it after a load, which sets this rank's slices: sets the full
+                                previous version
 
 Autograd saves the parameter itself, or a view of it, not a copy. A backward therefore needs the
 same values in the same memory as its forward. So all passes of a batch must use the same version,
@@ -31,8 +32,8 @@ class Versions:
         gatherer: gathers the parameters.
 
     Attributes:
-        earlier: one `State` per bucket, with this rank's slice of the previous version; saved in
-            checkpoints.
+        earlier: one `State` per bucket, with this rank's slice of the previous version.
+            Checkpoints contain these states.
     """
 
     def __init__(self, layout: Layout, gatherer: Gatherer) -> None:
@@ -52,10 +53,11 @@ class Versions:
         self.earlier = [State(bucket, {PREVIOUS: own}) for bucket, own in self._before.items()]
 
     def rotate(self) -> None:
-        """Swaps the versions, then copies this rank's slices from the previous to the newest one.
+        """Prepares an update, which writes new values to the older version of the parameters.
 
-        The following update changes these slices of the newest version, and gathers the slices of
-        the other ranks.
+        First the two versions are swapped: the newest becomes the previous version. Then this
+        rank's slices of the previous version are copied to the newest version, where the update
+        changes them. The slices of other ranks are gathered after the update.
         """
         self.gatherer.wait_all()
         for group in self._groups:
@@ -70,8 +72,11 @@ class Versions:
     def show(self, newest: bool) -> None:
         """Points the layers' parameters at the newest or at the previous version.
 
-        Passes on the previous version do not wait for gathers, because gathers change only the
-        newest version.
+        Layers that use the previous version do not wait for gathers, because gathers write only to
+        the newest version.
+
+        Args:
+            newest: True for the newest version, False for the previous version.
         """
         which = self._newest if newest else 1 - self._newest
         if which != self._shown:
@@ -84,11 +89,15 @@ class Versions:
         self.gatherer.show(newest)
 
     def restore(self, both: bool) -> None:
-        """Completes the previous version after slices were set. Collective.
+        """Sets the full previous version of the parameters, after slices were set. Collective.
+
+        A load, for example, sets only this rank's slices. The newest version must have been
+        gathered from its slices before this call.
 
         Args:
-            both: whether the slices of both versions were set. If True, the previous version is
-                gathered from its slices. If False, it becomes a copy of the newest version.
+            both: True if slices of both versions were set: the previous version is then gathered
+                from the slices of all ranks. False if only slices of the newest version were set:
+                the previous version then becomes a copy of the newest.
         """
         self.gatherer.wait_all()
         for bucket, storage in self._before.items():
