@@ -129,7 +129,7 @@ class Place:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def free(self) -> int:
-        """Returns the bytes that copies can use: the free space and the space of the run's files."""
+        """Returns the bytes that copies can use: free space, and the space of the run's files."""
         used = sum(file.stat().st_size for file in self.folder.rglob("*.safetensors"))
         return shutil.disk_usage(self.home).free + used
 

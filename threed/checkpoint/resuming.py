@@ -282,7 +282,7 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
 
 
 def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
-    """Returns a line of text if the checkpoint's optimizer differs from the run's, in a list.
+    """Returns a list of one line of text if the optimizers differ, else an empty list.
 
     The names of the optimizers in the two configurations are compared. It would not be enough to
     compare the names of the saved parts, because Lion's momentum has the same name as one of Adam's
