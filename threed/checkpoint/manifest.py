@@ -143,7 +143,7 @@ class _State(_Strict):
     good_steps: Amount | None = None
     hysteresis_left: Amount | None = None
     norm_mean: Annotated[float, Field(ge=0)] = 0.0  # mean gradient norm
-    norms: Amount = 0.0  # number of gradient norms in `norm_mean`
+    norms: Amount = 0.0  # number of gradient norms that `norm_mean` averages
     rates: list[Annotated[float, Field(ge=0)]] | None = None  # learning rates set by the program
     last_update: Annotated[  # with schedule 2bw: [gradient norm, learning rate] of the last update
         list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])
@@ -173,7 +173,7 @@ class _Config(_Strict):
     """The saved configuration: only the keys that other modules read directly from a manifest.
 
     All other keys are not validated here, because they may differ between versions of threed. They
-    are validated where the full configuration is parsed.
+    are validated when the full configuration is parsed.
     """
 
     model: _Model
@@ -234,7 +234,7 @@ def parts_of(manifest: Mapping[str, Any]) -> set[str]:
 
 
 def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields an error text for each violation of the rules that the files contain every tensor.
+    """Yields an error text for each reason why the files do not contain every tensor exactly once.
 
     The files must contain each share of each section exactly once. The length and the step of a
     line must be multiples of the number of portions. The pieces of a line must not overlap. For

@@ -1,4 +1,4 @@
-"""Manages a run's folder in a machine's memory (tmpfs), which outlives the processes.
+"""Manages a run's folder in a machine's memory (tmpfs). The folder outlives the processes.
 
     place = Place(token)                   /dev/shm/threed-<user id>/<token>
     machines = Machines(place, everyone)   collective; which ranks are on which machine

@@ -262,8 +262,8 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelled_as(resolved, config.model).model_dump(mode="json")
     if all(names_model(str(model.get("arch"))) for model in (saved, wanted)):
-        # The paths of the models' files are not compared, because a file may have moved. Shapes are
-        # compared when the checkpoint is loaded.
+        # For custom models, the paths of the code files are not compared, because a file may have
+        # moved. The shapes of the tensors are compared when the checkpoint is loaded.
         saved["arch"], wanted["arch"] = (m["arch"].rpartition(":")[2] for m in (saved, wanted))
     fixed = {
         python_name(key[6:])

@@ -91,13 +91,14 @@ def _covered_steps(path: Path) -> Iterator[int]:
 
 
 class Retention:
-    """Keeps the newest `keep` good checkpoints of a run folder, and those at multiples of `every`.
+    """Deletes old checkpoints of a run folder.
 
-    Checkpoints that this process has loaded or written are good. Any other checkpoint is good if
-    the hashes of its files match its manifest. A damaged checkpoint does not count toward `keep`,
-    so it never causes a good checkpoint to be deleted. It is kept for inspection until there are
-    `keep` newer good checkpoints; then it is deleted, unless its step is a multiple of `every`. The
-    newest good checkpoint is never deleted.
+    The newest `keep` good checkpoints are kept, and all checkpoints at steps that are multiples of
+    `every`. Checkpoints that this process has loaded or written are good. Any other checkpoint is
+    good if the hashes of its files match its manifest. A damaged checkpoint does not count toward
+    `keep`, so it never causes a good checkpoint to be deleted. It is kept for inspection until
+    there are `keep` newer good checkpoints; then it is deleted, unless its step is a multiple of
+    `every`. The newest good checkpoint is never deleted.
 
     Args:
         folder: run folder.
@@ -129,7 +130,7 @@ class Retention:
         """Removes the folders that interrupted saves have left behind.
 
         If a save was interrupted while it replaced a checkpoint, between the two renames of
-        `atomic.publish`, the older checkpoint gets its name back. Call this method on one rank
+        `atomic.publish`, the older checkpoint is renamed back. Call this method on one rank
         only, in a run that owns the run folder.
         """
         place = self.folder / "checkpoints"
@@ -164,7 +165,7 @@ class Retention:
         return problems
 
     def _delete(self, paths: Sequence[Path]) -> None:
-        """Deletes checkpoints that `every` does not keep. Ranks other than 0 pass no paths."""
+        """Deletes checkpoints, unless `every` keeps them. Only rank 0 passes paths."""
         for path in paths:
             if not (self.every and any(step % self.every == 0 for step in _covered_steps(path))):
                 shutil.rmtree(path, ignore_errors=True)

@@ -317,7 +317,7 @@ class Save:
     def commit(self, patience: float = ENTRIES_S) -> None:
         """Publishes the folder once every rank has written its entry. Not collective.
 
-        Has an effect only on rank 0.
+        Only rank 0 publishes the folder; on other ranks, this method has no effect.
 
         Args:
             patience: seconds to wait for the entries of other ranks.
@@ -357,8 +357,8 @@ class Save:
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
             file = self._entry_file(rank)
-            # If rank 0 has an error, it still waits for the entries of the other ranks. Afterwards,
-            # the caller removes the folder, and by then no rank may write to the folder.
+            # If rank 0 has an error, it still waits for the entries of the other ranks. The caller
+            # then removes the folder, and no rank may still be writing to the folder at that time.
             while not (file.exists() or (rank == 0 and self.problem)):
                 late = self._has_exited(rank) or time.monotonic() > min(end, self._deadline)
                 if late and not file.exists():
@@ -412,7 +412,7 @@ class Saver:
         (KeyboardInterrupt or exit), it is stopped at once.
 
         Args:
-            is_gone: returns whether the process of a rank has exited.
+            is_gone: called with a rank; returns whether the rank's process has exited.
         """
         try:
             yield

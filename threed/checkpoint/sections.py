@@ -188,7 +188,7 @@ class Section:
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns where the elements of each window begin in a share, counting one part only.
+        """Returns the offset of each window in a share, as if the share had only one part.
 
         All parts of the state (weight, exp_avg, ...) have equally many elements in a window. So the
         offset in the share is the returned offset times the number of parts.

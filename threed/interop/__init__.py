@@ -10,7 +10,7 @@ the checkpoints of DeepSpeed and Megatron-LM.
 The modules of this package are internal:
 
     convert            converts checkpoints between the native format and other formats
-    safetensors_folder exports custom models, with threed's names of their tensors
+    safetensors_folder exports custom models as safetensors files
     inspection         describes a checkpoint or a Hugging Face folder
     loading            builds an engine from a run, checkpoint or Hugging Face folder
     pretrained         configures a run that starts from a Hugging Face folder

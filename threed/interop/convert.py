@@ -112,9 +112,9 @@ def _config_of(path: Path, given: str | Path | None) -> Path:
     """Returns the path of the config.json of a DeepSpeed checkpoint's model.
 
     Args:
-        path: the checkpoint folder. If `given` is None, the file is searched in this folder and in
-            its parent folder.
-        given: the file, or the folder that contains the file; or None.
+        path: the checkpoint folder.
+        given: the file, or the folder that contains the file. With None, the file is searched in
+            `path` and in the parent folder of `path`.
 
     Raises:
         CheckpointError: if the file is not found.
@@ -178,7 +178,7 @@ def _path_and_hashes(spec: str) -> tuple[str, dict[str, str] | None]:
         spec: the tokenizer: "bytes", "none", a folder, or the path of a tokenizer.json.
 
     Returns:
-        (path, hashes); hashes is None for the tokenizer "none".
+        (path, hashes). For the tokenizer "none", None instead of hashes.
     """
     tokenizer = _tokenizer(spec)
     if tokenizer is None or spec == "bytes":
@@ -249,7 +249,7 @@ def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | N
     with the hashes in the checkpoint.
 
     Returns:
-        (tokenizer, files); files is None for the tokenizers "bytes" and "none".
+        (tokenizer, files). For the tokenizers "bytes" and "none", None instead of files.
 
     Raises:
         CheckpointError: if the files do not match the hashes in the checkpoint.

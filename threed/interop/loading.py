@@ -33,8 +33,8 @@ from threed.interop.safetensors_folder import (
 from threed.layers import Slicing
 
 Build = Callable[..., Any]
-# Groups of configuration keys that are loaded from a checkpoint, because they define what is
-# trained. The other groups, such as "parallel", define where and how the training runs.
+# Groups of configuration keys that are loaded from a checkpoint, because they define the model and
+# its training. The other groups, such as "parallel", define where and how the training runs.
 TRAINED = ("model", "precision", "train", "optim", "data")
 
 

@@ -2,12 +2,13 @@
 
     threed.config.arguments.load(argv, begin=find)
 
-FOLDER is a Hugging Face folder or a native checkpoint converted from one. The model configuration
-in FOLDER overrides the preset and the configuration file. A command-line flag with a different
-value raises an error. The run may choose only the model keys `seq` and `dropout`.
+FOLDER is a Hugging Face folder, or a native checkpoint that was converted from a Hugging Face
+folder. The model configuration in FOLDER overrides the preset and the configuration file. A
+command-line flag with a different value for a model key raises an error, except for the keys `seq`
+and `dropout`, which the run may choose.
 
-The run uses the folder's tokenizer unless `--data.tokenizer` names another one. If the folder has
-no tokenizer, `--data.tokenizer` is required.
+The run uses the tokenizer in FOLDER, unless `--data.tokenizer` names a different tokenizer. If
+FOLDER has no tokenizer, `--data.tokenizer` is required.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class DeepSpeedCheckpoint(HFTensors):
         self._folder = folder
         with as_written_by("DeepSpeed 0.19", folder):
             self._read(PickleReader())
-        for prefix in ("module.", "_orig_mod.", "module."):  # from DDP and torch.compile
+        for prefix in ("module.", "_orig_mod.", "module."):  # prefixes of DDP, torch.compile
             if all(name.startswith(prefix) for name in self._tensors):
                 found = self._tensors.items()
                 self._tensors = {name.removeprefix(prefix): parts for name, parts in found}
@@ -322,7 +322,9 @@ class DeepSpeedCheckpoint(HFTensors):
         self._check_universal(updates - {None})
 
     def _check_universal(self, updates: set[Any]) -> None:
-        """Checks that all parameters have moments or no parameter has, and compares update counts.
+        """Checks the moments and the update counts of a universal checkpoint.
+
+        Either all parameters or no parameters must have moments. All update counts must be equal.
 
         Args:
             updates: the distinct update counts in the files `step.pt`.

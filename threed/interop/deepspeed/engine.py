@@ -124,8 +124,8 @@ class DeepSpeedEngine:
     ) -> Tensor:
         """Runs the backward of one micro-batch, and accumulates the gradients. Collective.
 
-        The loss is divided by the number of micro-batches of all ranks in the step, so that the
-        accumulated gradients are those of the mean loss of the global batch.
+        The loss is divided by the number of micro-batches of all ranks in the step. So the
+        gradients of a step add up to the gradients of the mean loss of the global batch.
 
         If the backward raises an error, the step is discarded together with the gradients of its
         earlier micro-batches, and the next micro-batch is the first of a new step.
@@ -179,12 +179,12 @@ class DeepSpeedEngine:
     def step(self) -> None:
         """Ends a micro-batch; at the accumulation boundary, runs an optimizer step.
 
-        The boundary is the last micro-batch of a step; there, this method is collective.
+        The boundary is the last micro-batch of a step. At the boundary, this method is collective.
 
         Raises:
-            RuntimeError: if no backward was run for the micro-batch, neither by this engine nor by
-                another engine whose loss depends on this module; or if parameter groups or step
-                hooks were added to the optimizer that was passed to `initialize`.
+            RuntimeError: if no backward was run for the micro-batch, by this engine or by another
+                engine whose loss depends on this module; or if parameter groups or step hooks were
+                added to the optimizer that was passed to `initialize`.
         """
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -425,8 +425,8 @@ class DeepSpeedEngine:
             tag: the name of the checkpoint; None means the tag in load_dir/latest.
 
         Returns:
-            (path of the checkpoint, its client_state); (None, None) if `tag` is None and the file
-            `latest` is missing.
+            (path of the checkpoint, client_state that was saved with it); (None, None) without
+            `tag` if the file `latest` is missing.
 
         Raises:
             RuntimeError: if a step is in progress.

@@ -53,8 +53,8 @@ def initialize(
 
     Returns:
         (engine, optimizer, loader, scheduler). The optimizer is the engine's optimizer. The loader
-        yields batches of `training_data`; it is None without `training_data`. The scheduler is the
-        passed scheduler, or a view of the schedule in `config`; it is None if there is neither.
+        yields batches of `training_data`; without `training_data`, it is not created (None). The
+        scheduler is the passed scheduler, or a view of the schedule in `config`, or None.
 
     Raises:
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.

@@ -194,7 +194,7 @@ def _kept(group: dict[str, Any]) -> dict[str, Any]:
 def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int | None]:
     """Returns the index of each group's learning rate in `Engine.learning_rates`.
 
-    The index is None for a group without trained parameters, which has no learning rate.
+    A group without trained parameters has no learning rate; None is returned as its index.
 
     Args:
         groups: the parameter groups of a passed optimizer.
@@ -255,7 +255,7 @@ class SchedulerView:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has no effect, because the schedule has no state of its own; see `state_dict`."""
+        """Has no effect, because `state_dict` returns no state."""
 
 
 def to_json(state: Any) -> Any:

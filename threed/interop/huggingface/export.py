@@ -191,7 +191,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _dtype(name: str | None, entry: Entry, source: TensorSource) -> torch.dtype:
-    """Returns the dtype named `name`; if it is None, the widest dtype of the entry's weights."""
+    """Returns the dtype named `name`; without a name, the widest dtype of the entry's weights."""
     if name is not None:
         return dtype_of(name)
     dtypes = [source.tensor(WEIGHT, weight).dtype for weight, _ in entry.native if entry.in_model]

@@ -44,7 +44,7 @@ def record_of(
 
 
 def validated(record: object) -> dict[str, Any] | None:
-    """Checks and returns the record in a checkpoint; returns None if `record` is None.
+    """Checks and returns the record in a checkpoint; returns None without a record.
 
     Raises CheckpointError if the record is malformed.
     """
@@ -62,9 +62,9 @@ def validated(record: object) -> dict[str, Any] | None:
 
 
 def matches(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
-    """Returns whether the tokenizer is that of the recorded folder, as far as a record shows.
+    """Returns whether a record fits a tokenizer.
 
-    This is the case if the tokenizer's files have the recorded hashes, or if the tokenizer's
+    It fits if the tokenizer's files have the hashes in the record, or if the tokenizer's
     end-of-text id is one of the eos ids in the record.
     """
     ends = [part.get("eos_token_id") for part in (record["config"], _generation(record))]

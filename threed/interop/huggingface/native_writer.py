@@ -167,7 +167,7 @@ def _write(
     specs: Mapping[Part, Spec],
     slabs: Callable[[Part], Iterable[Tensor]],
 ) -> dict[str, Any]:
-    """Writes a file with some parts of tensors, each as a section of its own.
+    """Writes a file with some parts of tensors, each as a separate section.
 
     Returns an entry for `manifest.joined`: the description of the sections and of the file.
     """

@@ -121,9 +121,10 @@ def load_hf(
 def _opened(
     path: Path, config: Config, everyone: Axis
 ) -> tuple[HFFolder | None, dict[str, Any], list[str]]:
-    """Returns (folder, record of the folder, error texts). The folder is None if it is unreadable.
+    """Returns (folder, record of the folder, error texts).
 
-    Only rank 0 reads the record and checks the tensors. On other ranks, the record is empty.
+    For a folder that cannot be read, None is returned as the folder. Only rank 0 reads the record
+    and checks the tensors; on other ranks, the record is empty.
     """
     try:
         folder = HFFolder(path)

@@ -3,12 +3,13 @@
     checkpoint = MegatronCheckpoint(folder)         raises CheckpointError if not supported
 
 The folder is written by torch.distributed.checkpoint. Its tensors have the names and shapes of the
-unsharded model. Layers are either numbered, or stacked along an additional first dimension. A gated
-`linear_fc1` is saved as one tensor with the gate's rows first, or as two tensors whose names end in
-`_w` (gate) and `_v` (up projection)
-(megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py). State common
-to all ranks, such as the arguments `args` of the run, is in the file `common.pt`. Megatron-Core
-0.19 instead writes it as the entry `common_state` of the checkpoint (serialization.py, save).
+unsharded model. The tensors of the layers are either stacked along an additional first dimension,
+or saved separately with the number of the layer in their names. A gated `linear_fc1` is saved as
+one tensor with the gate's rows first, or as two tensors whose names end in `_w` (gate) and `_v` (up
+projection). See megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py and
+mlp.py. State common to all ranks, such as the arguments `args` of the run, is in the file
+`common.pt`. Megatron-Core 0.19 instead writes it as the entry `common_state` of the checkpoint
+(serialization.py, save).
 
 Fused weights have the layout of megatron/core/transformer/attention.py and mlp.py
 (NVIDIA/Megatron-LM, commit d98e8a64). `linear_qkv` consists of one block of rows per query group. A
@@ -67,8 +68,8 @@ def step_folder(path: Path) -> Path | None:
     """Returns the folder of one iteration, which contains the checkpoint.
 
     Args:
-        path: this folder itself; or its parent folder, where the tracker file
-            (latest_checkpointed_iteration.txt) names the iteration.
+        path: this folder itself, or its parent folder. The parent folder contains the tracker file
+            (latest_checkpointed_iteration.txt), which names the iteration.
 
     Returns:
         The folder; None if the tracker file is invalid or `path` is not a folder.
@@ -179,7 +180,7 @@ def _args(dist: DistFolder, reader: PickleReader) -> Mapping[str, Any]:
 
 
 def _of_model(dist: DistFolder) -> Tensors:
-    """Returns the model's tensors by Megatron-LM name, without the names of wrapper modules."""
+    """Returns the model's tensors by Megatron-LM name, without the prefix of wrapper modules."""
     prefix = next((some for some in PREFIXES if some + WORD in dist.shapes), None)
     if prefix is None:
         problem = f"has no {WORD}: it is not a checkpoint of a megatron-core GPT model"

@@ -387,7 +387,7 @@ class _Archive:
         return first, first + info.file_size
 
     def data(self, name: str, most: int) -> bytes:
-        """Returns the bytes of the zip record `name`; raises ValueError for more than `most` bytes."""
+        """Returns the bytes of a zip record; raises ValueError for more than `most` bytes."""
         first, last = self.span(name)
         if last - first > most:
             raise ValueError(f"its {name} is larger than that of any checkpoint")

@@ -31,7 +31,7 @@ READ = {
 class Group:
     """A parameter group: names of its parameters, its learning rate and its weight decay.
 
-    If lr or weight_decay is None, the group uses the optimizer's value.
+    A group with None for lr or weight_decay uses the optimizer's value.
     """
 
     names: tuple[str, ...]
@@ -42,8 +42,8 @@ class Group:
 def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
     """Converts a torch optimizer to the group "optimizer" of a ds_config.
 
-    The learning rate is that of the first parameter group whose learning rate is not 0. If a
-    scheduler has changed this learning rate, the value before the change (`initial_lr`) is used.
+    The first nonzero learning rate of a parameter group becomes the key "lr". If a scheduler has
+    changed this learning rate, the value before the change (`initial_lr`) is used.
 
     Args:
         optimizer: a torch AdamW, Adam or SGD.

@@ -7,8 +7,8 @@ Skipped steps do not count as updates.
 
 DeepSpeed starts its scheduler at step -1 and advances the scheduler after each update. So the first
 update has step -1, the second update has step 0, and the warm-up begins at step 0. With WarmupLR
-and WarmupDecayLR, the learning rate at step -1 is that of step 0; with WarmupCosineLR, it is 0.
-Source: DeepSpeed 0.19.8, deepspeed/runtime/lr_schedules.py, classes WarmupLR, WarmupDecayLR and
+and WarmupDecayLR, the learning rate at step -1 is the same as at step 0. With WarmupCosineLR, it is
+0. Source: DeepSpeed 0.19.8, deepspeed/runtime/lr_schedules.py, classes WarmupLR, WarmupDecayLR and
 WarmupCosineLR.
 """
 
