@@ -1,10 +1,10 @@
 """Saves and restores persistent buffers, and torch's random generators for a wrapped module.
 
-Each buffer is saved by one rank: the rank's file contains the values, and the manifest contains name,
-dtype and shape. For a wrapped module, every rank also saves the states of torch's default generator
-and of its GPU's generator, because the module's dropout masks are drawn from these generators.
-Models of `threed.layers` do not use them, so no generator states are saved for such models. The
-generators of `random` and numpy belong to the user's program and are not saved.
+Each buffer is saved by one rank. The rank's file contains the values, and the manifest contains the
+name, dtype and shape. For a wrapped module, every rank also saves the states of torch's default
+generator and of its GPU's generator, because the module's dropout masks are drawn from these
+generators. Models of `threed.layers` do not use them, so no generator states are saved for such
+models. The generators of `random` and numpy belong to the user's program and are not saved.
 """
 
 from __future__ import annotations

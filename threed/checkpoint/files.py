@@ -500,7 +500,7 @@ def _parse_header(
 
 
 def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
-    """Creates an empty temporary folder, which is renamed to `path` after it is complete.
+    """Creates an empty temporary folder, which the caller later renames to `path`.
 
     Args:
         path: final path of the folder.

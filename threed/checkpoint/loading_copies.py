@@ -150,7 +150,7 @@ def _broadcast_json(value: Any, everyone: Axis, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A file that one rank sends to a rank of another machine, which stores it in memory.
+    """A file that a rank sends to a rank of another machine, to be stored in its memory.
 
     Attributes:
         file: name of the file.

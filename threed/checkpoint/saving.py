@@ -123,7 +123,7 @@ class Save:
         elsewhere: advice on how to choose another folder, for messages.
         problem: error text of this rank, or None. On rank 0, once the save is `done`, this may be
             the error text of another rank.
-        reported: whether `wait` was called; it reports whether the save has succeeded.
+        reported: whether `wait` has reported if the save succeeded.
     """
 
     path: Path

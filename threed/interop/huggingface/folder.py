@@ -276,9 +276,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _places(path: Path) -> dict[str, str]:
-    """Returns the file of every tensor, by tensor name, as the index of numbered shards lists it.
+    """Returns the name of the file of every tensor, by tensor name, from the index of the shards.
 
-    Returns an empty dict if the folder has no shards, but a single file model.safetensors.
+    Returns an empty dict if the folder has the single file model.safetensors instead of shards.
     """
     if (path / SINGLE).exists():
         return {}

@@ -177,7 +177,7 @@ def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: s
 def name_problems(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
     """Returns messages for tensors that are missing, unexpected, or of a wrong shape.
 
-    There are up to ten messages of each kind, and a message with the number of omitted ones.
+    There are up to ten messages of each kind. A further message has the number of omitted messages.
 
     Args:
         found: the shapes of the existing tensors, by name.
@@ -270,7 +270,7 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model configuration with certain values of its keys.
+    """Returns the model configuration with the values in `keys`.
 
     Raises ValueError if values are invalid. The message lists all invalid values under the names of
     Hugging Face's keys.

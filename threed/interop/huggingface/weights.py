@@ -31,7 +31,7 @@ from threed.ops.precision import DTYPES
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import WEIGHT, fill_in_place, records
 
-FREE = ("seq", "dropout")  # model keys that a run may choose; all other keys are the folder's
+FREE = ("seq", "dropout")  # model keys that a run may choose; the folder determines all other keys
 
 
 def import_hf(

@@ -13,8 +13,8 @@ against malicious pickles for three reasons:
   called; replacements build tensors and containers. For other names, the result of the call is a
   `PickledObject` with the arguments. Names in the standard library that no checkpoint needs raise
   an error.
-- The time and memory per opcode are bounded: no opcode copies more than a few arguments, no opcode
-  hashes nested tuples, and each name is stored once.
+- Time and memory are bounded by the size of the pickle and its number of opcodes: no opcode copies
+  more than a few arguments, no opcode hashes nested tuples, and each name is stored once.
 - The number of opcodes is limited before a pickle is loaded, and the number of values afterwards.
   These limits apply to the total of all files of one reader.
 """
@@ -156,7 +156,10 @@ def _empty_dict(*args: Any) -> dict[Any, Any]:
 
 
 def _first_argument(*args: Any) -> Any:
-    """Replaces functions whose first argument contains the result; returns this argument, or []."""
+    """Replaces functions whose first argument contains the result.
+
+    Returns this argument; without arguments, returns an empty list.
+    """
     return args[0] if args else []
 
 
