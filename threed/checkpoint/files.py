@@ -52,7 +52,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 EXPORTED = NAMES | {
     torch.bool: "BOOL", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.complex64: "C64",
 }  # fmt: skip
-MOST_HEADER = 10**8  # maximum size of a header in bytes, as in the safetensors library
+MOST_HEADER = 10**8  # maximum bytes of a file's header, as in the safetensors library
 About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # (dtype, shape) of each tensor, by name
 Metadata = Mapping[str, str]
 Parts = Iterable[bytes | Tensor]  # contents of a file: bytes, and uint8 tensors [n] on the CPU
@@ -97,9 +97,10 @@ class Hashes(NamedTuple):
     """The hashes of a file, as hexadecimal text.
 
     Attributes:
-        tree: SHA-256 of the SHA-256 digests of all blocks; None for a copy in memory that has a
-            `sum`.
-        sum: SHA-256 of the 64-bit checksums of all blocks; None without the native library.
+        tree: SHA-256 of the concatenated SHA-256 digests of the file's blocks (BLOCK bytes each).
+            None for a copy in memory that has a `sum`.
+        sum: SHA-256 of the concatenated 64-bit checksums of the file. None without the native
+            library.
     """
 
     tree: str | None
@@ -108,7 +109,7 @@ class Hashes(NamedTuple):
 
 @cache
 def threads() -> ThreadPoolExecutor:
-    """Returns the thread pool for hashing and reading, both of which release the GIL."""
+    """Returns the thread pool in which files are hashed and read. Its tasks release the GIL."""
     return ThreadPoolExecutor(4)
 
 
@@ -235,8 +236,8 @@ def write_hashed(
         path: file to write; an existing file is overwritten.
         parts: contents in order: bytes, and uint8 tensors [n] on the CPU.
         limit: maximum rate in bytes per second; None for no limit.
-        hurries: callback that returns True once `limit` no longer applies, because the run is to
-            stop and waits for this file. Without a callback (None), `limit` always applies.
+        hurries: callback that returns True once `limit` no longer applies, for example because the
+            run stops and waits for this file. Without a callback (None), `limit` always applies.
         durable: whether to flush the file to disk and compute its SHA-256. Use False for files in
             memory: then only the checksum is computed, if the native library is available.
 
@@ -422,7 +423,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path} cannot be read: {plain(error)}") from None
 
     def tensor(self, name: str) -> Tensor:
-        """Reads and returns the full tensor with a name."""
+        """Reads the full tensor `name`, and returns it."""
         dtype, shape, _ = self.tensors[name]
         out = torch.empty(shape, dtype=DTYPES[dtype])
         self.read(name, 0, out.view(-1))

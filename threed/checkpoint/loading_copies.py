@@ -150,7 +150,7 @@ def _broadcast_json(value: Any, everyone: Axis, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A file that a rank sends to a rank of another machine, to be stored in its memory.
+    """A file that a rank sends to a rank of a machine that does not have the file.
 
     Attributes:
         file: name of the file.

@@ -235,7 +235,7 @@ class Reader:
     # -------------------------------------------------------------------------------------------------------- extras
 
     def buffer(self, name: str) -> Tensor:
-        """Reads and returns the persistent buffer with a name."""
+        """Reads the persistent buffer `name`, and returns it."""
         file, dtype, shape = self.buffers[name]
         return of_bytes(self.file(file).tensor(f"buffer/{name}"), dtype, shape)
 

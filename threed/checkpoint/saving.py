@@ -406,7 +406,7 @@ class Saver:
 
     @contextmanager
     def ending(self, is_gone: Callable[[int], bool] = lambda rank: False) -> Iterator[None]:
-        """Context manager that stops the save in progress if its `with` statement raises an error.
+        """Context manager that stops the save in progress after an error in the `with` statement.
 
         After an exception, the save first gets `FAILURE_S` seconds to complete. After an interrupt
         (KeyboardInterrupt or exit), it is stopped at once.

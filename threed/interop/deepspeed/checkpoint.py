@@ -247,7 +247,7 @@ class DeepSpeedCheckpoint(HFTensors):
         added.
 
         Args:
-            vectors: dictionaries of `_vectors`, in the order in which to concatenate.
+            vectors: results of `_vectors`, in the order of concatenation.
         """
         found = set(vectors[0])
         if any(set(some) != found for some in vectors):
