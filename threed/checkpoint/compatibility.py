@@ -1,7 +1,7 @@
 """Compares the names and shapes of tensors between a checkpoint and the model of an engine.
 
-A load compares them before it overwrites any tensor of the engine. `take_full` sets the weights and
-buffers of an engine from full tensors.
+A load makes this comparison before it overwrites any tensor of the engine. `take_full` sets the
+weights and buffers of an engine from full tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def expected(optimizer: Optimizer, buffers: Buffers, topology: Topology) -> Expe
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns the first `MOST` names in sorted order as text, and the number of omitted names."""
+    """Returns the first `MOST` names in sorted order as text, and the number of omitted names.
+
+    An example of a text with 12 names: "a, b, c, d, e, f, g, h, i, j and 2 more".
+    """
     some = sorted(names)
     return ", ".join(some[:MOST]) + (f" and {len(some) - MOST} more" if len(some) > MOST else "")
 
@@ -64,8 +67,8 @@ def differences(
 
     Args:
         found: shapes in the checkpoint, by name.
-        wanted: shapes in the model, by name. The shape is None for a buffer without a value yet:
-            the checkpoint may omit it, or have it in any shape.
+        wanted: shapes in the model, by name. The shape of a buffer without a value yet is None: the
+            checkpoint may omit this buffer, or have it in any shape.
         what: kind of tensor, "weights" or "buffers", for the message.
 
     Returns:
@@ -89,7 +92,7 @@ def differences(
 
 
 def tell(rank: int, text: str, names: Collection[str]) -> None:
-    """Warns on rank 0, unless `names` is empty. The names replace {} in the message `text`."""
+    """Issues a warning on rank 0, unless `names` is empty; the names replace {} in `text`."""
     if names and rank == 0:
         warnings.warn(text.format(listed(names)), stacklevel=4)
 

@@ -7,9 +7,9 @@
 A copy is a `Save` into a folder in memory (tmpfs). Its files are not flushed, and it has no
 manifest. The training state is divided into shares (see `sections`). Each share has its own file,
 so that files from several machines can be combined after a machine is lost (`loading_copies`). Each
-machine stores all states that its ranks hold; if several of its ranks hold the same states, only
-one of these ranks writes each share. With a `Neighbor`, files that no other machine has are then
-also sent to the next machine, over process groups of two ranks.
+machine stores all states that its ranks hold. If several ranks of the machine hold the same states,
+only one of these ranks writes each share. With a `Neighbor`, the files that no other machine has
+are afterwards sent to the next machine, over process groups of two ranks.
 
 Two copies exist at a time: the newest complete copy, and the copy in progress, which overwrites the
 files of an older copy. On a GPU, the values are first copied to host memory, so that updates do not
@@ -49,10 +49,10 @@ class Plan:
     """The files that a rank writes for each copy.
 
     Attributes:
-        files: the files.
-        alone: names of the files that no other machine has.
-        described: sections whose description this rank writes; on each machine, one rank describes
-            each section.
+        files: one file per share that is assigned to this rank, and a file of buffers, if any.
+        alone: names of the files in `files` whose contents no other machine has.
+        described: sections whose descriptions this rank writes to its entry. On each machine, one
+            rank describes each section.
     """
 
     files: list[SavedFile]
@@ -113,9 +113,9 @@ class Copy(Save):
     """One rank's part of a copy.
 
     Attributes:
-        save: [epoch, step] of the copy; the epoch counts the starts of the run
+        save: [epoch, step] of the copy. The epoch is the number of the run's current start
             (`node_memory.Epochs`).
-        alone: names of the files that no other machine has.
+        alone: names of the files whose contents no other machine has.
         neighbor: exchange with neighboring machines; None if files are not sent to other machines.
         entry: description of the files that this rank has written.
     """
@@ -134,15 +134,18 @@ class Copy(Save):
         return self.path
 
     def write(self, values: Iterable[Tensor]) -> None:
-        """Writes this rank's files and entry; does not raise, but sets `problem`. Not collective."""
-        # `commit` must run after an error too, because the neighbors wait for this rank's message.
+        """Writes this rank's files and entry. Not collective.
+
+        An error is not raised, but its text is stored in `problem`.
+        """
+        # After an error, `commit` must still run: ranks of other machines wait for its messages.
         with suppress(Exception):
             super().write(values)
 
     def _write_files(self, values: Iterable[Tensor]) -> dict[str, Any]:
         self.path.mkdir(parents=True, exist_ok=True)
-        # Removes the entries of the older copy in this slot before its files are overwritten: a
-        # file that an entry lists counts as complete.
+        # The files of the older copy in this slot are overwritten below. Its entries are removed
+        # first, because every file that an entry lists counts as complete.
         self._entry_file(self.everyone.index).unlink(missing_ok=True)
         for source, _ in self.neighbor.sources if self.neighbor else ():
             _copied_entry(self.path, source).unlink(missing_ok=True)
@@ -150,7 +153,7 @@ class Copy(Save):
         return self.entry
 
     def commit(self, patience: float = 0.0) -> None:
-        """Exchanges files with the neighbor machines; has no effect without a `neighbor`."""
+        """Exchanges files with the neighboring machines; has no effect if `neighbor` is None."""
         if self.neighbor is None:
             return
         entry = self.entry if self.problem is None else {"files": []}
@@ -161,7 +164,7 @@ class Copy(Save):
 
 
 def _copied_entry(folder: Path, source: int) -> Path:
-    """Returns the path of a rank's entry on its neighbor machine."""
+    """Returns the path at which the neighbor machine of rank `source` stores this rank's entry."""
     return folder / f"entry-{source:05d}-copy.json"
 
 
@@ -175,8 +178,8 @@ def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: b
 
     Args:
         config: configuration of the run.
-        layout: parameters of this rank.
-        states: states of this rank.
+        layout: layout of this rank's parameters.
+        states: optimizer states of this rank.
         gpu: whether the rank uses a GPU.
     """
     if not config.checkpoint.memory_every:
@@ -193,9 +196,9 @@ def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: b
 class Neighbor:
     """The exchange of copies between a rank and ranks of the neighboring machines.
 
-    Each rank sends its files to one rank of the next machine, and stores the files of zero or more
-    ranks of the previous machine. The constructor is collective. Call `exchange` from one thread at
-    a time.
+    Each rank sends files to one rank of the next machine, and stores the files that zero or more
+    ranks of the previous machine send to it. The constructor is collective. Call `exchange` from
+    one thread at a time.
     """
 
     def __init__(self, topology: Topology, machines: Machines) -> None:
@@ -208,9 +211,9 @@ class Neighbor:
         """Sends the files of an entry, and stores the files that other ranks send to this one.
 
         Args:
-            folder: folder of the copy. It contains the files to send; received files are stored in
-                it, too.
-            entry: description of the files to send.
+            folder: folder of the copy. It contains the files to send. Received files are stored in
+                the same folder.
+            entry: description of the files to send, under the key "files".
 
         Returns:
             The text of the first error, or "".
@@ -233,7 +236,7 @@ class Neighbor:
         return next(filter(None, problems), "")
 
     def _receive(self, folder: Path, source: int, link: Link) -> list[str]:
-        """Stores the files of one rank, and then its entry; returns error texts."""
+        """Receives and stores rank `source`'s files, and then its entry; returns error texts."""
         entry, problems = receive_json(link), []
         for file in entry["files"]:
             path = folder / Path(file["file"]).name

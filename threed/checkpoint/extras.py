@@ -1,10 +1,10 @@
 """Saves and restores persistent buffers, and torch's random generators for a wrapped module.
 
-Each buffer is saved by the rank that owns it: the rank's file contains the values, and the manifest
-contains name, dtype and shape. For a wrapped module, every rank also saves the states of torch's
-default generator and of its GPU's generator, because the module draws its dropout masks from them.
-Models of `threed.layers` do not use these generators, so none are saved for them. The generators of
-`random` and numpy belong to the user's program and are not saved.
+Each buffer is saved by one rank. The rank's file contains the values, and the manifest contains the
+name, dtype and shape. For a wrapped module, every rank also saves the states of torch's default
+generator and of its GPU's generator, because the module's dropout masks are drawn from these
+generators. Models of `threed.layers` do not use them, so no generator states are saved for such
+models. The generators of `random` and numpy belong to the user's program and are not saved.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from threed.models.buffers import Buffers, bytes_of, dtype_name
 
 @dataclass
 class Extras:
-    """The buffers and generators of an engine, as saved in checkpoints.
+    """The buffers and random generators of an engine, as saved in checkpoints.
 
     Attributes:
         buffers: the buffers of the model.
         topology: the parallel axes of the run, and this rank's position on them.
-        generators: whether generator states are saved and restored, too.
+        generators: whether the states of torch's generators are saved and restored, too.
     """
 
     buffers: Buffers
@@ -42,9 +42,9 @@ class Extras:
     def rewinding(self) -> Callable[[], None]:
         """Returns a function that restores the buffers and generators to their current state.
 
-        Use it if the same forward runs twice and must have the same results: call `rewinding`
-        before the first run, and the returned function before the second run. Only buffers that
-        forwards change are restored.
+        Use this method if the same forward runs twice and must have the same results: call
+        `rewinding` before the first run, and the returned function before the second run. Only
+        buffers that forwards change are restored.
         """
         states, values = rng_states(self.topology.device), self.buffers.changing()
 
@@ -56,9 +56,9 @@ class Extras:
         return rewind
 
     def _synchronize(self) -> None:
-        """Makes buffers equal on all data ranks; warns if tensor ranks' buffers differ.
+        """Makes the buffers of all data ranks equal. Collective.
 
-        Collective.
+        Warns, once per name, of buffers that differ between tensor ranks.
         """
         self.buffers.agree()
         names = set(self.buffers.different()) - self._warned
@@ -75,9 +75,9 @@ class Extras:
             any_copy: whether ranks other than data rank 0 save their replicas of buffers, too.
 
         Returns:
-            (about, copies): the description of the buffers and generators for the manifest; and a
-            copy of the bytes of each buffer and generator state, uint8 [bytes] on the CPU, by key
-            in the file.
+            (about, copies). `about` describes the buffers and generators for the manifest. `copies`
+            has a copy of each buffer and generator state, as a uint8 tensor [bytes] on the CPU, by
+            the name under which the file stores it.
         """
         self._synchronize()
         owned = self.buffers.owned(any_copy)
@@ -91,11 +91,11 @@ class Extras:
     def problems(
         self, saved: Mapping[str, tuple[str, str, tuple[int, ...]]], states: Mapping[str, Tensor]
     ) -> list[str]:
-        """Returns why saved buffers or generator states cannot be restored on this rank.
+        """Returns the reasons why buffers or generator states cannot be restored on this rank.
 
         Args:
-            saved: file, dtype and shape of each saved buffer, by name.
-            states: saved generator states by name; may be empty.
+            saved: (name of the file, dtype, shape) of each saved buffer, by name.
+            states: saved generator states by name; empty if they are not restored.
         """
         places = self.buffers.persistent().items()
         found = [(name, place.value, saved[name][1]) for name, place in places if name in saved]
@@ -108,9 +108,10 @@ class Extras:
         return problems + (self._state_problems(states) if self.generators and states else [])
 
     def _state_problems(self, states: Mapping[str, Tensor]) -> list[str]:
-        """Returns a list with torch's error if it rejects generator states, else an empty list.
+        """Returns a list with an error text if torch rejects the states, else an empty list.
 
-        To test the given states, this method sets them, and then sets the current states again.
+        To test the given generator states, this method sets them, and then sets the current states
+        again.
         """
         device = self.topology.device
         before = rng_states(device)
@@ -125,12 +126,12 @@ class Extras:
         return []
 
     def restore_generators(self, saved: Mapping[str, Tensor], same: bool, seed: str) -> None:
-        """Restores the generators, or seeds them if the checkpoint has another topology.
+        """Restores the generators, or seeds them if the checkpoint has a different topology.
 
         Args:
             saved: this rank's saved generator states by name.
             same: whether the checkpoint was saved in this run's topology.
-            seed: text that, with the rank, determines the seed if the states are not restored.
+            seed: text from which each rank derives a different seed if states are not restored.
         """
         if not self.generators:
             return

@@ -5,8 +5,8 @@ Files are sent in messages of bounded size.
     send_file(path, size, link)        on the sender
     receive_file(path, size, link)     on the receiver
 
-If a rank cannot read or write its file, it still completes all messages, because the other rank
-would otherwise hang. It then returns the text of the error.
+If a rank cannot read or write its file, it still sends or receives all messages, because the other
+rank would otherwise hang. Afterwards, the function returns the text of the error.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MESSAGE = 2**24  # bytes per message
 
 
 def send_file(path: Path, size: int, link: Link, device: torch.device | str = "cpu") -> str:
-    """Sends `size` bytes of a file.
+    """Sends the first `size` bytes of a file.
 
-    For bytes that cannot be read, zeros are sent. A later load of the received file then fails,
-    because the hash of the file is wrong.
+    Zeros are sent in place of bytes that cannot be read. A later load of the received file then
+    fails, because the hash of the file is wrong.
 
     Args:
         path: file to send.
-        size: number of bytes.
+        size: number of bytes to send.
         link: the receiving rank and the process group.
-        device: device of the tensors that the process group can send.
+        device: device of the message tensors; the process group must support it.
 
     Returns:
         An error text, or "".
@@ -59,9 +59,9 @@ def receive_file(path: Path, size: int, link: Link, device: torch.device | str =
 
     Args:
         path: file to write; an existing file is overwritten.
-        size: number of bytes.
+        size: number of bytes to receive; the `size` of `send_file`.
         link: the sending rank and the process group.
-        device: device of the tensors that the process group can send.
+        device: device of the message tensors; the process group must support it.
 
     Returns:
         An error text, or "".
@@ -80,14 +80,14 @@ def receive_file(path: Path, size: int, link: Link, device: torch.device | str =
 
 
 def send_json(value: Any, link: Link) -> None:
-    """Sends a value that JSON can represent. The link's group must support CPU tensors."""
+    """Sends a JSON value as CPU tensors, which the process group of `link` must support."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     _send(torch.tensor([data.numel()]), link)
     _send(data, link)
 
 
 def receive_json(link: Link) -> Any:
-    """Receives and returns the value that `send_json` sends."""
+    """Receives and returns the value that the other rank of `link` sends with `send_json`."""
     size = torch.zeros(1, dtype=torch.int64)
     collectives.receive([size], link)[0].wait()
     return json.loads(_receive(int(size), link).numpy().tobytes())

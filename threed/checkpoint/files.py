@@ -5,8 +5,9 @@
 
 A safetensors file consists of an 8-byte header length, a JSON header, and the tensors' bytes. This
 module does not use the safetensors library, so that it can hash the data while it writes them, keep
-one tensor in memory at a time, and report a full disk at once. Files are read with plain read
-calls, directly into the destination tensor; a failed read raises an exception.
+only one tensor in memory at a time, and report a full disk immediately. Files are read with plain
+read calls, directly into the destination tensor. A failed read raises an exception; with a memory
+map, it would kill the process.
 
 Each file has two hashes. `tree` is the SHA-256 of the concatenated SHA-256 digests of the file's
 8 MiB blocks; threads hash the blocks in parallel. `sum` is the SHA-256 of the concatenated
@@ -51,13 +52,14 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 EXPORTED = NAMES | {
     torch.bool: "BOOL", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.complex64: "C64",
 }  # fmt: skip
-MOST_HEADER = 10**8  # maximum size of a header in bytes, as in the safetensors library
+MOST_HEADER = 10**8  # maximum bytes of a file's header, as in the safetensors library
 About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # (dtype, shape) of each tensor, by name
 Metadata = Mapping[str, str]
 Parts = Iterable[bytes | Tensor]  # contents of a file: bytes, and uint8 tensors [n] on the CPU
 NONE: Metadata = MappingProxyType({})
 POLL_S = 0.125  # seconds between calls of the `hurries` argument of `write_hashed`
-# Bytes that one task hashes, bytes that it reads at a time, and bytes per pair of checksums.
+# BLOCK: bytes that one task hashes. PIECE: bytes that the task reads at a time. CHUNK: bytes per
+# pair of checksums.
 BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16
 
 
@@ -79,12 +81,12 @@ class RunFolderError(RuntimeError):
 def is_finite(values: Tensor) -> bool:
     """Returns whether all values of a tensor are finite.
 
-    The check allocates no temporary tensor of the size of `values`. The host waits for the result.
-    Integer tensors and empty tensors count as finite.
+    The check allocates no temporary tensor of the size of `values`. If `values` is on a GPU, the
+    host waits for the result. Integer tensors and empty tensors count as finite.
     """
     if not values.numel() or not values.is_floating_point():
         return True
-    # If any value is NaN, the minimum and the maximum are NaN, so checking these two is enough.
+    # It is enough to check the minimum and the maximum. Both are NaN if any value is NaN.
     return bool(torch.isfinite(torch.stack(values.detach().aminmax())).all())
 
 
@@ -95,8 +97,10 @@ class Hashes(NamedTuple):
     """The hashes of a file, as hexadecimal text.
 
     Attributes:
-        tree: SHA-256 of the digests of all blocks; None for a copy in memory that has a `sum`.
-        sum: SHA-256 of the checksums of all blocks; None without the native library.
+        tree: SHA-256 of the concatenated SHA-256 digests of the file's blocks (BLOCK bytes each).
+            None for a copy in memory that has a `sum`.
+        sum: SHA-256 of the concatenated 64-bit checksums of the file. None without the native
+            library.
     """
 
     tree: str | None
@@ -105,7 +109,7 @@ class Hashes(NamedTuple):
 
 @cache
 def threads() -> ThreadPoolExecutor:
-    """Returns the thread pool for work that releases the GIL: hashing and reading."""
+    """Returns the thread pool in which files are hashed and read. Its tasks release the GIL."""
     return ThreadPoolExecutor(4)
 
 
@@ -136,10 +140,10 @@ def sums(data: bytes | memoryview, instructions: str | None = None) -> bytes:
 
 
 def start_hashing(block: memoryview, tree: bool) -> Future[tuple[bytes, bytes]]:
-    """Starts to hash a block in a background thread.
+    """Starts to hash a block of a file in a background thread.
 
     Args:
-        block: at most BLOCK bytes; must not change until the result is available.
+        block: at most BLOCK bytes, which must not change until the result is available.
         tree: whether to compute the SHA-256 in addition to the checksums. The SHA-256 takes about
             ten times as long as the checksums. Without the native library, it is always computed.
 
@@ -184,7 +188,7 @@ def _hash_file(path: Path, of_block: Callable[[Iterator[bytes]], bytes]) -> str:
 
 
 def _pieces(path: Path, at: int) -> Iterator[bytes]:
-    """Yields the bytes of the block at offset `at` in pieces that fit into the CPU cache."""
+    """Yields the bytes of a file's block at offset `at`, in pieces that fit into the CPU cache."""
     with path.open("rb") as file:
         file.seek(at)
         for _ in range(BLOCK // PIECE):
@@ -210,8 +214,8 @@ def stream_tensors(
     Args:
         path: file to write; an existing file is overwritten.
         about: dtype and shape of each tensor, by name.
-        tensors: the tensors in the order of `about`. A tensor may arrive in several parts, split
-            along its rows.
+        tensors: the tensors in the order of `about`. A tensor may be split along its rows into
+            several consecutive tensors.
         metadata: entries of `__metadata__` in the header, text by name.
         how: further keyword arguments for `write_hashed`: `limit`, `hurries` and `durable`.
 
@@ -232,8 +236,8 @@ def write_hashed(
         path: file to write; an existing file is overwritten.
         parts: contents in order: bytes, and uint8 tensors [n] on the CPU.
         limit: maximum rate in bytes per second; None for no limit.
-        hurries: callback that returns True once `limit` no longer applies, because the run is to
-            stop and waits for this file. Without a callback (None), `limit` always applies.
+        hurries: callback that returns True once `limit` no longer applies, for example because the
+            run stops and waits for this file. Without a callback (None), `limit` always applies.
         durable: whether to flush the file to disk and compute its SHA-256. Use False for files in
             memory: then only the checksum is computed, if the native library is available.
 
@@ -245,7 +249,7 @@ def write_hashed(
         for block in _blocks(parts):
             hashing = start_hashing(block, tree=durable)
             _write_block(file, block)
-            hashes.append(hashing.result())  # waits, because the next block overwrites the buffer
+            hashes.append(hashing.result())  # waits here: the next block overwrites the buffer
             written += len(block)
             if limit is not None:
                 os.fdatasync(file.fileno())
@@ -260,10 +264,10 @@ def write_hashed(
 
 
 def overwriting(path: Path) -> str:
-    """Returns the mode of `open` that writes a file from its start without truncating it.
+    """Returns the mode of `open` that writes a file from its start and does not truncate it.
 
-    An existing file is not truncated, because for a file in memory (tmpfs) it is faster to
-    overwrite pages than to allocate new ones.
+    An existing file is not truncated, because overwriting the pages of a file in memory (tmpfs) is
+    faster than allocating new pages.
     """
     return "r+b" if path.exists() else "wb"
 
@@ -333,9 +337,10 @@ def _safetensors(about: About, tensors: Iterable[Tensor], metadata: Metadata) ->
 
 
 def cut(sizes: Mapping[Any, int], limit: int) -> list[list[Any]]:
-    """Splits tensor names, in order, into groups whose tensors have at most `limit` bytes together.
+    """Splits tensor names, in order, into groups of tensors for separate files.
 
-    A tensor larger than `limit` is alone in its group.
+    The tensors of a group have at most `limit` bytes in total. A tensor larger than `limit` is
+    alone in its group.
 
     Args:
         sizes: bytes of each tensor, by name.
@@ -359,8 +364,8 @@ class TensorFile:
     """An open safetensors file.
 
     Attributes:
-        tensors: (dtype, shape, offset) by tensor name. The dtype is as in the header ("F32"); the
-            offset is the position of the tensor's first byte in the file.
+        tensors: (dtype, shape, offset) by tensor name. The dtype has the spelling of the header
+            ("F32"). The offset is the position of the tensor's first byte in the file.
         metadata: texts of the header's `__metadata__`, by name.
 
     Raises:
@@ -390,12 +395,12 @@ class TensorFile:
             raise CheckpointError(f"{path} cannot be read: {plain(error)}") from None
 
     def read(self, name: str, first: int, out: Tensor) -> None:
-        """Fills `out` with consecutive elements of a tensor, starting at element `first`.
+        """Fills `out` with n consecutive elements of a tensor, starting at element `first`.
 
         Args:
             name: name of the tensor.
             first: index of the first element, in row-major order.
-            out: [n], contiguous, on the CPU, of the tensor's dtype.
+            out: contiguous tensor [n] on the CPU, of the dtype of the tensor in the file.
 
         Raises:
             CheckpointError: if the file cannot be read.
@@ -407,7 +412,7 @@ class TensorFile:
             if len(starts) > 1:
                 blocks = [(rest[start : start + BLOCK], at + start) for start in starts]
                 work = [threads().submit(fill, self._handle, *block) for block in blocks]
-                # Waits for all blocks even if one failed, because no thread may write into `out`
+                # Waits for all blocks even if one has failed, because no thread may write to `out`
                 # after `read` has returned.
                 wait(work)
                 for one in work:
@@ -418,7 +423,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path} cannot be read: {plain(error)}") from None
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a full tensor."""
+        """Reads the full tensor `name`, and returns it."""
         dtype, shape, _ = self.tensors[name]
         out = torch.empty(shape, dtype=DTYPES[dtype])
         self.read(name, 0, out.view(-1))
@@ -441,7 +446,12 @@ class TensorFile:
 
 
 def fill(handle: int, out: memoryview, at: int) -> None:
-    """Fills `out` with the bytes of an open file from offset `at`.
+    """Fills `out` with bytes of an open file.
+
+    Args:
+        handle: descriptor of the file.
+        out: memory to fill.
+        at: offset of the first byte in the file.
 
     Raises:
         OSError: if the file ends before `out` is full.
@@ -456,7 +466,7 @@ def fill(handle: int, out: memoryview, at: int) -> None:
 def _parse_header(
     header: Any, begin: int, size: int
 ) -> tuple[dict[str, str], dict[str, tuple[str, list[int], int]]]:
-    """Returns `metadata` and `tensors` of `TensorFile`, parsed from a header.
+    """Returns the attributes `metadata` and `tensors` of a `TensorFile`, parsed from a header.
 
     Args:
         header: the JSON header.
@@ -491,13 +501,16 @@ def _parse_header(
 
 
 def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
-    """Creates the empty temporary folder in which `path` is built, and returns its path.
+    """Creates an empty temporary folder, which the caller later renames to `path`.
 
     Args:
         path: final path of the folder.
         mark: name of a file that every folder of this kind contains.
-        kind: kind of folder, for messages.
-        nbytes: disk space that the folder will need.
+        kind: kind of folder, such as "checkpoint", for messages.
+        nbytes: disk space that the folder will need, in bytes.
+
+    Returns:
+        The path of the temporary folder.
 
     Raises:
         CheckpointError: if `path` exists and is not of this kind, or the disk has less than
@@ -517,10 +530,11 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
 
 @contextmanager
 def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
-    """Context manager that yields the temporary folder in which `path` is built; see `begin`.
+    """Context manager that creates a temporary folder for `path`, and yields the folder's path.
 
     The code in the `with` statement must rename the finished folder to `path`. If the temporary
-    folder still exists at the end of the statement, for example after an error, it is removed.
+    folder still exists at the end of the statement, for example after an error, it is removed. See
+    `begin` for the arguments.
 
     Raises:
         CheckpointError: if `begin` raises it, or if the code in the `with` statement raises

@@ -3,12 +3,12 @@
     restore = Restore(source, trained)   callback of `records.fill_in_place`
     restore.problems                     a list with one line about the first bad tensor, or empty
     tally = Tally()                      records the bad tensors of a conversion
-    tally.passed(name, slab)             checks some rows of a tensor, and returns them
+    tally.passed(name, slab)             checks some rows of a tensor, and returns the rows
     tally.tell(path)                     warns of the bad tensors, if there are any
 
 If a weight or moment of a trained tensor is NaN or infinite, a run does not save or load it,
 because training cannot recover from such values. Conversions write such values unchanged and warn.
-Buffers and frozen parameters may contain them; for example, an attention mask contains minus
+Buffers and frozen parameters may contain such values; for example, an attention mask contains minus
 infinity.
 """
 
@@ -53,7 +53,7 @@ class Tally:
         self.names: dict[str, None] = {}
 
     def passed(self, name: str, values: Tensor) -> Tensor:
-        """Checks some rows of a tensor, and returns them."""
+        """Checks some rows of the tensor `name`, and returns the rows unchanged."""
         if name not in self.names and not is_finite(values):
             self.names[name] = None
         return values
@@ -80,8 +80,9 @@ class Restore:
     collective.
 
     Args:
-        source: the checkpoint. Moments that the checkpoint does not have are set to zero.
-        names: names of the tensors that must be finite.
+        source: tensors of the checkpoint. Moments that the checkpoint does not have are set to
+            zero.
+        names: names of the tensors whose values must be finite.
 
     Attributes:
         problems: a list with one line about the first bad tensor, or an empty list.

@@ -33,10 +33,10 @@ from threed.zero.state import PREVIOUS, WEIGHT
 
 Shape = tuple[int, ...]
 SLAB_BYTES = 2**24  # maximum size of the slabs of `read_slabs`, in bytes
-MOST_BYTES = 2**25  # maximum size of a read, in bytes
-# A size in bytes. Contiguous runs of a box that are shorter than this are read together with the
-# gaps between them, because many short reads would be slower. This applies only if the starts of
-# two neighboring runs are less than 16 times this size apart.
+MOST_BYTES = 2**25  # maximum size of a single read, in bytes
+# If the contiguous runs of a box are shorter than this number of bytes, they are read together with
+# the gaps between them, because many short reads would be slower. Runs whose starts are at least 16
+# times this number of bytes apart are read separately.
 SHORT_BYTES = 2**12
 
 
@@ -61,11 +61,13 @@ class LazyTensor(Protocol):
 
 
 class TensorSource(Protocol):
-    """The tensors of a checkpoint, by threed's global names.
+    """The tensors of a checkpoint, by their global names in threed.
+
+    A tensor has one or more parts: the weight, and moments such as exp_avg.
 
     Attributes:
-        shapes: shape of each tensor, by name; all its parts have this shape.
-        parts: names of the saved parts of each tensor (weight, exp_avg, ...), by its name.
+        shapes: shape of each tensor, by name; all parts of a tensor have this shape.
+        parts: names of the saved parts of each tensor, by name of the tensor.
     """
 
     @property
@@ -75,7 +77,11 @@ class TensorSource(Protocol):
     def parts(self) -> Mapping[str, Collection[str]]: ...
 
     def tensor(self, part: str, name: str) -> LazyTensor:
-        """Returns a part of a tensor.
+        """Returns one part of a tensor.
+
+        Args:
+            part: name of the part: weight, exp_avg, ...
+            name: global name of the tensor.
 
         Raises:
             CheckpointError: if the checkpoint does not have this part.
@@ -85,13 +91,13 @@ class TensorSource(Protocol):
 def saved_part(part: str, saved: Collection[str]) -> str | None:
     """Returns the name of the saved part from which to load a part of the state.
 
-    It is the part of the same name, or None if this part was not saved. The previous weights are an
-    exception: they are saved only if they differ from the newest weights. If they were not saved,
-    they are loaded from the newest weights.
+    This is `part` itself, or None if `part` was not saved. The previous weights are an exception:
+    they are saved only if they differ from the newest weights. If they were not saved, they are
+    loaded from the newest weights, so the result is "weight".
 
     Args:
-        part: part of the state: weight, exp_avg, ...
-        saved: parts of the tensor that the checkpoint has.
+        part: part of the state to load: weight, exp_avg, ...
+        saved: names of the parts that the checkpoint has of the tensor.
     """
     part = WEIGHT if part == PREVIOUS and PREVIOUS not in saved else part
     return part if part in saved else None
@@ -113,9 +119,10 @@ def read_all(tensor: LazyTensor) -> Tensor:
 
 
 def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
-    """Yields the rows of a tensor in slabs of up to `SLAB_BYTES`, at least one row each.
+    """Yields the rows of a tensor in slabs: tensors of consecutive rows.
 
-    A slab is valid only until the next one, which overwrites its memory.
+    A slab has at most `SLAB_BYTES`, or one row if a row is larger. It is valid only until the next
+    slab is yielded, because all slabs use the same memory.
 
     Args:
         tensor: tensor of at least one dimension.
@@ -147,14 +154,14 @@ def read_strided(
 ) -> None:
     """Copies a box of a row-major tensor to `out`.
 
-    A read has at most `MOST_BYTES`, or one row if a row is larger.
+    A single read has at most `MOST_BYTES`, or one row if a row is larger.
 
     Args:
         shape: shape of the tensor.
         dtype: dtype of the tensor.
-        elements: function that reads consecutive elements. It is called as `elements(first,
-            values)`: the index of the first element, and the destination [n], contiguous and on
-            the CPU.
+        elements: function that reads n consecutive elements. It is called as `elements(first,
+            values)`, where `first` is the index of the first element, and `values` is the
+            destination: a contiguous tensor [n] on the CPU.
         start: index of the first element of the box, per dimension.
         out: destination of the shape of the box, of any dtype and device.
     """
@@ -163,7 +170,8 @@ def read_strided(
     size, strides = out.shape, _strides(shape)
     if not out.numel():
         return
-    # In the dimensions after `along`, the box spans the full tensor, so rows are contiguous.
+    # In the dimensions after `along`, the box spans the full tensor. So rows along the dimension
+    # `along` are contiguous, and can be read together.
     along = max((d for d, n in enumerate(size) if n < shape[d]), default=0)
     run, between = size[along] * strides[along], strides[max(0, along - 1)]
     if along and run * dtype.itemsize < SHORT_BYTES and between * dtype.itemsize < 16 * SHORT_BYTES:
@@ -201,11 +209,11 @@ T = TypeVar("T", bound=LazyTensor)
 
 @dataclass(frozen=True, eq=False)
 class Boxed(Generic[T]):
-    """A tensor that is assembled from boxes, which together cover all of it.
+    """A tensor that is assembled from boxes, which together cover the full tensor.
 
     Attributes:
         shape: shape of the tensor.
-        boxes: (start, tensor with the values) of each box.
+        boxes: (start of the box, tensor with the values of the box) for each box.
     """
 
     shape: Shape
@@ -230,8 +238,8 @@ class Boxed(Generic[T]):
 
         Yields:
             (tensor, inside, at, size) for each box of this tensor that intersects the requested
-            box. `tensor` has the values of the box of this tensor. The intersection begins at
-            `inside` in `tensor` and at `at` in this tensor, and has the size `size`.
+            box. `tensor` has the values of this tensor's box. The intersection of both boxes has
+            the size `size`, and begins at `inside` in `tensor` and at `at` in this tensor.
         """
         for origin, tensor in self.boxes:
             if (common := intersect(start, size, origin, tensor.shape)) is not None:
@@ -264,7 +272,7 @@ class Slice:
             )
 
     def _padded(self, values: Sequence[int], by: int) -> Shape:
-        """Prepends `by` to a start or size until it has one value per dimension."""
+        """Prepends `by` to a start or a size, so that it has one value per dimension of `whole`."""
         return (by,) * (len(self.start) - len(values)) + tuple(values)
 
     @property
@@ -331,7 +339,7 @@ class Transposed:
 
 
 def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """Returns the concatenation of tensors along their rows.
+    """Returns the concatenation of tensors along the first dimension.
 
     Raises:
         CheckpointError: if `parts` is empty, a part is a scalar, or parts differ in a dimension
@@ -381,14 +389,14 @@ class MemoryTensor:
 
 @dataclass(frozen=True, eq=False)
 class FileTensor:
-    """A strided tensor in a file.
+    """A strided tensor in a file: a view of a storage, as torch.save writes it.
 
     Attributes:
-        path: the file.
+        path: path of the file.
         dtype: dtype of the elements.
         shape: shape of the tensor.
-        stride: strides in the storage, in elements.
-        offset: offset of the first element in the storage, in elements.
+        stride: stride of each dimension in the storage, in elements.
+        offset: offset of the tensor's first element in the storage, in elements.
         first: offset of the storage in the file, in bytes.
     """
 

@@ -5,10 +5,10 @@
 
 The first rank of each machine sends its machine's entries (see `node_memory`) to rank 0. Rank 0
 combines the entries of each copy into a manifest (`assemble`). A copy is complete if the files of
-all machines together contain every value; then all ranks receive its manifest. Each rank computes
-which files it needs. If its machine does not have a file, a rank of another machine sends the file.
-Each machine writes the manifest next to the files of the copy, so that `native.load` can read the
-copy like a checkpoint.
+all machines together contain every value of the training state. All ranks receive the manifests of
+the complete copies. Each rank then computes which files of a copy it needs. If the rank's machine
+does not have a file, a rank of another machine sends the file. Each machine writes the manifest
+next to the files of the copy, so that `native.load` can read the copy like a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class Found:
     """A copy that was found in memory; it may be incomplete.
 
     Attributes:
-        epoch: number of the start of the run in which the copy was made, see `Epochs`.
-        step: step of the copy.
+        epoch: the start of the run after which the copy was made: 1 is the run's first start (see
+            `Epochs`).
+        step: training step after which the copy was made.
         slot: number of the slot that contains the copy on every machine (`Place.slot`), 0 or 1.
         manifest: manifest of the copy; empty if the copy is not complete.
-        where: indices of the machines that have each file, by file name.
+        where: by file name, the indices of the machines that have the file.
         problem: reason why the copy is not complete, or "".
     """
 
@@ -68,9 +69,9 @@ def look(
     Args:
         place: this run's folder in memory.
         machines: ranks of each machine.
-        epochs: record of the copies that are not obsolete, as read from the run folder.
+        epochs: the run folder's record, which determines which copies are obsolete.
         everyone: axis of all ranks.
-        device: device of tensors in the group of `everyone`.
+        device: device of the tensors that are exchanged; the process group must support it.
     """
     entries = list(place.entries()) if machines.first else []
     data = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)
@@ -85,7 +86,7 @@ def look(
 
 
 def _try_assemble(entries: Sequence[tuple[int, Any]]) -> list[Any]:
-    """Returns [slot, manifest, where, problem] of a copy: attributes of its `Found`."""
+    """Combines the entries of a copy; returns [slot, manifest, where, problem] for its `Found`."""
     slot = int(Path(entries[0][1]["path"]).parent.name)
     try:
         return [slot, *assemble(entries), ""]
@@ -99,17 +100,19 @@ def assemble(
     """Combines the entries of a copy into its manifest.
 
     Args:
-        entries: all entries of the copy, each as (index of the machine that has it, entry).
+        entries: all entries of the copy, each as (index of the machine that has the entry, entry).
 
     Returns:
-        The manifest, and the indices of the machines that have each file, by file name.
+        (manifest, where): the manifest; and by file name, the indices of the machines that have the
+        file.
 
     Raises:
         CheckpointError: if files are missing, or an entry is not valid.
     """
     files: dict[str, dict[str, Any]] = {}
     where: dict[str, list[int]] = {}
-    # Every machine saves the buffers, but the manifest refers to only one file per buffer.
+    # Names of the buffers found so far. Several machines may have saved the same buffer, but the
+    # manifest must list each buffer only once.
     buffers = set[str]()
     for machine, entry in entries:
         for file in entry["files"]:
@@ -120,7 +123,7 @@ def assemble(
                 own = [about for about in file.get("buffers", ()) if about[0] not in buffers]
                 buffers |= {about[0] for about in own}
                 files[name] = {**file, "buffers": own}
-            # A machine that has other contents under this name cannot provide the file.
+            # A machine whose file of this name has different contents cannot provide the file.
             if all(files[name][key] == file[key] for key in ("tree", "sum", "size")):
                 where.setdefault(name, []).append(machine)
     sections = [about for _, entry in entries for about in entry["sections"]]
@@ -133,8 +136,8 @@ def assemble(
 def _broadcast_json(value: Any, everyone: Axis, device: torch.device) -> Any:
     """Returns rank 0's value on every rank. Collective.
 
-    `collectives.exchange` would gather the values of all ranks, each padded to the longest one, and
-    so send far more bytes.
+    `collectives.exchange` would send far more bytes: it gathers a value from every rank, and all
+    values are padded to the length of the longest.
     """
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = collectives.broadcast(torch.tensor([data.numel()], device=device), everyone, 0)
@@ -147,7 +150,7 @@ def _broadcast_json(value: Any, everyone: Axis, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A file that one rank sends to another, into the memory of the receiver's machine.
+    """A file that a rank sends to a rank of a machine that does not have the file.
 
     Attributes:
         file: name of the file.
@@ -165,12 +168,12 @@ def transfers(
 ) -> list[Transfer]:
     """Returns the transfers that give each machine the files that its ranks need.
 
-    All ranks return the same transfers in the same order. If several machines have a file,
-    different receivers get it from different machines and ranks, to balance the load.
+    All ranks compute the same transfers in the same order. If several machines have a file, the
+    receivers get it from different machines and ranks, to balance the load.
 
     Args:
-        needs: names of the files that each rank needs, by rank.
-        where: indices of the machines that have each file, by file name.
+        needs: for each rank, the names of the files that the rank needs.
+        where: by file name, the indices of the machines that have the file.
         machines: ranks of each machine.
     """
     found: list[Transfer] = []
@@ -193,14 +196,14 @@ def load_copy(
     buffers: Iterable[str],
     load: Callable[[Path, Collection[str]], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Sends files to the machines that lack them, and then loads a complete copy. Collective.
+    """Loads a complete copy, after each machine has received the files that it lacks. Collective.
 
     Args:
-        found: the copy.
+        found: a copy whose `problem` is "".
         place: this run's folder in memory.
         machines: ranks of each machine.
         topology: the parallel axes of the run, and this rank's position on them.
-        wanted: the records that this rank reads.
+        wanted: the records (pieces of optimizer states) that this rank reads.
         buffers: names of the buffers that this rank reads.
         load: function that loads the checkpoint in a folder. It is called as `load(folder, files)`,
             where `files` are the names of the files whose hashes this rank must check.
@@ -229,8 +232,8 @@ def load_copy(
         collectives.raise_together(problems, everyone, CheckpointError)
         local_needs = sorted({name for rank in here for name in needs[rank]})
         return load(folder, set(local_needs[here.index(topology.rank) :: len(here)]))
-    # The error is raised on all ranks. Each deletes the files that it has received, because loading
-    # an older copy may need their memory.
+    # The error is raised on all ranks. Each rank deletes the files that it has received, because a
+    # later load of an older copy may need this memory.
     except CheckpointError:
         for move in moves:
             if move.target == topology.rank:
@@ -239,13 +242,13 @@ def load_copy(
 
 
 def _begin(place: Place, folder: Path, manifest: Mapping[str, Any], incoming: int) -> str:
-    """Checks that memory is free for the missing files, and writes the manifest of the copy.
+    """Checks that there is memory for the files to receive, and writes the manifest of the copy.
 
     Args:
         place: this run's folder in memory, which contains the slots.
         folder: the copy's slot, a subfolder of `place`.
         manifest: manifest of the copy.
-        incoming: size of the files that this machine lacks, in bytes.
+        incoming: total size of the files that this machine will receive, in bytes.
 
     Returns:
         An error text, or "".
@@ -262,7 +265,17 @@ def _begin(place: Place, folder: Path, manifest: Mapping[str, Any], incoming: in
 
 
 def _move(move: Transfer, path: Path, size: int, topology: Topology) -> str:
-    """Sends or receives a file if this rank takes part; returns an error text, or ""."""
+    """Sends or receives a file if this rank takes part in the transfer.
+
+    Args:
+        move: the transfer.
+        path: path of the file; the same on the sending and on the receiving machine.
+        size: size of the file in bytes.
+        topology: the parallel axes of the run, and this rank's position on them.
+
+    Returns:
+        An error text, or "".
+    """
     everyone = topology.axis("world")
     if topology.rank == move.source:
         return send_file(path, size, Link(move.target, everyone), topology.device)

@@ -5,10 +5,10 @@
     problems = verify(path, manifest)   checks the hashes of the files in the manifest
 
 A manifest contains its own hash. The hash detects damage but is not a signature, because anyone who
-edits a manifest can also recompute the hash. So manifests are also validated: before they are
-written and, in a load, before any tensor is read. Counters must be finite and in range. Names must
-be printable. Files must be plain files of the folder, and together they must contain each element
-of every tensor exactly once (`coverage_problems`).
+edits a manifest can also recompute the hash. So the contents of a manifest are validated, too: in a
+save before the manifest is written, and in a load before any tensor is read. Counters must be
+finite and in range. Names must be printable. Files must be plain files of the folder, and together
+they must contain each element of every tensor exactly once (`coverage_problems`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ FORMAT = "threed-checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**30  # maximum size of a manifest, in bytes
-# Limit on the sum, over tensors, of (number of boxes)^2 * (number of dimensions). At this limit,
-# the search for overlapping boxes takes seconds.
+# Tensors are saved in boxes (blocks), and the search for overlapping boxes compares all pairs. So
+# the sum over tensors of (number of boxes)^2 * (number of dimensions) is limited to this number. At
+# the limit, the search takes seconds.
 MOST_PAIRS = 2**31
-# Maximum number of windows in a section, summed over its lines (see the module `sections`).
-# The limit bounds the time and memory of a load, even if the manifest is malformed.
+# Maximum number of windows in a section, summed over the section's lines (see the module
+# `sections`). The limit bounds the time and memory of a load, even if the manifest is malformed.
 MOST_WINDOWS = 2**20
 Corner = tuple[int, ...]
 FileEntry = Mapping[str, Any]
@@ -94,8 +95,8 @@ class _File(_Strict):
         tree: hash `tree` of the file, see the module `files`; None if only `sum` was computed, as
             for a copy in memory.
         sum: hash `sum` of the file, see `files`; None if the native library was not available.
-        holds: the shares in the file, as (index of the section, number of the share).
-        buffers: name, dtype and shape of each buffer in the file.
+        holds: shares in the file, each as (index of the share's section, number of the share).
+        buffers: (name, dtype, shape) of each buffer in the file.
         generators: names of the generators whose states the file contains.
     """
 
@@ -142,9 +143,9 @@ class _State(_Strict):
     good_steps: Amount | None = None
     hysteresis_left: Amount | None = None
     norm_mean: Annotated[float, Field(ge=0)] = 0.0  # mean gradient norm
-    norms: Amount = 0.0  # number of gradient norms in `norm_mean`
+    norms: Amount = 0.0  # number of gradient norms that `norm_mean` averages
     rates: list[Annotated[float, Field(ge=0)]] | None = None  # learning rates set by the program
-    last_update: Annotated[  # [gradient norm, learning rate] of the last update with schedule 2bw
+    last_update: Annotated[  # with schedule 2bw: [gradient norm, learning rate] of the last update
         list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])
     ]
 
@@ -169,9 +170,10 @@ class _Data(_Strict):
 
 
 class _Config(_Strict):
-    """The keys that are used before the full saved configuration is parsed.
+    """The saved configuration: only the keys that other modules read directly from a manifest.
 
-    Other keys are not validated here, because they may differ between versions of threed.
+    All other keys are not validated here, because they may differ between versions of threed. They
+    are validated when the full configuration is parsed.
     """
 
     model: _Model
@@ -180,16 +182,16 @@ class _Config(_Strict):
 
 
 class _Manifest(_Strict):
-    """A manifest.
+    """The schema of a manifest.
 
     Attributes:
-        format: constant name of the format.
+        format: name of the format, always "threed-checkpoint".
         version: version of the format.
         config: configuration of the run that saved the checkpoint.
-        topology: size of each axis, by name.
+        topology: number of ranks of each parallel axis in that run, by name of the axis.
         state: counters of the run.
         shapes: shapes of the global tensors, by name.
-        sections: the sections, see the module `sections`.
+        sections: descriptions of how the tensors are split, see the module `sections`.
         files: names, hashes and contents of the files.
     """
 
@@ -232,16 +234,15 @@ def parts_of(manifest: Mapping[str, Any]) -> set[str]:
 
 
 def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields an error text for each violation of the rules below.
-
-    The terms are defined in the module `sections`.
+    """Yields an error text for each reason why the files do not contain every tensor exactly once.
 
     The files must contain each share of each section exactly once. The length and the step of a
     line must be multiples of the number of portions. The pieces of a line must not overlap. For
-    each saved part of a tensor, all pieces together must partition the tensor.
+    each saved part of a tensor (weight, exp_avg, ...), all pieces together must partition the
+    tensor. Shares, sections, lines, pieces and portions are defined in the module `sections`.
 
     Args:
-        manifest: manifest that is valid by the schema (`_Manifest`).
+        manifest: manifest that matches the schema (`_Manifest`).
     """
     sections, shapes = manifest["sections"], manifest["shapes"]
     names = [entry["file"] for entry in manifest["files"]]
@@ -286,7 +287,7 @@ def partition_problem(
     Args:
         what: name of the tensor, for the message.
         shape: shape of the tensor.
-        boxes: (start, size) of each box.
+        boxes: (start, size) of each box, where start and size have one value per dimension.
 
     Returns:
         An error text, or "".
@@ -317,14 +318,15 @@ def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, A
     Args:
         path: final path of the checkpoint.
         head: the manifest's format, version, configuration, topology and state.
-        entries: sections and files of each rank.
+        entries: one entry per rank, with the sections and files that the rank describes.
 
     Raises:
-        OSError: if the disk fails.
+        OSError: if a file cannot be written or the folder cannot be renamed.
         CheckpointError: if the manifest is not valid.
         TypeError, ValueError, RecursionError: if JSON cannot represent `head`.
     """
-    # Validates the values as a reader will parse them, because JSON turns tuples into lists.
+    # Converts the values to JSON and back, so that they are validated as a reader will parse them:
+    # JSON turns tuples into lists.
     body = json.loads(json.dumps({**head, **joined(entries)}))
     check_structure(body, f"{path / MANIFEST}")  # prevents publishing an unreadable checkpoint
     building = building_place(path)
@@ -333,7 +335,11 @@ def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, A
 
 
 def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns shapes, sections and files of a manifest, merged from the entries of all ranks."""
+    """Returns the keys "shapes", "sections" and "files" of a manifest, merged from all entries.
+
+    Args:
+        entries: one entry per rank, with the sections and files that the rank describes.
+    """
     described = [both for entry in entries for both in entry["sections"]]
     # Several ranks may describe the same section. Equal descriptions have the same digest, so the
     # section is listed once.
@@ -349,7 +355,7 @@ def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
     """Writes a rank's part of a manifest, and a hash of this part, to `file`.
 
-    The file is written under another name and then renamed, so that readers never see a partial
+    The file is written under a temporary name and then renamed, so that readers never see a partial
     file.
     """
     scratch = file.with_suffix(".part")
@@ -366,8 +372,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Renamed keys and values of the saved configuration are replaced by their current spelling.
 
     Raises:
-        CheckpointError: if the manifest cannot be read, is damaged or not valid, or has another
-            version of the format.
+        CheckpointError: if the manifest cannot be read, is damaged or not valid, or has a different
+            version of the format than `VERSION`.
     """
     file = path / MANIFEST
     try:
@@ -407,10 +413,10 @@ def _not_a_checkpoint(path: Path, why: str) -> str:
 
 
 def did_you_mean(path: Path) -> str:
-    """Returns a question that suggests a checkpoint near a wrong path, or "".
+    """Returns the question "did you mean ...?" for a path that is not a checkpoint, or "".
 
-    For a run folder or its `checkpoints` folder, it suggests the checkpoint of the highest step.
-    For a file inside a checkpoint, it suggests this checkpoint.
+    If the path is a run folder or its `checkpoints` folder, the question names the checkpoint of
+    the highest step. If the path is a file in a checkpoint, the question names this checkpoint.
     """
     if os.path.isfile(path):
         return f"did you mean {path.parent}?" if os.path.isfile(path.parent / MANIFEST) else ""
@@ -423,8 +429,8 @@ def did_you_mean(path: Path) -> str:
 def _text(file: Path) -> str:
     """Returns the text of a regular file.
 
-    The file is opened in non-blocking mode. Otherwise, if the file is a named pipe, `open` would
-    wait for a writer.
+    The file is opened in non-blocking mode. In blocking mode, `open` of a named pipe would wait for
+    a process that writes to the pipe.
 
     Raises:
         OSError: if the file cannot be read, is not a regular file, or is too large.
@@ -447,16 +453,18 @@ def _text(file: Path) -> str:
 def verify(
     path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1, thorough: bool = False
 ) -> list[str]:
-    """Returns a line for each file that is missing or damaged.
+    """Checks the hashes of files, and returns an error text for each missing or damaged file.
+
+    The files to check are `manifest["files"][index::of]`. To divide the files between ranks, pass
+    the rank as `index` and the number of ranks as `of`.
 
     Args:
         path: folder of the checkpoint.
-        manifest: its manifest, or an excerpt that has only `files`.
-        index: index of the first file to check. To divide the files between ranks, pass the rank.
-        of: distance between the indices of the files to check. To divide the files between ranks,
-            pass the number of ranks.
+        manifest: manifest of the checkpoint, or an excerpt that has only the key "files".
+        index: index of the first file to check.
+        of: distance between the indices of the files to check.
         thorough: whether to compare the SHA-256 (`tree`) of each file that has one. By default, the
-            faster `sum` is compared if it is available, which is enough to detect damage.
+            faster hash `sum` is compared if it is available, which is enough to detect damage.
     """
 
     def is_intact(file: Path, entry: FileEntry) -> bool:
@@ -468,7 +476,7 @@ def verify(
 
 
 def missing(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each file that is missing or has the wrong size, without opening files."""
+    """Returns an error text for each file that is missing or has the wrong size; opens no file."""
     return _problems(path, manifest["files"], lambda file, entry: True)
 
 

@@ -3,10 +3,10 @@
     step-40/manifest.json            format, configuration, counters, sections, hashes of files
     step-40/rank-00000.safetensors   rank 0's weights, moments, buffers and generator states
 
-`saving` writes checkpoints; this module loads them in any topology. Each rank reads the manifest,
-and then only the values that it needs from the files. No pickle is used. A checkpoint is complete
-if its manifest exists: the files are written into `step-40.tmp` and flushed, then the manifest is
-written, and then the folder is renamed to `step-40`.
+The module `saving` writes checkpoints; this module loads them in any topology. Each rank reads the
+manifest, and then only the values that it needs from the files. No pickle is used. A checkpoint is
+complete if its manifest exists: the files are written into `step-40.tmp` and flushed to disk, then
+the manifest is written, and then the folder is renamed to `step-40`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def load(
         optimizer: holder of the weights and states.
         topology: the parallel axes of the run, and this rank's position on them.
         config: configuration of the run.
-        extras: buffers and generators.
+        extras: buffers and random generators to restore.
         hashed: names of the files whose hashes this rank checks. By default, the files are divided
             between all ranks. For a copy in memory, names must be given, because each machine has
             different files.
@@ -76,8 +76,8 @@ def load(
 
     Raises:
         CheckpointError: on every rank if any rank fails. The engine is unchanged if a file is
-            missing or damaged, or if the checkpoint is of another model or optimizer. Values that
-            are not finite are found only while states are overwritten. In this case, an engine
+            missing or damaged, or if the checkpoint is of a different model or optimizer. Values
+            that are not finite are found only while states are overwritten. In this case, an engine
             that had its initial weights gets these weights again, and any other engine is marked
             as inconsistent.
     """
@@ -86,7 +86,8 @@ def load(
     def together(act: Callable[[], T]) -> T:
         return attempt_together(act, everyone, CheckpointError, describe, catch=Exception)
 
-    # Converts any error to CheckpointError, so that the caller tries an older checkpoint.
+    # Returns the text of a CheckpointError that replaces `error`. A caller that resumes a run
+    # catches a CheckpointError and tries an older checkpoint.
     def describe(error: Exception) -> str:
         return f"{path} cannot be read: {type(error).__name__}: {plain(error)}"
 
@@ -163,10 +164,10 @@ def _refuse_unreadable(
     Args:
         path: folder of the checkpoint.
         reader: the open checkpoint.
-        without_moments: names of the tensors of which the checkpoint has only weights. Their
-            moments are not required, because they start at zero.
+        without_moments: names of the tensors for which the checkpoint has weights and no moments.
+            The moments of these tensors start at zero, so they are not required.
         optimizer: holder of the states that will be loaded.
-        extras: buffers and generators that will be loaded.
+        extras: buffers and random generators that will be loaded.
         rank: saved rank whose generator states will be loaded; None for no generators.
 
     Raises:
@@ -194,6 +195,13 @@ def _overwrite(
 ) -> None:
     """Sets all states from a checkpoint. Collective.
 
+    Args:
+        path: folder of the checkpoint, for messages.
+        source: tensors of the checkpoint.
+        trained: names of the tensors whose values must be finite.
+        optimizer: holder of the states.
+        everyone: axis of all ranks.
+
     Raises:
         CheckpointError: on every rank, if a tensor in `trained` is not finite, a value cannot be
             read, or a weight overflows an fp16 parameter. An optimizer that had its initial weights
@@ -206,8 +214,8 @@ def _overwrite(
             why = "so training cannot go on from it"
             problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
             raise_together(problems, everyone, CheckpointError)
-            # Values may overflow fp16 if they were saved in a wider dtype or converted from another
-            # format.
+            # The saved weights may have a wider dtype than fp16: values that are finite in it may
+            # overflow fp16.
             if optimizer.layout.policy.param_dtype == torch.float16:
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
     except CheckpointError:  # the error is raised on every rank
@@ -238,8 +246,9 @@ def _warn_not_restored(
     Args:
         rank: this rank.
         reader: the open checkpoint.
-        here: the tensors of the model.
-        without_moments: names of the trained tensors of which the checkpoint has only weights.
+        here: names and shapes of the model's tensors.
+        without_moments: names of the trained tensors for which the checkpoint has weights and no
+            moments.
     """
     untrained = {
         name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}
@@ -255,7 +264,7 @@ def _warn_not_restored(
 
 
 def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dict[str, Tensor]:
-    """Returns full tensors by global name on rank 0, and an empty dict on other ranks. Collective.
+    """Gathers the full tensors of one part of the state on rank 0. Collective.
 
     Args:
         optimizer: holder of the states.
@@ -264,7 +273,8 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
             keeps, such as "exp_avg".
 
     Returns:
-        Tensors on the CPU, in fp32, or fp64 if the model uses fp64.
+        On rank 0, the full tensors by global name, on the CPU, in fp32, or fp64 if the model uses
+        fp64. On other ranks, an empty dict.
     """
     everyone = topology.axis("world")
     owned = [record for record in records(optimizer, (part,)) if record.owned]
@@ -289,12 +299,13 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
 
 
 def _copy_boxes(values: Tensor, boxes: Sequence[Any], full: dict[str, Tensor]) -> None:
-    """Copies consecutive values to boxes of full tensors.
+    """Copies values to boxes (blocks) of full tensors.
 
     Args:
-        values: values [n] of all boxes, one box after another.
-        boxes: (name, shape of the full tensor, start, size) of each box.
-        full: full tensors by global name; missing tensors are allocated and added.
+        values: flat values [n] of all boxes, one box after another.
+        boxes: one tuple per box: (name of the full tensor, shape of the full tensor, start of the
+            box, size of the box).
+        full: full tensors by global name. A tensor that is not in the dict is allocated and added.
     """
     at = 0
     for name, shape, start, size in boxes:

@@ -1,4 +1,4 @@
-"""Manages a run's folder in a machine's memory (tmpfs), which outlives the processes.
+"""Manages a run's folder in a machine's memory (tmpfs). The folder outlives the processes.
 
     place = Place(token)                   /dev/shm/threed-<user id>/<token>
     machines = Machines(place, everyone)   collective; which ranks are on which machine
@@ -10,12 +10,12 @@
     <token>/<slot>/entry-00003-own.json        entry of rank 3
     <token>/<slot>/entry-00003-copy.json       entry of rank 3 on its neighbor machine
 
-An entry lists the files of one rank, with the step and the epoch of the copy. The epoch counts
-the starts of the run: 1 for the first start. An entry is written after its files, so a file is
-complete if an entry lists it. Copies are written to the slots 0 and 1 in turn, so that a new copy
-never overwrites the newest complete copy. The token is stored in the run folder (`Epochs`), so a
-folder in memory belongs to exactly one run folder. The environment variable THREED_MEMORY replaces
-/dev/shm.
+An entry is a JSON file that lists the files of one rank, with the step and the epoch of the copy.
+The epoch counts the starts of the run: 1 for the first start. An entry is written after the files
+that it lists, so a file is complete if an entry lists it. Copies are written to the slots 0 and 1
+in turn, so that a new copy never overwrites the newest complete copy. The token is a random name
+that is stored in the run folder (`Epochs`), so a folder in memory belongs to exactly one run
+folder. The environment variable THREED_MEMORY replaces /dev/shm.
 """
 
 from __future__ import annotations
@@ -45,16 +45,18 @@ FOLDER = "THREED_MEMORY"
 RECORD = "memory.json"
 ELSEWHERE = f"name another folder in memory by {FOLDER}"
 COPIES = 2  # number of copies at a time: the newest complete copy, and the copy in progress
-NEW_S = 60.0  # age in seconds below which a folder without launcher.json may be unfinished
+# A folder without launcher.json is not removed in its first NEW_S seconds, because another process
+# may still be creating it.
+NEW_S = 60.0
 
 
 def base() -> Path:
-    """Returns the folder in memory that contains the folders of all users."""
+    """Returns the folder in memory that contains one folder per user, by default /dev/shm."""
     return Path(os.environ.get(FOLDER) or "/dev/shm")
 
 
 class Place:
-    """This run's folder in this machine's memory. It is a subfolder of the user's folder.
+    """This run's folder in this machine's memory, which is a subfolder of the user's folder.
 
     Args:
         token: name of the folder, see `Epochs.run`.
@@ -68,12 +70,12 @@ class Place:
         self.folder = self.home / token
 
     def begin(self) -> None:
-        """Creates the folder and records its launcher. Call it on one rank per machine."""
+        """Creates the folder and records the launcher. Call this method on one rank per machine."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         _write(self.folder / "launcher.json", launcher())
 
     def is_this_launchers(self) -> bool:
-        """Returns whether this process has the same launcher as the ranks that created the folder.
+        """Returns whether the launcher of this process also started the ranks that made the folder.
 
         If so, those ranks have failed, and the launcher has started new ranks.
         """
@@ -100,7 +102,7 @@ class Place:
         return self.folder / str(number)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yields the valid entries of all ranks and copies; the key `path` has the entry's file."""
+        """Yields the valid entries of all ranks and copies, each with its file's path as "path"."""
         for file in sorted(self.folder.glob("[01]/entry-*.json")):
             entry = _read(file)
             intact = isinstance(entry, dict) and entry.get("sha256") == digest(entry)
@@ -108,7 +110,7 @@ class Place:
                 yield {**entry, "path": str(file)}
 
     def keep(self, save: Sequence[int] = ()) -> None:
-        """Removes all files except the files of one copy.
+        """Removes all files except the files and entries of one copy.
 
         Args:
             save: epoch and step of the copy to keep; empty to keep none.
@@ -127,7 +129,7 @@ class Place:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def free(self) -> int:
-        """Returns the number of bytes for copies: the free space plus the run's existing files."""
+        """Returns the bytes that copies can use: free space, and the space of the run's files."""
         used = sum(file.stat().st_size for file in self.folder.rglob("*.safetensors"))
         return shutil.disk_usage(self.home).free + used
 
@@ -158,7 +160,8 @@ def launcher() -> list[Any]:
     """Returns the identity of the launcher, which is this process's parent.
 
     Returns:
-        [pid, start time, `process_space()`]. The pid alone is not enough, because pids are reused.
+        [pid, start time of the process, `process_space()`]. The pid alone does not identify a
+        process, because pids are reused.
     """
     return [os.getppid(), started(os.getppid()), process_space()]
 
@@ -186,7 +189,7 @@ def _read(file: Path) -> Any:
 
 
 def _write(file: Path, value: Any) -> None:
-    """Writes a small file and renames it into place, so that readers never see a partial file."""
+    """Writes JSON to a temporary file and renames it, so that readers never see a partial file."""
     scratch = file.with_suffix(f".{secrets.token_hex(4)}.part")
     scratch.write_text(json.dumps(value))
     scratch.rename(file)
@@ -201,10 +204,10 @@ class Machines:
     Ranks are on the same machine if they share the folder in memory.
 
     Attributes:
-        of: machine index of each rank; machines are ordered by their first rank.
+        of: for each rank, the index of its machine. Machines are ordered by their first rank.
         count: number of machines.
-        rank: this rank.
-        ranks: list of ranks of each machine.
+        rank: global index of this rank.
+        ranks: for each machine, the list of its ranks.
     """
 
     def __init__(self, place: Place, everyone: Axis) -> None:
@@ -230,7 +233,7 @@ class Machines:
         return self.ranks[self.mine][0] == self.rank
 
     def neighbor(self, rank: int) -> int:
-        """Returns the rank that stores the second copy of `rank`'s files, on the next machine."""
+        """Returns the rank on the next machine that stores a second copy of `rank`'s files."""
         targets = self.ranks[(self.of[rank] + 1) % self.count]
         return targets[self.ranks[self.of[rank]].index(rank) % len(targets)]
 
@@ -246,14 +249,15 @@ def _boot() -> str:
 
 @dataclass(frozen=True)
 class Epochs:
-    """The record of copies in memory, stored in the run folder as `memory.json`.
+    """The record of which copies in memory are valid, stored in the run folder as `memory.json`.
 
     Attributes:
         run: token that names this run's folders in memory.
-        epoch: number of the newest start of the run. Copies that were made since then are valid.
-        base: (epoch, step) of the copy from which the newest start resumed, or None. It is valid,
-            too. All other copies of earlier starts are obsolete, because training continued from
-            another state.
+        epoch: number of the newest start of the run: 1 for the first start, 0 before it. Copies
+            that were made after the newest start are valid.
+        base: (epoch, step) of the copy from which the newest start resumed, or None. This copy is
+            valid, too. All other copies that were made after earlier starts are obsolete, because
+            training continued from a different state.
     """
 
     run: str
@@ -262,27 +266,28 @@ class Epochs:
 
     @classmethod
     def of(cls, folder: Path, everyone: Axis) -> Epochs:
-        """Returns the record in a run folder, which rank 0 reads, or a new record. Collective."""
+        """Returns the record that rank 0 reads from a run folder, or a new record. Collective."""
         values = [_read(folder / RECORD), folder.stat().st_ino, secrets.token_hex(16)]
         found, number, token = collectives.exchange(values, everyone)[0]
         with contextlib.suppress(KeyError, TypeError, ValueError):
             run, epoch, base = str(found["run"]), int(found["epoch"]), found["base"]
-            # Another inode means that the run folder is a copy: the token belongs to the original.
+            # If the inode differs, the run folder is a copy of another run folder, and the token
+            # belongs to the original.
             if _is_token(run) and found["folder"] == number:
                 return cls(run, epoch, None if base is None else (int(base[0]), int(base[1])))
         return cls(token, 0, None)
 
     def counts(self, epoch: int, step: int) -> bool:
-        """Returns whether the next start of the run may load a copy.
+        """Returns whether a copy is valid, so that the next start of the run may load it.
 
         Args:
-            epoch: number of the start of the run that made the copy.
-            step: step at which the copy was made.
+            epoch: number of the start of the run after which the copy was made.
+            step: training step after which the copy was made.
         """
         return epoch == self.epoch or (epoch, step) == self.base
 
     def write(self, folder: Path) -> None:
-        """Writes `memory.json` durably."""
+        """Writes `memory.json` to the run folder and flushes it to disk."""
         _write(folder / RECORD, {**asdict(self), "folder": folder.stat().st_ino})
         sync(folder / RECORD)
         sync(folder)
@@ -296,8 +301,8 @@ def too_small(place: Place, needed: int) -> str:
     """Checks that the folder in memory has enough space.
 
     Args:
-        place: this run's folder.
-        needed: bytes that copies need on this machine.
+        place: this run's folder in memory.
+        needed: bytes that all copies of the run need on this machine.
 
     Returns:
         An error text, or "".

@@ -4,8 +4,8 @@
         read_all(reader.tensor("weight", "embedding.weight"))
         reader.tensor("weight", name).read(start, out)      directly into the destination
 
-A box is a block of a tensor, see `lazy_tensors`. A file is opened at the first read from it, and
-its header is then compared with the manifest.
+A box is a block of a tensor, see `lazy_tensors`. The first read from a file opens the file and
+compares its header with the manifest.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MOST_OPEN = 64  # maximum number of files that are open at the same time
 class SavedBox:
     """A block of a tensor, as the checkpoint stores it for one part of the state.
 
-    In the terms of the module `sections`, which defines lines, sections and shares, it is a piece
-    of a line.
+    Such a block is a piece of a line. The module `sections` defines pieces, lines, sections and
+    shares.
 
     Attributes:
         reader: the open checkpoint.
@@ -42,9 +42,9 @@ class SavedBox:
         shape: shape of the block.
         section: the section that contains the line.
         line: index of the line in the section.
-        at: offset of the piece in the line, in elements.
-        holders: for each share of the section, by its number: (name of the file that contains the
-            share, key of the share in this file).
+        at: offset of the block in the line, in elements.
+        holders: for each share of the section, by the share's number: (name of the file that
+            contains the share, name of the share's tensor in this file).
     """
 
     reader: Reader
@@ -78,13 +78,13 @@ class SavedBox:
         return self.section.between(self.line, self.at + first, self.at + last)
 
     def files(self, start: Shape, size: Shape) -> set[str]:
-        """Returns the names of the files that contain values of a block of this box.
+        """Returns the names of the files that contain values of a part of this box.
 
-        The files need not exist.
+        The names are computed from the manifest; no file is opened.
 
         Args:
-            start: index of the block's first element in this box, per dimension.
-            size: size of the block, per dimension.
+            start: index of the part's first element in this box, per dimension.
+            size: size of the part, per dimension.
         """
         strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         first = sum(a * stride for a, stride in zip(start, strides, strict=True))
@@ -100,13 +100,13 @@ class Reader:
 
     Args:
         path: folder of the checkpoint.
-        manifest: its manifest.
+        manifest: manifest of the checkpoint.
 
     Attributes:
-        shapes: shapes of the weights, by name.
-        parts: saved parts of each tensor (weight, exp_avg, ...), by name.
-        buffers: file, dtype and shape of each buffer, by name.
-        opens: number of times that a file was opened.
+        shapes: shape of each tensor, by name; all parts of a tensor have this shape.
+        parts: names of the saved parts of each tensor (weight, exp_avg, ...), by tensor name.
+        buffers: (name of the file, dtype, shape) of each buffer, by name.
+        opens: number of times that this reader has opened a file.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class Reader:
     def _index_sections(
         self, files: Sequence[Mapping[str, Any]]
     ) -> dict[tuple[str, str], Boxed[SavedBox]]:
-        """Returns the saved tensors by (part, name)."""
+        """Returns the saved tensors by (part of the state, name of the tensor)."""
         found: dict[tuple[str, str], list[tuple[Shape, SavedBox]]] = {}
         holders: list[dict[int, tuple[str, str]]] = [{} for _ in self._sections]
         for entry in files:
@@ -145,7 +145,7 @@ class Reader:
     # --------------------------------------------------------------------------------------------------------- files
 
     def file(self, name: str) -> TensorFile:
-        """Returns an open file of the checkpoint, after comparing its header with the manifest."""
+        """Returns an open file; its header is compared with the manifest when it is opened."""
         if name not in self._open:
             while len(self._open) >= MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
@@ -191,7 +191,7 @@ class Reader:
     # ------------------------------------------------------------------------------------------------------- tensors
 
     def tensor(self, part: str, name: str) -> Boxed[SavedBox]:
-        """Returns a part of a tensor.
+        """Returns one part of a tensor, whose values can be read on demand.
 
         Args:
             part: part of the state: weight, exp_avg, ...
@@ -205,7 +205,7 @@ class Reader:
         return self._tensors[part, name]
 
     def saved_part(self, part: str, name: str) -> str | None:
-        """Returns the saved part from which a part of the state is loaded, or None.
+        """Returns the name of the saved part from which to load a part of a tensor, or None.
 
         See `lazy_tensors.saved_part`.
         """
@@ -217,8 +217,9 @@ class Reader:
         """Returns the names of the files that contain the given records, buffers and generators.
 
         Args:
-            wanted: records of the optimizer's states. Parts that were not saved are ignored.
-            buffers: names of buffers.
+            wanted: records (pieces of optimizer states). Records whose part was not saved are
+                ignored.
+            buffers: names of buffers. Buffers that were not saved are ignored.
             rank: rank whose generator states are needed; None for no generator states.
         """
         names = {self.buffers[name][0] for name in buffers if name in self.buffers}
@@ -234,12 +235,12 @@ class Reader:
     # -------------------------------------------------------------------------------------------------------- extras
 
     def buffer(self, name: str) -> Tensor:
-        """Returns a persistent buffer."""
+        """Reads the persistent buffer `name`, and returns it."""
         file, dtype, shape = self.buffers[name]
         return of_bytes(self.file(file).tensor(f"buffer/{name}"), dtype, shape)
 
     def generators(self, rank: int) -> dict[str, Tensor]:
-        """Returns the saved generator states of a rank, by name; each is uint8 [bytes]."""
+        """Returns the saved states of a rank's random generators, by name: uint8 [bytes] each."""
         file = file_of(rank)
         names = self._entries.get(file, {}).get("generators", ())
         return {name: self.file(file).tensor(f"generator/{name}") for name in names}

@@ -1,12 +1,12 @@
-"""Compares a checkpoint with the run that resumes from it, by a table of rules for each key.
+"""Compares a checkpoint with the run that resumes from it, with one rule per configuration key.
 
     found = compare(manifest, config, data)
     found.refused          differences that prevent the resume, each with its fix
     found.applied          other differences to report, each with old value, new value and effect
 
-The table is `RULES`; `python -m tests.keys` writes it to docs/reference/configuration.md. If the step of a
-checkpoint is 0, or its weights were imported from another framework, only the model and the
-optimizer are compared.
+The rules are in the table `RULES`; `python -m tests.keys` writes this table to
+docs/reference/configuration.md. If the step of a checkpoint is 0, or its weights were imported from
+another framework, only the model and the optimizer are compared.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule on whether a run that resumes may change some keys, and on the effect of a change.
+    """Whether a run may change some keys when it resumes, and the effect of a change.
 
     Attributes:
-        group: group of the keys.
-        names: the keys as users write them, separated by blanks.
+        group: name of the group that contains the keys.
+        names: names of the keys as users write them, separated by blanks.
         change: "free" (the new value takes effect and is not reported), "applied" (the new value
             takes effect and is reported) or "refused" (the run does not start).
-        note: for "free", why the change needs no report; for "applied", its effect; for "refused",
-            the fix. The effect and the fix are part of the report.
+        note: a text that depends on `change`. For "free", the reason why the change is not
+            reported. For "applied", the effect of the change. For "refused", a fix. The effect and
+            the fix are reported to the user.
     """
 
     group: str
@@ -53,7 +54,7 @@ class Rule:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys as `group.key`."""
+        """The full names of the keys, such as "optim.lr"."""
         return tuple(f"{self.group}.{name}" for name in self.names.split())
 
 
@@ -131,26 +132,29 @@ CONTENTS: tuple[tuple[str, Change, str], ...] = (
     ("contents of the data (sha256)", "applied", OTHER_DATA),
     ("token ids of the tokenizer (fingerprint)", "refused", OTHER_IDS),
 )
-"""Rules for the contents of the data and the tokenizer, which are compared instead of the keys that
-name them: (description, change, note)."""
+"""Rules for the contents of the data and of the tokenizer, each as (description, change, note).
+
+The contents are compared instead of the keys `data.path` and `data.tokenizer`, because the same
+contents may be at a different path.
+"""
 RATE = ("train.steps", "optim.lr", "optim.min-lr", "optim.warmup", "optim.schedule")
 BY_KEY = {key: rule for rule in RULES for key in rule.keys}
 
 
 @dataclass
 class Comparison:
-    """The differences between a checkpoint and a run.
+    """The differences between a checkpoint and the run that resumes from it.
 
     Attributes:
-        refused: lines about differences that prevent the resume, each with its fix.
-        applied: lines about changes that take effect.
+        refused: one line of text per difference that prevents the resume, with a fix.
+        applied: one line of text per change that takes effect.
     """
 
     refused: list[str] = field(default_factory=list)
     applied: list[str] = field(default_factory=list)
 
     def accepted(self) -> list[str]:
-        """Returns the lines to report.
+        """Returns the lines in `applied`, which the run reports.
 
         Raises:
             CheckpointError: if a difference is refused.
@@ -164,7 +168,7 @@ def compare(manifest: Manifest | None, config: Config, data: Data) -> Comparison
     """Compares a checkpoint with the run that resumes from it.
 
     Args:
-        manifest: manifest of the checkpoint; None for no checkpoint.
+        manifest: manifest of the checkpoint; None if the run starts without a checkpoint.
         config: the resolved configuration of the run.
         data: data and tokenizer of the run.
     """
@@ -196,11 +200,11 @@ def _is_of_a_run(manifest: Manifest) -> bool:
 
 
 def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
-    """Returns whether the run's tokenizer maps text to other ids than the checkpoint's.
+    """Returns whether the run's tokenizer maps text to different ids than the checkpoint's.
 
-    The fingerprints are compared; if the checkpoint has no fingerprint, the hashes of
-    tokenizer.json are. The id of the end of text is compared separately, because config.json may
-    define it, so that it can differ between tokenizers with identical files.
+    The fingerprints of the two tokenizers are compared. If the checkpoint has no fingerprint, the
+    hashes of the files tokenizer.json are compared instead. The end-of-text id is compared
+    separately: config.json may define it, so it can differ even if tokenizer.json is the same.
     """
     files, now = extra.get("tokenizer"), data.tokenizer.files
     if extra.get("eot", data.tokenizer.eot) != data.tokenizer.eot:
@@ -215,10 +219,10 @@ def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
 def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields the keys whose values differ between the checkpoint and the run.
 
-    Keys that are not in the checkpoint, because an older version wrote it, are skipped.
+    Keys that the checkpoint does not have are skipped: an older version of threed wrote it.
 
     Yields:
-        (key, value in the checkpoint, value in the run), the values as users write them.
+        (key, value in the checkpoint, value in the run). The values are texts as users write them.
     """
     wanted = config.model_dump(mode="json")
     for group, kind in GROUPS.items():
@@ -230,16 +234,16 @@ def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, st
 
 
 def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
-    with suppress(ValueError):  # another version may have saved a value that is not valid here
+    with suppress(ValueError):  # another version of threed may have saved an invalid value
         return written(getattr(GROUPS[group].model_validate({name: saved[name]}), name))
     return str(plain(saved[name]))
 
 
 def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
-    """Yields a line if the run's keys change the learning rate of the next step."""
+    """Yields a line of text if the run's keys change the learning rate of the next step."""
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
-    # If another version saved keys that are not valid here, the rates are not compared.
+    # If another version of threed saved keys that are not valid here, the rates are not compared.
     with suppress(ValueError, KeyError, TypeError):
         optim, steps = OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"])
         before = float(learning_rate(optim, steps)(done))
@@ -250,16 +254,16 @@ def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
 
 
 def model_differences(manifest: Manifest, config: Config) -> list[str]:
-    """Returns a line for each difference between the models that prevents a resume."""
+    """Returns one line of text per difference between the models that prevents a resume."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
-    # Adds the defaults of keys that an older version did not have. If this fails because a later
-    # version wrote the checkpoint, the saved values are compared without these defaults.
+    # If an older version of threed wrote the checkpoint, this adds the defaults of newer keys. If a
+    # later version wrote it, this may fail; the saved values are then compared as they are.
     with suppress(ValueError):
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelled_as(resolved, config.model).model_dump(mode="json")
     if all(names_model(str(model.get("arch"))) for model in (saved, wanted)):
-        # The paths of the models' files are not compared, because a file may have moved. Shapes are
-        # compared when the checkpoint is loaded.
+        # For custom models, the paths of the code files are not compared, because a file may have
+        # moved. The shapes of the tensors are compared when the checkpoint is loaded.
         saved["arch"], wanted["arch"] = (m["arch"].rpartition(":")[2] for m in (saved, wanted))
     fixed = {
         python_name(key[6:])
@@ -278,16 +282,17 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
 
 
 def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
-    """Returns a line if the checkpoint's optimizer differs from the run's.
+    """Returns a list of one line of text if the optimizers differ, else an empty list.
 
-    The configured names are compared. The names of the saved parts would not be enough, because
-    Lion's momentum has the same name as one of Adam's moments.
+    The names of the optimizers in the two configurations are compared. It would not be enough to
+    compare the names of the saved parts, because Lion's momentum has the same name as one of Adam's
+    moments.
     """
     optim = OptimConfig.model_validate(manifest["config"]["optim"])
     saved, wanted = _optimizer_names(optim), _optimizer_names(config.optim)
     kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
-    # A checkpoint without moments and steps has only weights, imported from another format. Any
-    # optimizer can start from it.
+    # A checkpoint without moments and without steps has only weights, which were imported from
+    # another format. Any optimizer can start from these weights.
     if saved == wanted or not (kept or manifest["state"]["steps"]):
         return []
     there, here = (", ".join(names) or "nothing" for names in (kept, state_names(config.optim)))
@@ -298,14 +303,14 @@ def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
 
 
 def _optimizer_names(optim: OptimConfig) -> str:
-    """Returns the optimizer's name, followed by --optim.groups if groups name other optimizers."""
+    """Returns the optimizer's name, and the flag --optim.groups if groups name other optimizers."""
     own = "; ".join(f"{group.match}: name={group.name}" for group in optim.groups if group.name)
     return f'{optim.name} --optim.groups "{own}"' if own else optim.name
 
 
 def resuming_flags(config: Config) -> list[str]:
-    """Returns flags to append to a run's command line so that it resumes from its checkpoints.
+    """Returns flags that make a run resume from its own checkpoints.
 
-    Appended flags take precedence, because the last value of a repeated key is used.
+    Append them to the command line of the run: the last value of a repeated key is used.
     """
     return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]

@@ -4,9 +4,9 @@
     demo/checkpoints-abandoned-20260801-101500/step-60    set aside by a resume from step 40
 
 If a run resumes from an earlier step, or skips damaged checkpoints, the checkpoints of later steps
-are abandoned: they are moved to another folder before the run's first step. So of two checkpoints
-in the folder `checkpoints`, the one with the higher step was saved later, and the next start
-resumes from the checkpoint that was saved last.
+are abandoned: they are moved to another folder before the run's first step. So the checkpoint with
+the highest step in the folder `checkpoints` is always the one that was saved last. The next start
+of the run resumes from this checkpoint.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from threed.distributed.topology import Axis
 
 
 def candidates(folder: Path, resume: str) -> Iterator[Path]:
-    """Yields the checkpoints to try in a resume, preferred ones first.
+    """Yields the checkpoints that a resume tries, in this order.
 
     Args:
         folder: run folder.
-        resume: "auto" for the run folder's checkpoints by descending step, "none", or a path.
+        resume: "auto" for the run folder's checkpoints by descending step; "none" for no
+            checkpoints; or the path of a single checkpoint.
     """
     if resume == "auto":
         steps = [
@@ -42,15 +43,15 @@ def candidates(folder: Path, resume: str) -> Iterator[Path]:
 
 
 def after_restart(folder: Path, resume: str) -> str:
-    """Returns the value of `checkpoint.resume` to use.
+    """Returns the value of `checkpoint.resume` to use after a possible restart by torchrun.
 
-    It is "auto" if torchrun restarted this job and the job has already saved a checkpoint: the
-    configured value would start from another state, and abandon that checkpoint. Otherwise it is
-    the configured value.
+    If torchrun has restarted this job and the job has already saved a checkpoint, the value is
+    "auto". With the configured value, the run would start from a different state and abandon that
+    checkpoint. Otherwise the configured value is returned.
 
     Args:
         folder: run folder.
-        resume: the configured value.
+        resume: the configured value of `checkpoint.resume`.
     """
     job = job_name()
     if resume == "auto" or job is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
@@ -65,7 +66,7 @@ def after_restart(folder: Path, resume: str) -> str:
 def job_name() -> str | None:
     """Returns torchrun's run id, which is the same after restarts, or None without torchrun.
 
-    Checkpoints contain it, so that `after_restart` finds the checkpoints of this job.
+    Checkpoints contain this id, so that `after_restart` can find the checkpoints of this job.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if name == "none" else name
@@ -78,7 +79,7 @@ def _step(path: Path) -> int:
 def _covered_steps(path: Path) -> Iterator[int]:
     """Yields the step of a checkpoint, and the steps of the deferred checkpoints that it replaces.
 
-    A checkpoint that is due after a skipped step is deferred: it is not saved, and the next
+    A checkpoint that is due after a skipped step is deferred: it is not saved, and the next saved
     checkpoint replaces it.
     """
     yield _step(path)
@@ -90,13 +91,14 @@ def _covered_steps(path: Path) -> Iterator[int]:
 
 
 class Retention:
-    """Keeps the newest `keep` good checkpoints of a run folder, and those at multiples of `every`.
+    """Deletes old checkpoints of a run folder.
 
-    Checkpoints that this run loaded or wrote are good. Any other checkpoint is good if the hashes
-    of its files match its manifest. A damaged checkpoint does not count toward `keep`, so it never
-    causes a good one to be deleted. It is kept for inspection until there are `keep` newer good
-    checkpoints; then it is deleted, as a good checkpoint of its step would be. The newest good
-    checkpoint is never deleted.
+    The newest `keep` good checkpoints are kept, and all checkpoints at steps that are multiples of
+    `every`. Checkpoints that this process has loaded or written are good. Any other checkpoint is
+    good if the hashes of its files match its manifest. A damaged checkpoint does not count toward
+    `keep`, so it never causes a good checkpoint to be deleted. It is kept for inspection until
+    there are `keep` newer good checkpoints; then it is deleted, unless its step is a multiple of
+    `every`. The newest good checkpoint is never deleted.
 
     Args:
         folder: run folder.
@@ -111,10 +113,10 @@ class Retention:
         self._good: dict[str, bool] = {}
 
     def trust(self, path: Path) -> str | None:
-        """Marks a checkpoint that was just loaded or written as good.
+        """Marks a checkpoint as good, because this process has just loaded or written it.
 
         Returns:
-            Its name, or None if it is not in this run's folder.
+            The name of the checkpoint, or None if it is not in this run's folder.
         """
         if not self._owns(path):
             return None
@@ -128,8 +130,8 @@ class Retention:
         """Removes the folders that interrupted saves have left behind.
 
         If a save was interrupted while it replaced a checkpoint, between the two renames of
-        `atomic.publish`, the older checkpoint gets its name back. Call it on one rank only, in a
-        run that owns the run folder.
+        `atomic.publish`, the older checkpoint is renamed back. Call this method on one rank
+        only, in a run that owns the run folder.
         """
         place = self.folder / "checkpoints"
         for old in place.glob("step-*.old"):
@@ -141,10 +143,12 @@ class Retention:
             shutil.rmtree(building, ignore_errors=True)
 
     def prune(self) -> list[str]:
-        """Deletes checkpoints older than the newest `keep` good ones. Collective.
+        """Deletes checkpoints that are older than the newest `keep` good checkpoints. Collective.
+
+        Checkpoints that `every` keeps are not deleted.
 
         Returns:
-            A line for each damaged checkpoint.
+            One error text per damaged checkpoint that was found.
         """
         paths = list(candidates(self.folder, "auto")) if self.everyone.index == 0 else []
         names = collectives.exchange([path.name for path in paths], self.everyone)[0]
@@ -161,15 +165,15 @@ class Retention:
         return problems
 
     def _delete(self, paths: Sequence[Path]) -> None:
-        """Deletes checkpoints that `every` does not keep. Ranks other than 0 pass no paths."""
+        """Deletes checkpoints, unless `every` keeps them. Only rank 0 passes paths."""
         for path in paths:
             if not (self.every and any(step % self.every == 0 for step in _covered_steps(path))):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _problems(self, path: Path) -> list[str]:
-        """Returns the errors that the ranks find in a checkpoint. Collective.
+        """Returns the error texts that the ranks find in a checkpoint. Collective.
 
-        The files are divided between the ranks; every rank returns the errors of all files.
+        Each rank checks some of the files; every rank returns the errors of all files.
         """
         try:
             problems = native.verify(
@@ -180,19 +184,19 @@ class Retention:
         return collectives.problems_of_all(problems, self.everyone)
 
     def set_aside(self, origin: Path | None, step: int) -> str:
-        """Moves away the checkpoints that a run abandons by starting from `origin`. Collective.
+        """Moves the checkpoints that a run abandons by starting from `origin`. Collective.
 
-        If `origin` is in this run's folder, the run abandons the checkpoints of later steps. If it
-        starts from scratch or from another run's checkpoint, it abandons all checkpoints.
-        `metrics.jsonl` is copied to the folder to which they are moved.
+        If `origin` is in this run's folder, the run abandons the checkpoints of later steps. If the
+        run starts from scratch or from another run's checkpoint, it abandons all checkpoints in its
+        folder. They are moved to a new folder, to which `metrics.jsonl` is copied.
 
         Args:
             origin: checkpoint from which the run starts; None to start from scratch.
             step: step of `origin`.
 
         Returns:
-            A text with the names of the moved checkpoints and their new folder; "" if none were
-            moved.
+            A text with the names of the moved checkpoints and their new folder; "" if no
+            checkpoint was moved.
 
         Raises:
             CheckpointError: on every rank if moving fails.
@@ -212,8 +216,8 @@ class Retention:
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists():
             shutil.copy2(metrics, aside)
-        # Moves the newest checkpoint last: if moving is interrupted, the next start with "auto"
-        # still finds this checkpoint.
+        # Moves the newest checkpoint last. If the process is killed in between, the next start with
+        # "auto" still resumes from this checkpoint.
         for path in reversed(later):
             path.rename(aside / path.name)
         for place in (aside, self.folder, self.folder / "checkpoints"):

@@ -64,7 +64,18 @@ def _reason(
     error: BaseException, what: str, folder: Path, needed: int | None = None,
     elsewhere: str = ELSEWHERE,
 ) -> str:  # fmt: skip
-    """Returns an error as one line: `what` and the reason, or the text of a CheckpointError."""
+    """Returns an error as one line of text.
+
+    The line is `what`, followed by the reason. The text of a CheckpointError is returned unchanged,
+    because it is complete without `what`.
+
+    Args:
+        error: error of the save.
+        what: what could not be done, such as "could not begin <path>".
+        folder: folder that was written to.
+        needed: bytes that were needed, if known.
+        elsewhere: advice on how to choose another folder, for a full disk.
+    """
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
@@ -97,22 +108,22 @@ class Save:
         token: random text in the names of entry files; distinguishes this save from earlier saves
             to the same folder.
         files: the files that this rank writes.
-        described: the sections that this rank describes in the manifest, for all ranks that hold
-            them.
+        described: the sections whose descriptions this rank provides for the manifest. One rank
+            provides them for all ranks that hold portions of the section.
         head: the manifest's format, version, configuration, topology and state.
         began: value of `time.perf_counter` at the start of the call that began the save.
         limit: maximum rate of this rank's writes in bytes per second; None for no limit.
         hurries: callback that returns True once `limit` no longer applies. Without a callback
             (None), `limit` always applies.
-        before_publishing: function that rank 0 calls after the files of all ranks are written; or
-            None.
+        before_publishing: function that rank 0 calls after the files of all ranks are written and
+            before the folder is renamed; or None.
         purpose: name of the thread; also the key under which the snapshot is registered in
             `optimizer.readers`, so that updates wait for it.
         durable: whether files are flushed to disk, and whether process exit waits for the thread.
         elsewhere: advice on how to choose another folder, for messages.
-        problem: error text of this rank, or None. On rank 0, once the save is `done`, it may be the
-            error of any rank.
-        reported: whether `wait` has returned or raised the outcome.
+        problem: error text of this rank, or None. On rank 0, once the save is `done`, this may be
+            the error text of another rank.
+        reported: whether `wait` has reported if the save succeeded.
     """
 
     path: Path
@@ -134,8 +145,8 @@ class Save:
         self._file = self.building  # the file that is being written
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
-        # An event is used, because `Thread.is_alive` may be False after an interrupted `join`
-        # although the thread still runs.
+        # Set when the thread ends. An event is used, because `Thread.is_alive` may return False
+        # after an interrupted `join` although the thread still runs.
         self._ended = threading.Event()
         self._start_s = 0.0  # duration of the call that began the save, in seconds
         self.reported = False
@@ -164,15 +175,15 @@ class Save:
         self.wait()
 
     def start(self, optimizer: Optimizer, room: Room, now: bool = False) -> None:
-        """Takes a snapshot, and starts a thread that writes and publishes it.
+        """Takes a snapshot of the states, and starts a thread that writes and publishes it.
 
         Call `optimizer.wait()` first, because all updates must have finished.
 
         Args:
             optimizer: holder of the states.
             room: host memory for the snapshot.
-            now: whether to return only once the values of all states are copied or written. Use
-                True if code other than the optimizer then changes the states, because only the
+            now: whether to return only after the values of all states are copied or written. Use
+                True if code other than the optimizer changes the states after this call: only the
                 optimizer's updates wait for the snapshot.
         """
         snapshot = self._snapshot = Snapshot(self.records, optimizer, room)
@@ -203,7 +214,10 @@ class Save:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that training on this rank waited: for `Saver.start`, and before updates."""
+        """Seconds that training on this rank has waited for the save.
+
+        They consist of the call of `Saver.start`, and of the waits of updates for the snapshot.
+        """
         return self._start_s + (self._snapshot.waited_s if self._snapshot else 0.0)
 
     def wait(self) -> Path:
@@ -216,8 +230,8 @@ class Save:
         if not self.reported:
             if self._thread is not None and not first:
                 self._ended.wait()
-            # The collective also returns the problems of ranks that could not write an entry, and
-            # raises an error if a rank has died.
+            # This collective finds the problems of ranks that could not even write an entry file.
+            # It raises an error if the process of a rank has died.
             known = collectives.problems_of_all([self.problem], self.everyone)
             if known and first:
                 self.problem, self._deadline = self.problem or "; ".join(known), 0.0
@@ -233,8 +247,8 @@ class Save:
 
         Args:
             patience: grace period in seconds; None to wait until this rank's part has ended.
-            is_gone: called with a rank; returns whether its process has exited, so that its entry
-                will never be written.
+            is_gone: called with a rank; returns whether the rank's process has exited. If so, the
+                rank's entry will never be written, and is not waited for.
         """
         if self._snapshot is None or self._thread is None or self._thread.ident is None:
             return
@@ -242,7 +256,7 @@ class Save:
         self._ended.wait(patience)
         self._deadline = 0.0
         self._snapshot.close()
-        if self.durable:  # a copy in memory is not awaited: a lost machine may make it hang
+        if self.durable:  # else the thread may hang: it exchanges files with other machines
             self._ended.wait()
 
     # -------------------------------------------------------------------------------------------------------- writing
@@ -270,8 +284,8 @@ class Save:
         stream, files = finite(self.records, values), []
         for file in self.files:
             self._file = self.building / file.name
-            # The last file reads all of `stream`, which ends the snapshot. Updates wait only for
-            # the snapshot, not for the flush of this file.
+            # The write of the last file reads `stream` to its end, which ends the snapshot. So
+            # updates do not wait until this file is flushed to disk.
             some = stream if file is self.files[-1] else islice(stream, len(file.records))
             files.append(file.write(self.building, some, **how))
         return {"sections": [[h.section.about, h.shapes] for h in self.described], "files": files}
@@ -279,7 +293,7 @@ class Save:
     def _fail(self, error: BaseException) -> None:
         """Sets `problem`, and writes it into this rank's entry for rank 0.
 
-        Removes this rank's files first, so that a full disk has space for the entry.
+        This rank's files are removed first, so that there is space for the entry on a full disk.
         """
         nbytes = sum(file.nbytes for file in self.files)
         for file in self.files:
@@ -303,7 +317,7 @@ class Save:
     def commit(self, patience: float = ENTRIES_S) -> None:
         """Publishes the folder once every rank has written its entry. Not collective.
 
-        Has an effect only on rank 0.
+        Only rank 0 publishes the folder; on other ranks, this method has no effect.
 
         Args:
             patience: seconds to wait for the entries of other ranks.
@@ -343,8 +357,8 @@ class Save:
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
             file = self._entry_file(rank)
-            # If rank 0 has an error, it still waits for the entries of the other ranks: the caller
-            # then removes the folder, and no rank may write to the folder at that time.
+            # If rank 0 has an error, it still waits for the entries of the other ranks. The caller
+            # then removes the folder, and no rank may still be writing to the folder at that time.
             while not (file.exists() or (rank == 0 and self.problem)):
                 late = self._has_exited(rank) or time.monotonic() > min(end, self._deadline)
                 if late and not file.exists():
@@ -364,11 +378,11 @@ class Save:
 
 
 class Saver:
-    """Begins saves, one at a time.
+    """Begins saves of an engine, one at a time.
 
     Attributes:
-        room: host memory for snapshots, reused by later saves.
-        last: the newest save with a background thread; None before the first.
+        room: host memory for snapshots; each save reuses it.
+        last: the newest save with a background thread; None before the first such save.
     """
 
     def __init__(self, optimizer: Optimizer, topology: Topology, config: Config) -> None:
@@ -378,9 +392,9 @@ class Saver:
         self._has_room: bool | None = None
 
     def end(self) -> None:
-        """Waits for the newest background save; warns if it failed. Collective.
+        """Waits for the newest background save; issues a warning if it failed. Collective.
 
-        Has no effect if the result of the save was reported before.
+        Has no effect if the result of this save was reported before (`Save.reported`).
         """
         if self.last is None or self.last.reported:
             return
@@ -392,13 +406,13 @@ class Saver:
 
     @contextmanager
     def ending(self, is_gone: Callable[[int], bool] = lambda rank: False) -> Iterator[None]:
-        """Context manager that stops the save in progress if its `with` statement raises an error.
+        """Context manager that stops the save in progress after an error in the `with` statement.
 
         After an exception, the save first gets `FAILURE_S` seconds to complete. After an interrupt
         (KeyboardInterrupt or exit), it is stopped at once.
 
         Args:
-            is_gone: returns whether the process of a rank has exited.
+            is_gone: called with a rank; returns whether the rank's process has exited.
         """
         try:
             yield
@@ -410,8 +424,8 @@ class Saver:
     def has_room(self) -> bool:
         """Returns whether every rank has host memory for a snapshot. Collective.
 
-        The ranks of a machine may use half of its free memory, or all of it if `checkpoint.async`
-        is True.
+        Together, the snapshots of a machine's ranks may use half of the machine's free memory, or
+        all of it if `checkpoint.async` is True.
         """
         if self._has_room is None:
             everyone = self.topology.axis("world")
@@ -422,9 +436,9 @@ class Saver:
         return self._has_room
 
     def make_room(self) -> None:
-        """Allocates the memory for snapshots in advance.
+        """Allocates the host memory for snapshots in advance.
 
-        Without this call, the first save allocates the memory while an update waits.
+        Without this call, the first save allocates the memory, and an update waits meanwhile.
         """
         self.room.make(self._plan()[1].records, self.optimizer.layout.policy, self.gpu)
 
@@ -441,24 +455,24 @@ class Saver:
     ) -> Save:  # fmt: skip
         """Begins to save a checkpoint, which is published complete or not at all. Collective.
 
-        If the memory does not suffice for a snapshot, the call warns and saves in the foreground:
-        it returns after the save has ended.
+        If there is too little memory for a snapshot, the call issues a warning and saves in the
+        foreground: it returns after the save has ended.
 
         Args:
             path: final path of the checkpoint.
             state: counters of the run, for the manifest.
-            extras: buffers and generators.
+            extras: buffers and random generators to save.
             background: whether to write in a thread while training continues.
-            now: whether a background save returns only after the values of all states are copied
-                or written, so that the caller may change them. See `Save.start`.
+            now: whether a call with `background` returns only after the values of all states are
+                copied or written, so that the caller may change the states. See `Save.start`.
             hurries: callback that returns True once `checkpoint.write-limit-mib` no longer applies;
                 must be thread-safe. None: the limit always applies.
-            before_publishing: function that rank 0 calls after the files of all ranks are written;
-                or None.
+            before_publishing: function that rank 0 calls after the files of all ranks are written
+                and before the folder is renamed; or None.
 
         Raises:
-            CheckpointError: on every rank, if a problem is found before this call returns. `wait`
-                raises later problems.
+            CheckpointError: on every rank, if a rank finds a problem before this call returns.
+                Later problems are raised by `Save.wait`.
         """
         self.end()
         if background and not (background := self.has_room()) and self.topology.rank == 0:
@@ -503,7 +517,7 @@ class Saver:
     def head(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the manifest's format, version, configuration, topology and state.
 
-        The host waits for the optimizer's counters, which are tensors on the device.
+        The host waits for the device, because the optimizer's counters are tensors on the device.
         """
         optimizer = self.optimizer
         kept = copy.deepcopy(dict(state))  # a copy, because the caller may change `state` later
@@ -518,8 +532,8 @@ def save_bytes(config: CheckpointConfig, layout: Layout, states: Sequence[State]
     """Returns an upper bound of the host memory of asynchronous saves per rank, in bytes.
 
     Args:
-        config: the `checkpoint` keys.
-        layout: parameters of this rank.
+        config: the group `checkpoint` of the configuration.
+        layout: layout of this rank's parameters.
         states: optimizer states of this rank.
         gpu: whether the rank uses a GPU.
     """
@@ -530,9 +544,14 @@ def save_bytes(config: CheckpointConfig, layout: Layout, states: Sequence[State]
 
 
 def forecast_states(layout: Layout, states: Sequence[State]) -> list[State]:
-    """Returns all states that a rank will save, for a forecast before training.
+    """Returns all states that a rank will save, to forecast memory before training.
 
-    They are `states`, the frozen parameters, and the previous weights if the run keeps them.
+    These are `states`, the frozen parameters, and the previous weights if the run keeps previous
+    weights (schedule 2bw, delayed updates).
+
+    Args:
+        layout: layout of this rank's parameters.
+        states: optimizer states of this rank's trained parameters.
     """
     more = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
     if layout.policy.versions > 1 or layout.policy.delayed:

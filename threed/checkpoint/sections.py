@@ -8,19 +8,20 @@ The manifest describes the layout once, for all ranks:
 - A section is a set of lines that are split in the same way. Each line is split into windows of
   `step` elements; only the last window may be shorter. Each window is split into `portions` equal
   portions; a rank holds the same portion of every window. Each portion is split into `writers`
-  ranges, one for each rank that saves a part of the portion.
-- A share is the part of a section that one rank saves to its file: one range of every window. Its
-  number is portion × writers + writer. For every window of every line and for every part of the
-  state (weight, exp_avg, ...), it contains the elements of this range that belong to pieces.
+  ranges; each range is saved by one of the ranks that hold the portion.
+- A share is the part of a section that one rank saves to its file: one range of every window. The
+  number of a share is portion × writers + writer. For every window of every line and every part of
+  the state (weight, exp_avg, ...), a share contains the elements of its range that belong to
+  pieces.
 
     section = Section(about)                                   about: the section in the manifest
-    for number, first, last in section.between(line, 0, 100):  the shares with elements [0, 100)
+    for number, first, last in section.between(line, 0, 100):  share `number` has [first, last)
         section.offset(number, line, "weight", first)          offset in the share, in elements
 
 `held` returns the sections of which a rank holds a portion. If several ranks hold the same portion,
 they write different shares of it. To limit the number of files that a load opens, a portion has at
-most one writer per 64 MiB (rounded up); the other ranks that hold it write no share. A `SavedFile`
-is one file, which contains shares and other tensors.
+most one writer per 64 MiB (rounded up). If more ranks hold the portion, the remaining ranks write
+no share of it. A `SavedFile` is one file, which contains shares and other tensors.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ from threed.zero.layout import Group, Layout
 from threed.zero.records import Record
 from threed.zero.state import State
 
-LEAST_BYTES = 2**26  # a portion has one writer per this many bytes, if enough ranks hold it
+LEAST_BYTES = 2**26  # bytes of a portion per writer (rounded up), if enough ranks hold the portion
 
 
 class Line:
-    """The flat buffer of a group of parameters, described by its pieces.
+    """The flat buffer of a group of parameters, described by its pieces (blocks of global tensors).
 
     Args:
         length: number of elements of the line, with gaps and padding.
         step: number of elements per window.
-        pieces: (global name, start, size, offset in the line) of each piece, by ascending offset.
+        pieces: one tuple per piece, by ascending offset: (global name of the tensor, start of the
+            block in the tensor, size of the block, offset of the piece in the line).
     """
 
     def __init__(self, length: int, step: int, pieces: Sequence[Sequence[Any]]) -> None:
@@ -67,7 +69,7 @@ class Line:
         self._before = list(accumulate(self.numels, initial=0))
 
     def count(self, end: int) -> int:
-        """Returns the number of elements before offset `end` that belong to pieces."""
+        """Returns how many of the line's first `end` elements belong to pieces, not to gaps."""
         number = bisect_right(self._firsts, end) - 1
         if number < 0:
             return 0
@@ -75,21 +77,21 @@ class Line:
 
 
 def digest(about: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of a JSON object without its key `sha256`."""
+    """Returns the SHA-256 of a JSON object as hexadecimal text; its key `sha256` is left out."""
     body = {key: value for key, value in about.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class Section:
-    """Lines that are split in the same way.
+    """Lines (flat buffers of parameter groups) whose windows are split in the same way.
 
     Attributes:
         about: description of the section in the manifest.
-        parts: parts of the state: weight, exp_avg, ...
+        parts: names of the saved parts of the state: weight, exp_avg, ...
         dtype: dtype of the values, as in safetensors ("F32").
-        portions: number of portions of each window.
-        writers: number of writers of each portion.
-        lines: the lines.
+        portions: number of portions into which each window is split.
+        writers: number of ranks that write each portion.
+        lines: lines of the section, in the order of the manifest.
         digest: hash of `about`; files refer to the section by this hash.
     """
 
@@ -106,12 +108,15 @@ class Section:
         self._starts: dict[int, array[int]] = {}
 
     def window(self, number: int, line: Line, index: int) -> tuple[int, int]:
-        """Returns the range [first, last) of a line that a share contains in one window.
+        """Returns the range of elements that a share contains in one window of a line.
 
         Args:
             number: number of the share.
-            line: the line.
+            line: a line of this section.
             index: index of the window in the line.
+
+        Returns:
+            (first, last): the range [first, last) of offsets in the line.
         """
         begin = index * line.step
         share = (min(begin + line.step, line.length) - begin) // self.portions
@@ -120,15 +125,16 @@ class Section:
         return begin + share * writer // self.writers, begin + share * (writer + 1) // self.writers
 
     def between(self, line: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the shares that contain elements of a line, in order.
+        """Yields the shares that contain a range of elements of a line, in the order of elements.
 
         Args:
-            line: index of the line.
-            first: first element of the range.
+            line: index of the line in the section.
+            first: offset of the first element of the range in the line.
             last: end of the range, exclusive.
 
         Yields:
-            (number of a share, first, last): the share contains the elements [first, last).
+            (number of a share, first, last): the share contains the elements [first, last) of the
+            line.
         """
         here = self.lines[line]
         while first < last:
@@ -144,13 +150,13 @@ class Section:
             first = end
 
     def offset(self, number: int, line: int, part: str, element: int) -> int:
-        """Returns the offset of an element in share `number`, in elements.
+        """Returns the offset of an element in a share, in elements from the start of the share.
 
         Args:
-            number: share that contains the element.
-            line: index of the line.
-            part: part of the state: weight, exp_avg, ...
-            element: offset of the element in the line; it must belong to a piece.
+            number: number of the share; the share must contain the element.
+            line: index of the line in the section.
+            part: name of the element's part of the state: weight, exp_avg, ...
+            element: offset of the element in the line. The element must belong to a piece.
         """
         here = self.lines[line]
         index = element // here.step
@@ -169,7 +175,9 @@ class Section:
         return len(self.parts) * sum(self._counts(number))
 
     def _counts(self, number: int) -> Iterator[int]:
-        """Yields, per window, the number of elements of a share in one part of the state.
+        """Yields, for each window of each line, how many elements of one part a share contains.
+
+        The number is the same for all parts of the state (weight, exp_avg, ...).
 
         Args:
             number: number of the share.
@@ -180,13 +188,16 @@ class Section:
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns the offset at which each window begins in a share, in elements of one part.
+        """Returns the offset of each window in a share, as if the share had only one part.
 
-        The offset over all parts is this offset times the number of parts, because all parts have
-        the same number of elements. The last entry is the length of the share in one part.
+        All parts of the state (weight, exp_avg, ...) have equally many elements in a window. So the
+        offset in the share is the returned offset times the number of parts.
 
         Args:
             number: number of the share.
+
+        Returns:
+            One offset in elements per window of each line, followed by the total.
         """
         if number not in self._starts:
             self._starts[number] = array("q", accumulate(self._counts(number), initial=0))
@@ -201,12 +212,12 @@ class Held:
     """A section, and the portion of it that this rank holds.
 
     Attributes:
-        section: the section.
-        portion: index of the portion.
+        section: description of how the lines are split.
+        portion: index of this rank's portion, from 0 to `section.portions` - 1.
         copies: number of ranks that hold the portion.
         copy: index of this rank among the ranks that hold the portion.
-        states: for each line, the optimizer states of its windows, in order.
-        shapes: shapes of the global tensors, by name.
+        states: one list per line, with the optimizer state of each window of the line.
+        shapes: shapes of the global tensors that have pieces in the section, by name.
     """
 
     section: Section
@@ -225,7 +236,8 @@ class Held:
     def number(self) -> int | None:
         """The number of the share that this rank writes, or None if it writes no share."""
         writers = self.section.writers
-        # Different portions and sections have different writing ranks, to balance bytes per rank.
+        # `turn` differs between portions and between sections, so that their shares are written by
+        # different ranks. This balances the number of bytes that each rank writes.
         turn = zlib.crc32(self.section.digest.encode()) + self.portion
         for writer, number in enumerate(self.numbers):
             if (writer * self.copies // writers + turn) % self.copies == self.copy:
@@ -233,10 +245,12 @@ class Held:
         return None
 
     def extents(self, number: int) -> Iterator[Record]:
-        """Yields the records of a share (pieces of tensors in the optimizer states), in file order.
+        """Yields the records of a share in file order.
+
+        A record is a piece of a tensor in one part of an optimizer state.
 
         Args:
-            number: number of the share.
+            number: number of a share of this rank's portion.
         """
         for line, states in zip(self.section.lines, self.states, strict=True):
             for index, state in enumerate(states):
@@ -249,12 +263,14 @@ class Held:
 def held(layout: Layout, states: Iterable[State]) -> list[Held]:
     """Groups optimizer states into sections, and returns this rank's portion of each section.
 
-    States are in the same section if they have the same parts and dtype and are split in the same
-    way. All ranks that hold portions of a section compute the same description of the section.
+    Two states are in the same section if they have the same parts (weight, exp_avg, ...) and dtype,
+    and if their groups of parameters are sharded and replicated over the same numbers of ranks. If
+    the parts of a state have several dtypes, the parts of each dtype are in a separate section. All
+    ranks that hold portions of a section compute the same description of the section.
 
     Args:
-        layout: layout of the parameters.
-        states: states on this rank.
+        layout: layout of the parameters on this rank.
+        states: optimizer states of this rank.
     """
     lines: dict[tuple[Group, torch.dtype, tuple[str, ...]], list[State]] = {}
     order = {group: number for number, group in enumerate(layout.groups)}
@@ -296,7 +312,7 @@ def _build_section(
 
 
 def _flat_rank(axes: Iterable[Axis]) -> tuple[int, int]:
-    """Returns the product of the sizes of some axes, and this rank's row-major index over them."""
+    """Returns (product of the sizes of some axes, row-major index of this rank over these axes)."""
     size, index = 1, 0
     for axis in axes:
         size, index = size * axis.size, index * axis.size + axis.index
@@ -308,13 +324,13 @@ def _flat_rank(axes: Iterable[Axis]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of a save: shares of sections, and other tensors (buffers, generators).
+    """A file of a save: shares of sections, and other tensors (buffers, generator states).
 
     Attributes:
         name: name of the file.
-        held: the shares in the file, as (section, number of the share).
+        held: shares in the file, each as (its section, number of the share).
         about: description of `tensors` for the manifest.
-        tensors: values on the CPU, by key in the file.
+        tensors: the other tensors, on the CPU, by the name under which the file stores them.
     """
 
     name: str
@@ -329,7 +345,7 @@ class SavedFile:
 
     @cached_property
     def records(self) -> list[Record]:
-        """The records of the optimizer's states in the file, in order."""
+        """The records (pieces of optimizer states) in the file, in file order."""
         return [record for h, number in self.held for record in h.extents(number)]
 
     def write(self, folder: Path, values: Iterable[Tensor], **how: Any) -> dict[str, Any]:
@@ -337,8 +353,9 @@ class SavedFile:
 
         Args:
             folder: folder to write to.
-            values: values of `records` in order; a record may arrive in several parts [n].
-            how: `limit`, `hurries` and `durable` of `files.write_hashed`.
+            values: values of `records` in order. The values of a record may be split into several
+                consecutive tensors [n].
+            how: arguments `limit`, `hurries` and `durable` of `files.write_hashed`.
         """
         tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         metadata, holds = {}, []
@@ -354,11 +371,11 @@ class SavedFile:
 
 
 def finite(records: Iterable[Record], values: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yields the values of records, flat [n], after checking them.
+    """Yields the values of records as flat tensors [n], after checking that they are finite.
 
     Args:
-        records: the records.
-        values: their values, in the same order.
+        records: pieces of optimizer states.
+        values: one tensor per record, in the same order.
 
     Raises:
         NotFiniteError: if a trained tensor has NaN or infinite values.

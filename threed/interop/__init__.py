@@ -4,13 +4,13 @@
     engine.train_batch(iterator)
 
 `initialize` (also `threed.initialize`) has the interface of `deepspeed.initialize`. `threed.load`
-and `threed.checkpoint.convert` read Hugging Face folders; `convert` also reads the checkpoints of
-DeepSpeed and Megatron-LM.
+and `threed.checkpoint.convert` read Hugging Face folders. `threed.checkpoint.convert` also reads
+the checkpoints of DeepSpeed and Megatron-LM.
 
 The modules of this package are internal:
 
     convert            converts checkpoints between the native format and other formats
-    safetensors_folder exports of custom models, under their own names
+    safetensors_folder exports custom models as safetensors files
     inspection         describes a checkpoint or a Hugging Face folder
     loading            builds an engine from a run, checkpoint or Hugging Face folder
     pretrained         configures a run that starts from a Hugging Face folder
@@ -19,12 +19,13 @@ The modules of this package are internal:
     megatron           reads the weights of Megatron-LM checkpoints
     pickles            reads pickled files without executing any code in them
 
-Every reader provides a `TensorSource` (`threed.checkpoint.lazy_tensors`). A
+Every reader of checkpoints provides a `TensorSource` (`threed.checkpoint.lazy_tensors`). A
 `huggingface.native_writer.Source` is a `TensorSource` with a model configuration and training
-counters; `write_native` in the same module writes such a source as a native checkpoint.
+counters. The function `write_native` in the same module writes a `Source` as a native checkpoint.
 
 `threed.engine` imports this package, because `Engine.load` also loads Hugging Face folders
-(`huggingface.weights.load_hf`). The packages that the engine is built from do not import it.
+(`huggingface.weights.load_hf`). The packages on which the engine is built do not import this
+package.
 """
 
 from threed.core.exports import lazy

@@ -4,9 +4,9 @@
     convert("runs/mine", "mine")                                   # a custom model -> safetensors
     convert("Llama-3.1-8B", "llama")                               # Hugging Face -> native, weights
     convert("Llama-3.1-8B", "llama-fp16", dtype="fp16", to="hf")   # new dtype, files up to 5 GB
-    convert("zero/global_step100", "llama", allow_pickle=True)     # DeepSpeed, with moments
+    convert("zero/global_step100", "llama", allow_pickle=True)     # DeepSpeed -> native
 
-The format of SRC is detected from its files. No process group is required.
+The format of the source folder is detected from its files. No process group is required.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ def convert(
         dtype: dtype of the written weights, a key of `precision.DTYPES`; None keeps the source's
             dtypes.
         tokenizer: "bytes", a folder, the path of a tokenizer.json, or "none". None means the
-            tokenizer of the Hugging Face folder, or of the run that wrote the native checkpoint;
-            for DeepSpeed and Megatron-LM checkpoints it means "none".
-        to: "native", "hf" or "safetensors" (weights under threed's names, and config.toml). None
-            means "safetensors" for a native checkpoint of a custom model or module, "hf" for any
-            other native checkpoint, and "native" for all other formats.
+            tokenizer of the Hugging Face folder, or of the run that wrote the native checkpoint.
+            For DeepSpeed and Megatron-LM checkpoints, None means "none".
+        to: format to write: "native", "hf" or "safetensors" (weights under threed's names, and
+            config.toml). None means "safetensors" for a native checkpoint of a custom model or
+            module, "hf" for any other native checkpoint, and "native" for all other formats.
         allow_pickle: whether to read the pickle-based checkpoints of DeepSpeed and Megatron-LM.
-        config: the transformers config.json of a DeepSpeed checkpoint's model, or the folder that
-            contains it; None searches the checkpoint folder and its parent.
+        config: for a DeepSpeed checkpoint, the path of the model's transformers config.json, or of
+            the folder that contains this file. None searches the checkpoint folder and its parent.
 
     Returns:
         The path of the written folder.
 
     Raises:
-        CheckpointError: if the checkpoint cannot be converted; the message contains the fix.
+        CheckpointError: if the checkpoint cannot be converted; the message contains a fix.
     """
     src, dst = _newest(Path(src)), Path(dst)
     kind = kind_of(src, allow_pickle)
@@ -98,16 +98,26 @@ def _newest(src: Path) -> Path:
 
 
 def _default_format(src: Path) -> str:
-    """Returns "safetensors" for a native checkpoint of a custom model or module, else "hf"."""
+    """Returns the default format for a native checkpoint: "safetensors" or "hf" (Hugging Face).
+
+    The format is "safetensors" for custom models and plain modules, which have no Hugging Face
+    layout in threed.
+    """
     model = native.read_manifest(src)["config"]["model"]
-    # The engine of a module without token ids saves a vocabulary of 0.
+    # A checkpoint of a plain module without token ids has a vocabulary size of 0.
     return "safetensors" if names_model(str(model["arch"])) or model["vocab"] == 0 else "hf"
 
 
 def _config_of(path: Path, given: str | Path | None) -> Path:
-    """Returns the path of config.json: the file `given`, or the file in the folder `given`.
+    """Returns the path of the config.json of a DeepSpeed checkpoint's model.
 
-    Without `given`, the file is searched in `path` and in the parent folder of `path`.
+    Args:
+        path: the checkpoint folder.
+        given: the file, or the folder that contains the file. With None, the file is searched in
+            `path` and in the parent folder of `path`.
+
+    Raises:
+        CheckpointError: if the file is not found.
     """
     places = [path / CONFIG, path.absolute().parent / CONFIG]
     where = f"neither {path} nor its parent folder has one"
@@ -140,7 +150,7 @@ def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> P
     if files is not None and record is not None and record["tokenizer"] == extra["tokenizer"]:
         return export_hf(
             src, dst, None, dtype, files=files
-        )  # copies the tokenizer's files without parsing them
+        )  # copies the files of the tokenizer unchanged, without parsing them
     return export_hf(src, dst, _tokenizer(spec if files is None else files), dtype)
 
 
@@ -162,9 +172,13 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
 
 
 def _path_and_hashes(spec: str) -> tuple[str, dict[str, str] | None]:
-    """Returns the tokenizer's path as a checkpoint stores it, and the hashes of its files.
+    """Returns the path of a tokenizer as a checkpoint stores it, and the hashes of its files.
 
-    For the tokenizer "none", returns None instead of the hashes.
+    Args:
+        spec: the tokenizer: "bytes", "none", a folder, or the path of a tokenizer.json.
+
+    Returns:
+        (path, hashes). For the tokenizer "none", None instead of hashes.
     """
     tokenizer = _tokenizer(spec)
     if tokenizer is None or spec == "bytes":
@@ -177,8 +191,9 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
 
     Args:
         path: the folder; the format is detected from its files.
-        allow_pickle: whether pickle-based checkpoints are accepted. If so, a folder that has both
-            the files of Hugging Face and pickle-based files counts as "DeepSpeed" or "Megatron-LM".
+        allow_pickle: whether the pickle-based checkpoints of DeepSpeed and Megatron-LM are
+            accepted. If so, a folder that has both such files and Hugging Face's files counts as
+            "DeepSpeed" or "Megatron-LM".
 
     Raises:
         CheckpointError: if the format is not recognized, or is pickle-based and `allow_pickle` is
@@ -214,7 +229,7 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
 def _other_program(path: Path) -> str | None:
     """Returns "DeepSpeed" or "Megatron-LM" if the folder has the files of that program, else None.
 
-    Raises CheckpointError for Megatron-LM's legacy layout.
+    Raises CheckpointError if the folder has Megatron-LM's legacy layout (mp_rank_* folders).
     """
     if step_folder(path) is not None:
         return "DeepSpeed"
@@ -229,9 +244,12 @@ def _other_program(path: Path) -> str | None:
 def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
     """Returns the tokenizer of the run that wrote a native checkpoint, and the tokenizer's files.
 
-    Returns None instead of files for the tokenizers "bytes" and "none". An export copies the files.
-    If the checkpoint is from another machine, its tokenizer path may contain different files on
-    this machine, so the hashes of the files are checked.
+    An export copies these files. If the checkpoint is from another machine, the path of the
+    tokenizer may contain different files on this machine, so the hashes of the files are compared
+    with the hashes in the checkpoint.
+
+    Returns:
+        (tokenizer, files). For the tokenizers "bytes" and "none", None instead of files.
 
     Raises:
         CheckpointError: if the files do not match the hashes in the checkpoint.
@@ -250,9 +268,11 @@ def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | N
 
 
 def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
-    """Returns the files of the tokenizer `spec`.
+    """Returns the files of a tokenizer; None if files are missing or differ from the manifest's.
 
-    Returns None if files are missing or their hashes differ from the hashes in the manifest.
+    Args:
+        spec: the folder of the tokenizer, or the path of a tokenizer.json.
+        manifest: manifest of a native checkpoint, which has the hashes of the tokenizer's files.
     """
     saved = manifest["state"]["extra"].get("tokenizer")
     try:

@@ -43,15 +43,15 @@ class CheckpointInfo:
         format: "native", "hf" (Hugging Face) or "safetensors" (an exported custom model).
         arch: architecture of the model, a value of `--model.arch`.
         weights: shape of each weight, by name.
-        buffers: dtype and shape of each persistent buffer, by name; a Hugging Face folder has none.
+        buffers: (dtype, shape) of each persistent buffer, by name; empty for a Hugging Face folder.
         dtypes: dtypes of the tensors; empty for a native checkpoint, which has the master weights
             of the optimizer (fp32 or fp64).
-        files: number of files that the manifest of a native checkpoint lists, else None.
-        nbytes: total size of these files, in bytes, else None.
-        steps: number of completed optimizer steps of a native checkpoint, else None.
-        consumed: number of samples that these steps have consumed, else None.
-        topology: size of each parallel axis of the run that saved a native checkpoint, such as
-            {"pp": 2, "dp": 2, "tp": 1}, else None.
+        files: for a native checkpoint, the number of files that its manifest lists; else None.
+        nbytes: for a native checkpoint, the total size of these files in bytes; else None.
+        steps: for a native checkpoint, the number of completed optimizer steps; else None.
+        consumed: for a native checkpoint, the number of samples in these steps; else None.
+        topology: for a native checkpoint, the size of each parallel axis of the run that saved it,
+            such as {"pp": 2, "dp": 2, "tp": 1}; else None.
     """
 
     path: Path
@@ -94,16 +94,16 @@ class CheckpointInfo:
 def inspect(path: str | Path) -> CheckpointInfo:
     """Checks a checkpoint, a Hugging Face folder or an exported model, and returns its contents.
 
-    No process group is required. Weights are not loaded. For a native checkpoint, the hashes of all
-    files are checked, which reads every file. A Hugging Face folder has no hashes: the names and
-    shapes of its tensors are compared with its config.json.
+    No process group is required. Weights are not loaded. For a native checkpoint, every file is
+    read to check its hash. A Hugging Face folder has no hashes; instead, the names and shapes of
+    its tensors are compared with its config.json.
 
     Args:
-        path: the folder of a native checkpoint, a Hugging Face folder, or the export of a custom
-            model by `convert`.
+        path: the folder of a native checkpoint, a Hugging Face folder, or the safetensors folder
+            that `convert` writes for a custom model.
 
     Returns:
-        The contents; `print(inspect(path))` shows them.
+        The contents of the folder, which `print(inspect(path))` prints as text.
 
     Raises:
         CheckpointError: if the folder is not a checkpoint, or is damaged; the message lists all

@@ -33,16 +33,17 @@ from threed.interop.safetensors_folder import (
 from threed.layers import Slicing
 
 Build = Callable[..., Any]
-# Groups of configuration keys that are loaded from a checkpoint, because they define the training.
-# The other groups, such as "parallel", define where and how it runs.
+# Groups of configuration keys that are loaded from a checkpoint, because they define the model and
+# its training. The other groups, such as "parallel", define where and how the training runs.
 TRAINED = ("model", "precision", "train", "optim", "data")
 
 
 def save(engine: Engine, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
     """Writes a checkpoint of an engine, and waits until it is complete. Collective.
 
-    The same as `engine.save`; `engine.start_save` writes in the background instead. The folder is
-    renamed to `path` only when it is complete, so an interrupted save leaves no partial checkpoint.
+    This function calls `engine.save`. To write in the background, use `engine.start_save` instead.
+    The folder is renamed to `path` after it is complete, so an interrupted save leaves no partial
+    checkpoint at `path`.
 
     Args:
         engine: the engine, with the weights, optimizer states and counters to save.
@@ -54,8 +55,8 @@ def save(engine: Engine, path: str | Path, extra: Mapping[str, Any] | None = Non
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be written.
-        DataError: if an earlier step had invalid data, and reading the metrics of that step has not
-            raised this error already.
+        DataError: if an earlier step had invalid data, unless this error was already raised when
+            the metrics of that step were read.
     """
     return engine.save(path, extra)
 
@@ -70,16 +71,17 @@ def load(
     """Loads an engine from a run, a checkpoint, an export or a Hugging Face folder. Collective.
 
     The groups `model`, `precision`, `train`, `optim` and `data` of the configuration are taken from
-    the checkpoint; all other groups have their defaults. A Hugging Face folder, and a safetensors
-    folder that `threed convert` wrote, have only weights: optimizer states start at zero.
+    the checkpoint; all other groups have their default values. Hugging Face folders and exports
+    (safetensors folders that `threed convert` wrote) contain only weights, so optimizer states
+    start at zero.
 
     Args:
-        path: a run folder (its newest checkpoint is loaded), a checkpoint, a safetensors folder, or
-            a Hugging Face folder.
+        path: a run folder, whose newest checkpoint is loaded; or a checkpoint, a safetensors
+            folder, or a Hugging Face folder.
         topology: topology of all ranks; by default, every rank is a data-parallel rank.
-        build: class or function that builds a custom model, with the parameters (config, slicing),
+        build: class or function that builds a custom model. Its parameters are (config, slicing),
             (config) or (). A custom model requires `build` or `model={"arch": "FILE.py:NAME"}`,
-            because the file that a checkpoint names is not imported.
+            because the code file that a checkpoint names is not imported.
         changes: values that override configuration keys, by group, such as `zero={"stage": 3}`.
 
     Returns:
@@ -105,8 +107,8 @@ def load(
         problem = f"{path}: its model is the code {arch}, which is not imported by itself"
         raise ConfigError([f"{problem}: {fix}"])
     if names_model(arch) and build is not None:
-        # Code that later builds the model from this configuration must import `build`, not the file
-        # that the checkpoint names.
+        # The configuration gets the name of `build`. Code that later builds the model from the
+        # configuration then imports `build`, and not the file that the checkpoint names.
         with contextlib.suppress(ValueError):
             groups["model"] = {**groups["model"], "arch": name_of(build)}
     try:
@@ -130,8 +132,8 @@ def build_engine(config: Config, topology: Topology, build: Build | None = None)
     Args:
         config: the resolved configuration.
         topology: topology of all ranks.
-        build: class or function that builds a custom model (`models.build_custom`); by default the
-            model of `config.model`.
+        build: class or function that builds a custom model (see `models.build_custom`). By default,
+            the model that `config.model` describes is built.
 
     Returns:
         The engine.
@@ -144,7 +146,7 @@ def build_engine(config: Config, topology: Topology, build: Build | None = None)
 
 
 def _load_weights(engine: Engine, folder: Path) -> None:
-    """Loads the weights of a folder of safetensors. Collective."""
+    """Loads the weights of a safetensors folder into an engine. Collective."""
     try:
         engine.load_full_state_dict(SafetensorsFolder(folder))
     except (KeyError, ValueError) as error:
@@ -152,7 +154,7 @@ def _load_weights(engine: Engine, folder: Path) -> None:
 
 
 def _source(path: Path) -> Path:
-    """Returns the folder to load; for a run folder, its newest checkpoint."""
+    """Returns the folder to load: the newest checkpoint of a run folder, or `path` itself."""
     if (path / MANIFEST).is_file() or is_hf_folder(path) or is_safetensors_folder(path):
         return path
     newest = next(candidates(path, "auto"), None)
@@ -167,7 +169,7 @@ def _source(path: Path) -> Path:
 def _saved(source: Path) -> dict[str, Any]:
     """Returns the groups of the saved configuration that define the training.
 
-    For a Hugging Face folder, this is only the group `model`.
+    A Hugging Face folder has only the group `model`.
     """
     is_export = is_safetensors_folder(source)
     if is_hf_folder(source) and not is_export:

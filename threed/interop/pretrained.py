@@ -2,12 +2,13 @@
 
     threed.config.arguments.load(argv, begin=find)
 
-FOLDER is a Hugging Face folder or a native checkpoint converted from one. The model configuration
-in FOLDER overrides the preset and the configuration file. A command-line flag with a different
-value raises an error. The run may choose only the model keys `seq` and `dropout`.
+FOLDER is a Hugging Face folder, or a native checkpoint that was converted from a Hugging Face
+folder. The model configuration in FOLDER overrides the preset and the configuration file. A
+command-line flag with a different value for a model key raises an error, except for the keys `seq`
+and `dropout`, which the run may choose.
 
-The run uses the folder's tokenizer unless `--data.tokenizer` names another one. If the folder has
-no tokenizer, `--data.tokenizer` is required.
+The run uses the tokenizer in FOLDER, unless `--data.tokenizer` names a different tokenizer. If
+FOLDER has no tokenizer, `--data.tokenizer` is required.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
     """Returns the configuration values from the folder `checkpoint.resume`, by group and key.
 
     Returns an empty dict if `checkpoint.resume` is "auto", "none" or a folder without pretrained
-    weights. A native checkpoint with completed steps does not count as pretrained weights, because
-    the configuration of a run that resumes from it must define the model.
+    weights. A native checkpoint with completed steps does not count as pretrained weights: a run
+    that resumes from such a checkpoint must define the model in its own configuration.
 
     Args:
         config: the configuration of the run.
@@ -66,19 +67,19 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
 def default_seq(model: ModelConfig) -> int:
     """Returns the default sequence length, in tokens, for a pretrained model.
 
-    It is 256, or the model's number of positions if that is smaller.
+    The default is 256, or the model's number of positions if that is smaller.
     """
     return min(SEQ, model.positions or model.seq)
 
 
 @dataclass(frozen=True)
 class NativeFolder:
-    """A native checkpoint from which a run starts. Its tensors are checked only by the load.
+    """A native checkpoint from which a run starts. The tensors are checked later, by the load.
 
     Attributes:
         manifest: the content of the checkpoint's manifest.
-        model: the model configuration.
-        steps: completed training steps.
+        model: the model configuration in the manifest.
+        steps: number of completed training steps.
     """
 
     manifest: Mapping[str, Any]
@@ -86,14 +87,14 @@ class NativeFolder:
     steps: int
 
     def problems(self) -> Iterable[str]:
-        """Returns an empty tuple, because the load checks the tensors (cf. `HFFolder.problems`)."""
+        """Returns an empty tuple, because the tensors are checked later, by the load."""
         return ()
 
     def tokenizer(self, fix: str) -> str:
         """Returns the checkpoint's tokenizer, as a value for `--data.tokenizer`.
 
         Args:
-            fix: the suggested fix, with which the error message ends.
+            fix: the suggested fix; appended to the error message.
 
         Raises:
             CheckpointError: if the checkpoint does not name its tokenizer, or the tokenizer's files
@@ -102,8 +103,9 @@ class NativeFolder:
         spec = str(self.manifest["config"]["data"]["tokenizer"])
         if spec == "none":
             raise CheckpointError(f"the checkpoint does not name the tokenizer of its model: {fix}")
-        # The checkpoint may be from another machine: the path may not exist here, or contain
-        # other files. For a checkpoint with completed steps, the resume checks this later.
+        # The checkpoint may be from another machine: the tokenizer's path may not exist on this
+        # machine, or may contain different files. If the checkpoint has completed steps, this is
+        # not checked here, because the resume compares the tokenizers later.
         if spec != "bytes" and not self.steps and saved_files(spec, self.manifest) is None:
             what = f"its tokenizer, {plain(spec)}, is missing or has other files now"
             raise CheckpointError(f"{what}: {fix}")
@@ -113,7 +115,7 @@ class NativeFolder:
 def _open(path: Path) -> HFFolder | NativeFolder | None:
     """Opens a Hugging Face folder or a native checkpoint.
 
-    Returns None if `path` is neither, or if the model in the manifest is invalid.
+    Returns None if `path` is neither of them, or if the manifest's model is invalid.
 
     Raises:
         CheckpointError: if the folder cannot be read.

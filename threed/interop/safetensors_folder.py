@@ -3,9 +3,9 @@
     export_safetensors(Path("runs/mine/checkpoints/step-200"), Path("mine"))
     weights = SafetensorsFolder(Path("mine"))       # a mapping by name; tensors are read on demand
 
-The weights and persistent buffers are in model.safetensors, or, if they exceed the size limit, in
-numbered shards with an index, as Hugging Face writes them. config.toml has the configuration of the
-run.
+The weights and persistent buffers are in model.safetensors. If they exceed the size limit of a
+file, they are instead in numbered shards with an index, as in Hugging Face folders. config.toml has
+the configuration of the run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def export_safetensors(
         out: the folder to write.
         dtype: dtype of the written weights: fp32, bf16, fp16 or fp64; None keeps the dtype of the
             master weights. Buffers keep their dtypes.
-        shard_bytes: limit on the size of a weight file, in bytes.
+        shard_bytes: maximum size of a safetensors file, in bytes; a larger tensor has its own file.
 
     Returns:
         `out`.
@@ -85,7 +85,8 @@ def export_safetensors(
 
 def _settings(checkpoint: Path, config: Mapping[str, Any]) -> str:
     """Returns the configuration of a checkpoint as TOML."""
-    # For a module without token ids, the engine saves a vocabulary of 0. It becomes None here.
+    # A checkpoint of a module without token ids has a vocabulary size of 0, which is not a valid
+    # value of the key. It is replaced by None ("not set").
     model = {**config["model"], "vocab": config["model"]["vocab"] or None}
     try:
         return to_toml(Config.model_validate({**config, "model": model}))
@@ -95,7 +96,7 @@ def _settings(checkpoint: Path, config: Mapping[str, Any]) -> str:
 
 
 def is_safetensors_folder(path: Path) -> bool:
-    """Returns whether a folder is an export of `export_safetensors`."""
+    """Returns whether a folder has the files that `export_safetensors` writes."""
     has_weights = (path / SINGLE).is_file() or (path / INDEX).is_file()
     return has_weights and (path / SETTINGS).is_file() and not (path / CONFIG).exists()
 

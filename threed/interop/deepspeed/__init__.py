@@ -5,14 +5,15 @@
     )
     for batch in loader:
         loss = engine(**batch).loss
-        engine.backward(loss)   # adds the gradients of this batch's share of the global mean loss
-        engine.step()           # updates at the accumulation boundary
+        engine.backward(loss)   # accumulates gradients
+        engine.step()           # updates the weights at the accumulation boundary
 
 Instead of these calls, `engine.train_batch(iterator)` runs a full step: all forwards and backwards,
 and the update. `initialize.initialize` inspects the model and the given optimizer, translates the
-configuration (`config`), and wraps a `threed.engine.ModuleEngine`. Rank 0 prints `engine.notes`:
-keys without effect, and values chosen for "auto". Any nn.Module can be trained, with any ZeRO
-stage. docs/guide/deepspeed.md lists the supported keys. `checkpoint` reads DeepSpeed's checkpoints.
+configuration (package `config`), and wraps a `threed.engine.ModuleEngine`. Rank 0 prints
+`engine.notes`: the keys without effect, and the values chosen for "auto". Any nn.Module can be
+trained, with any ZeRO stage. docs/guide/deepspeed.md lists the supported keys. The module
+`checkpoint` reads DeepSpeed's checkpoints.
 
 This package is internal.
 """

@@ -3,22 +3,23 @@
     checkpoint = DeepSpeedCheckpoint(folder, config)   a `Source`; CheckpointError if not supported
 
 `folder` is the folder of a step, such as `global_step100`, or its parent, which has the file
-`latest`. The folder of a step has mp_rank_00_model_states.pt and, per data rank N,
-zero_pp_rank_N_mp_rank_00_optim_states.pt with flat fp32 master weights and Adam moments.
-`param_shapes` in the model file lists the parameters' names and shapes in the order of the vectors
+`latest`. The folder of a step has the model file mp_rank_00_model_states.pt. For each data rank N,
+it has the optimizer file zero_pp_rank_N_mp_rank_00_optim_states.pt, which contains fp32 master
+weights and Adam moments as flat vectors. `param_shapes` in the model file lists the names and
+shapes of the parameters in the order in which the vectors contain them
 (deepspeed/utils/zero_to_fp32.py, runtime/engine.py and runtime/zero of DeepSpeed 0.19.8):
 
-- Stages 1 and 2: each parameter group is one flat vector, sharded evenly over the ranks. It may
-  have padding after each parameter (`param_alignment_paddings`) and at the end. The last ranks,
-  which hold the padding at the end, save their master weights without it.
+- Stages 1 and 2: each parameter group is one flat vector, sharded evenly over the ranks. The vector
+  may have padding after each parameter (`param_alignment_paddings`) and at its end. The ranks that
+  hold the padding at the end save their master weights without this padding.
 - Stage 3: each rank has a slice of ceil(numel / ranks) elements of every parameter; the last slices
-  are padded. A rank has one flat vector per sub-group. These vectors, concatenated, contain the
-  slices in the order of `param_shapes`.
-- Frozen parameters are not in these vectors. Stages 0 to 2 save them in `module`; stage 3 shards
-  them over the model files of the ranks.
-- Universal checkpoints have no such vectors. They have, per trained parameter, the files fp32.pt,
-  exp_avg.pt, exp_avg_sq.pt and optionally step.pt in zero/NAME. A file contains a tensor, or a
-  dictionary with the tensor `param`; the tensor is flat if the checkpoint was converted from
+  are padded. A rank has one flat vector per sub-group. The concatenation of these vectors contains
+  the rank's slices in the order of `param_shapes`.
+- Frozen parameters are not in these vectors. Stages 0 to 2 save them in `module` of the model file;
+  stage 3 shards them over the model files of the ranks.
+- Universal checkpoints have no such vectors. For each trained parameter NAME, the folder zero/NAME
+  has the files fp32.pt, exp_avg.pt, exp_avg_sq.pt and optionally step.pt. A file contains a tensor,
+  or a dictionary with the tensor `param`; the tensor is flat if the checkpoint was converted from
   stage 3. zero/optimizer_state.pt has the stage and the loss scale
   (deepspeed/checkpoint/ds_to_universal.py of DeepSpeed 0.19.8).
 """
@@ -54,21 +55,21 @@ STATES_FILE = re.compile(
     r"(bf16_|fp16_|)(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
 )
 UNIVERSAL_FILES = {"fp32.pt": WEIGHT, "exp_avg.pt": MOMENTS[0], "exp_avg_sq.pt": MOMENTS[1]}
-UNSUPPORTED = {  # unsupported kinds of checkpoints, by the pattern of their files
+UNSUPPORTED = {  # by pattern of file names: descriptions of the unsupported kinds of checkpoints
     "layer_*_model_states.pt": "a checkpoint of a PipelineModule or of experts, with names that only its program knows",
     "layer_*-model_*states.pt": "a checkpoint of a PipelineModule, with layer numbers instead of names",
     "expp_rank_*": "a checkpoint with experts (MoE)",
 }
 NAMES = {name: spelled for spelled, name in DTYPES.items()}
-Parts = dict[str, LazyTensor]  # tensors of a parameter, by part: weight, exp_avg, exp_avg_sq
+Parts = dict[str, LazyTensor]  # by part (weight, exp_avg, exp_avg_sq): the tensor of a parameter
 Table = dict[str, Any]
 
 
 def step_folder(path: Path) -> Path | None:
-    """Returns the folder of a step: the subfolder that the file `latest` names.
+    """Returns the folder of a step, which contains the files of a DeepSpeed checkpoint.
 
-    Without the file `latest`, the folder is `path`. Returns None if the folder does not have the
-    files of a DeepSpeed checkpoint.
+    This is the subfolder of `path` that the file `latest` names, or `path` itself if this file is
+    missing. Returns None if the folder does not have the files of a DeepSpeed checkpoint.
     """
     if (path / "latest").is_file():
         try:
@@ -85,8 +86,8 @@ class DeepSpeedCheckpoint(HFTensors):
     """A DeepSpeed checkpoint, as a `Source`.
 
     Args:
-        path: the checkpoint folder, or its parent with the file `latest`.
-        config: the transformers config.json of the model.
+        path: the folder of a step, or its parent folder, which contains the file `latest`.
+        config: path of the model's transformers config.json.
 
     Raises:
         CheckpointError: if the checkpoint is not supported, incomplete or damaged.
@@ -95,7 +96,7 @@ class DeepSpeedCheckpoint(HFTensors):
     def __init__(self, path: Path, config: Path) -> None:
         self.notes: list[str] = []
         self.state: dict[str, float] = {}
-        self._tensors: dict[str, Parts] = {}  # weight and moments of each parameter, by name
+        self._tensors: dict[str, Parts] = {}  # by name of the parameter: its weight and moments
         super().__init__(path, config)
         for name, entry in self._entries.items():
             self.parts[name] = tuple(self._tensors.get(self._key(entry), ()))
@@ -106,7 +107,7 @@ class DeepSpeedCheckpoint(HFTensors):
         self._folder = folder
         with as_written_by("DeepSpeed 0.19", folder):
             self._read(PickleReader())
-        for prefix in ("module.", "_orig_mod.", "module."):  # prefixes of DDP and torch.compile
+        for prefix in ("module.", "_orig_mod.", "module."):  # prefixes of DDP, torch.compile
             if all(name.startswith(prefix) for name in self._tensors):
                 found = self._tensors.items()
                 self._tensors = {name.removeprefix(prefix): parts for name, parts in found}
@@ -194,7 +195,8 @@ class DeepSpeedCheckpoint(HFTensors):
     def _without_zero(self, model_state: Table, ranks: list[Table]) -> None:
         """Adds the note that optimizer states of stage 0 are not imported.
 
-        These states are saved without parameter names. `_remaining` reads the weights.
+        They cannot be imported, because stage 0 saves them without the names of the parameters. The
+        weights are read by `_remaining`.
         """
         tensors = [
             value for value in model_state["module"].values() if isinstance(value, FileTensor)
@@ -204,7 +206,7 @@ class DeepSpeedCheckpoint(HFTensors):
         self._note(f"its states have no names: a run starts at step 0 with zero moments{more}")
 
     def _from_flat(self, model_state: Table, ranks: list[Table]) -> None:
-        """Reads the parameters of stages 1 and 2 from the flat vector of each parameter group."""
+        """Reads the parameters of stages 1 and 2 from the sharded flat vectors of all ranks."""
         paddings = ranks[0].get("param_alignment_paddings")
         keys = "single_partition_of_fp32_groups", "base_optimizer_state"
         slices = [_vectors(found, *keys) for found in ranks]
@@ -241,8 +243,11 @@ class DeepSpeedCheckpoint(HFTensors):
     def _concatenated(self, vectors: Sequence[Table]) -> Parts:
         """Returns flat weights and moments [n], each concatenated from all `vectors`.
 
-        Adds a note if the vectors have optimizer states other than Adam's moments, which are not
-        imported.
+        Optimizer states other than Adam's moments are not imported. If there are any, a note is
+        added.
+
+        Args:
+            vectors: results of `_vectors`, in the order of concatenation.
         """
         found = set(vectors[0])
         if any(set(some) != found for some in vectors):
@@ -268,7 +273,7 @@ class DeepSpeedCheckpoint(HFTensors):
             self._tensors[name] = {WEIGHT: _unpadded(shape, parts)}
 
     def _remaining(self, model_state: Table) -> None:
-        """Reads the weights of stages 0 to 2 that the optimizer files do not have."""
+        """Reads the weights of stages 0 to 2 that only the model file has, such as frozen ones."""
         excluded = {
             *(model_state.get("buffer_names") or ()),
             *(model_state.get("shared_params") or ()),
@@ -287,7 +292,7 @@ class DeepSpeedCheckpoint(HFTensors):
     # ------------------------------------------------------------------------------------------------------- universal
 
     def _universal_groups(self, reader: PickleReader, ranks: list[Table]) -> Table:
-        """Returns the content of zero/optimizer_state.pt; an empty dict if the file is missing."""
+        """Returns the content of the file zero/optimizer_state.pt, or {} if the file is missing."""
         if ranks:
             raise self._error("has both a universal checkpoint and another one: remove one of them")
         file = self._folder / "zero/optimizer_state.pt"
@@ -317,7 +322,9 @@ class DeepSpeedCheckpoint(HFTensors):
         self._check_universal(updates - {None})
 
     def _check_universal(self, updates: set[Any]) -> None:
-        """Checks that all parameters or none have moments, and that all update counts are equal.
+        """Checks the moments and the update counts of a universal checkpoint.
+
+        Either all parameters or no parameters must have moments. All update counts must be equal.
 
         Args:
             updates: the distinct update counts in the files `step.pt`.
@@ -325,7 +332,7 @@ class DeepSpeedCheckpoint(HFTensors):
         missing = [name for name, parts in self._tensors.items() if len(parts) < 3]
         if 0 < len(missing) < len(self._tensors):
             raise self._error(f"has moments of other parameters, but not of {missing[0]}")
-        if missing:  # no parameter has both of Adam's moments, so none are imported
+        if missing:  # no parameter has both of Adam's moments, so no moments are imported
             self._tensors = {name: {WEIGHT: parts[WEIGHT]} for name, parts in self._tensors.items()}
         if len(updates) > 1:
             raise self._error(f"has different numbers of updates: {plain(sorted(updates))}")
@@ -352,13 +359,13 @@ def _unpadded(shape: Shape, slices: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def _value(reader: PickleReader, file: Path) -> Any:
-    """Returns the content of a universal checkpoint's file; if it is a dict, its entry "param"."""
+    """Returns the content of a universal checkpoint's file; of a dict, only the entry "param"."""
     value = reader.torch_file(file)
     return value.get("param") if isinstance(value, dict) else value
 
 
 def _reshaped(reader: PickleReader, file: Path, shape: Shape) -> LazyTensor:
-    """Returns the tensor in a file of a universal checkpoint, reshaped to its parameter's shape."""
+    """Returns the tensor in a file of a universal checkpoint, in the shape of its parameter."""
     tensor = _value(reader, file)
     if not isinstance(tensor, FileTensor):
         raise CheckpointError(f"{file} has no tensor")
@@ -372,9 +379,10 @@ def _reshaped(reader: PickleReader, file: Path, shape: Shape) -> LazyTensor:
 
 
 def stage_of(found: Table) -> int:
-    """Returns the ZeRO stage of an optimizer state.
+    """Returns the ZeRO stage of an optimizer state: 1, 2 or 3.
 
-    The default is 1, because one of DeepSpeed's stage-1 optimizers does not save `zero_stage`.
+    Without the key `zero_stage`, the stage is 1, because one of DeepSpeed's optimizers for stage 1
+    does not save this key.
     """
     value = found.get("zero_stage", 1)
     value = value.args[0] if isinstance(value, PickledObject) and value.args else value
@@ -387,9 +395,9 @@ def stage_of(found: Table) -> int:
 
 
 def scale_of(scaler: Any) -> dict[str, float]:
-    """Returns the state of a dynamic loss scaler under the keys of native checkpoints.
+    """Converts the state of DeepSpeed's dynamic loss scaler to the keys of native checkpoints.
 
-    Returns an empty dict for any other scaler. See deepspeed/runtime/fp16/loss_scaler.py.
+    Returns an empty dict for any other loss scaler. See deepspeed/runtime/fp16/loss_scaler.py.
     """
     if not isinstance(scaler, PickledObject) or not scaler.name.endswith(".DynamicLossScaler"):
         return {}
@@ -398,9 +406,9 @@ def scale_of(scaler: Any) -> dict[str, float]:
     scale, at, overflow, left = (-1.0 if value is None else value for value in values)
     if None in values or not scale > 0:
         return {}
-    # threed doubles the scale after `window` updates without an overflow. After an overflow,
-    # DeepSpeed 0.19 doubles it for the first time one update later than that. Therefore `good` is
-    # one less than the number of updates since the overflow.
+    # threed doubles the scale after `window` updates without an overflow. In DeepSpeed 0.19, the
+    # first doubling after an overflow happens after `window` + 1 updates. Therefore `good` is one
+    # less than the number of updates since the overflow.
     good = max(0.0, at - overflow - 2)
     return {"loss_scale": scale, "good_steps": good, "hysteresis_left": max(0.0, left)}
 
@@ -410,9 +418,10 @@ def _count(value: Any) -> int:
 
 
 def _vectors(found: Table, weights: str, states: str) -> list[Table]:
-    """Returns a rank's flat weights and moments [n], by part: one dictionary per parameter group.
+    """Returns one dictionary per parameter group, with the rank's flat weights and moments [n].
 
-    Each dictionary also has the number of updates as "step", if the checkpoint stores it.
+    The keys are "weight" and the names of the moments. If the checkpoint stores the number of
+    updates, the dictionary has this number as "step".
 
     Args:
         found: the optimizer state of the rank.

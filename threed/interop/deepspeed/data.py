@@ -1,4 +1,4 @@
-"""Data loading: splits a dataset over data-parallel ranks and moves micro-batches to the device."""
+"""Loads data: splits a dataset over data-parallel ranks, and moves micro-batches to the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from threed.distributed.topology import Topology
 class EpochSampler(DistributedSampler[Any]):
     """A DistributedSampler that shuffles each pass over the dataset in a different order.
 
-    The sampler increments its epoch after each complete pass.
+    The sampler increments its attribute `epoch` after each complete pass.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -34,18 +34,18 @@ def deepspeed_io(
 ) -> DataLoader[Any]:
     """Returns a loader of this rank's part of a dataset.
 
-    If the dataset has indices, `EpochSampler` shuffles it.
+    A dataset with indices (`__getitem__`) is shuffled by an `EpochSampler`.
 
     Args:
-        data: the dataset.
-        topology: the topology; its axis "dp" splits the dataset.
-        micro_batch: samples per batch.
+        data: the full dataset.
+        topology: the topology of the run. The dataset is split over the axis "dp".
+        micro_batch: number of samples per batch.
         drop_last: whether to drop a last batch that is not full.
         collate: the DataLoader's `collate_fn`.
 
     Raises:
-        ConfigError: if there are several data ranks and the dataset cannot be split over them,
-            because it is an IterableDataset or has no indices.
+        ConfigError: if there are several data ranks, and the dataset is an IterableDataset or has
+            no indices, so that it cannot be split.
     """
     axis = topology.axis("dp")
     streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
@@ -70,7 +70,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def repeat(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yields the batches of a loader, without end: one epoch after another.
+    """Yields the batches of a loader without end, one epoch after another.
 
     Raises:
         ValueError: if the loader has no batches.

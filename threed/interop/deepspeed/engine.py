@@ -39,8 +39,8 @@ class DeepSpeedEngine:
         model: the module to train.
         topology: a topology with data parallelism only.
         translation: the translated DeepSpeed configuration.
-        passed: the optimizer that was passed to `initialize`.
-        training_loader: the default data source of `train_batch`.
+        passed: the torch optimizer that was passed to `initialize`; None if none was passed.
+        training_loader: the loader from which `train_batch` reads without an iterator, or None.
         notes: messages of `initialize`. The attribute `notes` has these messages, followed by the
             messages of the translation.
 
@@ -50,9 +50,10 @@ class DeepSpeedEngine:
         translation: the translated DeepSpeed configuration.
         optimizer: the optimizer, whose learning rates can be set.
         lr_scheduler: the scheduler that was passed to `initialize`, which `step` advances; or a
-            view of the configuration's schedule; or None.
-        metrics: metrics of the last step; None before the first.
-        micro_steps: number of micro-batches completed by `step`, except in discarded steps.
+            view of the configuration's schedule; or None if there is neither.
+        metrics: metrics of the last step; None before the first step.
+        micro_steps: number of micro-batches that `step` has completed. The micro-batches of
+            discarded steps are not counted.
         notes: messages about keys that have no effect, and about values chosen by threed.
     """
 
@@ -76,12 +77,12 @@ class DeepSpeedEngine:
         self.training_loader = training_loader
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
-        self._skipped = 0  # number of skipped steps when the scheduler was last advanced
+        self._skipped = 0  # with a dynamic loss scale: `skipped_steps` after the last update
         self._pending = False  # True between `backward` and `step`
         self._batches = None if training_loader is None else repeat(training_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not set yet; `self.module` below would recurse without end
+        if name == "module":  # not set yet, so `self.module` below would recurse without end
             raise AttributeError(name)
         try:
             return getattr(self.module, name)
@@ -96,9 +97,9 @@ class DeepSpeedEngine:
     # ------------------------------------------------------------------------------------------------------- training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward, and returns its result.
+        """Runs the module's forward, and returns the result. Collective.
 
-        If gradients are enabled, starts a step unless one is in progress. Collective.
+        If gradients are enabled and no step is in progress, a step begins.
 
         Args:
             args: positional arguments of the module's forward.
@@ -113,7 +114,7 @@ class DeepSpeedEngine:
     forward = __call__
 
     def _begin(self) -> None:
-        """Starts a step unless one is in progress."""
+        """Begins a step of the engine, unless a step is in progress."""
         if not self.engine.accumulating:
             self.optimizer.synchronize()
             self.engine.begin(self.translation.accumulation)
@@ -121,9 +122,10 @@ class DeepSpeedEngine:
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Runs the backward of one micro-batch, weighted by its share of the global batch.
+        """Runs the backward of one micro-batch, and accumulates the gradients. Collective.
 
-        Collective.
+        The loss is divided by the number of micro-batches of all ranks in the step. So the
+        gradients of a step add up to the gradients of the mean loss of the global batch.
 
         If the backward raises an error, the step is discarded together with the gradients of its
         earlier micro-batches, and the next micro-batch is the first of a new step.
@@ -131,7 +133,8 @@ class DeepSpeedEngine:
         Args:
             loss: the mean loss of the micro-batch, a scalar tensor.
             retain_graph: not supported; must be False.
-            scale_wrt_gas: whether to divide the loss by the number of accumulation steps.
+            scale_wrt_gas: whether to divide the loss by the number of accumulation steps, in
+                addition to the number of ranks.
 
         Returns:
             `loss`, unchanged.
@@ -160,9 +163,9 @@ class DeepSpeedEngine:
         return loss
 
     def _discard_step(self, error: BaseException) -> None:
-        """Discards the current step.
+        """Discards the current step after an error.
 
-        Adds a note to `error` if this discards gradients of earlier micro-batches.
+        If this discards the gradients of earlier micro-batches, a note is added to `error`.
         """
         if done := self.micro_steps % self.translation.accumulation:
             error.add_note(
@@ -176,12 +179,12 @@ class DeepSpeedEngine:
     def step(self) -> None:
         """Ends a micro-batch; at the accumulation boundary, runs an optimizer step.
 
-        Collective at the boundary.
+        The boundary is the last micro-batch of a step. At the boundary, this method is collective.
 
         Raises:
-            RuntimeError: if no backward was run for the micro-batch (by this engine, or by another
-                engine whose loss depends on this module); or if parameter groups or step hooks have
-                been added to the optimizer that was passed to `initialize`.
+            RuntimeError: if no backward was run for the micro-batch, by this engine or by another
+                engine whose loss depends on this module; or if parameter groups or step hooks were
+                added to the optimizer that was passed to `initialize`.
         """
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -195,7 +198,10 @@ class DeepSpeedEngine:
         self._pending = False
 
     def _step_scheduler(self) -> None:
-        """Advances the program's scheduler, unless the step was skipped because of an overflow."""
+        """Advances the program's scheduler.
+
+        With a dynamic loss scale, the scheduler is not advanced if the step was skipped.
+        """
         if self.lr_scheduler is None or isinstance(self.lr_scheduler, SchedulerView):
             return
         skipped = self.skipped_steps if self.engine.optimizer.scaler.rule.dynamic else 0
@@ -225,8 +231,8 @@ class DeepSpeedEngine:
         Args:
             data_iter: yields micro-batches; None repeats `training_data` without end. A
                 micro-batch is a dict of keyword arguments, a list or tuple of positional arguments,
-                or a single argument of the module. The module returns the loss, or an output that
-                contains it (`threed.models.wrapped.loss_of`).
+                or a single argument of the module. The module must return the loss, or an output
+                that contains the loss (`threed.models.wrapped.loss_of`).
 
         Returns:
             The mean loss over micro-batches and ranks, a scalar tensor.
@@ -252,16 +258,16 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """Returns the mean loss over the number of micro-batches of one step, without training.
+        """Evaluates as many micro-batches as a step has, and returns their mean loss. Collective.
 
-        Collective.
+        The weights are not changed.
 
         Args:
             data_iter: yields micro-batches, as in `train_batch`.
 
         Returns:
-            The mean over micro-batches and ranks, a scalar tensor; NaN if a batch has token ids
-            beyond the vocabulary.
+            The mean loss over micro-batches and ranks, a scalar tensor. It is NaN if a batch has
+            token ids beyond the vocabulary.
         """
         n = self.translation.accumulation
         with self.engine.evaluating():
@@ -292,8 +298,8 @@ class DeepSpeedEngine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards all gradients, including gradients from the losses of other engines.
 
-        A call is not necessary, because `step` discards the gradients after each update. Issues a
-        warning if gradients of earlier micro-batches of the current step are discarded.
+        A program need not call this method, because `step` discards the gradients after each
+        update. A warning is issued if the call discards gradients of the current step.
 
         Args:
             set_to_none: has no effect; accepted because torch's `zero_grad` has it.
@@ -314,17 +320,17 @@ class DeepSpeedEngine:
 
     @property
     def global_steps(self) -> int:
-        """Number of optimizer steps, including skipped steps."""
+        """The number of optimizer steps, including skipped steps."""
         return self.engine.steps
 
     @property
     def global_samples(self) -> int:
-        """Number of samples in all steps so far, over all ranks, including skipped steps."""
+        """The number of samples in all steps so far, over all ranks, including skipped steps."""
         return self.engine.steps * self.translation.train_batch_size
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps skipped because of a gradient that was not finite."""
+        """The number of steps that were skipped because a gradient was not finite."""
         return int(self.engine.optimizer.bad.skips)
 
     def get_lr(self) -> list[float]:
@@ -332,11 +338,11 @@ class DeepSpeedEngine:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Returns the gradient norm of the last step, before clipping; None before the first."""
+        """Returns the last step's gradient norm before clipping; None before the first step."""
         return None if self.metrics is None else self.metrics.grad_norm
 
     def train_batch_size(self) -> int:
-        """Returns the number of samples in a step, over all ranks."""
+        """Returns the number of samples in one step, over all ranks."""
         return self.translation.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -344,7 +350,7 @@ class DeepSpeedEngine:
         return self.translation.micro_batch
 
     def gradient_accumulation_steps(self) -> int:
-        """Returns the number of micro-batches per rank in a step."""
+        """Returns the number of micro-batches per rank in one step."""
         return self.translation.accumulation
 
     def zero_optimization_stage(self) -> int:
@@ -383,7 +389,8 @@ class DeepSpeedEngine:
         Args:
             save_dir: the folder of checkpoints.
             tag: the name of the checkpoint; None means "global_stepN". Must be equal on all ranks.
-            client_state: user data of numbers, strings, lists and dicts.
+            client_state: data of the program (numbers, strings, lists and dicts) to save with the
+                checkpoint.
 
         Returns:
             True.
@@ -418,8 +425,8 @@ class DeepSpeedEngine:
             tag: the name of the checkpoint; None means the tag in load_dir/latest.
 
         Returns:
-            The path of the checkpoint and its client_state; (None, None) if `tag` is None and the
-            file `latest` is missing.
+            (path of the checkpoint, client_state that was saved with it); (None, None) without
+            `tag` if the file `latest` is missing.
 
         Raises:
             RuntimeError: if a step is in progress.

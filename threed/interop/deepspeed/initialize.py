@@ -1,4 +1,4 @@
-"""`threed.initialize`, with the arguments and return values of `deepspeed.initialize`."""
+"""Implements `threed.initialize`, which has the interface of `deepspeed.initialize`."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ def initialize(
     Args:
         model: any nn.Module.
         config: the path of a ds_config.json, or a dict.
-        optimizer: a torch AdamW, Adam or SGD with the hyper-parameters to use; None means the
-            config's optimizer.
-        model_parameters: parameters, or parameter groups with their own lr or weight_decay;
-            together they must be all parameters that require gradients.
+        optimizer: a torch AdamW, Adam or SGD whose class and hyper-parameters are used; None means
+            the optimizer that `config` defines.
+        model_parameters: parameters, or parameter groups, which may have their own lr or
+            weight_decay. Together they must contain all parameters that require gradients.
         training_data: a dataset for the returned loader.
-        lr_scheduler: a torch scheduler of the passed optimizer, or a function that creates one for
-            an optimizer. `engine.step` advances it. None means the config's scheduler.
+        lr_scheduler: a torch scheduler of the passed optimizer, or a function that creates a
+            scheduler for a given optimizer. `engine.step` advances the scheduler. None means the
+            schedule that `config` defines.
         collate_fn: the loader's `collate_fn`.
         topology: a topology with data parallelism only; None creates one.
 
     Returns:
-        A tuple of the engine, its optimizer, a loader of `training_data` (None without
-        `training_data`), and the scheduler: the one that was passed, a view of the config's
-        schedule, or None.
+        (engine, optimizer, loader, scheduler). The optimizer is the engine's optimizer. The loader
+        yields batches of `training_data`; without `training_data`, it is not created (None). The
+        scheduler is the passed scheduler, or a view of the schedule in `config`, or None.
 
     Raises:
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.
@@ -79,8 +80,8 @@ def initialize(
     groups = find_groups(model, model_parameters, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
-    # The first collective connects all ranks. It precedes `translate`, because the other ranks
-    # would wait for a rank that exits with a ConfigError before it is connected.
+    # The first collective connects all ranks. It must precede `translate`, which may raise a
+    # ConfigError: the other ranks would wait for a rank that exits before it is connected.
     collectives.exchange(None, topology.axis("world"))
     translation = translate(ds, topology.dp, facts, groups)
     loader = None
@@ -101,7 +102,7 @@ def initialize(
 
 
 def _scheduler_problem(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Returns why the program's scheduler cannot be used, or None."""
+    """Returns the reason why a scheduler that the program passes cannot be used, or None."""
     if scheduler is None or callable(scheduler):
         return None
     if not callable(getattr(scheduler, "step", None)):
@@ -114,9 +115,10 @@ def _scheduler_problem(scheduler: Any, optimizer: torch.optim.Optimizer | None) 
 
 
 def find_facts(model: nn.Module) -> ModelFacts:
-    """Returns the hidden size in the model's `config`, and the most common dtype of its weights.
+    """Returns the hidden size and the most common dtype of a model.
 
-    The hidden size is found as in Hugging Face's DeepSpeed integration.
+    The hidden size is read from the model's attribute `config`, as in Hugging Face's DeepSpeed
+    integration.
     """
     counts = dict.fromkeys(DTYPES.values(), 0)
     for param in model.parameters():
@@ -133,7 +135,7 @@ def _hidden_size(config: object) -> int | None:
 
 
 def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns optimizer.params of a ds_config; empty if invalid (`translate` raises the error)."""
+    """Returns optimizer.params of a ds_config; empty if invalid, because `translate` reports it."""
     section = ds.get("optimizer")
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}

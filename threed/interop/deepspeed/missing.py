@@ -1,4 +1,4 @@
-"""Attributes of DeepSpeed's engine that `DeepSpeedEngine` lacks, with their replacements."""
+"""Replacements for the attributes of DeepSpeed's engine that `DeepSpeedEngine` does not have."""
 
 from __future__ import annotations
 

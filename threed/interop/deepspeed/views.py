@@ -1,6 +1,7 @@
 """The optimizer and the scheduler that `initialize` returns.
 
-Both give access to the learning rates of the engine's parameter groups.
+A program reads and sets the learning rates of the engine's parameter groups through the optimizer.
+The scheduler shows the learning rates of the configuration's schedule.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from torch import Tensor
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
-RATE = {"params", "lr", "initial_lr"}  # keys of a group that `_kept` does not copy
-PAIRS = "pairs of a Counter"  # the only key of a `Counter` that `to_json` encoded
+RATE = {"params", "lr", "initial_lr"}  # keys of a parameter group that `_kept` does not copy
+PAIRS = "pairs of a Counter"  # `to_json` encodes a `Counter` as a dict with this key only
 
 
 class EngineOptimizer(torch.optim.Optimizer):
     """The engine's optimizer as a torch optimizer, whose learning rates can be read and set.
 
     A program or a scheduler sets `param_groups[i]["lr"]`, and the next update uses that learning
-    rate. Until one is set, the learning rates follow the configuration's schedule. The engine runs
-    the updates, so `step` raises an error.
+    rate. Before a learning rate is set, all learning rates follow the configuration's schedule. The
+    engine runs the updates, so `step` of this class raises an error.
 
     Args:
-        engine: the engine.
-        zero_grad: the `zero_grad` of the `DeepSpeedEngine`.
-        passed: the optimizer that was passed to `initialize`; both optimizers have the same
-            `param_groups`. None if the configuration defines the optimizer.
-        scheduled: whether the configuration has a schedule.
+        engine: the engine that runs the updates.
+        zero_grad: the method `zero_grad` of the `DeepSpeedEngine`.
+        passed: the optimizer that was passed to `initialize`; None if the configuration defines the
+            optimizer. A passed optimizer and this optimizer share the same `param_groups`.
+        scheduled: whether the configuration has a learning rate schedule.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def synchronize(self) -> None:
-        """Applies learning rates that the program has set in the groups.
+        """Sets the engine's learning rates to those that the program has set in the groups.
 
         Raises:
             RuntimeError: if groups were replaced or added, if a value other than the learning rate
@@ -106,9 +107,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._apply(rates)
 
     def stepped(self) -> None:
-        """Marks an update as done.
+        """Records that an update was done.
 
-        Otherwise torch's schedulers would warn that they are stepped before the optimizer.
+        Without this record, torch's schedulers warn that they are stepped before the optimizer.
         """
         for optimizer, _ in self._hooks:
             optimizer._opt_called = True
@@ -116,9 +117,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     def show(self) -> None:
         """Writes the learning rates of the next update to the groups.
 
-        A group of frozen parameters has no updates. Its learning rate follows the configuration's
-        schedule until the program sets any learning rate. After that, it keeps the value that the
-        program has set.
+        A group of frozen parameters has no updates. The learning rate of such a group follows the
+        configuration's schedule until the program sets the learning rate of any group. Afterwards,
+        it keeps its value unless the program sets it.
         """
         rates = self._engine.learning_rates
         scheduled = not self._engine.optimizer.rates.state()
@@ -140,10 +141,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Sets the learning rates of the next update.
 
         Args:
-            rates: learning rate of each group.
+            rates: one learning rate per group.
         """
-        # Entries without a group here are not used by any parameter. They are not read from the
-        # engine, because the host would wait for the device.
+        # The engine may have learning rates that belong to none of these groups. No parameter uses
+        # them, so they get an arbitrary value. Reading their current values from the engine would
+        # make the host wait for the device.
         values = [rates[0]] * (1 + len(self._engine.config.optim.groups))
         for index, rate in zip(self._index, rates, strict=True):
             if index is not None:
@@ -184,7 +186,7 @@ def _refuse_state(*_: Any) -> NoReturn:
 
 
 def _kept(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a group that must not change; parameters are represented by ids."""
+    """Returns the values of a group that must not change, with ids in place of parameters."""
     kept = {key: plain_value(value) for key, value in group.items() if key not in RATE}
     return {**kept, "params": list(map(id, group.get("params", ())))}
 
@@ -192,12 +194,13 @@ def _kept(group: dict[str, Any]) -> dict[str, Any]:
 def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int | None]:
     """Returns the index of each group's learning rate in `Engine.learning_rates`.
 
-    The index is None for a group without trained parameters, which has no learning rate.
+    A group without trained parameters has no learning rate; None is returned as its index.
 
     Args:
-        groups: the groups of a passed optimizer.
-        own: indices of the learning rates that the engine's parameters use. A single group has the
-            first of them, because `optim.groups` has an entry for it only if it has its own values.
+        groups: the parameter groups of a passed optimizer.
+        own: indices of the learning rates that the engine's parameters use, ascending. If there is
+            a single group, its index is the first of these: 0, or 1 if `optim.groups` has an entry
+            for the group.
     """
     if len(groups) == 1:
         return [own[0] if own else 0]
@@ -206,7 +209,7 @@ def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int |
 
 
 def _engine_groups(engine: ModuleEngine) -> dict[int, dict[str, Any]]:
-    """Returns the engine's parameter groups by the index of their learning rate."""
+    """Returns the engine's parameter groups, each by its index in `Engine.learning_rates`."""
     optim, rates = engine.config.optim, engine.learning_rates
     sgd = optim.name == "sgd"
     constants: dict[str, Any] = {"momentum": optim.momentum} if sgd else {"betas": optim.betas}
@@ -214,7 +217,7 @@ def _engine_groups(engine: ModuleEngine) -> dict[int, dict[str, Any]]:
     trained = [group for group in engine.layout.groups if group.key.trainable]
     options = {slot.spec.name: group.key.options for group in trained for slot in group.slots}
     found: dict[int, dict[str, Any]] = {}
-    # `named_parameters` reads no values, so sharded parameters need not be gathered.
+    # `named_parameters` does not read values, so sharded parameters need not be gathered.
     for name, param in engine.module.named_parameters():
         if name in options:
             own = options[name]
@@ -224,7 +227,9 @@ def _engine_groups(engine: ModuleEngine) -> dict[int, dict[str, Any]]:
 
 
 class SchedulerView:
-    """The configuration's learning rate schedule, a function of the number of updates.
+    """The configuration's learning rate schedule, with the methods of a torch scheduler.
+
+    The engine computes the learning rates from the number of updates. This class only shows them.
 
     Args:
         optimizer: the optimizer whose groups have the learning rates.
@@ -240,9 +245,9 @@ class SchedulerView:
     get_lr = get_last_lr
 
     def step(self, *_: Any) -> None:
-        """Has no effect, because each update advances the schedule.
+        """Has no effect, because the schedule follows the engine's number of updates.
 
-        A skipped step does not advance the schedule.
+        A skipped step is not an update, so it does not advance the schedule.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,14 +255,14 @@ class SchedulerView:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has no effect; see `state_dict`."""
+        """Has no effect, because `state_dict` returns no state."""
 
 
 def to_json(state: Any) -> Any:
     """Returns the state of a scheduler as JSON; `from_json` decodes it.
 
-    Tensors become numbers or lists of numbers. A `Counter` (of `MultiStepLR`) becomes its pairs,
-    because JSON has only strings as keys.
+    Tensors become numbers or lists of numbers. A `Counter`, as in the state of `MultiStepLR`, is
+    encoded as a list of (key, count) pairs, because the keys of JSON objects must be strings.
     """
     if isinstance(state, Tensor):
         return state.tolist()

@@ -3,9 +3,10 @@
     export_hf(Path("runs/gpt/checkpoints/step-200"), out, tokenizer)     # from a native checkpoint
     write_folder(out, folder.table, folder, folder.config, "bf16")       # from an `HFFolder`
 
-The phases are: check the checkpoint, names and shapes; assign tensors to files by size; stream
-tensors, a few rows at a time; write configuration and tokenizer; rename the temporary folder to its
-final name. `layouts` defines the names and shapes of the tensors.
+An export checks the checkpoint and the names and shapes of its tensors, and assigns tensors to
+files by size. It streams the tensors into the files, a few rows at a time, and writes the
+configuration and the tokenizer. Finally, it renames the temporary folder to its final name. The
+module `layouts` defines the names and shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -68,17 +69,17 @@ def export_hf(
 
     If the run started from a Hugging Face folder and uses the tokenizer of that folder, special
     token ids and generation_config.json are taken from the checkpoint's record of that folder (see
-    `folder_record`); otherwise the ids are derived from the tokenizer. Replaces an earlier export
-    at `out`.
+    `folder_record`). Otherwise the ids are derived from the tokenizer. An earlier export at `out`
+    is replaced.
 
     Args:
         checkpoint: the folder of the native checkpoint.
         out: the folder to write.
-        tokenizer: the tokenizer to write.
+        tokenizer: the tokenizer to write; None for no tokenizer.
         dtype: dtype of the written weights: fp32, bf16, fp16 or fp64; None keeps the dtype of the
             master weights.
-        files: tokenizer files to copy, instead of `tokenizer`.
-        shard_bytes: limit on the size of a weight file, in bytes.
+        files: tokenizer files to copy; used instead of `tokenizer` if given.
+        shard_bytes: maximum size of a weight file, in bytes; a larger tensor has its own file.
 
     Returns:
         `out`.
@@ -101,7 +102,7 @@ def export_hf(
     record = folder_record.validated(manifest["state"]["extra"].get("hf"))
     extra_keys, json_files = folder_record.for_export(record, tokenizer)
     config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
-    del config["pad_token_id"]  # if the original folder had this key, `extra_keys` has its value
+    del config["pad_token_id"]  # `extra_keys` has this key, unless the original folder lacks it
     return write_folder(
         out, table, reader, config | extra_keys, dtype, files or tokenizer, json_files, shard_bytes
     )
@@ -116,13 +117,13 @@ def write_folder(
 
     Args:
         out: the folder to write.
-        table: one entry per Hugging Face tensor to write, with the native tensors it consists of.
-        source: the native tensors.
+        table: one entry per Hugging Face tensor to write (see `layouts.entries`).
+        source: the native tensors of which the Hugging Face tensors consist.
         config: the content of config.json, without the dtype.
         dtype: dtype of all written tensors; None keeps each tensor's dtype.
-        tokenizer: the tokenizer to write.
-        files: additional JSON files by name, as objects or as text.
-        shard_bytes: limit on the size of a weight file, in bytes.
+        tokenizer: the tokenizer to write; None for no tokenizer.
+        files: contents of additional JSON files by file name. A content is an object or a text.
+        shard_bytes: maximum size of a weight file, in bytes; a larger tensor has its own file.
 
     Returns:
         `out`.
@@ -153,14 +154,15 @@ def write_folder(
 
 
 def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
-    """Returns a checkpoint's model.
+    """Returns the model configuration of a checkpoint.
 
-    Raises CheckpointError if the model is invalid or has more layers than there are tensors.
+    Raises CheckpointError if the configuration is invalid, or the model has more layers than the
+    checkpoint has tensors.
     """
     try:
         model = ModelConfig.model_validate(saved)
-        # Checked first: the caller builds a table of all tensors of the model. With a huge number
-        # of layers, this table would fill the memory.
+        # The caller builds a table of all tensors of the model. If a malformed configuration has a
+        # huge number of layers, this table would fill the memory.
         if model.layers <= len(reader.shapes):
             return resolve_model(model)
     except ValueError as error:
@@ -189,7 +191,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _dtype(name: str | None, entry: Entry, source: TensorSource) -> torch.dtype:
-    """Returns the dtype named `name`; for None, the widest dtype of the entry's weights."""
+    """Returns the dtype named `name`; without a name, the widest dtype of the entry's weights."""
     if name is not None:
         return dtype_of(name)
     dtypes = [source.tensor(WEIGHT, weight).dtype for weight, _ in entry.native if entry.in_model]
@@ -210,11 +212,11 @@ def write_weights(
     """Writes tensors as model.safetensors, or as numbered shards with an index.
 
     Args:
-        folder: the folder of the files.
-        about: dtype and shape of each tensor, by name.
-        tensor_of: returns a tensor by name, in any dtype.
+        folder: the folder in which the files are written.
+        about: (dtype to write, shape) of each tensor, by name.
+        tensor_of: function from the name of a tensor to the tensor, which may have any dtype.
         tally: records which tensors have values that are not finite.
-        shard_bytes: limit on the size of a file, in bytes.
+        shard_bytes: maximum size of a file, in bytes; a larger tensor has its own file.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in about.items()}
     shards = cut(sizes, shard_bytes)

@@ -1,12 +1,13 @@
 """Reads a Hugging Face folder: configuration and tensors, as a `TensorSource` with native names.
 
     folder = HFFolder(Path("Llama-3.1-8B"))    # raises CheckpointError if not supported
-    for problem in folder.problems(): ...      # mismatches of tensors and configuration
+    for problem in folder.problems(): ...      # texts about mismatches of tensors and configuration
     folder.tensor("weight", "blocks.3.attention.query.weight").read((0, 0), out)
 
-Files are memory-mapped, and opened at the first read. Tensor names in the files have the prefix of
-a model with a head (`model.layers...`), or, for a base model, no prefix (`layers...`). If head and
-embedding are tied, the files may contain one of the two tensors or both.
+Files are memory-mapped; each file is opened when it is first needed. The files of a model with a
+head have tensor names with a prefix (`model.layers...`); the files of a base model have names
+without this prefix (`layers...`). If head and embedding are tied, the files may contain the head,
+the embedding or both.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ ADAPTER = "adapter_config.json"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-Header = tuple[str, Shape]  # (dtype in the notation of safetensors, shape) of a tensor
+Header = tuple[str, Shape]  # (dtype as in safetensors, such as "F32"; shape) of a tensor
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Returns whether a folder is a Hugging Face folder, by its files."""
+    """Returns whether a folder has the files of a Hugging Face folder."""
     return not (path / MANIFEST).is_file() and (
         (path / CONFIG).is_file() or (path / INDEX).is_file()
     )
@@ -59,19 +60,20 @@ def has_weights(path: Path) -> bool:
 
 
 class HFTensors(ABC):
-    """Base class: the tensors of a Hugging Face model, as a `TensorSource`.
+    """Base class for the tensors of a Hugging Face model, as a `TensorSource`.
 
     Args:
-        path: the folder or checkpoint with the tensors.
+        path: the folder or checkpoint that contains the tensors.
         config: the path of config.json.
 
     Attributes:
-        path: the folder or checkpoint with the tensors.
-        config: the content of config.json.
-        model: the model configuration; `seq` is the number of positions.
-        table: the Hugging Face tensors, and the native tensors that each consists of.
+        path: the folder or checkpoint that contains the tensors.
+        config: the parsed content of config.json.
+        model: the model configuration, where `seq` is the number of positions.
+        table: one entry per Hugging Face tensor, with the native tensors that it consists of.
         shapes: shape of each native tensor, by native name.
-        parts: parts of each native tensor (weight, exp_avg, exp_avg_sq), by native name.
+        parts: names of the saved parts of each native tensor (weight, exp_avg, exp_avg_sq), by
+            native name.
 
     Raises:
         CheckpointError: if the configuration or the files are not supported or cannot be read.
@@ -85,8 +87,8 @@ class HFTensors(ABC):
         except CheckpointError as error:
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_files()
-        # Checked before the table of all tensors of the model is built: with a huge number of
-        # layers, it would fill the memory.
+        # Checked before the table of all tensors of the model is built: if a malformed
+        # configuration has a huge number of layers, this table would fill the memory.
         if self.model.layers > len(names):
             raise CheckpointError(
                 f"{path}: its configuration has {counted(self.model.layers, 'layer')}, but it has fewer tensors"
@@ -104,22 +106,23 @@ class HFTensors(ABC):
 
     @abstractmethod
     def _open_files(self) -> set[str]:
-        """Opens the files, and returns the names of all tensors."""
+        """Opens the files, and returns the names of all tensors in the files."""
 
     @abstractmethod
     def _read_headers(self, found: dict[str, Header]) -> Iterator[str]:
-        """Adds the header of every tensor to `found`, by name; yields problems of the files."""
+        """Adds every tensor's header to `found`, by name; yields error texts about the files."""
 
     @abstractmethod
     def _hf_tensor(self, part: str, key: str) -> LazyTensor:
-        """Returns a part of the tensor that has the name `key` in the Hugging Face files."""
+        """Returns one part of the tensor that has the name `key` in the Hugging Face files."""
 
     # ------------------------------------------------------------------------------------------------------- checks
 
     def problems(self) -> Iterator[str]:
-        """Yields a message per problem of the files and tensors.
+        """Yields an error text for each problem of the files and tensors.
 
-        Tensors may be missing or unexpected, or have a wrong shape or an unsupported dtype.
+        Problems are tensors that are missing or unexpected, or that have a wrong shape or an
+        unsupported dtype.
         """
         found: dict[str, Header] = {}
         yield from self._read_headers(found)
@@ -143,7 +146,7 @@ class HFTensors(ABC):
             yield from self._head_problems(found)
 
     def _head_problems(self, found: Mapping[str, Header]) -> Iterator[str]:
-        """Yields a problem if head and embedding are tied, but differ in the files."""
+        """Yields an error text if the files have different values for a tied head and embedding."""
         embedding = self._key(self.table[0])
         slabs = (read_slabs(self._hf_tensor(WEIGHT, name)) for name in (HEAD, embedding))
         same = found[HEAD] == found[embedding]
@@ -164,7 +167,7 @@ class HFTensors(ABC):
         return self._aliases.get(name, name)
 
     def _ignored_buffers(self) -> set[str]:
-        """Returns names of buffers that old versions of transformers saved; threed ignores them."""
+        """Returns names of buffers that old versions of transformers saved, and threed ignores."""
         blocks, names = map(str, range(self.model.layers)), self._record.buffers
         return {
             self._name_in_files(name.replace("{i}", block)) for block in blocks for name in names
@@ -173,7 +176,7 @@ class HFTensors(ABC):
     # ------------------------------------------------------------------------------------------------------ reading
 
     def tensor(self, part: str, name: str) -> LazyTensor:
-        """Returns a part of a native tensor, by its native name."""
+        """Returns one part (weight, exp_avg, ...) of the native tensor `name`."""
         entry = self._entries[name]
         return entry.native_part(name, self._hf_tensor(part, self._key(entry)))
 
@@ -182,7 +185,7 @@ class HFTensors(ABC):
 class _Mapped:
     """A tensor in a memory-mapped file."""
 
-    values: Any  # the tensor's slice object from safetensors' `get_slice`
+    values: Any  # the result of safetensors' `get_slice`, from which slices of the tensor are read
 
     @property
     def dtype(self) -> torch.dtype:
@@ -203,7 +206,7 @@ class HFFolder(HFTensors):
         path: the folder.
 
     Attributes:
-        steps: completed training steps, always 0.
+        steps: number of completed training steps, which is 0 for every folder.
 
     Raises:
         CheckpointError: if the folder has an adapter or no safetensors, or if its model is not
@@ -222,7 +225,7 @@ class HFFolder(HFTensors):
         """Returns the folder's path, as a value for `--data.tokenizer`.
 
         Args:
-            fix: the suggested fix, with which the error message ends.
+            fix: the suggested fix; appended to the error message.
 
         Raises:
             CheckpointError: if the folder has no tokenizer.
@@ -262,9 +265,9 @@ class HFFolder(HFTensors):
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file.
+    """Returns the content of a JSON file as a dict.
 
-    Raises CheckpointError if the file is not a JSON object.
+    Raises CheckpointError if the file cannot be read or does not contain a JSON object.
     """
     try:
         return read_json(path)
@@ -273,7 +276,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _places(path: Path) -> dict[str, str]:
-    """Returns the file name of every tensor, from the index; empty if model.safetensors exists."""
+    """Returns the name of the file of every tensor, by tensor name, from the index of the shards.
+
+    Returns an empty dict if the folder has the single file model.safetensors instead of shards.
+    """
     if (path / SINGLE).exists():
         return {}
     if not (path / INDEX).exists():
@@ -300,7 +306,8 @@ def _places(path: Path) -> dict[str, str]:
 
 def _open(file: Path) -> Any:
     try:
-        # Links to regular files are accepted (`stat` follows them): download caches contain links.
+        # A link to a regular file is accepted (`stat` follows it), because the files in download
+        # caches are links.
         if not stat.S_ISREG(file.stat().st_mode):
             raise OSError("it is not a regular file")
         return safe_open(file, framework="pt")
@@ -309,6 +316,6 @@ def _open(file: Path) -> Any:
 
 
 def _contents(handle: Any) -> dict[str, Header]:
-    """Returns the dtype and shape of every tensor in an open file."""
+    """Returns (dtype, shape) of every tensor in an open file, by tensor name."""
     found = ((key, handle.get_slice(key)) for key in list(handle.keys()))
     return {key: (values.get_dtype(), tuple(values.get_shape())) for key, values in found}

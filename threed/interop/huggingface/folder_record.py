@@ -1,11 +1,12 @@
-"""Record of a Hugging Face folder: special token ids and generation defaults, for a later export.
+"""Records the data of a Hugging Face folder that a later export to Hugging Face needs.
 
     record = record_of(config, generation, hashes)   # at import; saved as extra["hf"]
     config, files = for_export(record, tokenizer)    # at export
 
-The record has the keys of config.json that do not describe the model (`KEPT`), the text of
-generation_config.json, and the hashes of the tokenizer's files. A native checkpoint stores it in
-its manifest. An export copies the tokenizer's files from the folder if their hashes still match.
+The record has the keys of config.json that do not describe the model, such as special token ids
+(`KEPT`); the text of generation_config.json; and the hashes of the tokenizer's files. A native
+checkpoint stores the record in its manifest. An export copies the tokenizer's files from the
+original folder if their hashes still match.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from threed.checkpoint.files import CheckpointError
 from threed.core.parse import ParseError, parse_json
 from threed.data.tokenizer import Tokenizer
 
-# Keys of config.json that do not describe the model. transformers uses some of them to select the
-# class of the tokenizer.
+# Keys of config.json that a record contains. They do not describe the model, but transformers uses
+# some of them, for example to select the class of the tokenizer.
 KEPT = (
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class", "transformers_version",
     "_name_or_path", "initializer_range", "use_cache",
@@ -30,20 +31,20 @@ GENERATION = "generation_config.json"
 def record_of(
     config: Mapping[str, Any], generation: str | None, hashes: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the record of a folder.
+    """Returns the record of a Hugging Face folder.
 
     Args:
-        config: the object in config.json.
-        generation: the text of generation_config.json, a JSON object; None if the file does not
-            exist.
-        hashes: sha256 of each of the tokenizer's files, by name; may be empty.
+        config: the parsed content of config.json.
+        generation: the text of generation_config.json, which must be a JSON object; None if the
+            file does not exist.
+        hashes: SHA-256 of each of the tokenizer's files, by file name; may be empty.
     """
     kept = {key: config[key] for key in KEPT if key in config}
     return {"config": kept, "generation": generation, "tokenizer": dict(hashes)}
 
 
 def validated(record: object) -> dict[str, Any] | None:
-    """Checks and returns a checkpoint's record; returns None if the checkpoint has no record.
+    """Checks and returns the record in a checkpoint; returns None without a record.
 
     Raises CheckpointError if the record is malformed.
     """
@@ -61,10 +62,10 @@ def validated(record: object) -> dict[str, Any] | None:
 
 
 def matches(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
-    """Returns whether a record matches a tokenizer.
+    """Returns whether a record fits a tokenizer.
 
-    They match if the tokenizer's files have the recorded hashes, or if the tokenizer's end-of-text
-    id is an eos id in the record.
+    It fits if the tokenizer's files have the hashes in the record, or if the tokenizer's
+    end-of-text id is one of the eos ids in the record.
     """
     ends = [part.get("eos_token_id") for part in (record["config"], _generation(record))]
     known = [number for end in ends for number in (end if isinstance(end, list) else [end])]
@@ -73,7 +74,7 @@ def matches(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
 
 
 def _generation(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the recorded generation_config.json, parsed; empty if the record has none."""
+    """Returns a record's generation_config.json, parsed; empty if the folder had no such file."""
     try:
         found = parse_json(record["generation"] or "{}", GENERATION)
     except ParseError as error:
@@ -86,15 +87,17 @@ def for_export(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the keys that an export adds to config.json, and additional JSON files to write.
 
-    Uses the record if it matches the tokenizer or no tokenizer is given. Otherwise uses the
-    tokenizer's special token ids, and issues a warning if there is a record, which is then ignored.
+    They are taken from the record if the record matches the tokenizer or no tokenizer is given.
+    Otherwise they contain the tokenizer's special token ids; if there is a record, it is ignored,
+    and a warning is issued.
 
     Args:
-        record: the record of the original folder, or None.
+        record: the record of the folder from which the weights were imported, or None.
         tokenizer: the tokenizer that the export writes, or None.
 
     Returns:
-        A tuple of the keys for config.json and the JSON files by name, as objects or as text.
+        (keys and values for config.json, contents of the JSON files by file name). A content is a
+        JSON object or a text.
     """
     if record is not None and (tokenizer is None or matches(record, tokenizer)):
         files = {} if record["generation"] is None else {GENERATION: record["generation"]}
@@ -110,10 +113,10 @@ def for_export(
 
 
 def _ids_of(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """Returns the bos and eos ids of a tokenizer.
+    """Returns the bos and eos ids of a tokenizer, under the keys of config.json.
 
-    For a tokenizer without a bos token, the bos id is the end-of-text id, because that token
-    precedes every document in training.
+    For a tokenizer without a bos token, the bos id is the end-of-text id, because the end-of-text
+    token precedes every document in training.
     """
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}

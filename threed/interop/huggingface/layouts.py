@@ -5,10 +5,10 @@
     state_dict_to_hf(engine.full_state_dict(), model)   # inverse: hf_to_state_dict
     model = model_of(json.loads(text))                  # from a config.json; inverse: config_of
 
-The rules come from the architecture (`threed.config.architectures`). A rule describes how one
-Hugging Face tensor consists of native tensors: they are concatenated along dimension 0, and the
-result may be transposed. The rule determines names, shapes and the conversions in both directions.
-The weights of queries and keys need no permutation, because both layouts use the half-split form of
+Each architecture has a list of rules (`threed.config.architectures`). A rule describes one Hugging
+Face tensor: which native tensors are concatenated along dimension 0, and whether the result is
+transposed. Rules determine the names, the shapes and the conversions in both directions. The
+weights of queries and keys need no permutation, because both layouts use the half-split form of
 rotary positions.
 """
 
@@ -47,13 +47,17 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Entry:
-    """A Hugging Face tensor of a model and its native tensors: a rule, applied to one block.
+    """A Hugging Face tensor of a model, and the native tensors that it consists of.
+
+    An entry is the application of a rule to one block of the model, or to the tensors outside of
+    the blocks.
 
     Attributes:
-        rule: how the Hugging Face tensor consists of native tensors.
+        rule: the rule of the architecture that describes the Hugging Face tensor.
         name: the name of the Hugging Face tensor.
-        native: (name, shape) pairs of the native tensors.
-        in_model: whether the model has the native tensors; if not, the Hugging Face tensor is zero.
+        native: (name, shape) of each native tensor, in the order of their concatenation.
+        in_model: whether the model has the native tensors. If not, the Hugging Face tensor is
+            filled with zeros.
     """
 
     rule: Rule
@@ -69,11 +73,12 @@ class Entry:
         return shape[::-1] if self.rule.transposed else shape
 
     def split(self, hf: Tensor) -> dict[str, Tensor]:
-        """Returns the native tensors of a Hugging Face tensor, by name.
+        """Splits a Hugging Face tensor `hf`, and returns the native tensors by name.
+
+        Returns an empty dict if the model does not have the native tensors.
 
         Raises:
-            CheckpointError: if the tensor is not zero and the model does not have the native
-                tensors.
+            CheckpointError: if the model does not have the native tensors, but `hf` is not zero.
         """
         if not self.in_model:
             if hf.count_nonzero():
@@ -89,16 +94,17 @@ class Entry:
     def to_hf(self, native: Callable[[str], LazyTensor]) -> LazyTensor:
         """Returns the Hugging Face tensor; fp32 zeros if the model lacks the native tensors.
 
-        native: returns a native tensor by name.
+        Args:
+            native: function from the name of a native tensor to this tensor.
         """
         if not self.in_model:
             return MemoryTensor(torch.zeros(()).expand(self.shape))
         return self._transposed(concatenate([native(name) for name, _ in self.native]))
 
     def native_part(self, name: str, hf: LazyTensor) -> LazyTensor:
-        """Returns the native tensor `name` that a Hugging Face tensor contains.
+        """Returns the native tensor `name`, which is a part of the Hugging Face tensor `hf`.
 
-        Raises KeyError if the Hugging Face tensor does not contain this native tensor.
+        Raises KeyError if this Hugging Face tensor does not contain a native tensor of this name.
         """
         firsts = accumulate((shape[0] for _, shape in self.native), initial=0)
         at = {
@@ -112,7 +118,7 @@ class Entry:
 
 
 def entries(model: ModelConfig) -> list[Entry]:
-    """Returns an entry for each tensor of a model's Hugging Face layout, block by block.
+    """Returns one entry per Hugging Face tensor of a model, block by block.
 
     Raises:
         CheckpointError: if the layout cannot express the model.
@@ -158,9 +164,9 @@ def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: s
     The message lists up to ten tensors of each kind.
 
     Args:
-        found: the shapes that exist, by name.
+        found: the shapes of the existing tensors, by name.
         wanted: the required shapes, by name.
-        what: a name for `found` in the message, such as the path of the checkpoint.
+        what: what contains the tensors, such as the path of a checkpoint, for the message.
     """
     if problems := name_problems(found, wanted):
         raise CheckpointError(
@@ -169,10 +175,12 @@ def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: s
 
 
 def name_problems(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
-    """Returns messages for missing and unexpected tensors and wrong shapes, up to ten of each.
+    """Returns messages for tensors that are missing, unexpected, or of a wrong shape.
+
+    There are up to ten messages of each kind. A further message has the number of omitted messages.
 
     Args:
-        found: the shapes that exist, by name.
+        found: the shapes of the existing tensors, by name.
         wanted: the required shapes, by name.
     """
     both = [name for name in wanted if name in found and tuple(found[name]) != wanted[name]]
@@ -189,7 +197,11 @@ def name_problems(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> li
 
 
 def native_shapes(table: Sequence[Entry]) -> dict[str, Shape]:
-    """Returns the shapes of the native tensors in a table that the model has, by name."""
+    """Returns the shapes of a model's native tensors, by name.
+
+    Args:
+        table: the result of `entries`. Entries whose native tensors the model lacks are skipped.
+    """
     return dict(pair for entry in table if entry.in_model for pair in entry.native)
 
 
@@ -197,11 +209,11 @@ def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
     """Converts a native state dict to Hugging Face's names and layout.
 
     Args:
-        weights: full (unsharded) weights, by global name.
+        weights: full (unsharded) weights, by threed's global name.
         model: the model configuration.
 
     Raises:
-        CheckpointError: if names or shapes do not match the model.
+        CheckpointError: if the names or shapes of `weights` do not match the model.
     """
     table = entries(model)
     check_names(
@@ -215,7 +227,10 @@ def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
 
 
 def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Converts a Hugging Face state dict to native layout: the inverse of `state_dict_to_hf`."""
+    """Converts a Hugging Face state dict to threed's names and layout.
+
+    This is the inverse of `state_dict_to_hf`.
+    """
     table = entries(model)
     embedding, head = weights.get(table[0].name), weights.get(HEAD)
     if model.tied and head is not None and embedding is not None and torch.equal(head, embedding):
@@ -230,10 +245,12 @@ def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model of a Hugging Face configuration; its `seq` is the number of positions.
+    """Returns the model configuration that a Hugging Face configuration describes.
+
+    The sequence length `seq` is set to the number of positions of the model.
 
     Args:
-        config: the object in config.json.
+        config: the parsed content of config.json.
 
     Raises:
         CheckpointError: if a key is missing, unknown or has an unsupported value; the message lists
@@ -253,10 +270,10 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model configuration with these model keys.
+    """Returns the model configuration with the values in `keys`.
 
-    Raises ValueError if values are invalid; the message lists all of them under the key names of
-    Hugging Face.
+    Raises ValueError if values are invalid. The message lists all invalid values under the names of
+    Hugging Face's keys.
     """
     try:
         return ModelConfig.model_validate(keys)
@@ -273,6 +290,6 @@ def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
-    """Returns the Hugging Face configuration of a model, without special token ids and dtype."""
+    """Returns the content of config.json for a model, without special token ids and dtype."""
     model = resolve_model(model)
     return spelling.write(model.layout, dict(model))

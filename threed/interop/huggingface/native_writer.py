@@ -1,9 +1,10 @@
 """Writes native checkpoints from any `TensorSource`, without an engine or a process group.
 
     write_tensors(path, config, HFFolder(folder), dtype="bf16", state={"extra": extra})
-    write_native(source, path, dtype, tokenizer, extra)     # source: another program's checkpoint
+    write_native(source, path, dtype, tokenizer, extra)     # `source`: another program's checkpoint
 
-If a checkpoint has only weights, a run that resumes from it starts at step 0 with zero moments.
+If the written checkpoint has only weights, a run that resumes from it starts at step 0 with zero
+moments.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from threed.distributed.grid import Grid
 from threed.interop.huggingface.export import dtype_of
 from threed.zero.records import WEIGHT
 
-Spec = tuple[torch.dtype, tuple[int, ...]]  # (dtype in the file, shape) of a tensor
-Part = tuple[str, str]  # (part: weight, exp_avg or exp_avg_sq; name of the parameter)
+Spec = tuple[torch.dtype, tuple[int, ...]]  # (dtype in the written file, shape) of a tensor
+Part = tuple[str, str]  # ("weight", "exp_avg" or "exp_avg_sq"; name of the parameter)
 FILE_BYTES = 2**32
 FRESH = {"steps": 0, "consumed": 0, "updates": 0.0, "skips": 0.0, "uses": {}, "extra": {}}
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -40,11 +41,11 @@ class Source(TensorSource, Protocol):
     """A checkpoint of another program.
 
     Attributes:
-        title: the program and the kind of checkpoint, for messages and the manifest.
+        title: name of the program and kind of the checkpoint, for messages and the manifest.
         model: the model configuration.
-        state: training counters under the keys of a native checkpoint; empty if a run starts at
-            step 0.
-        notes: warnings about contents that are not imported.
+        state: training counters, with the keys of a native checkpoint; empty if a run that resumes
+            starts at step 0.
+        notes: texts of warnings about contents that are not imported.
     """
 
     title: str
@@ -53,22 +54,23 @@ class Source(TensorSource, Protocol):
     notes: list[str]
 
     def problems(self) -> Iterator[str]:
-        """Yields a message for each mismatch between the tensors and `model`."""
+        """Yields an error text for each mismatch between the tensors and `model`."""
 
 
 def write_native(
     source: Source, out: Path, dtype: str | None, tokenizer: str, extra: Mapping[str, Any]
 ) -> Path:
-    """Writes `source` as the native checkpoint folder `out`, atomically.
+    """Writes another program's checkpoint as a native checkpoint, atomically.
 
-    Issues a warning for each of `source.notes`.
+    Issues a warning for each text in `source.notes`.
 
     Args:
         source: the checkpoint to import.
-        out: the folder to write.
-        dtype: dtype of all written weights; None keeps each weight's dtype. Moments keep theirs.
-        tokenizer: the tokenizer's path, stored in the manifest.
-        extra: additional entries for the manifest.
+        out: path of the native checkpoint to write.
+        dtype: dtype of all written weights; None keeps each weight's dtype. Moments keep their
+            dtype.
+        tokenizer: path of the tokenizer, which the manifest stores for a later export.
+        extra: additional values for the manifest (`state["extra"]`).
 
     Returns:
         The path `out`.
@@ -102,18 +104,19 @@ def write_tensors(
     check: Callable[[str, str, Tensor], None] = lambda part, name, values: None,
     state: Mapping[str, Any] | None = None, file_bytes: int = FILE_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes the tensors of `source` as the native checkpoint folder `path`, atomically.
+    """Writes the tensors of `source` as a native checkpoint, atomically.
 
     Args:
-        path: the folder to write.
-        config: resolved configuration, stored in the manifest.
-        source: the tensors. They are streamed, a few rows in memory at a time.
-        dtype: dtype of all written weights; None keeps each weight's dtype. Moments keep theirs.
+        path: path of the native checkpoint to write.
+        config: resolved configuration, which the manifest stores.
+        source: the tensors. They are streamed, with a few rows in memory at a time.
+        dtype: dtype of all written weights; None keeps each weight's dtype. Moments keep their
+            dtype.
         check: called as `check(part, name, rows)` for each block of rows before it is written;
             raises CheckpointError for bad values.
-        state: training counters and `extra` for the manifest; missing counters are 0, as for a
-            run that starts at step 0.
-        file_bytes: limit on the size of a file, in bytes.
+        state: training counters and the key "extra" for the manifest. Missing counters are 0, as in
+            a run that starts at step 0.
+        file_bytes: maximum size of a file, in bytes; a larger tensor has its own file.
 
     Returns:
         `path`.
@@ -148,9 +151,9 @@ def write_tensors(
 
 
 def _dtype(source: TensorSource, part: str, name: str, dtype: str | None) -> torch.dtype:
-    """Returns the dtype in which a part is written.
+    """Returns the dtype in which one part of a tensor is written.
 
-    Raises CheckpointError if the source's dtype is not in `FLOATS`.
+    Raises CheckpointError if the part has a dtype in the source that is not in `FLOATS`.
     """
     found = source.tensor(part, name).dtype
     if found not in FLOATS:
@@ -164,9 +167,9 @@ def _write(
     specs: Mapping[Part, Spec],
     slabs: Callable[[Part], Iterable[Tensor]],
 ) -> dict[str, Any]:
-    """Writes a file with one section per part.
+    """Writes a file with some parts of tensors, each as a separate section.
 
-    Returns an entry for `manifest.joined`, like the entry of a rank in a save.
+    Returns an entry for `manifest.joined`: the description of the sections and of the file.
     """
     sections = [_section(part, *specs[part]) for part in keys]
     rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, keys)))
@@ -175,7 +178,7 @@ def _write(
 
 
 def _section(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
-    """Returns a section with one unsharded tensor."""
+    """Returns a section (see `checkpoint.sections`) that consists of one unsharded tensor."""
     numel, (kind, name) = math.prod(shape), part
     line = {"length": numel, "step": numel, "pieces": [[name, [0] * len(shape), list(shape), 0]]}
     about = {"parts": [kind], "dtype": NAMES[dtype], "portions": 1, "writers": 1}

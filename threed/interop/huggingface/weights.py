@@ -38,16 +38,16 @@ def import_hf(
     folder: HFFolder, out: Path, dtype: str | None = None, tokenizer: str = "none",
     extra: Mapping[str, Any] | None = None, file_bytes: int = FILE_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes the weights of a folder as the native checkpoint `out`, atomically, without moments.
+    """Writes the weights of a folder as a native checkpoint without moments, atomically.
 
     Args:
         folder: the Hugging Face folder.
-        out: the checkpoint folder to write.
+        out: path of the native checkpoint to write.
         dtype: dtype of all written weights; None keeps each weight's dtype.
-        tokenizer: the tokenizer's path, which the manifest stores for a later export.
+        tokenizer: path of the tokenizer, which the manifest stores for a later export.
         extra: additional entries for the manifest: the hashes of the tokenizer's files, and the
             record of the folder (see `folder_record`).
-        file_bytes: limit on the size of a file, in bytes.
+        file_bytes: maximum size of a file, in bytes; a larger tensor has its own file.
 
     Returns:
         `out`.
@@ -71,21 +71,21 @@ def import_hf(
 def load_hf(
     path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras
 ) -> dict[str, Any]:
-    """Loads a folder's weights into the optimizer, with zero moments. Collective.
+    """Loads the weights of a Hugging Face folder into the optimizer. Collective.
 
-    Resets the loss scale. Rank 0 checks all tensors of the folder; other ranks only open the files
-    that they need.
+    Moments, counters and the loss scale are reset to their initial values. Rank 0 checks all
+    tensors of the folder; other ranks only open the files that they need.
 
     Args:
-        path: the Hugging Face folder.
+        path: path of the Hugging Face folder.
         optimizer: the optimizer, whose master weights are overwritten.
         topology: the topology of the run.
-        config: the configuration of the run; its model must match the folder.
-        extras: the model's buffers. They are not loaded, because a folder has none.
+        config: the configuration of the run, whose model must match the folder.
+        extras: the model's buffers. They are not loaded, because a folder has no buffers.
 
     Returns:
-        The counters of a run at step 0, and a dict `extra`, whose entry "hf" is the record of
-        the folder (see `folder_record`).
+        The counters of a run at step 0. The key "extra" has a dict, whose entry "hf" is the record
+        of the folder (see `folder_record`).
 
     Raises:
         CheckpointError: on every rank if any rank finds a problem. Mismatches with the model and
@@ -121,9 +121,10 @@ def load_hf(
 def _opened(
     path: Path, config: Config, everyone: Axis
 ) -> tuple[HFFolder | None, dict[str, Any], list[str]]:
-    """Returns the folder (None if it cannot be read), its record and its problems.
+    """Returns (folder, record of the folder, error texts).
 
-    Only rank 0 reads the record and checks the tensors; on other ranks the record is empty.
+    For a folder that cannot be read, None is returned as the folder. Only rank 0 reads the record
+    and checks the tensors; on other ranks, the record is empty.
     """
     try:
         folder = HFFolder(path)
@@ -154,12 +155,12 @@ def record_of_folder(folder: HFFolder) -> dict[str, Any]:
 
 
 def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:
-    """Returns one message for each model key of a run that differs from the folder's model.
+    """Returns one error text per model key whose value differs between a run and a folder.
 
     Args:
-        path: the folder, for messages.
-        saved: the folder's model.
-        model: the run's model.
+        path: path of the folder, for messages.
+        saved: the model configuration of the folder.
+        model: the model configuration of the run.
     """
     found, wanted = dict(spelled_as(saved, model)), dict(resolve_model(model))
     names = [name for name in found if name not in FREE and found[name] != wanted[name]]
@@ -168,11 +169,11 @@ def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> lis
 
 
 def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[str]:
-    """Returns a message if a weight of this rank overflows the run's dtype.
+    """Returns a list with an error text if a weight of this rank overflows the run's dtype.
 
     Weights are read only if the largest number of their dtype is more than twice the largest number
-    of the run's dtype. A bf16 run therefore does not read fp32 weights here, because the two dtypes
-    have almost the same range.
+    of the run's dtype. So if a run in bf16 loads fp32 weights, this function does not read them,
+    because both dtypes have almost the same range.
     """
     dtype = DTYPES[config.precision.dtype]
     try:

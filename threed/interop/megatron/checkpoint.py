@@ -2,17 +2,19 @@
 
     checkpoint = MegatronCheckpoint(folder)         raises CheckpointError if not supported
 
-The folder is written by torch.distributed.checkpoint and has the names and shapes of the unsharded
-model. Layers are either stacked along a first dimension or numbered. A gated `linear_fc1` is one
-tensor with the gate's rows first, or two tensors, `_w` and `_v`
-(megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py). State common
-to all ranks, such as `args`, is in the file `common.pt`. Megatron-Core 0.19 writes it as the entry
-`common_state` of the checkpoint instead (serialization.py, save).
+The folder is written by torch.distributed.checkpoint. Its tensors have the names and shapes of the
+unsharded model. The tensors of the layers are either stacked along an additional first dimension,
+or saved separately with the number of the layer in their names. A gated `linear_fc1` is saved as
+one tensor with the gate's rows first, or as two tensors whose names end in `_w` (gate) and `_v` (up
+projection). See megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py and
+mlp.py. State common to all ranks, such as the arguments `args` of the run, is in the file
+`common.pt`. Megatron-Core 0.19 instead writes it as the entry `common_state` of the checkpoint
+(serialization.py, save).
 
 Fused weights have the layout of megatron/core/transformer/attention.py and mlp.py
-(NVIDIA/Megatron-LM, commit d98e8a64). `linear_qkv` has, for one query group after another, the
-rows of the queries, of the key and of the value. A gated `linear_fc1` has the rows of the gate,
-followed by the rows of the up projection.
+(NVIDIA/Megatron-LM, commit d98e8a64). `linear_qkv` consists of one block of rows per query group. A
+block has the rows of the group's queries, followed by the rows of its key and of its value. A gated
+`linear_fc1` has the rows of the gate, followed by the rows of the up projection.
 """
 
 from __future__ import annotations
@@ -63,11 +65,14 @@ Tensors = dict[str, LazyTensor]
 
 
 def step_folder(path: Path) -> Path | None:
-    """Returns the folder of an iteration.
+    """Returns the folder of one iteration, which contains the checkpoint.
 
-    This is the subfolder that the tracker file (latest_checkpointed_iteration.txt) names, or `path`
-    itself if the tracker file is missing. Returns None if the tracker file is invalid or `path` is
-    not a folder.
+    Args:
+        path: this folder itself, or its parent folder. The parent folder contains the tracker file
+            (latest_checkpointed_iteration.txt), which names the iteration.
+
+    Returns:
+        The folder; None if the tracker file is invalid or `path` is not a folder.
 
     Raises:
         CheckpointError: if the tracker file names a missing folder.
@@ -105,11 +110,12 @@ class MegatronCheckpoint:
     """The weights of a Megatron-LM checkpoint, as a `Source`.
 
     Args:
-        path: the folder of an iteration, or its parent folder, which has the tracker file.
+        path: the folder of an iteration, or its parent folder, which contains the tracker file (see
+            `step_folder`).
 
     Raises:
-        CheckpointError: if the checkpoint's kind or model is not supported, or a fused tensor has a
-            wrong shape.
+        CheckpointError: if the kind of the checkpoint or its model is not supported, or a fused
+            tensor has a wrong shape.
     """
 
     title = "Megatron-LM, torch_dist"
@@ -124,8 +130,8 @@ class MegatronCheckpoint:
         self.model = model_of(_args(dist, reader), str(path))
         tensors = unstacked(_of_model(dist))
         present = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
-        # Checked before the shapes of all tensors are computed: with a huge number of layers, they
-        # would fill the memory.
+        # Checked before the shapes of all tensors are computed: if a malformed checkpoint claims a
+        # huge number of layers, these shapes would fill the memory.
         if self.model.layers > present:
             problem = f"it has {present} of {counted(self.model.layers, 'layer')}"
             raise CheckpointError(f"{path} does not fit its args: {problem}")
@@ -137,7 +143,7 @@ class MegatronCheckpoint:
             raise CheckpointError(f"{path}: {error}") from None
 
     def problems(self) -> Iterator[str]:
-        """Yields a message for each tensor that is missing, unexpected or of a wrong shape."""
+        """Yields a message for each tensor that is missing or unexpected, or has a wrong shape."""
         found = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         for problem in name_problems(found, self.shapes):
             yield f"{self.path} does not fit its args: {plain(problem, 3000)}"
@@ -188,10 +194,11 @@ def _of_model(dist: DistFolder) -> Tensors:
 
 
 def unstacked(tensors: Tensors) -> Tensors:
-    """Returns the tensors, with stacked layers split into one tensor per layer.
+    """Returns the tensors with the layout that `to_native` reads: one set of tensors per layer.
 
-    Two tensors whose names differ only in the endings `_w` and `_v` (gate and up projection of an
-    MLP) are concatenated into one tensor.
+    A tensor of stacked layers is split into one tensor per layer. Two tensors whose names differ
+    only in the endings `_w` and `_v` (gate and up projection of an MLP) are concatenated into one
+    tensor.
 
     Args:
         tensors: tensors by Megatron-LM name, without prefix.
@@ -219,13 +226,14 @@ def unstacked(tensors: Tensors) -> Tensors:
 
 
 def to_native(tensors: Tensors, model: ModelConfig) -> Tensors:
-    """Returns the tensors by global name in threed, with fused weights split.
+    """Splits fused weights, and returns all tensors by their global names in threed.
 
-    An unknown tensor keeps its Megatron-LM name, so that it is later reported as unexpected.
+    A tensor with an unknown name keeps its Megatron-LM name, so that `problems` reports it as
+    unexpected.
 
     Args:
-        tensors: tensors by Megatron-LM name, with layer numbers; a gated linear_fc1 has the gate's
-            rows first.
+        tensors: the result of `unstacked`: tensors by Megatron-LM name, with layer numbers. The
+            rows of a gated linear_fc1 begin with the gate's rows.
         model: the model configuration.
     """
     found: Tensors = {}
@@ -240,7 +248,7 @@ def to_native(tensors: Tensors, model: ModelConfig) -> Tensors:
         for key, part in _in_layer(inside, tensor, model):
             found[f"blocks.{match[1]}.{key}" if key != inside else name] = part
     if model.tied:
-        found.pop("head.weight", None)  # a tied head equals the embedding, so it is dropped
+        found.pop("head.weight", None)  # a tied head is the same weight as the embedding
     return found
 
 
@@ -263,7 +271,13 @@ def _in_layer(
 def _queries_keys_values(
     kind: str, tensor: LazyTensor, model: ModelConfig
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yields the weights or biases of query, key and value, with their names, from linear_qkv."""
+    """Splits linear_qkv, and yields (name, tensor) for the query, key and value projections.
+
+    Args:
+        kind: "weight" or "bias".
+        tensor: the weight or bias of linear_qkv.
+        model: the model configuration.
+    """
     groups = model.kv_heads or model.heads
     each, head = model.heads // groups, model.head_dim or model.hidden // model.heads
     size = (each + 2) * head

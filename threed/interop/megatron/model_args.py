@@ -1,6 +1,6 @@
-"""Model configuration of a Megatron-LM checkpoint, from its `args`.
+"""Derives the model configuration of a Megatron-LM checkpoint from the arguments of its run.
 
-Megatron-LM defines these arguments in megatron/training/arguments.py.
+Megatron-LM defines these arguments (`args`) in megatron/training/arguments.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from threed.config.checks import find_model_problems
 from threed.config.resolution import resolve_model
 from threed.config.schema import ValidationError
 
-# For each argument that can enable an unsupported feature: the values that leave the feature
-# disabled. The feature is also disabled if the argument is missing.
+# Arguments that can enable an unsupported feature, each with the values for which the feature stays
+# disabled. A feature is also disabled if its argument is missing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0), "multi_latent_attention": (None, False), "mtp_num_layers": (None, 0),
     "squared_relu": (None, False), "quick_geglu": (None, False), "apply_layernorm_1p": (None, False),
@@ -28,7 +28,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,), "use_mup": (None, False),
     "qk_l2_norm": (None, False), "mrope_section": (None,), "spec": (None,),
 }  # fmt: skip
-# Supported combinations of normalization, position_embedding_type and swiglu.
+# Supported combinations of the arguments (normalization, position_embedding_type, swiglu).
 KINDS = (("RMSNorm", "rope", True), ("LayerNorm", "learned_absolute", False))
 
 
@@ -74,9 +74,14 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
-    """Returns the values of the `ModelConfig`, by key. gated: whether the MLP is gated.
+    """Returns the values of the `ModelConfig`, by key.
 
-    Raises KeyError, TypeError or ValueError if `args` are incomplete or invalid.
+    Args:
+        args: the arguments of the Megatron-LM run.
+        gated: whether the MLP is gated (SwiGLU).
+
+    Raises:
+        KeyError, TypeError, ValueError: if `args` are incomplete or invalid.
     """
     heads, positions = args["num_attention_heads"], args["max_position_embeddings"]
     grouped = bool(args.get("group_query_attention")) and args.get("num_query_groups")

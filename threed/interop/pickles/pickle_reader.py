@@ -5,18 +5,18 @@
     index = reader.bare(Path(".metadata"))                             # a file with only a pickle
     read_box(state["module"]["lm_head.weight"], (0, 0), (1, 100))      # reads values on demand
 
-A pickle is a program for a stack machine. This reader is safe against malicious pickles for three
-reasons:
+A pickle is a program for a stack machine: opcodes name functions and call them. This reader is safe
+against malicious pickles for three reasons:
 
-- `find_class` does not import the named class or function, but returns a `PickledObject`. A call of
-  a `PickledObject` does not call the named function. If `KNOWN` has a replacement for the name, the
-  replacement is called; replacements build tensors and containers. For other names, the result is
-  a `PickledObject` with the arguments. Names in the standard library that no checkpoint needs raise
+- No function that a pickle names is imported or called. `find_class` returns a `PickledObject` with
+  the name. If a pickle calls it and `KNOWN` has a replacement for the name, the replacement is
+  called; replacements build tensors and containers. For other names, the result of the call is a
+  `PickledObject` with the arguments. Names in the standard library that no checkpoint needs raise
   an error.
-- Memory use is proportional to the number of opcodes: no opcode copies more than a few arguments,
-  no opcode hashes nested tuples, and each name is stored once.
-- Opcodes are counted before a pickle is loaded, and values afterwards. The limits apply to the
-  total of all files of one reader.
+- Time and memory are bounded by the size of the pickle and its number of opcodes: no opcode copies
+  more than a few arguments, no opcode hashes nested tuples, and each name is stored once.
+- The number of opcodes is limited before a pickle is loaded, and the number of values afterwards.
+  These limits apply to the total of all files of one reader.
 """
 
 from __future__ import annotations
@@ -41,29 +41,31 @@ import torch
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import FileTensor, read_all
 
-# Limits. They keep objects below 1.5 GB of memory, and strings below 1 GB (4 bytes per character).
+# With these limits, the objects of a reader use less than 1.5 GB of memory, and the strings less
+# than 1 GB (4 bytes per character).
 MOST_BYTES = 2**28  # limit on the bytes of all pickles of one reader
 MOST_OBJECTS = 12_000_000  # limit on the number of opcodes plus values in all pickles of one reader
 MOST_DEPTH = 40  # limit on the nesting depth of values
-MOST_BITS = 1024  # limit on the bits of an integer
+MOST_BITS = 1024  # limit on the number of bits of an integer
 MOST_DIMENSIONS = (
-    16  # limit on a tensor's dimensions, a tuple key's items, and a `KNOWN` call's arguments
+    16  # limit on dimensions of a tensor, items of a tuple key, and arguments of a `KNOWN` call
 )
-MOST_NAME = 1000  # limit on the characters of a name
-MOST_NAMES = 2**22  # limit on the characters of all names in a file
+MOST_NAME = 1000  # limit on the characters of the name of a class or function
+MOST_NAMES = 2**22  # limit on the characters of all such names in a file
 MOST_DIRECTORY = 2**24  # limit on the bytes of a zip file's directory
-MOST_EXPANDED = 2**20  # limit on the elements of a tensor with stride 0, which repeats values
+MOST_EXPANDED = 2**20  # limit on the elements of a tensor that repeats values (stride 0)
 
 # Opcodes that no checkpoint needs; a pickle with one of them is refused.
 REFUSED = "INST OBJ DICT EXT1 EXT2 EXT4 NEWOBJ_EX NEXT_BUFFER READONLY_BUFFER".split()
-HEADER = b"PK\x03\x04"  # signature of a zip record
+HEADER = b"PK\x03\x04"  # first bytes of each record (file) in a zip file
 TOO_MUCH = "it has more in it than any checkpoint"
 STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "BFloat16": torch.bfloat16, "Half": torch.float16,
     "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Bool": torch.bool,
 }  # fmt: skip
 DTYPES = {str(dtype): dtype for dtype in (*STORAGES.values(), torch.uint8)}
-# Names in the standard library that checkpoints need. Names in other packages are always accepted.
+# Modules and names in the standard library that pickles of checkpoints need. Names in other
+# packages are always accepted; no name is imported.
 HARMLESS = {
     "argparse", "collections", "copyreg", "datetime", "decimal", "enum", "fractions", "pathlib", "signal", "types",
     "uuid", "_io.BytesIO", "_codecs.encode", "builtins.int", "builtins.float", "builtins.str", "builtins.bool",
@@ -76,15 +78,15 @@ HARMLESS = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class PickledObject:
-    """A class or function that a pickle names, or the object that calling it would create.
+    """A class or function that a pickle names, or the result of calling this class or function.
 
-    For an object of a subclass of list or dict, the items are dropped.
+    If the result is an object of a subclass of list or dict, its items are dropped.
 
     Attributes:
         name: the full name of the class or function.
-        args: the arguments of the call; empty without a call.
-        state: the object's attributes, or the return value of its `__getstate__`; None without
-            state.
+        args: the arguments of the call; empty if the class or function is not called.
+        state: the state that the pickle stores for the object: a dict of its attributes, or the
+            return value of its `__getstate__`. None without a stored state.
     """
 
     name: str
@@ -95,13 +97,24 @@ class PickledObject:
         return self.name
 
     def extend(self, values: Any) -> None:
-        """Discards the items."""
+        """Discards the items that a pickle adds to the object."""
 
     append = extend
 
 
 def _call_result(function: Any, args: Any) -> Any:
-    """Returns the result of a call: of the replacement in `KNOWN`, else a `PickledObject`."""
+    """Returns the result of a call in a pickle, without calling the named function.
+
+    If `KNOWN` has a replacement for the function's name, the replacement is called. Otherwise the
+    result is a `PickledObject` with the function's name and the arguments.
+
+    Args:
+        function: the `PickledObject` that is called.
+        args: the tuple of arguments.
+
+    Raises:
+        ValueError: if `function` is not a `PickledObject`, or `args` is not a tuple or is too long.
+    """
     if not isinstance(function, PickledObject) or type(args) is not tuple:
         raise ValueError("it calls an object that is not a function")
     known = KNOWN.get(function.name)
@@ -115,7 +128,7 @@ def _call_result(function: Any, args: Any) -> Any:
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:
     """Replaces torch._utils._rebuild_tensor, _rebuild_tensor_v2 and _rebuild_tensor_v3.
 
-    Only _rebuild_tensor_v3 has an argument for the dtype.
+    Only _rebuild_tensor_v3 has an argument for the dtype; otherwise the storage has the dtype.
     """
     numbers = (offset, *size, *stride)
     if len(numbers) > 2 * MOST_DIMENSIONS or not all(
@@ -136,19 +149,22 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: An
 
 
 def _empty_dict(*args: Any) -> dict[Any, Any]:
-    """Replaces constructors of dictionaries; pickles add the items with later opcodes."""
+    """Replaces constructors of dictionaries. A pickle adds the items with later opcodes."""
     if any(isinstance(arg, (dict, list, tuple)) for arg in args):
         raise ValueError("it has a dictionary in the format of Python 2")
     return {}
 
 
 def _first_argument(*args: Any) -> Any:
-    """Replaces functions whose first argument contains the result; returns this argument."""
+    """Replaces functions whose first argument contains the result.
+
+    Returns this argument; without arguments, returns an empty list.
+    """
     return args[0] if args else []
 
 
 def _member(owner: Any, name: Any, *more: Any) -> PickledObject:
-    """Replaces getattr, with which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    """Replaces getattr, which Python 3.11.0 to 3.11.3 use to pickle the members of enums."""
     if not isinstance(owner, PickledObject) or type(name) is not str or more:
         raise ValueError(
             "it names builtins.getattr, which no checkpoint needs: it may be made to do harm"
@@ -177,15 +193,16 @@ KNOWN: dict[str, Callable[..., Any]] = {
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-PURE: Any = pickle._Unpickler  # the pure-Python unpickler, typed as Any: it has no annotations
+PURE: Any = pickle._Unpickler  # the unpickler in Python code; Any, because it has no annotations
 
 
 class _Unpickler(PURE):
     """Python's unpickler, changed so that names and calls become data, and sets become lists.
 
     Args:
-        data: the pickle.
-        archive: the torch.save file with the pickle's tensors; None for a bare pickle.
+        data: the bytes of the pickle.
+        archive: the torch.save file that contains the pickle and its tensors; None for a pickle
+            without tensors.
     """
 
     def __init__(self, data: bytes, archive: _Archive | None) -> None:
@@ -195,13 +212,13 @@ class _Unpickler(PURE):
         self._room = MOST_NAMES
 
     def find_class(self, module: str, name: str) -> PickledObject:
-        """Returns the named object as a `PickledObject`.
+        """Returns a `PickledObject` with the full name; imports nothing.
 
-        Raises ValueError if no checkpoint needs the name.
+        Raises ValueError if it is a name in the standard library that no checkpoint needs.
         """
         module, name = NAME_MAPPING.get(
             (module, name), (module, name)
-        )  # because pickles of protocol 2 contain the names of Python 2's modules
+        )  # pickles of protocol 2 have Python 2's names, which are translated here
         module = IMPORT_MAPPING.get(module, module)
         full, top = f"{module}.{name}", module.partition(".")[0]
         if len(full) > MOST_NAME:
@@ -245,9 +262,12 @@ class _Unpickler(PURE):
         self._put(self.pop_mark())
 
     def _put(self, items: list[Any]) -> None:
-        """Stores items in the dictionary on top of the stack. items: alternating keys and values.
+        """Stores items in the dictionary on top of the stack.
 
         If a `PickledObject` is on top of the stack instead, the items are dropped.
+
+        Args:
+            items: keys and values in turn: key, value, key, value, ...
         """
         for key, value in zip(items[::2], items[1::2], strict=True):
             nested = isinstance(key, tuple) and any(isinstance(part, tuple) for part in key)
@@ -269,7 +289,7 @@ def _check_opcodes(data: bytes, allowed: int) -> int:
     """Returns the number of opcodes of a pickle.
 
     Raises:
-        ValueError: if there are more than `allowed` opcodes, or one that no checkpoint needs.
+        ValueError: if there are more than `allowed` opcodes, or an opcode that no checkpoint needs.
     """
     count = 0
     for opcode, arg, _ in pickletools.genops(data):
@@ -284,9 +304,14 @@ def _check_opcodes(data: bytes, allowed: int) -> int:
 
 
 def _count(value: Any, allowed: int, depth: int = 0) -> int:
-    """Returns the number of values in a value: itself, and all nested values.
+    """Returns how many values an object consists of: the object itself and all nested values.
 
-    A value that occurs twice counts twice, and a string counts in proportion to its length.
+    A value that occurs twice counts twice. Strings and bytes count in proportion to their length.
+
+    Args:
+        value: the object.
+        allowed: maximum number of values.
+        depth: number of containers around the object.
 
     Raises:
         ValueError: if there are more than `allowed` values, or they are nested too deeply.
@@ -313,7 +338,7 @@ def _count(value: Any, allowed: int, depth: int = 0) -> int:
 
 
 class _Window(io.RawIOBase):
-    """A file object for bytes [first, last) of a file; zipfile reads a zip directory through it."""
+    """A file object for bytes [first, last) of a file, from which `zipfile` reads a directory."""
 
     def __init__(self, file: BinaryIO, first: int, last: int) -> None:
         self._file, self._first, self._size, self._at = file, first, last - first, 0
@@ -333,7 +358,7 @@ class _Window(io.RawIOBase):
 
 
 class _Archive:
-    """The output of torch.save, an uncompressed zip file, in bytes [first, last) of a file."""
+    """The output of torch.save, an uncompressed zip file, at bytes [first, last) of a file."""
 
     def __init__(self, file: BinaryIO, path: Path, first: int, last: int) -> None:
         self.path, self._file, self._first, self._last = path, file, first, last
@@ -351,7 +376,7 @@ class _Archive:
             raise ValueError("it was written on a big-endian machine")
 
     def span(self, name: str) -> tuple[int, int]:
-        """Returns the byte range [first, last) of a record in the file."""
+        """Returns the byte range [first, last) of the zip record `name` in the file."""
         info = self._records.get(name)
         if info is None or info.compress_type or info.compress_size != info.file_size:
             raise ValueError("a record is missing or compressed")
@@ -365,7 +390,7 @@ class _Archive:
         return first, first + info.file_size
 
     def data(self, name: str, most: int) -> bytes:
-        """Returns the bytes of a record; raises ValueError for more than `most` bytes."""
+        """Returns the bytes of a zip record; raises ValueError for more than `most` bytes."""
         first, last = self.span(name)
         if last - first > most:
             raise ValueError(f"its {name} is larger than that of any checkpoint")
@@ -380,8 +405,8 @@ class PickleReader:
     """Reads the pickles of one checkpoint.
 
     The limits in this module apply to the total of all files that one reader reads. The returned
-    values consist of None, bool, int, float, str, bytes, list (also for sets), tuple, dict,
-    `PickledObject` and `FileTensor`.
+    values consist of None, bool, int, float, str, bytes, tuple, dict, list, `PickledObject` and
+    `FileTensor`. Sets become lists.
 
     Args:
         most_objects: limit on the number of opcodes plus values in all files.
@@ -396,7 +421,7 @@ class PickleReader:
         Args:
             path: the file.
             first: offset of torch.save's output in the file, in bytes.
-            last: end of the output, in bytes; None means the end of the file.
+            last: offset of the end of this output, in bytes; None means the end of the file.
 
         Raises:
             CheckpointError: if the file cannot be read, is damaged or malicious, or exceeds the
@@ -409,9 +434,9 @@ class PickleReader:
         return value
 
     def bare(self, path: Path) -> Any:
-        """Returns the object in a file that contains only a pickle.
+        """Returns the object in a file that contains only a pickle, without tensors.
 
-        Raises CheckpointError like `torch_file`.
+        Raises CheckpointError in the same cases as `torch_file`.
         """
         value = None
         with _opened(path) as (file, _):
@@ -430,9 +455,10 @@ class PickleReader:
 
 @contextmanager
 def _opened(path: Path, end: int = 0) -> Iterator[tuple[BinaryIO, int]]:
-    """Opens a file of at least `end` bytes, and yields (the open file, its size in bytes).
+    """Context manager that yields (open file, size of the file in bytes).
 
-    Any error becomes a CheckpointError.
+    Any error, in the `with` statement too, becomes a CheckpointError. A file of fewer than `end`
+    bytes is an error.
     """
     try:
         if path.exists() and not path.is_file():
@@ -450,7 +476,12 @@ def _opened(path: Path, end: int = 0) -> Iterator[tuple[BinaryIO, int]]:
 
 @contextmanager
 def as_written_by(program: str, path: Path) -> Iterator[None]:
-    """Turns errors from an unexpected layout of `program`'s checkpoint into a CheckpointError."""
+    """Context manager that turns errors from an unexpected layout into a CheckpointError.
+
+    Args:
+        program: the program whose checkpoint is read in the `with` statement, for the message.
+        path: path of the checkpoint, for the message.
+    """
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:

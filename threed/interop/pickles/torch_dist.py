@@ -2,12 +2,13 @@
 
     folder = DistFolder(path, PickleReader())            raises CheckpointError for other folders
     folder.shapes["decoder.final_layernorm.weight"]
-    tensors = folder.tensors(["output_layer.weight"])    checks chunks; reads values on demand
+    tensors = folder.tensors(["output_layer.weight"])    checks the chunks; reads values on demand
     folder.entry("common_state/shard_0_1")               a pickled object, or None
 
-`.metadata` is a pickle. For each tensor it has the shape, the offsets and sizes of the chunks into
-which the tensor is split, and each chunk's byte range in a `__R_N.distcp` file; the bytes in that
-range are the output of torch.save (torch/distributed/checkpoint/metadata.py and filesystem.py).
+The file `.metadata` is a pickle. For each tensor, it has the shape, and the offset and size of each
+chunk into which the tensor is split. For each chunk, it has the name of a file `__R_N.distcp` and a
+byte range in this file. The bytes in this range are the output of torch.save
+(torch/distributed/checkpoint/metadata.py and filesystem.py).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class DistFolder:
     """A checkpoint folder of torch.distributed.checkpoint.
 
     Args:
-        path: the folder.
-        reader: reads the pickles, within its limits.
+        path: the folder, which contains `.metadata`.
+        reader: the reader of the pickles; its limits apply to all files of the folder together.
 
     Attributes:
         shapes: the shape of each tensor, by name.
@@ -50,7 +51,7 @@ class DistFolder:
                             for name, entry in tensors.items()}  # fmt: skip
 
     def entry(self, name: str) -> Any:
-        """Returns the object saved under `name`; None if it does not exist or is a tensor."""
+        """Returns the object that was saved under `name`; None for a missing object or a tensor."""
         info = self._locations.get((name, ()))
         return None if info is None or name in self.shapes else self._read(info)
 
@@ -58,8 +59,8 @@ class DistFolder:
         """Returns tensors by name; their values are read on demand.
 
         Raises:
-            CheckpointError: if the chunks of a tensor leave gaps or overlap, or do not have the
-                shapes in `.metadata`.
+            CheckpointError: if the chunks of a tensor leave gaps or overlap, or a chunk does not
+                have the shape that `.metadata` lists.
         """
         if empty := next((name for name in names if not self._chunks[name]), None):
             raise CheckpointError(f"{self.path} has no chunks of {plain(empty)}")
@@ -73,7 +74,7 @@ class DistFolder:
         }
 
     def _chunk(self, name: str, first: Shape, size: Shape) -> tuple[Shape, FileTensor]:
-        """Returns the offset of a chunk in its tensor, and the chunk as a tensor.
+        """Returns (offset of a chunk in its tensor, the chunk as a tensor).
 
         Args:
             name: name of the tensor.
@@ -89,7 +90,11 @@ class DistFolder:
         return first, found
 
     def _read(self, info: Mapping[str, Any]) -> Any:
-        """Returns the object that torch.save wrote to a byte range of a file."""
+        """Returns the object that torch.save wrote to a byte range of a file.
+
+        Args:
+            info: location of the object in `.metadata`: name of the file, offset and length.
+        """
         with as_written_by("torch.distributed.checkpoint", self.path):
             file = info["relative_path"]
             (first, length) = _lengths([info["offset"], info["length"]])
@@ -102,7 +107,7 @@ class DistFolder:
 
 
 def _lengths(values: Iterable[Any]) -> Shape:
-    """Returns the values as a tuple; raises TypeError unless all are integers in [0, 2**53)."""
+    """Returns values as a tuple; raises TypeError unless all values are integers in [0, 2**53)."""
     found = tuple(values)
     if not all(type(value) is int and 0 <= value < 2**53 for value in found):
         raise TypeError(f"{plain(found)} are not lengths")

@@ -2,9 +2,10 @@
 
 `DeepSpeedConfig` has the supported keys, with DeepSpeed's defaults. `NO_EFFECT` lists keys that are
 accepted but have no effect, each with the reason. `REFUSED` lists keys for which threed supports
-only some values, or none, with these values and the reason. Both tables use full names, such as
-"zero_optimization.overlap_comm". If a key is "auto" and threed cannot derive its value, the error
-message ends with the `description` of the key's field, which states the fix.
+only some values or no value; each entry has the supported values and the reason. Both tables use
+full names of keys, such as "zero_optimization.overlap_comm". If a key is "auto" and threed cannot
+derive its value, an error is raised. Its message ends with a fix, which is the `description` of the
+key's field.
 
 Names and defaults follow DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).
@@ -27,9 +28,12 @@ OFF, ON = (False,), (True,)
 
 
 def _word(words: str, absent: str = "") -> BeforeValidator:
-    """Returns a validator that accepts one of `words` in any case and returns it in lower case.
+    """Returns a validator that accepts certain words in any case and returns them in lower case.
 
-    absent: words that DeepSpeed supports and threed does not, for the error message.
+    Args:
+        words: the words to accept, separated by spaces.
+        absent: words that DeepSpeed supports and threed does not. For these words, the error
+            message is "is not supported" instead of "is not known".
     """
 
     def validate(value: object) -> str:
@@ -76,13 +80,13 @@ STEPS = "set it to the number of optimizer steps"
 
 
 class Group(BaseModel):
-    """Base class of a group of keys; used directly for a group without supported keys."""
+    """Base class of a group of keys. A group without supported keys uses this class itself."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Params(Group):
-    """The group `optimizer.params`: the keys of all supported optimizers."""
+    """The keys of the group `optimizer.params` for all supported optimizers together."""
 
     lr: Positive = Field(1e-3, description="set it to the learning rate")
     weight_decay: NonNegative = 0.0
@@ -169,7 +173,7 @@ class DataTypes(Group):
 
 
 class DeepSpeedConfig(Group):
-    """The supported top-level keys of a ds_config, and all groups of keys."""
+    """A ds_config: the supported top-level keys, and the groups of keys."""
 
     train_batch_size: Count | None = None
     train_micro_batch_size_per_gpu: Count | None = None
@@ -195,10 +199,11 @@ RENAMED = {
 
 
 def _by_name(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges tables into one, by full key name such as "zero_optimization.overlap_comm".
+    """Merges tables into one table by full key name, such as "zero_optimization.overlap_comm".
 
-    tables: a table for each group of keys. Several keys with the same value are one entry, with
-        the names of the keys separated by spaces.
+    Args:
+        tables: by group of keys, a table of values by key name. An entry may define the same value
+            for several keys, whose names are then separated by spaces.
     """
     return {
         f"{group}.{key}".removeprefix("."): what

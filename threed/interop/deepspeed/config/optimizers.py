@@ -16,10 +16,10 @@ from threed.interop.deepspeed.config.keys import Params
 
 NO_HOOKS = "remove them, and call your function before or after engine.step()"
 DECOUPLED = "decoupled_weight_decay"
-# Hyper-parameters that must be equal in all groups. If a ds_config does not set one of them, its
-# value is the default in `Params`, or False if `Params` does not have it.
+# Hyper-parameters that must be equal in all groups. A hyper-parameter that a ds_config does not set
+# has its default value in `Params`, or is False if `Params` does not have it.
 HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
-# For each class: (name of the optimizer in a ds_config, hyper-parameters to read).
+# For each supported class: (name of the optimizer in a ds_config, hyper-parameters to read).
 READ = {
     torch.optim.AdamW: ("AdamW", ("betas", "eps", "amsgrad", "maximize")),
     torch.optim.Adam: ("Adam", ("betas", "eps", "amsgrad", "maximize")),
@@ -29,9 +29,9 @@ READ = {
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group: names of its parameters, its lr and its weight decay.
+    """A parameter group: names of its parameters, its learning rate and its weight decay.
 
-    A value of None stands for the optimizer's value.
+    A group with None for lr or weight_decay uses the optimizer's value.
     """
 
     names: tuple[str, ...]
@@ -42,16 +42,19 @@ class Group:
 def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
     """Converts a torch optimizer to the group "optimizer" of a ds_config.
 
-    Returns the group, and a note with its values. The learning rate is the first nonzero learning
-    rate of a parameter group; if a scheduler has changed this rate, the rate before the change
-    (`initial_lr`) is used.
+    The first nonzero learning rate of a parameter group becomes the key "lr". If a scheduler has
+    changed this learning rate, the value before the change (`initial_lr`) is used.
 
     Args:
         optimizer: a torch AdamW, Adam or SGD.
 
+    Returns:
+        (keys and values of the group "optimizer", note for the user that lists the values).
+
     Raises:
-        ConfigError: if the optimizer is of any other class; if it has state or step hooks; if no
-            group has a nonzero lr; or if groups differ in values other than lr and weight_decay.
+        ConfigError: if the optimizer is of any other class; if it has states, so that it has made
+            steps; if it has step hooks; if no group has a nonzero lr; or if groups differ in values
+            other than lr and weight_decay.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
         name, fix = type(optimizer).__name__, "pass torch's AdamW, Adam or SGD, or use the config's"
@@ -71,9 +74,11 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
 
 
 def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | None:
-    """Returns the first reason why an optimizer is not supported.
+    """Returns the first reason why an optimizer is not supported, or None.
 
-    keys: names of the values that must be equal in all groups.
+    Args:
+        optimizer: the optimizer.
+        keys: names of the values that must be equal in all parameter groups.
     """
     first, *others = optimizer.param_groups
     if optimizer.state:
@@ -89,7 +94,7 @@ def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | Non
 
 
 def rate_of(group: Mapping[str, Any]) -> float:
-    """Returns the learning rate of a parameter group, before a scheduler has changed it."""
+    """Returns a parameter group's learning rate, as it was before a scheduler has changed it."""
     return float(group.get("initial_lr", group["lr"]))
 
 
@@ -99,15 +104,15 @@ def is_scheduled(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
-    """Returns whether an optimizer has step hooks other than the hook with the id `own`."""
+    """Returns whether an optimizer has step hooks, apart from the hook with the id `own`."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return bool({*before, *after} - {own})
 
 
 def plain_value(value: Any) -> Any:
-    """Converts a value of a parameter group so that it can be compared by `==`.
+    """Converts a value of a parameter group to a value that can be compared by `==`.
 
-    Tensors become floats, and lists become tuples.
+    Tensors of one element become floats, and lists become tuples.
     """
     if isinstance(value, torch.Tensor):
         return float(value)
@@ -117,17 +122,17 @@ def plain_value(value: Any) -> Any:
 def find_groups(
     model: nn.Module, given: Iterable[Any] | None, params: Mapping[str, Any] | None = None
 ) -> tuple[Group, ...]:
-    """Returns parameter groups with the names of their parameters.
+    """Returns the parameter groups that a program passes, with the names of their parameters.
 
-    Returns an empty tuple for parameters without groups, and for a single group without lr and
-    weight_decay.
+    The result is empty if `given` has parameters instead of groups, or a single group without lr
+    and weight_decay.
 
     Args:
         model: the module that has the parameters.
         given: parameters, or parameter groups (dicts with "params"); None means one group of all
             parameters.
-        params: the optimizer's hyper-parameters, as in a ds_config. Hyper-parameters that a group
-            has must have these values, except for lr and weight_decay.
+        params: the optimizer's hyper-parameters, as in a ds_config. The hyper-parameters in a group
+            must have the same values, except for lr and weight_decay.
 
     Raises:
         ConfigError: if the groups do not contain each parameter that requires gradients exactly
@@ -167,9 +172,9 @@ def find_groups(
 
 
 def _differing_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a problem for each value of a group that differs from the optimizer's value.
+    """Yields an error text for each value of a group that differs from the optimizer's value.
 
-    The learning rate and the weight decay may differ.
+    Learning rate and weight decay are not compared, because they may differ between groups.
     """
     for key in HYPER.intersection(group):
         own, common = plain_value(group[key]), params.get(key, "auto")

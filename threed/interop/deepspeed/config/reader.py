@@ -1,6 +1,6 @@
 """Parses a ds_config into `keys.DeepSpeedConfig`, and collects problems and notes about its keys.
 
-reader = Reader(autos, inactive)                # values that replace "auto"; keys without effect
+reader = Reader(autos, inactive)                # (values that replace "auto", keys without effect)
 config = reader.read(read("ds_config.json"))    # a key with a problem gets its default value
 reader.problems, reader.notes                   # {key: problem}, ["key: note", ...]
 """
@@ -48,13 +48,14 @@ class Reader:
     """Parses one ds_config, and collects its problems and notes.
 
     Args:
-        autos: by key, the value that replaces "auto", and a text about the origin of this value.
-            The pair (None, text) makes "auto" an error; (None, "") treats the key as missing.
+        autos: by key, a pair of the value that replaces "auto" and a text about the origin of this
+            value. If the pair is (None, text), "auto" is an error. If it is (None, ""), a key that
+            is "auto" is treated as missing.
         inactive: by key, the reason why the key has no effect in this configuration.
 
     Attributes:
-        problems: by key, the first problem of the key.
-        notes: lines of the form "key: text".
+        problems: by key, the text of the first problem that was found for the key.
+        notes: texts of the form "key: note", for the user.
     """
 
     def __init__(self, autos: Mapping[str, tuple[Any, str]], inactive: Mapping[str, str]) -> None:
@@ -77,7 +78,7 @@ class Reader:
         self.notes.append(f"{key}: {text}")
 
     def read(self, ds: Mapping[str, Any]) -> DeepSpeedConfig:
-        """Returns the values of the supported keys; the default for a key that has a problem."""
+        """Returns the values of the supported keys; a key with a problem gets its default value."""
         values = self._select(ds, DeepSpeedConfig, "")
         try:
             return DeepSpeedConfig.model_validate(values)
@@ -87,11 +88,11 @@ class Reader:
         return DeepSpeedConfig.model_validate(values)
 
     def refuse_keys(self, group: Group, path: str, keys: Iterable[str]) -> None:
-        """Adds a problem for each of `keys` that is set in `group`.
+        """Adds a problem for each key in `keys` that `group` sets.
 
         Args:
-            group: keys of the optimizer or scheduler.
-            path: full name of the group.
+            group: values of the group "optimizer.params" or "scheduler.params".
+            path: full name of this group.
             keys: keys that the selected type of optimizer or scheduler does not have.
         """
         for key in keys:
@@ -99,7 +100,7 @@ class Reader:
             self.check(not given, f"{path}.{key}", "no such key for this type")
 
     def _select(self, given: Any, model: type[Group], path: str) -> dict[str, Any]:
-        """Returns the supported keys of a group, with "auto" replaced; adds problems and notes."""
+        """Returns a group's supported keys, after replacing "auto"; adds problems and notes."""
         values: dict[str, Any] = {}
         if not isinstance(given, Mapping):
             example = '{"stage": 1}' if path == "zero_optimization" else '{"enabled": true}'
@@ -151,7 +152,11 @@ class Reader:
     def _remove(self, values: dict[str, Any], path: list[str], why: str) -> None:
         """Removes an invalid value and adds a problem.
 
-        path: the names of the groups, the name of the key, and possibly an index into its value.
+        Args:
+            values: values of the ds_config, nested by group.
+            path: the names of the nested groups, then the name of the key, and then possibly an
+                index into the key's value.
+            why: the reason why the value is invalid.
         """
         for depth, part in enumerate(path, 1):
             inner = values.get(part)
@@ -162,7 +167,7 @@ class Reader:
 
 
 def _hint(path: str, key: str, model: type[Group]) -> str:
-    """Returns a hint with the most similar known key of a group, or an empty string."""
+    """Returns a hint that names the known key most similar to `key`, or an empty string."""
     tables = [name.rpartition(".") for name in (*NO_EFFECT, *REFUSED)]
     known = [*model.model_fields, *(name for group, _, name in tables if group == path)]
     near = difflib.get_close_matches(key, known, 1, 0.7)

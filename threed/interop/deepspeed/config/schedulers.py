@@ -1,14 +1,15 @@
-"""DeepSpeed's learning rate schedules, as functions of the number of updates.
+"""DeepSpeed's learning rate schedules, as functions of the number of past updates.
 
 Skipped steps do not count as updates.
 
     rate = learning_rate(reader, config.scheduler, lr=1e-3)
     rate(torch.tensor(0.0, dtype=torch.float64))   # learning rate of the first update
 
-DeepSpeed starts its scheduler at step -1 and advances it after each update. The first and the
-second update therefore both have the learning rate at the start of the warm-up; with
-WarmupCosineLR, the first update has the learning rate 0. Source: DeepSpeed 0.19.8,
-deepspeed/runtime/lr_schedules.py, classes WarmupLR, WarmupDecayLR and WarmupCosineLR.
+DeepSpeed starts its scheduler at step -1 and advances the scheduler after each update. So the first
+update has step -1, the second update has step 0, and the warm-up begins at step 0. With WarmupLR
+and WarmupDecayLR, the learning rate at step -1 is the same as at step 0. With WarmupCosineLR, it is
+0. Source: DeepSpeed 0.19.8, deepspeed/runtime/lr_schedules.py, classes WarmupLR, WarmupDecayLR and
+WarmupCosineLR.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from threed.interop.deepspeed.config.keys import STEPS, Scheduler
 from threed.interop.deepspeed.config.reader import Reader
 
 LINEAR, COSINE = ("warmup_min_lr", "warmup_max_lr"), ("warmup_min_ratio", "cos_min_ratio")
-# For each scheduler, the keys of SchedulerParams that the scheduler does not have.
+# For each scheduler, the keys of `SchedulerParams` that DeepSpeed's scheduler does not have.
 NOT_OF = {
     "warmuplr": (*COSINE, "total_num_steps"),
     "warmupdecaylr": COSINE,
@@ -37,18 +38,21 @@ NOT_OF = {
 class LearningRate:
     """Maps the number of past updates (scalar fp64 tensor) to the learning rate of the next update.
 
-    The schedule's step is the number of past updates minus 1. The rate rises from `low` to `high`
-    during the warm-up. Then it is first + (high - first) * after(step), with first = 0 if the
-    schedule is `relative`, and first = `low` otherwise. The rate at step -1 is `first`.
+    The step is the number of past updates minus 1. The learning rate of the first update (step -1)
+    is called `first` here. It is 0 if the schedule is `relative`, and `low` otherwise.
+
+        step = -1            first
+        0 <= step < steps    rises from low to high (warm-up)
+        steps <= step        first + (high - first) * after(step)
 
     Attributes:
-        ramp: shape of the warm-up, "log" or "linear".
+        ramp: how the learning rate rises in the warm-up: "log" or "linear".
         steps: number of warm-up steps, at least 2.
         low: learning rate at the start of the warm-up.
         high: learning rate at the end of the warm-up.
-        after: a function that returns the decay factor of a step after the warm-up.
-        relative: whether the schedule scales the optimizer's learning rate; if so, parameter groups
-            may have different learning rates.
+        after: a function from a step after the warm-up to the decay factor at this step.
+        relative: whether the schedule multiplies the optimizer's learning rate by a factor. If so,
+            parameter groups may have different learning rates.
     """
 
     ramp: str
@@ -70,12 +74,15 @@ class LearningRate:
 
 
 def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate | None:
-    """Returns the schedule of a ds_config's "scheduler"; None (constant rate) without a scheduler.
+    """Returns the learning rate schedule that the keys of "scheduler" in a ds_config define.
 
     Args:
-        reader: collects problems.
-        found: the group "scheduler".
+        reader: the reader, to which problems of the keys are added.
+        found: values of the group "scheduler".
         lr: the optimizer's learning rate.
+
+    Returns:
+        The schedule; None if the ds_config has no scheduler, so that the learning rate is constant.
     """
     if not found.model_fields_set:
         return None
@@ -99,14 +106,14 @@ def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate |
 
 
 def decay_linear(warmup: int, total: int, step: Tensor) -> Tensor:
-    """Returns WarmupDecayLR's factor: linear from 1 at step `warmup` to 0 at step `total`."""
+    """Returns WarmupDecayLR's factor: it falls linearly from 1 at step `warmup` to 0 at `total`."""
     return ((total - step) / max(1, total - warmup)).clamp(min=0)
 
 
 def decay_cosine(warmup: int, total: int, end: float, step: Tensor) -> Tensor:
     """Returns WarmupCosineLR's factor at `step`.
 
-    The factor follows a cosine from 1 at step `warmup` - 1 to `end` at step `total` - 1.
+    The factor falls along a cosine from 1 at step `warmup` - 1 to `end` at step `total` - 1.
     """
     progress = ((step - warmup + 1) / max(1, total - warmup)).clamp(max=1)
     return (end + (1 - end) * (1 + torch.cos(math.pi * progress)) / 2).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Translates the keys of a ds_config into a threed configuration, one group after another."""
+"""Translates the keys of a ds_config into a threed configuration, group by group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OLD_SWITCHES = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
-# For each optimizer, the keys of Params that the optimizer does not have.
+# For each optimizer, the keys of `keys.Params` that the optimizer does not have.
 NOT_OF = {
     "adam": ("momentum",),
     "adamw": ("momentum",),
@@ -39,12 +39,12 @@ NOT_OF = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about the model that determine "auto" values.
+    """Facts about the model that determine the values of keys that are "auto".
 
     Attributes:
         hidden: the hidden size; None if unknown.
-        dtype: the dtype of most weights, as a key of `precision.DTYPES`; None if unknown. A model
-            with fp64 weights is trained in fp64.
+        dtype: the most common dtype of the weights, as a key of `precision.DTYPES`; None if
+            unknown. A model with fp64 weights is trained in fp64.
     """
 
     hidden: int | None = None
@@ -57,13 +57,14 @@ class Translation:
 
     Attributes:
         config: the threed configuration.
-        train_batch_size: micro_batch × accumulation × world, in samples.
-        micro_batch: samples in one forward pass of one rank.
-        accumulation: micro-batches per rank and step.
-        learning_rate: the schedule; None for a constant rate.
+        train_batch_size: number of samples in one step: micro_batch × accumulation × number of
+            ranks.
+        micro_batch: number of samples in one forward pass of one rank.
+        accumulation: number of micro-batches per rank and step.
+        learning_rate: the learning rate schedule; None for a constant learning rate.
         loss_scale: settings of the loss scale; None unless the dtype is fp16.
         drop_last: whether the data loader drops a last batch that is not full.
-        notes: keys without effect and values chosen for "auto", as lines "key: text".
+        notes: texts "key: note" about keys without effect and values chosen for "auto".
     """
 
     config: Config
@@ -82,13 +83,13 @@ def translate(
     model: ModelFacts = ModelFacts(),
     groups: Sequence[Group] = (),
 ) -> Translation:
-    """Translates a ds_config.
+    """Translates a ds_config into a threed configuration.
 
     Args:
-        ds: the ds_config.
+        ds: the keys and values of the ds_config.
         world: number of data-parallel ranks.
-        model: facts about the model, for "auto" values.
-        groups: parameter groups with their own learning rate or weight decay.
+        model: facts about the model, for keys that are "auto".
+        groups: parameter groups, which may have their own learning rate or weight decay.
 
     Raises:
         ConfigError: if the ds_config is invalid; the message lists all problems.
@@ -119,14 +120,14 @@ def translate(
 
 
 def _value(ds: Any, path: str) -> Any:
-    """Returns the raw value of a key such as "fp16.enabled"; None if it is not given."""
+    """Returns the value that a ds_config gives for a key such as "fp16.enabled", or None."""
     for key in path.split("."):
         ds = ds.get(key) if isinstance(ds, Mapping) else None
     return ds
 
 
 def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str]]:
-    """Returns, per key, the value that replaces "auto" and an explanation of the value."""
+    """Returns the argument `autos` of `Reader`: by key, (value for "auto", origin of the value)."""
     hidden, size = model.hidden, f"from the model's hidden size {model.hidden}, {TRAINER}"
     dtype = f"as the model's weights are {model.dtype}"
     lr = _value(ds, "optimizer.params.lr")
@@ -147,9 +148,9 @@ def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str
 
 
 def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the keys that have no effect at this ZeRO stage or with these offload devices.
+    """Returns the keys without effect at the ds_config's ZeRO stage or with its offload devices.
 
-    The values of the returned dict are the reasons.
+    The value of a key in the returned dict is the reason why the key has no effect.
     """
     off: dict[str, str] = {}
     if (stage := _value(ds, f"{ZERO}.stage")) != 3:
@@ -168,10 +169,11 @@ def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int, int]:
-    """Returns the micro-batch size and the number of accumulation steps.
+    """Returns (micro-batch size, number of accumulation steps).
 
-    If one of the two keys is missing, its value is computed from train_batch_size. If both are
-    missing, the number of accumulation steps is 1.
+    If train_batch_size is given and one of the two values is not, this value is computed from
+    train_batch_size. If neither is given, the number of accumulation steps is 1, and the
+    micro-batch size is computed. Without train_batch_size, the micro-batch size is required.
     """
     total, micro, steps = (getattr(found, name) for name in BATCH)
     if total is None:
@@ -191,7 +193,7 @@ def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int
 def _precision(
     reader: Reader, found: keys.DeepSpeedConfig, model: ModelFacts
 ) -> tuple[dict[str, Any], LossScale | None]:
-    """Returns the keys of `precision`, and the loss scale (None unless the dtype is fp16)."""
+    """Returns (keys of the group `precision`, loss scale or None); only fp16 has a loss scale."""
     fp16, bf16, types = found.fp16, found.bf16.enabled, found.data_types
     wide = "fp64" if model.dtype == "fp64" else "fp32"
     dtype = "fp16" if fp16.enabled else "bf16" if bf16 else wide
@@ -221,7 +223,7 @@ def _precision(
 
 
 def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, Any]:
-    """Returns the keys of `zero`; `width` is the number of bytes per gradient element."""
+    """Returns the keys of the group `zero`; `width` is the number of bytes per gradient element."""
     stage, ranks = zero.stage, world if zero.mics_shard_size < 1 else zero.mics_shard_size
     text = f"{ranks} does not divide {counted(world, 'data-parallel rank')}"
     reader.check(world % ranks == 0, f"{ZERO}.mics_shard_size", text)
@@ -233,13 +235,14 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
             f"{ZERO}.zero_quantized_gradients", "quantizes blocks of 256 elements to 8 bits, not 4"
         )
     elements = zero.reduce_bucket_size or 64 * 2**20 // width
-    if zero.sub_group_size is not None:  # the number of elements of one rank's slice of a bucket
+    if zero.sub_group_size is not None:  # limits the elements of one rank's slice of a bucket
         elements = min(elements, zero.sub_group_size * ranks)
     return {
         "stage": stage,
         "shard_size": "all" if zero.mics_shard_size < 1 else ranks,
         "bucket_mib": elements * width / 2**20,
-        # Adds 1, because `resident` is an exclusive limit, and DeepSpeed's threshold is inclusive.
+        # Parameters of fewer than `resident` elements stay unsharded. DeepSpeed's threshold also
+        # includes parameters of exactly this size, so 1 is added.
         "resident": zero.stage3_param_persistence_threshold + 1 if stage == 3 else 0,
         "compress_weights": "int8" if zero.zero_quantized_weights else "none",
         "compress_gradients": "int8" if zero.zero_quantized_gradients else "none",
@@ -279,9 +282,12 @@ def _offload(reader: Reader, zero: keys.Zero) -> dict[str, Any]:
 
 
 def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict[str, Any]:
-    """Returns the keys of `optim`.
+    """Returns the keys of the group `optim`.
 
-    group_decay: whether a parameter group has a nonzero weight decay.
+    Args:
+        reader: the reader, to which problems of the keys are added.
+        found: values of the group "optimizer".
+        group_decay: whether a parameter group has a nonzero weight decay.
     """
     fix = "use AdamW, Adam, SGD or Lion, or pass a torch optimizer"
     reader.check(found.type is not None, "optimizer.type", f"not given: {fix}")
@@ -299,14 +305,21 @@ def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict
 def _groups(
     reader: Reader, groups: Sequence[Group], rate: LearningRate | None, lr: float, decay: float
 ) -> tuple[dict[str, Any], ...]:
-    """Returns the groups of `optim`: one for each of `groups` that has parameters, in this order.
+    """Returns the key `optim.groups`: one group for each of `groups` that has parameters.
 
-    If there is only one group, and it has the optimizer's learning rate and weight decay, it is
-    left out, because the other keys of `optim` contain these values.
+    The order of the groups is kept. A single group with the optimizer's learning rate and weight
+    decay is left out, because the other keys of `optim` contain these values.
 
-    A last group, which matches all other parameters, sets their weight decay to the optimizer's:
-    DeepSpeed applies weight decay to norms and biases too, unlike threed. It is added if another
-    group is returned, or if the optimizer's weight decay is not 0.
+    A last group matches all other parameters, and sets their weight decay to the optimizer's. It is
+    needed because DeepSpeed applies weight decay to norms and biases too, unlike threed. It is
+    added if another group is returned, or if the optimizer's weight decay is not 0.
+
+    Args:
+        reader: the reader, to which notes are added.
+        groups: the program's parameter groups.
+        rate: the learning rate schedule, or None.
+        lr: the optimizer's learning rate.
+        decay: the optimizer's weight decay.
     """
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
