@@ -125,7 +125,7 @@ def build(config: ModelConfig, slicing: Slicing) -> Model:
         slicing: parallel layout.
 
     Raises:
-        ConfigError: see `build_custom`.
+        ConfigError: if a custom model cannot be built (see `build_custom`).
     """
     if not names_model(config.arch):
         return Decoder(config, slicing)

@@ -90,9 +90,9 @@ class Observation:
 
 
 def find(roots: Roots) -> list[BufferRef]:
-    """Returns all buffers of some modules. A module with several names is listed once.
+    """Returns all buffers of some modules.
 
-    It is listed under the name that is found first.
+    If a module has several names, its buffers are listed once, under the name that is found first.
 
     Args:
         roots: (name prefix, module) pairs.
@@ -112,14 +112,14 @@ def bytes_of(value: Tensor) -> Tensor:
 
 
 def of_bytes(data: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
-    """Returns the tensor [*shape] with the values of `bytes_of`.
+    """Returns a new tensor from its bytes; the inverse of `bytes_of`.
 
     Args:
-        data: uint8 [n].
-        dtype: name of the dtype, such as "float32".
-        shape: shape of the result.
+        data: the bytes of the values in row-major order, uint8 [n].
+        dtype: name of the tensor's dtype, such as "float32".
+        shape: shape of the tensor.
     """
-    # cloned, because the data may be unaligned
+    # `data` may be a slice that is not aligned for the dtype, so it is cloned
     return data.clone().view(getattr(torch, dtype)).view(tuple(shape))
 
 
@@ -138,8 +138,8 @@ class Buffers:
         two_holders: whether every layer is on two pipeline ranks.
 
     Attributes:
-        exist: whether any of the ranks that call the collectives of this object together has
-            buffers. All of these ranks have the same value.
+        exist: whether any rank has buffers, among the ranks that must call the collective methods
+            of this object together. The value is equal on all of these ranks.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Buffers:
         self._broadcast(self._changing)
 
     def changing(self) -> list[tuple[BufferRef, Tensor]]:
-        """Returns the known changing buffers, each with a copy of its values."""
+        """Returns the buffers that are known to change in training, with copies of their values."""
         return [
             (place, place.value.clone()) for place, *_ in self._changing if place.value is not None
         ]
@@ -237,7 +237,7 @@ class Buffers:
         }
 
     def _find_changes(self) -> None:
-        """Finds buffers that changed since `_observe` on any rank. Collective."""
+        """Finds the buffers that changed on any rank since the last `_observe`. Collective."""
         seen, values = self._seen or {}, self._values()
         pairs = [(place, value, seen.get((place.owner, place.key))) for place, value in values]
         # The kernels of batch_norm change buffers without advancing their version counters. So the

@@ -316,7 +316,7 @@ class _Search:
         return None
 
     def _excess(self, cut: Ranges) -> float:
-        """Returns by how many bytes the rank with the highest peak exceeds the limit; 0 if none."""
+        """Returns by how many bytes the highest peak of a rank exceeds the limit; at least 0."""
         if self.limit is None:
             return 0.0
         return max(0.0, *(self._rank_bytes(rank, [cut[stage] for stage in self.placement[rank]]) - self.limit

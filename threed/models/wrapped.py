@@ -248,10 +248,10 @@ class Wrapped(PipelineLayer):
     def initialized(self, device: torch.device, dtype: torch.dtype) -> None:
         """Finishes the initialization of the parameters, and initializes the buffers.
 
-        Drops the original parameter values. Moves buffers to the device. If some parameter had
-        another dtype than `dtype`, casts the floating-point buffers as `module.to(device, dtype)`
-        would. If a buffer is on the meta device, its values are computed by the initialization of
-        the module that owns it.
+        Drops the original parameter values. Moves buffers to the device. If the original dtype of
+        some parameter was not `dtype`, casts the floating-point buffers as
+        `module.to(device, dtype)` would. If a buffer is on the meta device, its values are computed
+        by the initialization of the module that owns it.
 
         Args:
             device: the engine's device, to which buffers are moved.

@@ -56,11 +56,11 @@ class Outdated(Exception):
 
 
 def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
-    """Yields every action with the parts of the next compute action after it.
+    """Yields (action, parts of the next compute action) for every action.
 
-    A pair FB has two parts, its forward and its backward. Any other action has one part, the action
-    itself. The tuple of parts is empty if no compute action follows, or if the next one is a W,
-    which reads no weights.
+    The executor gathers weights for these parts in advance. An FB has two parts, its forward and
+    its backward. Any other compute action has one part, the action itself. The tuple of parts is
+    empty if no compute action follows, or if the next one is a W, which reads no weights.
     """
     following: list[tuple[Action, ...]] = []
     next_parts: tuple[Action, ...] = ()
@@ -224,7 +224,7 @@ class Executor:
 
         Args:
             plan: the plan, with communication actions.
-            micros: the micro-batches that the plan begins.
+            micros: the micro-batches whose forwards the plan contains, in order.
 
         Returns:
             The losses in the order of micro-batches, on the last stage; an empty list on other
@@ -266,7 +266,7 @@ class Executor:
         """Begins a plan; takes over the micro-batches whose backwards the previous plan left open.
 
         These micro-batches are renumbered so that the last micro-batch of the previous plan is -1.
-        If the plan does not continue the previous plan, all remaining state is dropped instead.
+        If the plan does not continue the previous plan, the state of the previous plan is dropped.
         """
         if plan.begun and plan.begun != self._plan.left:
             raise ValueError(

@@ -71,7 +71,9 @@ class LayerMajorStage(Stage):
         self._frames.clear()
 
     def run_all(self, micros: Sequence[MicroBatch], during: During) -> list[Tensor]:
-        """Runs forward and backward of all micro-batches; adds gradients to `param.sink`.
+        """Runs forward and backward of all micro-batches.
+
+        Gradients of parameters are added to the parameters' gradient sinks (`param.sink`).
 
         Args:
             micros: the micro-batches.

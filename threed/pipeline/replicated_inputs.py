@@ -6,7 +6,8 @@ may save only a slice of such an input.
                                      # is the same on all ranks; the first call per place compares x
                                      # between ranks and is collective
     sample = inputs.sample(x)        # some elements of x, saved together with the slice
-    inputs.check(sample, x)          # sets the flag if x, gathered from the slices, differs
+    inputs.check(sample, x)          # x, gathered from the slices: sets the flag if it differs from
+                                     # the sample
 
 A layer may return a tensor that differs between tensor ranks, such as the outputs of the rank's
 attention heads. If such a tensor is the input of a recomputed layer, each rank must save it in

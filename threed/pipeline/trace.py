@@ -425,7 +425,8 @@ def for_layer_alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomput
 
     Args:
         recomputed: settings of the full model; None if the layer is not recomputed.
-        layer: the layer. If it is recomputed in part, it is prepared for that.
+        layer: the layer. If only some of its operations are recomputed, this function prepares the
+            layer for it (`Selective.install`).
 
     Returns:
         The settings; None if the layer is not recomputed.

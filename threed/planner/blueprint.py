@@ -403,9 +403,9 @@ def names(layer: nn.Module) -> list[str]:
 
 
 def dealt_over(layers: Sequence[nn.Module]) -> set[str]:
-    """Returns the axes of data ranks over which some parameters of the model are distributed.
+    """Returns the names of the axes of data ranks over which parameters are distributed.
 
-    Each of these ranks holds other pieces of such a parameter (`ShardSpec.over`).
+    Each rank of such an axis holds different pieces of the parameter (`ShardSpec.over`).
     """
     specs = (spec_of(param) for layer in layers for param in layer.parameters())
     return {spec.over for spec in specs if spec.over is not None}

@@ -114,9 +114,9 @@ def cut_by_times(
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.
-        costs: function that returns the FLOPs of the layers. They give a partition by FLOPs, with
-            which the result is compared. If the function raises TraceError, this comparison is
-            omitted.
+        costs: function that returns the FLOPs of the layers. The result is compared with the
+            partition that is balanced by these FLOPs. If the function raises TraceError, this
+            comparison is omitted.
         plan: the plan of a step, built as if all stages took equal times.
 
     Raises:

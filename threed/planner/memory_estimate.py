@@ -123,7 +123,8 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
 def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCost:
     """Returns the cost of a recomputed layer, changed for the configured storage of its input.
 
-    The input is saved in an arena, in host memory, on a drive, or as an ordinary tensor.
+    The input of the layer is saved in an arena, in host memory, on a drive, or as an ordinary
+    tensor.
     """
     r = config.recompute
     # If inputs are sliced, the layer does not keep its full input, and `kept` counts the slice.
@@ -467,9 +468,9 @@ def _gathered_by(layout: Layout, units: range) -> dict[Group, int]:
 def _count_pass_traffic(
     blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]
 ) -> None:
-    """Adds to `sends` the bytes that this rank sends for all micro-batches of a step.
+    """Adds to `sends` the bytes that this rank sends in the forwards and backwards of a step.
 
-    They are sent by collectives in its layers, and as messages to other stages.
+    The collectives in the rank's layers, and the messages to other stages, send these bytes.
     """
     plan, topology = blueprint.pipeline.plan, blueprint.topology
     microbatches = plan.microbatches // plan.ways

@@ -26,8 +26,8 @@ def check_rendezvous(plan: Plan) -> None:
     """Simulates a lowered plan with blocking, in-order transfers.
 
     Raises:
-        ValueError: the plan is invalid, uses a tensor before its receive, pairs a send with the
-            receive of another message, or deadlocks.
+        ValueError: the plan is invalid, uses a tensor before its receive, has a send that meets the
+            receive of a different message, or deadlocks.
     """
     legal(plan)
     _check_inputs(plan)
@@ -63,8 +63,8 @@ def _head(plan: Plan, at: list[int], rank: int) -> Action | None:
 def _partner(plan: Plan, at: list[int], rank: int, action: Action) -> int | None:
     """Returns the rank that advances together with `rank`, or None if `rank` must wait.
 
-    For a send it is the receiver, and for local work it is `rank` itself. A receive always waits:
-    its sender advances both ranks.
+    For a send it is the receiver, and for an action without a peer it is `rank` itself. At a
+    receive the result is always None, because the matching send advances both ranks.
     """
     if action.kind is Kind.UPDATE:
         return rank if norms_begun(plan, at) else None

@@ -8,8 +8,10 @@ activations. Compared with 1F1B, and with equal times of F, I and W:
 
 - ZB-V: a rank keeps as many activations as the first rank of 1F1B, and is never idle between its
   first and its last action.
-- V-Half: a rank keeps about half as many activations, and is idle for about half as long.
-- V-Min: a rank keeps about a third as many activations, and is idle for about two thirds as long.
+- V-Half: a rank keeps about half as many activations as the first rank of 1F1B, and is idle for
+  about half as long as in 1F1B.
+- V-Min: a rank keeps about a third as many activations as the first rank of 1F1B, and is idle for
+  about two thirds as long as in 1F1B.
 
 Sources: Qi et al. 2024, arXiv 2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
 
@@ -32,7 +34,7 @@ from threed.schedules.plan import Plan
 from threed.schedules.simulation import Costs
 from threed.schedules.split_backward import Flow, Orders, fill, to_plan, v_shape
 
-# time per micro-batch on a rank, in units: one F, I and W on each of two chunks, of 1 unit each
+# time of one micro-batch on a rank, if F, I and W take 1 unit each on each of the two chunks
 PERIOD = 6
 # times of F, I and W for both chunks of a rank together
 UNIT = Costs(2, 2, 2)

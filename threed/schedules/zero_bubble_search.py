@@ -3,11 +3,13 @@
 Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), limit=6)`.
 
 The search simulates many orders of forwards and backwards, with W placed by `split_backward.fill`,
-until the makespan reaches its lower bound or EFFORT is spent. It then improves the few best orders
-along their critical paths (`critical_path.shorten`). With one chunk per rank it tries 1F1B with
-more forwards at the beginning. Some of these orders skip a forward after every few backwards, so
-that fewer micro-batches are in flight later. With two chunks it tries the orders of ZB-V, V-Half,
-V-Min and similar patterns. Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
+until the makespan reaches its lower bound or EFFORT is spent. It then improves the best orders, up
+to STARTS of them, along their critical paths (`critical_path.shorten`).
+
+With one chunk per rank the search tries 1F1B with more forwards at the beginning. Some of these
+orders skip a forward after every few backwards, so that fewer micro-batches are in flight later.
+With two chunks it tries the orders of ZB-V, V-Half, V-Min and similar patterns. Sources: arXiv
+2401.10241, section 3; arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -172,9 +174,10 @@ class _Search:
 
 
 def _lower_bound(flow: Flow, rank: int) -> float:
-    """Returns a lower bound of the makespan from one rank.
+    """Returns a lower bound of the makespan, derived from the work of one rank.
 
-    It is the arrival of the first micro-batch plus all work of the rank.
+    The bound is the time at which the first micro-batch reaches the rank, plus the time of all
+    actions of the rank.
     """
     positions = flow.positions(rank)
     arrival = sum(flow.time[: positions[0]]) + sum(flow.travel[: positions[0] + 1])
@@ -229,8 +232,9 @@ def _one_f_one_b_orders(
 def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
     """Yields numbers of warm-up forwards per rank, which increase towards the first rank.
 
-    One forward more than on the next rank hides the round trip of a message; two forwards more also
-    hide an I. No number exceeds the memory limit.
+    Let f, b and t be the times of F, I and a message. A rank is not idle before its first I if it
+    has 1 + (b + 2t) / f warm-up forwards more than the next rank. Other differences are tried, too.
+    No number exceeds the memory limit.
     """
     ranks, last = flow.ranks, len(flow.rank) - 1
     f = sum(flow.time[: flow.forwards]) / ranks or 1.0
