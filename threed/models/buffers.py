@@ -107,7 +107,7 @@ def find(roots: Roots) -> list[BufferRef]:
 
 
 def bytes_of(value: Tensor) -> Tensor:
-    """Returns a tensor's values as bytes, uint8 [n], in row-major order."""
+    """Returns the bytes of a tensor's values in row-major order, uint8 [number of bytes]."""
     return value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
@@ -115,7 +115,7 @@ def of_bytes(data: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
     """Returns a new tensor from its bytes; the inverse of `bytes_of`.
 
     Args:
-        data: the bytes of the values in row-major order, uint8 [n].
+        data: the bytes of the values in row-major order, uint8 [number of bytes].
         dtype: name of the tensor's dtype, such as "float32".
         shape: shape of the tensor.
     """
@@ -135,11 +135,11 @@ class Buffers:
         stages: for each pipeline rank, (name prefix, module) pairs of its modules.
         topology: the topology, with the pipeline, data and tensor axes of this rank.
         recomputed: names of buffers in layers that are recomputed in full.
-        two_holders: whether every layer is on two pipeline ranks.
+        two_holders: whether every layer is on two pipeline ranks (bidirectional schedules).
 
     Attributes:
-        exist: whether any rank has buffers, among the ranks that must call the collective methods
-            of this object together. The value is equal on all of these ranks.
+        exist: whether there are buffers on any of the ranks that call the collective methods of
+            this object together. All of these ranks have the same value.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Buffers:
         self._broadcast(values)
 
     def begin_step(self) -> None:
-        """Broadcasts changing buffers from data rank 0. Collective."""
+        """Broadcasts the buffers that change in training from data rank 0. Collective."""
         if self._seen is None:
             self._seen = self._observe(copy=not self._searched and self._axis.size > 1)
         self._broadcast(self._changing)
@@ -205,14 +205,15 @@ class Buffers:
         """Detects which buffers change, in the first step only. Collective in the first step.
 
         Raises:
-            ValueError: if a buffer changed that must not change.
+            ValueError: if a buffer changed that must not change: the buffer of a recomputed layer,
+                or a persistent buffer whose name several layers have.
         """
         if not self._searched:
             self._find_changes()
             self._searched = True
 
     def agree(self) -> None:
-        """Detects further changing buffers, then broadcasts all changing buffers. Collective."""
+        """Searches for buffers that change in training, then broadcasts them. Collective."""
         if self._seen is not None:
             self._find_changes()
         self._broadcast(self._changing)

@@ -3,9 +3,9 @@
 The number of items is the weight of a micro-batch in the loss of a step.
 
     items = Items(module)
-    items(inputs)                    # before the forward: the number of items, or both candidates
+    items(inputs)                    # before the forward: the number of items, or two of them
     with items.observing(inputs):    # around the forward
-    items.select_weight(weights)     # after the forward: the weight for the correct candidate
+    items.select_weight(weights)     # after the forward: the weight for the correct number
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     division.ranges                                                # layers of each stage
     division.text()                                                # imbalance, and predicted gain
 
-Some schedules are planned from the times of the stages, so they need a partition first. `divide`
-partitions the model, then calls the planner for a plan.
+Some schedules are planned from the times of the stages, so their plan depends on the partition.
+`divide` partitions the model with the plan for equal stage times, then calls the planner with the
+stage times of this partition.
 
 The slowest stage alone does not determine the time of a step. Under 1F1B, the ranks also wait for
 the first stage's forwards and the last stage's backwards. So partitions are compared by simulating
@@ -221,7 +222,8 @@ def _largest_limit(
     """Returns the result of `attempt` for the largest limit on micro-batches at which it succeeds.
 
     Args:
-        plan: the plan without a limit, whose number of micro-batches in memory bounds the search.
+        plan: the plan without a limit. Only limits below its number of micro-batches in memory are
+            tried.
         attempt: called with None (no limit) first, then with limits found by bisection. It raises
             ValueError if it fails.
 

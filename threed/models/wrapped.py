@@ -113,10 +113,10 @@ class Wrapped(PipelineLayer):
         module: the module.
         loss: returns the scalar mean loss from the module's output. Default: the attribute `loss` of
             the output, its entry 'loss', its first element, or the output itself.
-        count: returns the number of items in the loss's mean (a scalar tensor) from the inputs of a
-            micro-batch. The loss of a step is then the mean over the global batch, independent of
-            how the batch is split. By default valid labels are counted, or rows if there are no
-            labels.
+        count: returns, from the inputs of a micro-batch, the number of items over which its loss is
+            averaged, a scalar tensor. With it, the loss of a step is the mean over the global
+            batch, independent of how the batch is split. By default valid labels are counted, or
+            rows if the batch has no labels.
 
     Attributes:
         module: the module.
@@ -285,9 +285,10 @@ class Wrapped(PipelineLayer):
         return {name: param.detach() for name, param in found}
 
     def _materialize(self, copied: nn.Module, seed: int, name: str) -> nn.Module:
-        """Allocates and initializes `copied`, a copy of a module on the meta device, on the CPU.
+        """Allocates the parameters and buffers of `copied` on the CPU, and initializes them.
 
-        The values depend only on the name and the seed.
+        `copied` is a copy of a module on the meta device. The values depend only on the name and
+        the seed.
         """
         for module in copied.modules():
             for key, param in module._parameters.items():

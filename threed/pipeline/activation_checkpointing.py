@@ -79,8 +79,7 @@ class InArena:
 class OnDrives:
     """A pool of storages in a swap file.
 
-    All storages are as large as the drive's host buffers. So any free storage can hold
-    any input.
+    All storages are as large as the drive's host buffers. So any free storage can hold any input.
     """
 
     def __init__(self, disk: Disk) -> None:
@@ -138,7 +137,7 @@ class SavedInput:
         storage: storage of the copy; None if the tensor itself is saved.
         value: the full input, or this rank's slice of it, on the device; None while only `storage`
             has the values.
-        arrived: event recorded after the copy from host memory to the device, or None.
+        arrived: event recorded after the copy from host memory to the device; None without a copy.
         staged: buffer into which the input is read from its storage; None before `fetch` is called.
         gathering: the all-gather of the slices while it is in flight, else None.
     """
@@ -238,12 +237,11 @@ class ActivationStore:
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
-        """Passes copies that `_copy_out` has started to their storages, oldest first.
+        """Hands copies that `_copy_out` has started over to their storages, oldest first.
 
-        Stops when at most `at_most` copies are left and the oldest of them has not finished.
-
-        The device's current stream waits for each passed copy, so that the memory of the copied
-        tensor can be reused. The host waits for a copy only if it is written to a drive.
+        The newest `at_most` copies are handed over only if they have finished. The device's current
+        stream waits for each copy, so that the memory of the copied tensor can be reused. The host
+        waits for a copy only if it is written to a drive.
         """
         while self._outgoing and (len(self._outgoing) > at_most or self._outgoing[0][0].query()):
             event, staged, _ = self._outgoing.popleft()

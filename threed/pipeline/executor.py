@@ -4,7 +4,7 @@ kind of action.
     executor = Executor(stages, transport, rank)
     losses   = executor.run(plan, micro_batches)
 
-The executor contains no schedule: training, evaluation and sampling are all plans.
+The executor contains no schedule: training, evaluation and sampling are different plans.
 
 A backward is either full (action B) or split (actions I and W). In a split backward, I computes the
 input gradient and keeps the operands of the weight gradients; later, W computes the weight
@@ -51,7 +51,7 @@ Span = tuple[Action, float, float]
 class Outdated(Exception):
     """Raised at VALIDATE if the plan's forwards ran with wrong weights.
 
-    The weights are correct when it is raised, so the caller must run the plan again.
+    The weights are corrected before the error is raised. The caller must run the plan again.
     """
 
 
@@ -83,10 +83,18 @@ class WeightGradients(Protocol):
     """Defers the computation of weight gradients (`threed.zero.contributions.Deferral`)."""
 
     def defer(self) -> AbstractContextManager[list[Any]]:
-        """Collects the operands of weight gradients in the yielded list, inside the block."""
+        """Returns a context manager that yields a list.
+
+        A backward inside the block does not compute weight gradients. It appends their operands to
+        the list.
+        """
 
     def add_deferred(self, waiting: list[Any]) -> None:
-        """Computes the weight gradients from collected operands and adds them."""
+        """Computes weight gradients, and adds them to the gradients of the parameters.
+
+        Args:
+            waiting: the list of operands that the context manager of `defer` has yielded.
+        """
 
 
 class Updates(Protocol):
@@ -96,7 +104,7 @@ class Updates(Protocol):
         """Points the layers at the version of the weights that the next pass must use.
 
         Args:
-            before: whether this pass (forward or backward) belongs to the previous step.
+            before: whether the next pass (forward or backward) belongs to the previous step.
         """
 
     def start_update(self) -> None:

@@ -13,7 +13,8 @@ A layer may return a tensor that differs between tensor ranks, such as the outpu
 attention heads. If such a tensor is the input of a recomputed layer, each rank must save it in
 full. So the inputs of the first micro-batch are compared between the ranks. Constant inputs are
 saved in full too: an input may be all zeros in the first micro-batch and differ between ranks
-later. Inputs of later micro-batches are checked on the device, without a host read.
+later. Inputs of later micro-batches are checked on the device, and the host does not wait for the
+result.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ SAMPLED = 256
 # The k-th sampled element has the index (k * GOLDEN modulo 1) * (number of elements), rounded down.
 # These indices are spread evenly, and do not align with the tensor's dimensions.
 GOLDEN = 0.6180339887498949
-# Largest difference between replicas of an input, as a multiple of the dtype's eps times the
-# largest element.
+# Two replicas of an input count as equal if their elements differ by at most this number times the
+# dtype's eps times the largest element.
 ROUNDINGS = 8
 
 

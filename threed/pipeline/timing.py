@@ -99,7 +99,8 @@ class Timer:
         grad_dtype: dtype of gradients.
         device: device on which the layers run.
         seed: seed of the weights' initial values.
-        prepare: function that is called with the copy of each layer before the copy runs.
+        prepare: function that is called with the copy of each layer before the copy runs, for
+            example to compile it.
     """
 
     def __init__(

@@ -280,8 +280,8 @@ class Tracer:
         micro: a micro-batch on the meta device, with the shapes and dtypes of the run.
         dtype: dtype of parameters and activations.
         grad_dtype: dtype of gradients.
-        traffic: axis name -> bytes sent; the counter to which the model's axes add the bytes that
-            they send. A trace leaves it unchanged.
+        traffic: counter of bytes sent, by name of the axis. The model's axes add the bytes that
+            they send. After a trace, the counter has its earlier values again.
 
     Attributes:
         output: `Form` (shapes and dtypes) of the value that the last layer of the newest trace

@@ -405,7 +405,7 @@ def names(layer: nn.Module) -> list[str]:
 def dealt_over(layers: Sequence[nn.Module]) -> set[str]:
     """Returns the names of the axes of data ranks over which parameters are distributed.
 
-    Each rank of such an axis holds different pieces of the parameter (`ShardSpec.over`).
+    Each rank of such an axis holds different pieces of a parameter (`ShardSpec.over`).
     """
     specs = (spec_of(param) for layer in layers for param in layer.parameters())
     return {spec.over for spec in specs if spec.over is not None}

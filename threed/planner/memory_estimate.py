@@ -121,10 +121,9 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
 
 
 def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCost:
-    """Returns the cost of a recomputed layer, changed for the configured storage of its input.
+    """Returns the cost of a recomputed layer, adapted to the place where its input is saved.
 
-    The input of the layer is saved in an arena, in host memory, on a drive, or as an ordinary
-    tensor.
+    This place is an arena, host memory, a drive, or the input tensor itself.
     """
     r = config.recompute
     # If inputs are sliced, the layer does not keep its full input, and `kept` counts the slice.

@@ -79,7 +79,7 @@ def check_updates(plan: Plan) -> None:
 
 
 def norms_begun(plan: Plan, at: list[int]) -> bool:
-    """Returns whether every rank has run its NORM, which every UPDATE waits for.
+    """Returns whether every rank has run its NORM. An UPDATE must wait for this.
 
     Args:
         plan: the plan.

@@ -29,16 +29,16 @@ section 3.
 
 DualPipe and DualPipeV run forwards together with backwards. Every rank holds two chunks. DualPipe:
 rank r holds stage r for one direction and stage (stages - 1 - r) for the other direction, so all
-weights are stored twice. DualPipeV: all micro-batches run in one direction through a V of
-twice as many stages, down on the first chunks and up on the second chunks, so each weight is stored
-once. In both schedules a rank runs eight phases. `near` is the chunk that new micro-batches reach
-first on a rank, and `far` is the other chunk. A pair is a forward and a backward that run together:
+weights are stored twice. DualPipeV: all micro-batches run in one direction through a V of twice as
+many stages, down on the first chunks and up on the second chunks, so each weight is stored once. In
+both schedules a rank runs eight phases. `near` is the chunk that new micro-batches reach first on a
+rank, and `far` is the other chunk. A pair is a forward and a backward that run together:
 
 1. forwards of near
 2. a forward of near, then a forward of far, repeatedly
 3. the input gradient, then the weight gradient, then a forward, all of far, repeatedly
 4. two pairs, repeatedly: forward of near with backward of far, forward of far with backward of near
-5. as 4, but without the forward of near: backward of far alone, then the second pair
+5. a backward of far, then one pair, repeatedly: forward of far with backward of near
 6. a backward of far, then a backward of near, repeatedly; in the second half of this phase
    backwards are split, and their weight gradients run later
 7. a pending weight gradient, then a split backward of near, repeatedly

@@ -61,10 +61,10 @@ def _head(plan: Plan, at: list[int], rank: int) -> Action | None:
 
 
 def _partner(plan: Plan, at: list[int], rank: int, action: Action) -> int | None:
-    """Returns the rank that advances together with `rank`, or None if `rank` must wait.
+    """Returns the rank that ends its current action together with `rank`.
 
-    For a send it is the receiver, and for an action without a peer it is `rank` itself. At a
-    receive the result is always None, because the matching send advances both ranks.
+    If `action` is a send, this is the receiver. If `action` has no peer, it is `rank` itself.
+    Returns None if `rank` must wait, and always at a receive: the matching send ends both actions.
     """
     if action.kind is Kind.UPDATE:
         return rank if norms_begun(plan, at) else None
@@ -123,7 +123,7 @@ def _is_from_last_step(plan: Plan, rank: int, action: Action) -> bool:
 def _needs(plan: Plan, rank: int, action: Action) -> list[Action]:
     """Returns the actions of the same rank that can provide an action's input.
 
-    One of them suffices. The list is empty if the action needs no input.
+    One of these actions must precede the action. The list is empty if the action needs no input.
     """
     if action.kind is Kind.SEND_F:
         return [Action(Kind.F, action.microbatch, action.chunk)]

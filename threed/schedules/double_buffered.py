@@ -1,4 +1,4 @@
-"""PipeDream-2BW: 1F1B without a flush between steps; gradients are of the previous weights.
+"""PipeDream-2BW: 1F1B without a flush between steps; gradients are one weight version behind.
 
 Use: `plan = two_bw(stages=4, microbatches=8)` is a step in the middle of a run, `first(plan)` is
 the first step of a run, and `drain(plan)` has the backwards that remain after the last step.

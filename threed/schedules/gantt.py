@@ -185,10 +185,10 @@ def _axis(page: _Page, unit: str) -> Iterator[str]:
 
 
 def _scale(extent: float, unit: str) -> tuple[float, str]:
-    """Returns the factor from `unit` to the unit of the axis, and the name of the latter.
+    """Returns (factor, name) of the axis's unit. Times in `unit` are multiplied by the factor.
 
-    The unit of the axis is the largest unit in which the extent is at least 1. If the extent is
-    below 1 in every unit, it is the smallest unit.
+    The axis has the largest unit in which the extent is at least 1. If the extent is below 1 in
+    every unit, the axis has the smallest unit.
     """
     scales = _SCALES.get(unit, ((1.0, unit),))
     return next((scale for scale in scales if extent * scale[0] >= 1), scales[-1])

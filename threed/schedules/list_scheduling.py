@@ -4,10 +4,10 @@ Use: `orders = list_orders(flow, Priority(...), limit)`; then `split_backward.fi
 limit)` inserts the W.
 
 The ranks are simulated over time. An F or I can run if its input is available. An F also needs free
-memory: it must not exceed `limit` or the numbers of micro-batches in flight of `Priority`. A free
-rank runs, of all F and I that can run, the one with the lowest priority number. If none can run,
-the rank runs its oldest pending W. With `Priority.eager`, a rank with full memory runs its oldest
-pending W even if an I can run. Positions and orders are defined in split_backward.py.
+memory: the rank must be below `limit`, and the stage below `Priority.in_flight`. A free rank runs,
+of all F and I that can run, the one with the lowest priority number. If none can run, the rank runs
+its oldest pending W. With `Priority.eager`, a rank with full memory runs its oldest pending W even
+if an I can run. Positions and orders are defined in split_backward.py.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Plan:
         return any(action.kind is Kind.W for actions in self.ranks for action in actions)
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Returns the index of the model's stage that a chunk of a rank is.
+        """Returns the stage index of a rank's chunk.
 
         Args:
             rank: pipeline rank.

@@ -10,6 +10,7 @@ computes a gradient before its VALIDATE, because the gradients of the previous s
 needed. Second, a message is sent before the sender's VALIDATE if and only if it is received before
 the receiver's VALIDATE, so that no message of the first attempt is in flight when the step
 restarts.
+
 `add_validation` places each VALIDATE as late as both conditions allow. This leaves the most time
 for the all-reduce whose result shows whether the update was valid.
 """

@@ -117,7 +117,7 @@ def own_chunks(name: str, stages: int | None = None, microbatches: int | None = 
 
 
 def _default_chunks(fn: Callable[..., Plan]) -> int | None:
-    """Returns the default value of the third parameter of `fn`, if it is an integer."""
+    """Returns the default value of the third parameter of `fn`; None if it is not an integer."""
     third = list(inspect.signature(fn).parameters.values())[2:3]
     return next(
         (parameter.default for parameter in third if isinstance(parameter.default, int)), None

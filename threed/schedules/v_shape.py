@@ -109,7 +109,7 @@ class Variant(NamedTuple):
 
 
 def _best(name: str, stages: int, microbatches: int, limit: int, variants: list[Variant]) -> Plan:
-    """Returns the plan of the shortest variant, improved along its critical path."""
+    """Returns the plan of the variant with the smallest makespan, improved by `shorten`."""
     unit, chunks = Flow.of(v_shape(stages), microbatches, UNIT), 2 * limit
     orders = [orders_of(unit, variant, chunks) for variant in variants]
     filled = [fill(unit, order, chunks) for order in orders if order is not None]
@@ -174,9 +174,8 @@ def pattern(ranks: int, hop: int) -> tuple[int, ...]:
     """Returns the start of every position for one micro-batch, in units.
 
     From rank to rank a micro-batch takes `hop` units on the way down (from the first rank to the
-    last), and 1 unit on the way up.
-    hop=1 is V-Min and hop=2 is V-Half (arXiv 2405.15362, section 3 and appendix). hop=5 needs as
-    much memory as ZB-V.
+    last), and 1 unit on the way up. hop=1 is V-Min and hop=2 is V-Half (arXiv 2405.15362, section 3
+    and appendix). hop=5 needs as much memory as ZB-V.
     """
     gap = _GAPS[hop](ranks) if hop in _GAPS else 0
     begin, now = [], 0
@@ -213,7 +212,7 @@ class _Tightening:
         self.activations = [[0] * slots for _ in range(unit.ranks)]
 
     def _weights(self, begin: tuple[int, ...]) -> dict[int, int]:
-        """Returns the start of each W: the first free slot after its I, modulo the period."""
+        """Returns the start of each W: the first slot after its I that no repetition uses."""
         weights = {}
         for rank in range(self.unit.ranks):
             positions = self.unit.positions(rank)

@@ -98,8 +98,8 @@ def _default_limit(stages: int, chunks: int) -> int:
 def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
     """Returns the plan within the limit with the smallest makespan, then the smallest span.
 
-    The first plan must be within the limit, so that at least one plan is. The limit is the largest
-    number of micro-batches whose activations a rank may keep.
+    `plans[0]` must be within the limit, so that there is a result. The limit is the largest number
+    of micro-batches whose activations a rank may keep.
     """
     timelines = [simulate(plan, costs) for plan in plans]
     fitting = [
@@ -284,8 +284,12 @@ def _search_v(search: _Search, costs: Costs) -> None:
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
     """Yields the orders of ZB-V, then orders from patterns, until the search is over.
 
-    Patterns whose memory is closest to the limit are first. List scheduling uses each pattern with
-    the times of each flow.
+    Patterns whose memory is closest to the limit are first.
+
+    Args:
+        search: the search, with the memory limit.
+        flows: the same placement with different times. List scheduling tries each pattern with each
+            of these times.
     """
     limit, ranks = search.limit, search.flow.ranks
     yield phases(flows[0])
