@@ -23,7 +23,7 @@ __all__ = ["Model", "ModelOptions", "Decoder", "Wrapped", "build"]
 
 
 class Model(Protocol):
-    """The interface of a model to an engine.
+    """The interface that an engine requires of a model.
 
     The layers are `layers.PipelineLayer`s, or modules with the same forward. A model may also have
     the attributes of `ModelOptions`.

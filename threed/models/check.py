@@ -71,7 +71,7 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> 
     Args:
         layers: all layers of the model.
         slicing: the model's slicing.
-        topology: the topology.
+        topology: the topology of the run.
     """
     uses, problems = list[Use](), list[str]()
     tensor, world = topology.axis("tp"), topology.axis("world")

@@ -327,7 +327,9 @@ class _Search:
     def _rank_bytes(self, rank: int, chunks: Sequence[range]) -> int:
         """Returns the peak memory of a rank in bytes.
 
-        chunks: the layers of each of the rank's chunks.
+        Args:
+            rank: pipeline rank.
+            chunks: for each chunk of the rank, the indices of its layers.
         """
         layers = [self.layer_bytes[n] for chunk in chunks for n in chunk]
         kept = [sum(self.layer_bytes[n].kept for n in chunk) for chunk in chunks]

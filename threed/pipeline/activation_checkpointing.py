@@ -274,7 +274,7 @@ class ActivationStore:
         """Returns a saved input in full. Collective if the input is sliced.
 
         Args:
-            saved: the saved input.
+            saved: the result of `save`.
             own: whether the result must stay valid after `release`; if False, it may be a view of
                 the storage.
         """
@@ -369,12 +369,12 @@ def build(
     """Returns the recomputation settings of a rank's stages.
 
     Args:
-        config: the configuration.
+        config: the configuration, with the section `recompute`.
         units: the layers of this rank that are recomputed in full or in part. The key of a layer is
             its index among the layers of this rank.
         live: largest number of micro-batches for which inputs are saved at the same time.
         slicing: the model's slicing, with its tensor ranks.
-        topology: the process topology.
+        topology: the process topology, with the device of this rank.
         unlike: flag that is set if an input was sliced although it differs between tensor ranks.
     """
     r = config.recompute
@@ -399,7 +399,7 @@ def for_tracing(
     Their store saves the inputs themselves, not copies.
 
     Args:
-        config: the configuration.
+        config: the configuration, with the section `recompute`.
         numbers: indices of the recomputed layers in the model.
         slicing: the model's slicing, with its tensor ranks.
         device: device of the layers.
@@ -429,8 +429,8 @@ def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | 
     If the device is a CPU, `--recompute.offload cpu` has no effect.
 
     Args:
-        config: the configuration.
-        topology: the process topology.
+        config: the configuration, with the section `recompute`.
+        topology: the process topology, with the device of this rank.
         inputs: largest number of inputs that are saved at the same time.
     """
     r, on_gpu = config.recompute, is_accelerator(topology.device)

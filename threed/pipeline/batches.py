@@ -34,7 +34,7 @@ class Batches:
     Args:
         model: the model. If it is a wrapped module, `Wrapped.count` counts the items of a
             micro-batch.
-        topology: the process topology.
+        topology: the process topology, with the data ranks and the device.
         config: the resolved configuration.
         layers: all layers of the model. They determine the ids that a batch must contain: 'tokens'
             for an `Embedding`, 'labels' for a `LanguageModelHead`.
@@ -123,7 +123,7 @@ class Batches:
                 reads from `MicroBatch.inputs`. Without labels, every row counts as one item.
             step: number of completed steps.
             consumed: total number of samples in the global batches before this one.
-            scale: the loss scale.
+            scale: the loss scale; the weight of each micro-batch contains it as a factor.
             training: True for a training step, False for an evaluation.
 
         Raises:
@@ -195,7 +195,7 @@ class Batches:
 
         Args:
             valid: number of valid items in this data rank's share of the batch.
-            scale: the loss scale.
+            scale: the loss scale, a factor of the result.
         """
         total = collectives.sum_of_scalars(valid.view(-1), self.topology.axis("dp"))
         self.empty.note(total.amax() == 0)

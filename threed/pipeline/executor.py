@@ -510,7 +510,7 @@ class Executor:
         Args:
             side: "in" for the input of the chunk, "out" for its output.
             action: action with the chunk and the micro-batch.
-            form: the form.
+            form: form of the input or output.
 
         Raises:
             RuntimeError: if a different form is already stored for micro-batches of this shape.

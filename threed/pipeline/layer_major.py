@@ -76,7 +76,7 @@ class LayerMajorStage(Stage):
         Gradients of parameters are added to the parameters' gradient sinks (`param.sink`).
 
         Args:
-            micros: the micro-batches.
+            micros: the micro-batches of the step, in order.
             during: `during(kind, microbatch)` returns a context manager, which is entered around
                 each forward (F) and backward (B) of a layer.
 

@@ -48,7 +48,7 @@ class ReplicatedInputs:
     """Finds the inputs that are the same on all tensor ranks ("replicated").
 
     Args:
-        axis: the tensor ranks.
+        axis: the tensor ranks, between which inputs are compared.
         flag: set on the device if an input that was replicated in the first micro-batch is not
             replicated in a later one.
     """
@@ -66,7 +66,7 @@ class ReplicatedInputs:
 
         Args:
             place: (index of the layer, index of the tensor in the layer's input).
-            x: the input.
+            x: the input tensor on this rank, of any shape.
         """
         if place not in self._replicated:
             self._replicated[place] = self._compare(x)

@@ -103,7 +103,7 @@ class Recomputation:
         structure: the structure of the input: the input with None in place of its tensors.
         grads: for each input tensor, whether it requires a gradient.
         rng: state of the random generators before the first forward.
-        micro: the micro-batch.
+        micro: the micro-batch of the first forward.
     """
 
     saved: tuple[SavedInput, ...]
@@ -221,7 +221,7 @@ class Stage:
         Args:
             microbatch: number of the micro-batch.
             x: output of the previous stage; None on the first stage.
-            micro: the micro-batch.
+            micro: the micro-batch, which every layer gets as its second argument.
             keep: whether the last unit stays gathered, because the next pass starts with it.
 
         Returns:
@@ -253,7 +253,7 @@ class Stage:
         Args:
             unit: index of the layer among the layers of this rank.
             x: input of the layer.
-            micro: the micro-batch.
+            micro: the micro-batch, which the layer gets as its second argument.
             begin: input of the graph to which the layer belongs.
 
         Returns:

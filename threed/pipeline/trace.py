@@ -105,7 +105,7 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
     `flops` returns None.
 
     Args:
-        layers: the layers.
+        layers: the layers, such as all layers of a model.
         tokens: number of tokens of a micro-batch.
         seq: sequence length.
     """
@@ -444,9 +444,9 @@ def _measure(
     """Measures one forward and one backward of a stage with a single layer.
 
     Args:
-        stage: the stage.
+        stage: the stage, whose only layer is measured.
         form: structure, shapes and dtypes of the layer's input; None for the first layer.
-        micro: the micro-batch.
+        micro: the micro-batch that the layer runs on, on the meta device.
         watch: counts the memory and the operations.
 
     Returns:
@@ -491,7 +491,7 @@ def cost_key(
     """Returns a hashable key of a layer; layers with equal keys have equal costs.
 
     Args:
-        layer: the layer.
+        layer: one of `layers`.
         layers: all layers of the model.
         form: structure, shapes and dtypes of the layer's input; None for the first layer.
         recompute: whether the layer is recomputed.

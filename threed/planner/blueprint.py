@@ -169,7 +169,7 @@ class Blueprint:
     """The stages, parameters and plan of one rank.
 
     Attributes:
-        model: the model.
+        model: the model, or a wrapped module.
         topology: the parallel axes, and this rank's position on them.
         config: the resolved configuration.
         layers: all layers of the model.
@@ -198,7 +198,7 @@ class Blueprint:
         """Creates process groups and lays out this rank's parameters. Collective, except on meta.
 
         Args:
-            model: the model.
+            model: the model, or a wrapped module.
             layers: all layers of the model.
             topology: the parallel axes, and this rank's position on them.
             config: the resolved configuration.

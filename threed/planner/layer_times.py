@@ -58,7 +58,7 @@ def layer_times(
     """Measures the times of every layer; returns the same times on every rank. Collective.
 
     Args:
-        model: the model.
+        model: the model that defines the layers.
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.
@@ -110,7 +110,7 @@ def cut_by_times(
     """Measures the times of a model's layers and partitions the model by them. Collective.
 
     Args:
-        model: the model.
+        model: the model that defines the layers.
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.
@@ -214,7 +214,7 @@ def trace_layer_bytes(
     """Returns the bytes that every layer takes on a rank, traced on the meta device.
 
     Args:
-        model: the model.
+        model: the model that defines the layers.
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.

@@ -84,7 +84,7 @@ def trace(
     returns a batch with `micro_batch` rows.
 
     Args:
-        model: the model.
+        model: the model that defines the layers.
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.

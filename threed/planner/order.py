@@ -39,7 +39,7 @@ def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -
     """Returns the configuration with `zero.order` decided if it is auto.
 
     Args:
-        config: the configuration.
+        config: the resolved configuration.
         facts: function that returns (kept, freed) of every tensor rank, as in
             `memory_estimate.order_facts`. It is called only if the decision depends on it.
     """

@@ -82,7 +82,7 @@ def norms_begun(plan: Plan, at: list[int]) -> bool:
     """Returns whether every rank has run its NORM. An UPDATE must wait for this.
 
     Args:
-        plan: the plan.
+        plan: a lowered plan.
         at: per rank, the index of the rank's next action.
     """
     return all(_NORM in actions[:place] for actions, place in zip(plan.ranks, at, strict=True))

@@ -93,7 +93,7 @@ class _Swap(NamedTuple):
 
     Attributes:
         longest: estimated length of the longest path through the two actions after the swap.
-        rank: the rank.
+        rank: pipeline rank of the two actions.
         at: index of the first action in the rank's list.
         first: number of the first action (see `_Actions`).
         second: number of the action that follows the first action on the rank.
@@ -234,7 +234,7 @@ class _Actions:
         """Returns, for each action, the length of the longest path from its start to the end.
 
         Args:
-            times: the simulated times.
+            times: the simulated times of the plan.
             after: for each action, the number of the next action on the same rank, or -1.
         """
         tail, time, lag = [0.0] * len(self.time), self.time, self.lag

@@ -235,7 +235,7 @@ def most_kept(plan: Plan, rank: int, kept: Sequence[int]) -> int:
     pair, the activations of both the forward and the backward are live.
 
     Args:
-        plan: the plan.
+        plan: the plan, with or without communication.
         rank: pipeline rank.
         kept: per chunk, the activations of one micro-batch, in any integer unit such as bytes.
     """

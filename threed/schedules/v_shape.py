@@ -120,7 +120,10 @@ def _best(name: str, stages: int, microbatches: int, limit: int, variants: list[
 def orders_of(unit: Flow, variant: Variant, limit: int) -> Orders | None:
     """Returns the orders of one variant, or None if the variant leads to no valid order.
 
-    limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1.
+    Args:
+        unit: the positions of a V and their times. With `Variant.tight`, all times must be 1 unit.
+        variant: how to derive the orders.
+        limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1.
     """
     ranks = unit.ranks
     begin = pattern(ranks, variant.hop)

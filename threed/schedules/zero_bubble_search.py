@@ -209,10 +209,13 @@ def _one_f_one_b_orders(
 ) -> list[list[int]]:
     """Returns per rank the order of 1F1B with `begin[rank]` forwards before the first backward.
 
-    every: number of backwards after which the first rank skips a forward, and so has one
-    micro-batch fewer in flight. Rank r then skips a forward if it would otherwise have more
-    micro-batches in flight than the first rank's number minus r. No rank has fewer in flight than
-    in 1F1B. Source of skipping forwards: arXiv 2401.10241, section 3.1.
+    Args:
+        flow: the positions, with one chunk per rank.
+        begin: for each rank, the number of forwards before its first backward.
+        every: number of backwards after which the first rank skips a forward, so that it has one
+            micro-batch fewer in flight. Rank r then skips a forward if it would otherwise have more
+            micro-batches in flight than the first rank's number minus r. No rank has fewer in
+            flight than in 1F1B (arXiv 2401.10241, section 3.1). None: no forward is skipped.
     """
     orders = []
     for rank, ahead in enumerate(begin):
