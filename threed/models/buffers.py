@@ -54,7 +54,7 @@ class BufferRef:
 
     @property
     def value(self) -> Tensor | None:
-        """The current tensor, or None."""
+        """The buffer's current tensor; None if the module has set the buffer to None."""
         return self.owner._buffers.get(self.key)
 
     @property

@@ -337,9 +337,10 @@ class _Search:
         return states + most_kept(self.plan, rank, kept) + max(layer.workspace for layer in layers)
 
     def _bytes_by_stage(self) -> StageBytes:
-        """Returns a function that computes `_rank_bytes` from prefix sums, for one stage per rank.
+        """Returns a fast variant of `_rank_bytes` for plans with one stage per rank.
 
-        Its parameters are the number of the stage, and the range of the stage's layers.
+        The returned function has the parameters (stage, start, stop) and returns the peak bytes of
+        a stage with the layers start .. stop - 1. It uses prefix sums over the layers.
         """
         ranks = {stages[0]: rank for rank, stages in enumerate(self.placement)}
         live = {stage: most_kept(self.plan, rank, [1]) for stage, rank in ranks.items()}

@@ -42,8 +42,8 @@ from threed.models.loss_items import Inputs, Items
 def loss_of(output: Any) -> Tensor:
     """Returns the loss in a module's output.
 
-    The loss is the first of these that exists: the attribute `loss` of the output, its entry 'loss'
-    if it is a mapping, its first element if it is a tuple, the output itself.
+    The loss is the first of these that exists: the attribute `loss` of the output; its entry 'loss'
+    if it is a mapping; its first element if it is a tuple; or else the output itself.
 
     Raises:
         ValueError: if the loss is not a scalar tensor.

@@ -147,7 +147,7 @@ def _divide_by_cost(
 ) -> Pipeline:
     """Returns the pipeline of a partition that does not need measured times.
 
-    The layers are partitioned by their costs, by their number, or as listed in the configuration.
+    The layers are partitioned by costs, into equal counts, or as listed in the configuration.
     If they are partitioned by costs and the schedule chooses its plan by the times of the stages
     (`registry.plans_by_times`), the costs are used as times.
     """

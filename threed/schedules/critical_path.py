@@ -134,7 +134,7 @@ def _chosen(
 
 
 def _swap(ranks: list[list[int]], swaps: list[_Swap]) -> None:
-    """Swaps neighbors in `ranks`, in place. A second call reverts the first one."""
+    """Swaps neighbors in `ranks`, in place. A second call with the same swaps reverts the first."""
     for _, rank, at, *_ in swaps:
         line = ranks[rank]
         line[at], line[at + 1] = line[at + 1], line[at]
@@ -265,9 +265,9 @@ def _swaps(work: _Actions, ranks: list[list[int]], times: _Times, limit: int) ->
     """Yields the swaps that may shorten a plan, each with an estimate of its effect.
 
     The two actions of a swap are neighbors on a rank, and the second one follows the first one on
-    the critical path. No swap is yielded for two actions if the second one uses the result of the
-    first one, or if both are the same kind of action of one stage: its micro-batches stay in order.
-    No swap is yielded either if it would exceed the limit.
+    the critical path. The following swaps are not yielded: if the second action uses the result of
+    the first one; if both actions are an F, both an I or both a W of the same stage, because the
+    micro-batches of a stage must stay in order; and if the swap would exceed the limit.
 
     Args:
         work: the durations and dependencies of the actions.
@@ -289,7 +289,7 @@ def _swaps(work: _Actions, ranks: list[list[int]], times: _Times, limit: int) ->
                 begin[first] + tail[first] >= critical
                 and begin[second] + tail[second] >= critical
                 and begin[second] - begin[first] <= time[first] + rounding  # no wait between them
-                # not both the same kind of action of one stage: its micro-batches stay in order
+                # not two F, two I or two W of one stage: the stage's micro-batches stay in order
                 and first // count != second // count
                 and need[second] != first
                 and (activations < limit or work.holds[second] < 1)

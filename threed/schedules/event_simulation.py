@@ -40,7 +40,12 @@ class _Exchange(NamedTuple):
 
 
 class _ActionType(NamedTuple):
-    """The duration and exchanges shared by all actions that differ only in their micro-batch."""
+    """The properties that are equal for all actions that differ only in their micro-batch.
+
+    Attributes:
+        duration: time of the action.
+        exchanges: inputs and results: two `_Exchange`s for an FB, one for any other action.
+    """
 
     duration: float
     exchanges: tuple[_Exchange, ...]

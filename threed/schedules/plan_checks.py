@@ -45,7 +45,7 @@ def legal(plan: Plan) -> None:
         ValueError: the plan is invalid; the message names the rank and the action.
     """
     sizes = (plan.stages, plan.microbatches, plan.chunks)
-    # A plan that continues a previous step may only drain the pipeline, without new micro-batches.
+    # 0 micro-batches are allowed in a plan that runs only remaining backwards of the previous step.
     fewest = (1, 0 if plan.begun else 1, 1)
     if not all(
         isinstance(size, Integral) and size >= least

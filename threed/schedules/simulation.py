@@ -3,9 +3,9 @@
     plan = build("1f1b", stages=4, microbatches=8)
     simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
-`simulate` runs the plan with given costs (event_simulation.py) and derives makespan, bubble, peak
-activations and message counts from the times. `span_and_bubble` and `idle_shares` accept measured
-times, too.
+`simulate` runs the plan with given costs (event_simulation.py). It computes the makespan and the
+bubble from the times, and peak activations and message counts from the order of actions.
+`span_and_bubble` and `idle_shares` accept measured times, too.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class _Tightening:
         return 1 if position < self.unit.forwards else -1 if position >= self.last else 0
 
     def _hold(self, rank: int, position: int, slots: range) -> None:
-        """Adds the change of an action to the live activations in these slots."""
+        """Adds the change of live activations by an action to the sums of the given slots."""
         change, activations = self._change(position), self.activations[rank]
         for slot in slots if change else ():
             activations[slot] += change
