@@ -122,7 +122,7 @@ def build(config: ModelConfig, slicing: Slicing) -> Model:
 
     Args:
         config: the model configuration.
-        slicing: parallel layout.
+        slicing: how layers are sharded over tensor ranks.
 
     Raises:
         ConfigError: if a custom model cannot be built (see `build_custom`).

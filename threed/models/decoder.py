@@ -45,12 +45,12 @@ class Decoder:
 
     Args:
         config: the model configuration; missing values get the architecture's defaults.
-        slicing: parallel layout.
+        slicing: how layers are sharded over tensor ranks.
 
     Attributes:
         config: the resolved model configuration.
         hidden: width of the activations between layers.
-        slicing: parallel layout.
+        slicing: how layers are sharded over tensor ranks.
         record: the architecture's record, an `Architecture`.
     """
 

@@ -174,8 +174,8 @@ def divide(
             raise ValueError(f"{excess:.0f} bytes above the limit")
         return plan
 
-    # With two chunks per rank, the plan for these times may need more memory than the plan for
-    # equal times. If it does not fit, the plan for equal times is kept.
+    # With two chunks per rank, the plan for the stage times of this partition may need more memory
+    # than the plan for equal times. If it does not fit, the plan for equal times is kept.
     with contextlib.suppress(ValueError):
         within, plan = _largest_limit(equal, plan_for_times)
         timeline = simulate(plan, found.costs)

@@ -110,7 +110,7 @@ class Wrapped(PipelineLayer):
     are passed as keyword arguments.
 
     Args:
-        module: the module, whose output contains the loss.
+        module: the module, from whose output the loss is computed.
         loss: returns the scalar mean loss from the module's output. Default: the attribute `loss` of
             the output, its entry 'loss', its first element, or the output itself.
         count: returns, from the inputs of a micro-batch, the number of items over which its loss is

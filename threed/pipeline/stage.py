@@ -469,7 +469,13 @@ class Stage:
                 store.release(one)
 
     def _prefetch_inputs(self, frames: list[Frame]) -> None:
-        """Starts to fetch the next saved inputs, in the same order on all tensor ranks."""
+        """Starts to fetch the saved inputs that the next backwards need.
+
+        The order is the same on all tensor ranks, as gathers require.
+
+        Args:
+            frames: the frames whose backwards have not run yet; the last one is next.
+        """
         store = self.recomputed.store
         if store is None:
             return

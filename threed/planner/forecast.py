@@ -162,8 +162,8 @@ class Forecast:
             ranks.append(RankForecast(rank, grid.label(rank), layers, sizes.bytes, sizes.sends))
         costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
         timeline = schedules.simulate(pipeline.plan, costs)
-        # FLOPs per token are computed from traced FLOPs, because a model's custom costs may have
-        # another unit.
+        # FLOPs per token are computed from traced FLOPs, because a model's custom costs may have a
+        # different unit.
         counted = sum(3.0 * cost.flops for cost in unsharded.costs)
         per_token = counted / (config.train.micro_batch * config.model.seq)
         arch = config.model.arch.rpartition(":")[2]  # the NAME of FILE.py:NAME

@@ -519,7 +519,7 @@ class _Reductions:
         # host buffers for drives are not measured here, because `_constant_bytes` counts them
         staged = [drive.take() for drive in layout.policy.drives]
         with Watch([*storages(layout, states), *staged]) as watch:
-            # The second step may have another peak, because it reuses buffers of the first step.
+            # The second step may have a different peak, because it reuses buffers of the first one.
             for _ in range(2 if layout.policy.slices_gradients and rounds < STEADY else 1):
                 traffic.clear()
                 traffic.update(before)

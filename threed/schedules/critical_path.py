@@ -265,9 +265,9 @@ def _swaps(work: _Actions, ranks: list[list[int]], times: _Times, limit: int) ->
     """Yields the swaps that may shorten a plan, each with an estimate of its effect.
 
     The two actions of a swap are neighbors on a rank, and the second one follows the first one on
-    the critical path. The following swaps are not yielded: if the second action uses the result of
-    the first one; if both actions are an F, both an I or both a W of the same stage, because the
-    micro-batches of a stage must stay in order; and if the swap would exceed the limit.
+    the critical path. A swap is not yielded if the second action uses the result of the first one,
+    or if the swap would exceed the limit. Two F, two I or two W of the same stage are not swapped,
+    either, because the micro-batches of a stage must stay in order.
 
     Args:
         work: the durations and dependencies of the actions.
