@@ -417,8 +417,8 @@ def _divide(
     """Measures the times of a model's layers in this process, and partitions the model by them.
 
     The measured layers are not sharded, even if the configuration has several tensor ranks: a
-    sharded layer would have to communicate with tensor ranks that do not exist. The result then has
-    a notice about it.
+    sharded layer would have to communicate with tensor ranks that do not exist. In this case a
+    notice in the result states that the times are of unsharded layers.
 
     Args:
         columns: the columns with different parameter shapes.

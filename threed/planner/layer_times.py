@@ -141,7 +141,7 @@ def division(
     """Partitions a model by the times of its layers.
 
     If the schedule chooses its plan by the times of the stages (`registry.plans_by_times`), the
-    result has the plan for the times of its stages; otherwise it has `plan`.
+    plan of the result is built for the stage times of its partition. Otherwise it is `plan`.
 
     The memory limit of a rank is the configured limit; if none is configured, it is the memory of
     the GPU. If no partition fits the GPU's memory, the result is the partition without a limit,

@@ -75,7 +75,10 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
 
 
 def _targets(plan: Plan) -> Targets:
-    """Returns, for every kind of compute action whose result another rank uses, its message."""
+    """Returns the messages of a plan (see `Targets`). They are the same for all micro-batches.
+
+    An action has an entry only if its result is used on another rank.
+    """
     kinds = {
         Kind.F: (Kind.SEND_F, Kind.RECV_F),
         Kind.B: (Kind.SEND_B, Kind.RECV_B),

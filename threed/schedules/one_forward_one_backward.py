@@ -3,7 +3,7 @@
 Use: `one_f_one_b(stages=4, microbatches=8)`, `interleaved(stages=4, microbatches=8, chunks=2)`.
 
 1F1B: the bubble is as long as in GPipe, but stage s keeps the activations of at most (stages - s)
-micro-batches, not of all. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1
+micro-batches instead of all. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1
 (PipeDream-Flush).
 
 Interleaved 1F1B: every rank holds several chunks of the model, which divides the bubble by the
