@@ -1,4 +1,4 @@
-"""Models as lists of pipeline layers: decoders of several architectures, and wrapped modules."""
+"""Models as lists of pipeline layers: decoders by architecture, and wrapped modules."""
 
 from __future__ import annotations
 

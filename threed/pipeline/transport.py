@@ -58,7 +58,7 @@ class Links:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        # A CPU uses gloo, where a message takes an additional round trip if its receive is posted
+        # CPUs use gloo. A gloo message takes an additional round trip if its receive is posted
         # after its send.
         self.posts_ahead = topology.device.type == "cpu"
 
