@@ -114,9 +114,9 @@ class Wrapped(PipelineLayer):
         loss: returns the scalar mean loss from the module's output. Default: the attribute `loss` of
             the output, its entry 'loss', its first element, or the output itself.
         count: returns, from the inputs of a micro-batch, the number of items over which its loss is
-            averaged, a scalar tensor. With it, the loss of a step is the mean over the global
-            batch, independent of how the batch is split. By default valid labels are counted, or
-            rows if the batch has no labels.
+            averaged, a scalar tensor. Micro-batches are weighted by these numbers, so that the loss
+            of a step is the mean over the global batch, however the batch is split. By default
+            valid labels are counted, or rows if the batch has no labels.
 
     Attributes:
         module: the module.

@@ -215,7 +215,7 @@ class _Tightening:
         self.activations = [[0] * slots for _ in range(unit.ranks)]
 
     def _weights(self, begin: tuple[int, ...]) -> dict[int, int]:
-        """Returns the start of each W: the first slot after its I that no repetition uses."""
+        """Returns the start of each W: the first slot after its I that is free in every period."""
         weights = {}
         for rank in range(self.unit.ranks):
             positions = self.unit.positions(rank)
