@@ -23,7 +23,7 @@ __all__ = ["Model", "ModelOptions", "Decoder", "Wrapped", "build"]
 
 
 class Model(Protocol):
-    """The interface of a model to an engine.
+    """The interface that an engine requires of a model.
 
     The layers are `layers.PipelineLayer`s, or modules with the same forward. A model may also have
     the attributes of `ModelOptions`.
@@ -122,10 +122,10 @@ def build(config: ModelConfig, slicing: Slicing) -> Model:
 
     Args:
         config: the model configuration.
-        slicing: parallel layout.
+        slicing: how layers are sharded over tensor ranks.
 
     Raises:
-        ConfigError: see `build_custom`.
+        ConfigError: if a custom model cannot be built (see `build_custom`).
     """
     if not names_model(config.arch):
         return Decoder(config, slicing)

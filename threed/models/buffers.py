@@ -54,7 +54,7 @@ class BufferRef:
 
     @property
     def value(self) -> Tensor | None:
-        """The current tensor, or None."""
+        """The buffer's current tensor; None if the module has set the buffer to None."""
         return self.owner._buffers.get(self.key)
 
     @property
@@ -90,9 +90,9 @@ class Observation:
 
 
 def find(roots: Roots) -> list[BufferRef]:
-    """Returns all buffers of some modules. A module with several names is listed once.
+    """Returns all buffers of some modules.
 
-    It is listed under the name that is found first.
+    If a module has several names, its buffers are listed once, under the name that is found first.
 
     Args:
         roots: (name prefix, module) pairs.
@@ -107,19 +107,19 @@ def find(roots: Roots) -> list[BufferRef]:
 
 
 def bytes_of(value: Tensor) -> Tensor:
-    """Returns a tensor's values as bytes, uint8 [n], in row-major order."""
+    """Returns the bytes of a tensor's values in row-major order, uint8 [number of bytes]."""
     return value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
 def of_bytes(data: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
-    """Returns the tensor [*shape] with the values of `bytes_of`.
+    """Returns a new tensor from its bytes; the inverse of `bytes_of`.
 
     Args:
-        data: uint8 [n].
-        dtype: name of the dtype, such as "float32".
-        shape: shape of the result.
+        data: the bytes of the values in row-major order, uint8 [number of bytes].
+        dtype: name of the tensor's dtype, such as "float32".
+        shape: shape of the tensor.
     """
-    # cloned, because the data may be unaligned
+    # `data` may be a slice that is not aligned for the dtype, so it is cloned
     return data.clone().view(getattr(torch, dtype)).view(tuple(shape))
 
 
@@ -135,11 +135,11 @@ class Buffers:
         stages: for each pipeline rank, (name prefix, module) pairs of its modules.
         topology: the topology, with the pipeline, data and tensor axes of this rank.
         recomputed: names of buffers in layers that are recomputed in full.
-        two_holders: whether every layer is on two pipeline ranks.
+        two_holders: whether every layer is on two pipeline ranks (bidirectional schedules).
 
     Attributes:
-        exist: whether any of the ranks that call the collectives of this object together has
-            buffers. All of these ranks have the same value.
+        exist: whether there are buffers on any of the ranks that call the collective methods of
+            this object together. All of these ranks have the same value.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Buffers:
         self._broadcast(values)
 
     def begin_step(self) -> None:
-        """Broadcasts changing buffers from data rank 0. Collective."""
+        """Broadcasts the buffers that change in training from data rank 0. Collective."""
         if self._seen is None:
             self._seen = self._observe(copy=not self._searched and self._axis.size > 1)
         self._broadcast(self._changing)
@@ -205,20 +205,21 @@ class Buffers:
         """Detects which buffers change, in the first step only. Collective in the first step.
 
         Raises:
-            ValueError: if a buffer changed that must not change.
+            ValueError: if a buffer changed that must not change: the buffer of a recomputed layer,
+                or a persistent buffer whose name several layers have.
         """
         if not self._searched:
             self._find_changes()
             self._searched = True
 
     def agree(self) -> None:
-        """Detects further changing buffers, then broadcasts all changing buffers. Collective."""
+        """Searches for buffers that change in training, then broadcasts them. Collective."""
         if self._seen is not None:
             self._find_changes()
         self._broadcast(self._changing)
 
     def changing(self) -> list[tuple[BufferRef, Tensor]]:
-        """Returns the known changing buffers, each with a copy of its values."""
+        """Returns the buffers that are known to change in training, with copies of their values."""
         return [
             (place, place.value.clone()) for place, *_ in self._changing if place.value is not None
         ]
@@ -237,7 +238,7 @@ class Buffers:
         }
 
     def _find_changes(self) -> None:
-        """Finds buffers that changed since `_observe` on any rank. Collective."""
+        """Finds the buffers that changed on any rank since the last `_observe`. Collective."""
         seen, values = self._seen or {}, self._values()
         pairs = [(place, value, seen.get((place.owner, place.key))) for place, value in values]
         # The kernels of batch_norm change buffers without advancing their version counters. So the

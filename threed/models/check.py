@@ -54,8 +54,7 @@ class Use:
     spec: ShardSpec
 
     def facts(self) -> dict[str, Any]:
-        """Returns the properties that must be equal on every rank, and in every layer that uses the
-        parameter."""
+        """Returns the properties of the parameter that all ranks and all layers must agree on."""
         spec = self.spec
         return {
             "global shape": [piece.shape for piece in spec.pieces],
@@ -72,7 +71,7 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> 
     Args:
         layers: all layers of the model.
         slicing: the model's slicing.
-        topology: the topology.
+        topology: the topology of the run.
     """
     uses, problems = list[Use](), list[str]()
     tensor, world = topology.axis("tp"), topology.axis("world")
@@ -163,10 +162,11 @@ def _conflicting_records(uses: Iterable[Use]) -> Iterator[str]:
 def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
     """Yields a problem for each global tensor that the ranks' shards do not cover exactly once.
 
-    Such a tensor has missing elements, or elements that are on several ranks without being marked
-    as replicated. Collective.
+    Either no rank holds some elements of the tensor, or several ranks hold the same elements,
+    although the tensor's record does not mark them as replicated. Collective.
     """
-    boxes: dict[str, dict[str, list[Part]]] = {}  # this rank's, by `ShardSpec.over`, then name
+    # The boxes that this rank holds: axis `ShardSpec.over` ("" if None) -> tensor name -> boxes.
+    boxes: dict[str, dict[str, list[Part]]] = {}
     where: dict[str, Use] = {}
     for use in {(use.spec.name, use.spec.tile): use for use in uses}.values():
         if use.spec.numel + use.spec.padding != use.param.numel():
@@ -175,8 +175,8 @@ def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
             own = boxes.setdefault(use.spec.over or "", {})
             own.setdefault(piece.name, []).append((piece.start, piece.size))
             where.setdefault(piece.name, use)
-    # The boxes of all ranks. Key: axis `over`, or "". Value: a list with one item per rank of this
-    # axis; the item contains the boxes of each tensor rank (by tensor name).
+    # ranks[over][i][t]: the boxes (tensor name -> boxes) that tensor rank t holds on the i-th rank
+    # of the axis `over`. If `over` is "", only i = 0 exists.
     ranks: dict[str, list[Any]] = {}
     for over, own in sorted(boxes.items()):
         row = collectives.exchange(own, topology.axis("tp"))
@@ -195,8 +195,9 @@ def _partition_fault(
 
     Args:
         shape: shape of the global tensor.
-        replicated: axis over which the tensor is replicated.
-        rows: for each rank of the axis `ShardSpec.over`, the boxes of each tensor rank.
+        replicated: name of the axis over which the tensor is replicated, or None.
+        rows: rows[i][t] has the boxes (start, size) of the tensor on tensor rank t, on the i-th
+            rank of the axis `ShardSpec.over`. There is one row if the tensor has no such axis.
     """
     parts_by_rank = list[tuple[int, Part]]()
     for ranks in rows:

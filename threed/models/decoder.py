@@ -45,12 +45,12 @@ class Decoder:
 
     Args:
         config: the model configuration; missing values get the architecture's defaults.
-        slicing: parallel layout.
+        slicing: how layers are sharded over tensor ranks.
 
     Attributes:
         config: the resolved model configuration.
         hidden: width of the activations between layers.
-        slicing: parallel layout.
+        slicing: how layers are sharded over tensor ranks.
         record: the architecture's record, an `Architecture`.
     """
 
@@ -129,7 +129,9 @@ class Decoder:
     def _theta(self, window: bool) -> Theta:
         """Returns the base or the frequencies of rotary positions in a block.
 
-        window: whether the block's attention has a window, for which the base may differ.
+        Args:
+            window: whether the block's attention has a window. Blocks with a window may have
+                another base (`rope_local_theta`).
         """
         c = self.config
         d = c.head_dim or c.hidden // c.heads

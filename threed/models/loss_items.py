@@ -3,9 +3,9 @@
 The number of items is the weight of a micro-batch in the loss of a step.
 
     items = Items(module)
-    items(inputs)                    # before the forward: the number of items, or two candidates
-    with items.observing(inputs):    # around the forward
-    items.select_weight(weights)     # after the forward: the weight for the correct candidate
+    items(inputs)                    # before the forward: the possible numbers of items, 1 or 2
+    with items.observing(inputs):    # around the forward: finds out which of them is correct
+    items.select_weight(weights)     # after the forward: the weight for the correct number
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Items:
         """Returns the number of items of a micro-batch, fp64.
 
         The result is a scalar. If only the forward shows whether the first label of a row counts,
-        it is a tensor [2]: the number with the first labels, then the number without them.
+        the result is a tensor [2]: the number with the first labels, then the number without them.
         """
         if not self._inner:
             return count_items(inputs, self.shifted)
@@ -67,8 +67,8 @@ class Items:
         """Returns the scalar weight of the micro-batch whose forward was observed.
 
         Args:
-            weight: the weight, a scalar. If `__call__` returned a tensor [2], a tensor [2]: the
-                weight with the first labels, then the weight without them.
+            weight: a scalar or, if `__call__` returned a tensor [2], a tensor [2]: the weight if
+                the first label of a row counts, then the weight if it does not count.
         """
         return weight[int(self._inner_got_labels)] if self._inner else weight
 

@@ -4,8 +4,9 @@
     division.ranges                                                # layers of each stage
     division.text()                                                # imbalance, and predicted gain
 
-Some schedules are planned from the times of the stages, so they need a partition first. `divide`
-partitions the model, then calls the planner for a plan.
+Some schedules are planned from the times of the stages, so their plan depends on the partition.
+`divide` partitions the model with the plan for equal stage times, then calls the planner with the
+stage times of this partition.
 
 The slowest stage alone does not determine the time of a step. Under 1F1B, the ranks also wait for
 the first stage's forwards and the last stage's backwards. So partitions are compared by simulating
@@ -173,8 +174,8 @@ def divide(
             raise ValueError(f"{excess:.0f} bytes above the limit")
         return plan
 
-    # With two chunks per rank, the plan for these times may need more memory than the plan for
-    # equal times. If it does not fit, the plan for equal times is kept.
+    # With two chunks per rank, the plan for the stage times of this partition may need more memory
+    # than the plan for equal times. If it does not fit, the plan for equal times is kept.
     with contextlib.suppress(ValueError):
         within, plan = _largest_limit(equal, plan_for_times)
         timeline = simulate(plan, found.costs)
@@ -221,7 +222,8 @@ def _largest_limit(
     """Returns the result of `attempt` for the largest limit on micro-batches at which it succeeds.
 
     Args:
-        plan: the plan without a limit, whose number of micro-batches in memory bounds the search.
+        plan: the plan without a limit. Only limits below its number of micro-batches in memory are
+            tried.
         attempt: called with None (no limit) first, then with limits found by bisection. It raises
             ValueError if it fails.
 
@@ -316,7 +318,7 @@ class _Search:
         return None
 
     def _excess(self, cut: Ranges) -> float:
-        """Returns by how many bytes the rank with the highest peak exceeds the limit; 0 if none."""
+        """Returns by how many bytes the highest peak of a rank exceeds the limit; at least 0."""
         if self.limit is None:
             return 0.0
         return max(0.0, *(self._rank_bytes(rank, [cut[stage] for stage in self.placement[rank]]) - self.limit
@@ -325,7 +327,9 @@ class _Search:
     def _rank_bytes(self, rank: int, chunks: Sequence[range]) -> int:
         """Returns the peak memory of a rank in bytes.
 
-        chunks: the layers of each of the rank's chunks.
+        Args:
+            rank: pipeline rank.
+            chunks: for each chunk of the rank, the indices of its layers.
         """
         layers = [self.layer_bytes[n] for chunk in chunks for n in chunk]
         kept = [sum(self.layer_bytes[n].kept for n in chunk) for chunk in chunks]
@@ -333,9 +337,10 @@ class _Search:
         return states + most_kept(self.plan, rank, kept) + max(layer.workspace for layer in layers)
 
     def _bytes_by_stage(self) -> StageBytes:
-        """Returns a function that computes `_rank_bytes` from prefix sums, for one stage per rank.
+        """Returns a fast variant of `_rank_bytes` for plans with one stage per rank.
 
-        Its parameters are the number of the stage, and the range of the stage's layers.
+        The returned function has the parameters (stage, start, stop) and returns the peak bytes of
+        a stage with the layers start .. stop - 1. It uses prefix sums over the layers.
         """
         ranks = {stages[0]: rank for rank, stages in enumerate(self.placement)}
         live = {stage: most_kept(self.plan, rank, [1]) for stage, rank in ranks.items()}

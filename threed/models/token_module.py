@@ -40,7 +40,7 @@ class TokenModule(Wrapped):
     `labels` is not passed and its logits are used.
 
     Args:
-        module: the module.
+        module: the module, whose forward reads token ids.
         vocab: number of token ids in the data.
         name: name of the module, for messages.
 

@@ -42,8 +42,8 @@ from threed.models.loss_items import Inputs, Items
 def loss_of(output: Any) -> Tensor:
     """Returns the loss in a module's output.
 
-    The loss is the first of these that exists: the attribute `loss` of the output, its entry 'loss'
-    if it is a mapping, its first element if it is a tuple, the output itself.
+    The loss is the first of these that exists: the attribute `loss` of the output; its entry 'loss'
+    if it is a mapping; its first element if it is a tuple; or else the output itself.
 
     Raises:
         ValueError: if the loss is not a scalar tensor.
@@ -110,13 +110,13 @@ class Wrapped(PipelineLayer):
     are passed as keyword arguments.
 
     Args:
-        module: the module.
+        module: the module, from whose output the loss is computed.
         loss: returns the scalar mean loss from the module's output. Default: the attribute `loss` of
             the output, its entry 'loss', its first element, or the output itself.
-        count: returns the number of items in the loss's mean (a scalar tensor) from the inputs of a
-            micro-batch. The loss of a step is then the mean over the global batch, independent of
-            how the batch is split. By default valid labels are counted, or rows if there are no
-            labels.
+        count: returns, from the inputs of a micro-batch, the number of items over which its loss is
+            averaged, a scalar tensor. Micro-batches are weighted by these numbers, so that the loss
+            of a step is the mean over the global batch, however the batch is split. By default
+            valid labels are counted, or rows if the batch has no labels.
 
     Attributes:
         module: the module.
@@ -248,10 +248,10 @@ class Wrapped(PipelineLayer):
     def initialized(self, device: torch.device, dtype: torch.dtype) -> None:
         """Finishes the initialization of the parameters, and initializes the buffers.
 
-        Drops the original parameter values. Moves buffers to the device. If some parameter had
-        another dtype than `dtype`, casts the floating-point buffers as `module.to(device, dtype)`
-        would. If a buffer is on the meta device, its values are computed by the initialization of
-        the module that owns it.
+        Drops the original parameter values. Moves buffers to the device. If the original dtype of
+        some parameter was not `dtype`, casts the floating-point buffers as
+        `module.to(device, dtype)` would. If a buffer is on the meta device, its values are computed
+        by the initialization of the module that owns it.
 
         Args:
             device: the engine's device, to which buffers are moved.
@@ -285,9 +285,10 @@ class Wrapped(PipelineLayer):
         return {name: param.detach() for name, param in found}
 
     def _materialize(self, copied: nn.Module, seed: int, name: str) -> nn.Module:
-        """Allocates and initializes `copied`, a copy of a module on the meta device, on the CPU.
+        """Allocates the parameters and buffers of `copied` on the CPU, and initializes them.
 
-        The values depend only on the name and the seed.
+        `copied` is a copy of a module on the meta device. The values depend only on the name and
+        the seed.
         """
         for module in copied.modules():
             for key, param in module._parameters.items():

@@ -3,7 +3,7 @@ saved until then.
 
     recomputed = build(config, units, live, slicing, topology, unlike)    # for `Stage`
     store = recomputed.store
-    saved = store.save(x)                          # x: input of a layer, after the layer's forward
+    saved = store.save(x)                          # after a layer's forward; x: input of the layer
     store.fetch(saved); store.prefetch(saved)      # a few layers before the layer's backward
     x = store.get(saved)                           # in the backward, before the input is used
     store.release(saved)                           # in the backward, after the input was used
@@ -79,8 +79,7 @@ class InArena:
 class OnDrives:
     """A pool of storages in a swap file.
 
-    All storages are as large as the drive's host buffers. So any free storage can hold
-    any input.
+    All storages are as large as the drive's host buffers. So any free storage can hold any input.
     """
 
     def __init__(self, disk: Disk) -> None:
@@ -136,8 +135,9 @@ class SavedInput:
         sample: some elements of the full input, to check the input after slices are gathered; None
             if the input is not sliced or not checked.
         storage: storage of the copy; None if the tensor itself is saved.
-        value: the full input, or this rank's slice; None while it is not on the device.
-        arrived: event recorded after the copy from host memory to the device, or None.
+        value: the full input, or this rank's slice of it, on the device; None while only `storage`
+            has the values.
+        arrived: event recorded after the copy from host memory to the device; None without a copy.
         staged: buffer into which the input is read from its storage; None before `fetch` is called.
         gathering: the all-gather of the slices while it is in flight, else None.
     """
@@ -237,10 +237,11 @@ class ActivationStore:
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
-        """Stores the oldest copies: the finished ones, then others until at most `at_most` remain.
+        """Hands copies that `_copy_out` has started over to their storages, oldest first.
 
-        The device's current stream waits for each stored copy, so that the memory of the copied
-        tensor can be reused. The host waits for a copy only if it is written to a drive.
+        The newest `at_most` copies are handed over only if they have finished. The device's current
+        stream waits for each copy, so that the memory of the copied tensor can be reused. The host
+        waits for a copy only if it is written to a drive.
         """
         while self._outgoing and (len(self._outgoing) > at_most or self._outgoing[0][0].query()):
             event, staged, _ = self._outgoing.popleft()
@@ -273,7 +274,7 @@ class ActivationStore:
         """Returns a saved input in full. Collective if the input is sliced.
 
         Args:
-            saved: the saved input.
+            saved: the result of `save`.
             own: whether the result must stay valid after `release`; if False, it may be a view of
                 the storage.
         """
@@ -368,11 +369,12 @@ def build(
     """Returns the recomputation settings of a rank's stages.
 
     Args:
-        config: the configuration.
-        units: the layers that are recomputed in full or in part, by number.
+        config: the configuration, with the section `recompute`.
+        units: the layers of this rank that are recomputed in full or in part. The key of a layer is
+            its index among the layers of this rank.
         live: largest number of micro-batches for which inputs are saved at the same time.
         slicing: the model's slicing, with its tensor ranks.
-        topology: the process topology.
+        topology: the process topology, with the device of this rank.
         unlike: flag that is set if an input was sliced although it differs between tensor ranks.
     """
     r = config.recompute
@@ -397,8 +399,8 @@ def for_tracing(
     Their store saves the inputs themselves, not copies.
 
     Args:
-        config: the configuration.
-        numbers: indices of the recomputed layers.
+        config: the configuration, with the section `recompute`.
+        numbers: indices of the recomputed layers in the model.
         slicing: the model's slicing, with its tensor ranks.
         device: device of the layers.
     """
@@ -427,8 +429,8 @@ def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | 
     If the device is a CPU, `--recompute.offload cpu` has no effect.
 
     Args:
-        config: the configuration.
-        topology: the process topology.
+        config: the configuration, with the section `recompute`.
+        topology: the process topology, with the device of this rank.
         inputs: largest number of inputs that are saved at the same time.
     """
     r, on_gpu = config.recompute, is_accelerator(topology.device)
@@ -444,7 +446,7 @@ def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | 
 def enable(module: nn.Module, config: Config) -> None:
     """Enables recomputation in a module that is not built from `threed.layers`.
 
-    Calls the method that the module has for this purpose, `activation_checkpointing_enable` or
+    Calls the module's method `activation_checkpointing_enable` or, if it does not exist,
     `gradient_checkpointing_enable`. Has no effect with `--recompute.mode none`.
 
     Raises:

@@ -34,7 +34,7 @@ class Batches:
     Args:
         model: the model. If it is a wrapped module, `Wrapped.count` counts the items of a
             micro-batch.
-        topology: the process topology.
+        topology: the process topology, with the data ranks and the device.
         config: the resolved configuration.
         layers: all layers of the model. They determine the ids that a batch must contain: 'tokens'
             for an `Embedding`, 'labels' for a `LanguageModelHead`.
@@ -115,14 +115,15 @@ class Batches:
         """Returns the micro-batches of a batch. Collective.
 
         Args:
-            batch: this data rank's share of the global batch, tensors [b ...]; the same on all
-                pipeline stages of the data rank. Keys: 'tokens' [b s]; 'labels' [b ...], integers,
-                where values below 0 are ignored (without labels, every row counts as one item);
-                'samples' [b], global sample indices; and other tensors that the model reads from
-                `MicroBatch.inputs`. For a wrapped module: the keyword arguments of its forward.
+            batch: this data rank's share of the global batch, as a dict of tensors [b ...]. All
+                pipeline stages of the data rank must pass the same batch. For a wrapped module, it
+                has the keyword arguments of the module's forward. For other models, it may have
+                'tokens' [b s]; 'labels' [b ...], integers (values below 0 are ignored);
+                'samples' [b], the global indices of the samples; and any tensors that the model
+                reads from `MicroBatch.inputs`. Without labels, every row counts as one item.
             step: number of completed steps.
             consumed: total number of samples in the global batches before this one.
-            scale: the loss scale.
+            scale: the loss scale; the weight of each micro-batch contains it as a factor.
             training: True for a training step, False for an evaluation.
 
         Raises:
@@ -194,7 +195,7 @@ class Batches:
 
         Args:
             valid: number of valid items in this data rank's share of the batch.
-            scale: the loss scale.
+            scale: the loss scale, a factor of the result.
         """
         total = collectives.sum_of_scalars(valid.view(-1), self.topology.axis("dp"))
         self.empty.note(total.amax() == 0)

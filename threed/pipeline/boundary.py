@@ -108,7 +108,7 @@ class Form:
 
     @classmethod
     def of(cls, value: Any) -> Form:
-        """Returns the form of a value."""
+        """Returns the form of a value: a tensor, or a tuple or dict of tensors."""
         parts = tensors(value)
         keys = (
             None
@@ -130,7 +130,11 @@ class Form:
 
     @classmethod
     def from_bytes(cls, data: Tensor) -> Form:
-        """Returns the form from a message that `to_bytes` made."""
+        """Returns the form that a message of `to_bytes` contains.
+
+        Args:
+            data: the message, uint8 [bytes].
+        """
         keys, shapes, names, grads = json.loads(data.cpu().numpy().tobytes())
         dtypes = tuple(getattr(torch, name) for name in names)
         return cls(
@@ -149,9 +153,12 @@ class Form:
         return [torch.empty(self.shapes[n], dtype=self.dtypes[n], device=device) for n in wanted]
 
     def value(self, parts: Sequence[Tensor]) -> Any:
-        """Returns received tensors as a value of this form: a tensor, tuple or dict.
+        """Arranges received tensors as a value of this form: a tensor, tuple or dict.
 
         The tensors become leaves of a new autograd graph.
+
+        Args:
+            parts: the received tensors, one for each tensor of the value.
         """
         leaves = [part.requires_grad_(grad) for part, grad in zip(parts, self.grads, strict=True)]
         if self.keys is None:
@@ -163,14 +170,15 @@ class Form:
         )
 
     def gradients(self, parts: Sequence[Tensor]) -> Any:
-        """Returns received gradients as the gradient of a value of this form.
+        """Arranges received gradients in the structure of a value of this form.
 
-        The result has the structure of the value; it contains None for a tensor that requires no
-        gradient. If the value is a single tensor that requires no gradient, the result is (None,),
-        because a plain None would mean that the value is a loss.
+        The result is a gradient, or a tuple or dict of gradients, as `Stage.backward` expects it.
+        It contains None for each tensor that requires no gradient. If the value is a single tensor
+        that requires no gradient, the result is the tuple (None,): a plain None would mean that the
+        value is a loss, from which the backward starts.
 
         Args:
-            parts: one gradient for each tensor that requires a gradient.
+            parts: the received gradients, one for each tensor that requires a gradient.
         """
         received = iter(parts)
         grads = [next(received) if grad else None for grad in self.grads]

@@ -4,7 +4,7 @@ kind of action.
     executor = Executor(stages, transport, rank)
     losses   = executor.run(plan, micro_batches)
 
-The executor contains no schedule: training, evaluation and sampling are all plans.
+The executor contains no schedule: training, evaluation and sampling are different plans.
 
 A backward is either full (action B) or split (actions I and W). In a split backward, I computes the
 input gradient and keeps the operands of the weight gradients; later, W computes the weight
@@ -51,16 +51,16 @@ Span = tuple[Action, float, float]
 class Outdated(Exception):
     """Raised at VALIDATE if the plan's forwards ran with wrong weights.
 
-    The weights are correct when it is raised, so the caller must run the plan again.
+    The weights are corrected before the error is raised. The caller must run the plan again.
     """
 
 
 def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
-    """Yields every action with the parts of the next compute action after it.
+    """Yields (action, parts of the next compute action) for every action.
 
-    A pair FB has two parts, its forward and its backward. Any other action has one part, the action
-    itself. The tuple of parts is empty if no compute action follows, or if the next one is a W,
-    which reads no weights.
+    The executor gathers weights for these parts in advance. An FB has two parts, its forward and
+    its backward. Any other compute action has one part, the action itself. The tuple of parts is
+    empty if no compute action follows, or if the next one is a W, which reads no weights.
     """
     following: list[tuple[Action, ...]] = []
     next_parts: tuple[Action, ...] = ()
@@ -83,10 +83,18 @@ class WeightGradients(Protocol):
     """Defers the computation of weight gradients (`threed.zero.contributions.Deferral`)."""
 
     def defer(self) -> AbstractContextManager[list[Any]]:
-        """Collects the operands of weight gradients in the yielded list, inside the block."""
+        """Returns a context manager that yields a list.
+
+        A backward inside the block does not compute weight gradients. It appends their operands to
+        the list.
+        """
 
     def add_deferred(self, waiting: list[Any]) -> None:
-        """Computes the weight gradients from collected operands and adds them."""
+        """Computes weight gradients, and adds them to the gradients of the parameters.
+
+        Args:
+            waiting: the list of operands that the context manager of `defer` has yielded.
+        """
 
 
 class Updates(Protocol):
@@ -96,7 +104,7 @@ class Updates(Protocol):
         """Points the layers at the version of the weights that the next pass must use.
 
         Args:
-            before: whether this pass (forward or backward) belongs to the previous step.
+            before: whether the next pass (forward or backward) belongs to the previous step.
         """
 
     def start_update(self) -> None:
@@ -224,7 +232,7 @@ class Executor:
 
         Args:
             plan: the plan, with communication actions.
-            micros: the micro-batches that the plan begins.
+            micros: the micro-batches whose forwards the plan contains, in order.
 
         Returns:
             The losses in the order of micro-batches, on the last stage; an empty list on other
@@ -266,7 +274,7 @@ class Executor:
         """Begins a plan; takes over the micro-batches whose backwards the previous plan left open.
 
         These micro-batches are renumbered so that the last micro-batch of the previous plan is -1.
-        If the plan does not continue the previous plan, all remaining state is dropped instead.
+        If the plan does not continue the previous plan, the state of the previous plan is dropped.
         """
         if plan.begun and plan.begun != self._plan.left:
             raise ValueError(
@@ -502,7 +510,7 @@ class Executor:
         Args:
             side: "in" for the input of the chunk, "out" for its output.
             action: action with the chunk and the micro-batch.
-            form: the form.
+            form: form of the input or output.
 
         Raises:
             RuntimeError: if a different form is already stored for micro-batches of this shape.

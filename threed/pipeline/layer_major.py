@@ -71,10 +71,12 @@ class LayerMajorStage(Stage):
         self._frames.clear()
 
     def run_all(self, micros: Sequence[MicroBatch], during: During) -> list[Tensor]:
-        """Runs forward and backward of all micro-batches; adds gradients to `param.sink`.
+        """Runs forward and backward of all micro-batches.
+
+        Gradients of parameters are added to the parameters' gradient sinks (`param.sink`).
 
         Args:
-            micros: the micro-batches.
+            micros: the micro-batches of the step, in order.
             during: `during(kind, microbatch)` returns a context manager, which is entered around
                 each forward (F) and backward (B) of a layer.
 

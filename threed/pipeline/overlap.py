@@ -28,7 +28,7 @@ class Overlap:
     value, identifies a forward and its backward.
 
     Args:
-        device: the device.
+        device: device on which the passes run.
         axis: the ranks with which layers communicate during a forward or a backward.
         twin: the same ranks as `axis`, with a second communicator for the side stream.
     """

@@ -6,13 +6,15 @@ may save only a slice of such an input.
                                      # is the same on all ranks; the first call per place compares x
                                      # between ranks and is collective
     sample = inputs.sample(x)        # some elements of x, saved together with the slice
-    inputs.check(sample, x)          # sets the flag if x, gathered from the slices, differs
+    inputs.check(sample, x)          # x, gathered from the slices: sets the flag if it differs from
+                                     # the sample
 
 A layer may return a tensor that differs between tensor ranks, such as the outputs of the rank's
 attention heads. If such a tensor is the input of a recomputed layer, each rank must save it in
 full. So the inputs of the first micro-batch are compared between the ranks. Constant inputs are
 saved in full too: an input may be all zeros in the first micro-batch and differ between ranks
-later. Inputs of later micro-batches are checked on the device, without a host read.
+later. Inputs of later micro-batches are checked on the device, and the host does not wait for the
+result.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ SAMPLED = 256
 # The k-th sampled element has the index (k * GOLDEN modulo 1) * (number of elements), rounded down.
 # These indices are spread evenly, and do not align with the tensor's dimensions.
 GOLDEN = 0.6180339887498949
-# Largest difference between replicas of an input, as a multiple of the dtype's eps times the
-# largest element.
+# Two replicas of an input count as equal if their elements differ by at most this number times the
+# dtype's eps times the largest element.
 ROUNDINGS = 8
 
 
@@ -46,7 +48,7 @@ class ReplicatedInputs:
     """Finds the inputs that are the same on all tensor ranks ("replicated").
 
     Args:
-        axis: the tensor ranks.
+        axis: the tensor ranks, between which inputs are compared.
         flag: set on the device if an input that was replicated in the first micro-batch is not
             replicated in a later one.
     """
@@ -64,7 +66,7 @@ class ReplicatedInputs:
 
         Args:
             place: (index of the layer, index of the tensor in the layer's input).
-            x: the input.
+            x: the input tensor on this rank, of any shape.
         """
         if place not in self._replicated:
             self._replicated[place] = self._compare(x)

@@ -85,8 +85,8 @@ class Frame:
         x: the input of the graph; the backward writes the input gradient to `.grad` of its tensors.
         edges: per output tensor: the edge at which autograd begins the tensor's backward, or None
             if the tensor requires no gradient.
-        recomputation: if the layer is recomputed, the saved state from which the backward builds
-            the graph; otherwise None.
+        recomputation: the saved state from which the backward builds the graph of a recomputed
+            layer; None if the layer is not recomputed.
     """
 
     x: Any = None
@@ -103,7 +103,7 @@ class Recomputation:
         structure: the structure of the input: the input with None in place of its tensors.
         grads: for each input tensor, whether it requires a gradient.
         rng: state of the random generators before the first forward.
-        micro: the micro-batch.
+        micro: the micro-batch of the first forward.
     """
 
     saved: tuple[SavedInput, ...]
@@ -194,10 +194,10 @@ class Stage:
         """Begins a step.
 
         Args:
-            ended: None drops all open micro-batches, for example after an aborted step. If this
-                step runs the backwards that the previous step has left open: number of
-                micro-batches of the previous step. The open micro-batches are then renumbered so
-                that the last micro-batch of the previous step is -1.
+            ended: number of micro-batches of the previous step, if this step runs the backwards
+                that the previous step has left open. The open micro-batches are then renumbered so
+                that the last micro-batch of the previous step is -1. None: all open micro-batches
+                are dropped, for example after an aborted step.
         """
         if ended is not None:
             self._open = {microbatch - ended: frames for microbatch, frames in self._open.items()}
@@ -221,7 +221,7 @@ class Stage:
         Args:
             microbatch: number of the micro-batch.
             x: output of the previous stage; None on the first stage.
-            micro: the micro-batch.
+            micro: the micro-batch, which every layer gets as its second argument.
             keep: whether the last unit stays gathered, because the next pass starts with it.
 
         Returns:
@@ -253,7 +253,7 @@ class Stage:
         Args:
             unit: index of the layer among the layers of this rank.
             x: input of the layer.
-            micro: the micro-batch.
+            micro: the micro-batch, which the layer gets as its second argument.
             begin: input of the graph to which the layer belongs.
 
         Returns:
@@ -347,14 +347,16 @@ class Stage:
     # ------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, microbatch: int, dy: Any, keep: bool = False, split: bool = False) -> Any:
-        """Runs the backward of a micro-batch; adds gradients of parameters to `param.sink`.
+        """Runs the backward of a micro-batch.
+
+        Gradients of parameters are added to the parameters' gradient sinks (`param.sink`).
 
         Args:
             microbatch: number of the micro-batch.
             dy: gradient of the stage's output; None on the last stage.
             keep: whether the first unit stays gathered, because the next pass starts with it.
-            split: whether weight gradients are computed later, from the saved inputs. If True, the
-                memory of these inputs stays valid after the backward.
+            split: whether weight gradients are computed later, from the layers' saved inputs. If
+                True, the memory of these inputs stays valid after the backward.
 
         Returns:
             The gradient of the stage's input; None on the first stage.
@@ -393,10 +395,13 @@ class Stage:
             before: the frames whose backwards have not run yet; the backward of the last one is
                 next.
             dy: gradient of the graph's output; None if no gradient arrives, or for a loss.
-            first: whether this is the first backward of the stage. If it is, and dy is None, the
-                graph's output is a loss. A loss that has no graph is refused if a gradient is
-                required.
+            first: whether this is the first graph of the stage's backward. If it is, and dy is
+                None, the graph's output is a loss.
             split: see `backward`.
+
+        Raises:
+            RuntimeError: if the output is a loss without a graph, although a parameter or the input
+                requires a gradient.
         """
         with self._graph(unit, frame, before, split) as (x, edges):
             grads = gradients_of(dy, len(edges))
@@ -464,7 +469,13 @@ class Stage:
                 store.release(one)
 
     def _prefetch_inputs(self, frames: list[Frame]) -> None:
-        """Starts to fetch the next saved inputs, in the same order on all tensor ranks."""
+        """Starts to fetch the saved inputs that the next backwards need.
+
+        The order is the same on all tensor ranks, as gathers require.
+
+        Args:
+            frames: the frames whose backwards have not run yet; the last one is next.
+        """
         store = self.recomputed.store
         if store is None:
             return

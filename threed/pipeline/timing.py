@@ -68,7 +68,7 @@ class _Timed:
     """A timed layer with its input and output.
 
     Attributes:
-        layer: the layer.
+        layer: the layer of the model; a copy of it runs.
         name: name of the layer, for error messages.
         input: value that the previous layer returned; None for the first layer.
         recomputed: recomputation settings; None if the layer is not recomputed.
@@ -99,7 +99,8 @@ class Timer:
         grad_dtype: dtype of gradients.
         device: device on which the layers run.
         seed: seed of the weights' initial values.
-        prepare: function that is called with the copy of each layer before the copy runs.
+        prepare: function that is called with the copy of each layer before the copy runs, for
+            example to compile it.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
     `flops` returns None.
 
     Args:
-        layers: the layers.
+        layers: the layers, such as all layers of a model.
         tokens: number of tokens of a micro-batch.
         seq: sequence length.
     """
@@ -280,8 +280,8 @@ class Tracer:
         micro: a micro-batch on the meta device, with the shapes and dtypes of the run.
         dtype: dtype of parameters and activations.
         grad_dtype: dtype of gradients.
-        traffic: axis name -> bytes sent; the counter to which the model's axes add the bytes that
-            they send. A trace leaves it unchanged.
+        traffic: counter of bytes sent, by name of the axis. The model's axes add the bytes that
+            they send. After a trace, the counter has its earlier values again.
 
     Attributes:
         output: `Form` (shapes and dtypes) of the value that the last layer of the newest trace
@@ -425,7 +425,8 @@ def for_layer_alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomput
 
     Args:
         recomputed: settings of the full model; None if the layer is not recomputed.
-        layer: the layer. If it is recomputed in part, it is prepared for that.
+        layer: the layer. If only some of its operations are recomputed, this function prepares the
+            layer for it (`Selective.install`).
 
     Returns:
         The settings; None if the layer is not recomputed.
@@ -443,9 +444,9 @@ def _measure(
     """Measures one forward and one backward of a stage with a single layer.
 
     Args:
-        stage: the stage.
+        stage: the stage, whose only layer is measured.
         form: structure, shapes and dtypes of the layer's input; None for the first layer.
-        micro: the micro-batch.
+        micro: the micro-batch that the layer runs on, on the meta device.
         watch: counts the memory and the operations.
 
     Returns:
@@ -490,7 +491,7 @@ def cost_key(
     """Returns a hashable key of a layer; layers with equal keys have equal costs.
 
     Args:
-        layer: the layer.
+        layer: one of `layers`.
         layers: all layers of the model.
         form: structure, shapes and dtypes of the layer's input; None for the first layer.
         recompute: whether the layer is recomputed.

@@ -58,7 +58,8 @@ class Links:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        # On gloo, a message whose receive was posted too late takes an additional round trip.
+        # CPUs use gloo. A gloo message takes an additional round trip if its receive is posted
+        # after its send.
         self.posts_ahead = topology.device.type == "cpu"
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
@@ -73,7 +74,7 @@ class Links:
 def is_sliced(tensor: Tensor, axis: Axis) -> bool:
     """Returns whether a tensor can be sent in slices, one from each rank of an axis.
 
-    All ranks of the axis must have the tensor.
+    Every rank of the axis must have the same tensor.
     """
     return axis.size > 1 and tensor.is_floating_point() and tensor.numel() % axis.size == 0
 

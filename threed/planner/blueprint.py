@@ -147,7 +147,7 @@ def _divide_by_cost(
 ) -> Pipeline:
     """Returns the pipeline of a partition that does not need measured times.
 
-    The layers are partitioned by their costs, by their number, or as listed in the configuration.
+    The layers are partitioned by costs, into equal counts, or as listed in the configuration.
     If they are partitioned by costs and the schedule chooses its plan by the times of the stages
     (`registry.plans_by_times`), the costs are used as times.
     """
@@ -169,7 +169,7 @@ class Blueprint:
     """The stages, parameters and plan of one rank.
 
     Attributes:
-        model: the model.
+        model: the model, or a wrapped module.
         topology: the parallel axes, and this rank's position on them.
         config: the resolved configuration.
         layers: all layers of the model.
@@ -198,7 +198,7 @@ class Blueprint:
         """Creates process groups and lays out this rank's parameters. Collective, except on meta.
 
         Args:
-            model: the model.
+            model: the model, or a wrapped module.
             layers: all layers of the model.
             topology: the parallel axes, and this rank's position on them.
             config: the resolved configuration.
@@ -403,9 +403,9 @@ def names(layer: nn.Module) -> list[str]:
 
 
 def dealt_over(layers: Sequence[nn.Module]) -> set[str]:
-    """Returns the axes of data ranks over which some parameters of the model are distributed.
+    """Returns the names of the axes of data ranks over which parameters are distributed.
 
-    Each of these ranks holds other pieces of such a parameter (`ShardSpec.over`).
+    Each rank of such an axis holds different pieces of a parameter (`ShardSpec.over`).
     """
     specs = (spec_of(param) for layer in layers for param in layer.parameters())
     return {spec.over for spec in specs if spec.over is not None}

@@ -162,8 +162,8 @@ class Forecast:
             ranks.append(RankForecast(rank, grid.label(rank), layers, sizes.bytes, sizes.sends))
         costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
         timeline = schedules.simulate(pipeline.plan, costs)
-        # FLOPs per token are computed from traced FLOPs, because a model's custom costs may have
-        # another unit.
+        # FLOPs per token are computed from traced FLOPs, because a model's custom costs may have a
+        # different unit.
         counted = sum(3.0 * cost.flops for cost in unsharded.costs)
         per_token = counted / (config.train.micro_batch * config.model.seq)
         arch = config.model.arch.rpartition(":")[2]  # the NAME of FILE.py:NAME
@@ -317,7 +317,7 @@ def _widths(config: Config) -> tuple[int, int]:
 class _Column:
     """The ranks with the same tensor-parallel index.
 
-    One model on the meta device, and the costs of its layers, stand for all of these ranks.
+    All of these ranks share one model on the meta device, and the costs of its layers.
     """
 
     def __init__(
@@ -414,9 +414,16 @@ class _Column:
 def _divide(
     columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]
 ) -> Division:
-    """Returns the partition by times that are measured in this process, on unsharded layers.
+    """Measures the times of a model's layers in this process, and partitions the model by them.
 
-    Sharded layers cannot run in this process, because the other tensor ranks do not exist.
+    The measured layers are not sharded, even if the configuration has several tensor ranks: a
+    sharded layer would have to communicate with tensor ranks that do not exist. In this case a
+    notice in the result states that the times are of unsharded layers.
+
+    Args:
+        columns: the columns with different parameter shapes.
+        flops: FLOPs of the layers, summed over all columns.
+        build: function that builds the model for a `Slicing`.
     """
     first, device = columns[0], default_device()
     config, plan = first.config, step_plan(first.config, first.topology.dp)
@@ -447,9 +454,9 @@ def _order_text(microbatches: int) -> str:
 
 
 def _ways_text(config: Config, ways: int) -> str:
-    """Returns a description of stages with replicas on several pipeline ranks.
+    """Returns a text about stages that several pipeline ranks hold.
 
-    It is empty if each stage is on only one pipeline rank.
+    The text is empty if each stage is on only one pipeline rank.
     """
     zero = config.zero
     shared = "share" if zero.offload_optimizer == zero.offload_params == "none" else "each keep"

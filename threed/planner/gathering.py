@@ -27,7 +27,8 @@ class Gathering(NamedTuple, Generic[Key]):
     Attributes:
         times: number of gathers per group of parameters.
         forward: maximum number of elements that are gathered at the same time in forwards.
-        backward: the same maximum in the backward of each unit, by number of the unit.
+        backward: per unit, the maximum number of elements that are gathered at the same time during
+            the backward of the unit.
     """
 
     times: Counter[Key]
@@ -74,8 +75,8 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        # Units whose backward reads no weights are not gathered, but other units may be in memory
-        # during their backward.
+        # A unit whose backward reads no weights is not gathered for it, but other units may be
+        # gathered at that time.
         for unit in () if is_forward else set(range(len(units))).difference(order):
             backward[unit] = max(backward[unit], now)
     return Gathering(times, forward, backward)

@@ -58,7 +58,7 @@ def layer_times(
     """Measures the times of every layer; returns the same times on every rank. Collective.
 
     Args:
-        model: the model.
+        model: the model that defines the layers.
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.
@@ -110,13 +110,13 @@ def cut_by_times(
     """Measures the times of a model's layers and partitions the model by them. Collective.
 
     Args:
-        model: the model.
+        model: the model that defines the layers.
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.
-        costs: function that returns the FLOPs of the layers. They give a partition by FLOPs, with
-            which the result is compared. If the function raises TraceError, this comparison is
-            omitted.
+        costs: function that returns the FLOPs of the layers. The result is compared with the
+            partition that is balanced by these FLOPs. If the function raises TraceError, this
+            comparison is omitted.
         plan: the plan of a step, built as if all stages took equal times.
 
     Raises:
@@ -141,7 +141,7 @@ def division(
     """Partitions a model by the times of its layers.
 
     If the schedule chooses its plan by the times of the stages (`registry.plans_by_times`), the
-    result has the plan for the times of its stages; otherwise it has `plan`.
+    plan of the result is built for the stage times of its partition. Otherwise it is `plan`.
 
     The memory limit of a rank is the configured limit; if none is configured, it is the memory of
     the GPU. If no partition fits the GPU's memory, the result is the partition without a limit,
@@ -214,7 +214,7 @@ def trace_layer_bytes(
     """Returns the bytes that every layer takes on a rank, traced on the meta device.
 
     Args:
-        model: the model.
+        model: the model that defines the layers.
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.

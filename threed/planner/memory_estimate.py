@@ -84,7 +84,7 @@ def trace(
     returns a batch with `micro_batch` rows.
 
     Args:
-        model: the model.
+        model: the model that defines the layers.
         layers: all layers of the model.
         config: the resolved configuration.
         topology: the parallel axes, and this rank's position on them.
@@ -121,9 +121,9 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
 
 
 def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCost:
-    """Returns the cost of a recomputed layer, changed for the configured storage of its input.
+    """Returns the cost of a recomputed layer, adapted to the place where its input is saved.
 
-    The input is saved in an arena, in host memory, on a drive, or as an ordinary tensor.
+    This place is an arena, host memory, a drive, or the input tensor itself.
     """
     r = config.recompute
     # If inputs are sliced, the layer does not keep its full input, and `kept` counts the slice.
@@ -467,9 +467,9 @@ def _gathered_by(layout: Layout, units: range) -> dict[Group, int]:
 def _count_pass_traffic(
     blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]
 ) -> None:
-    """Adds to `sends` the bytes that this rank sends for all micro-batches of a step.
+    """Adds to `sends` the bytes that this rank sends in the forwards and backwards of a step.
 
-    They are sent by collectives in its layers, and as messages to other stages.
+    The collectives in the rank's layers, and the messages to other stages, send these bytes.
     """
     plan, topology = blueprint.pipeline.plan, blueprint.topology
     microbatches = plan.microbatches // plan.ways
@@ -519,7 +519,7 @@ class _Reductions:
         # host buffers for drives are not measured here, because `_constant_bytes` counts them
         staged = [drive.take() for drive in layout.policy.drives]
         with Watch([*storages(layout, states), *staged]) as watch:
-            # The second step may have another peak, because it reuses buffers of the first step.
+            # The second step may have a different peak, because it reuses buffers of the first one.
             for _ in range(2 if layout.policy.slices_gradients and rounds < STEADY else 1):
                 traffic.clear()
                 traffic.update(before)

@@ -21,16 +21,16 @@ from threed.config.checks import LAYER_MAJOR
 def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"]:
     """Returns the order of a step, "layer" or "micro", by its memory and messages.
 
-    The order is "layer" if it sends less and its additional activations fit into the memory that
-    sharding and offloading the parameters free. So with `--zero.order auto`, ZeRO-3 needs at most
-    as much memory as ZeRO-2, and sends at most as many bytes as ZeRO-2 or ZeRO-3 in
-    micro-batch-major order.
+    The order is "layer" if it sends less, and if its additional activations take at most as much
+    memory as the sharding and offloading of parameters saves. So with `--zero.order auto`, ZeRO-3
+    needs at most as much memory as ZeRO-2, and sends at most as many bytes as ZeRO-2, and as ZeRO-3
+    in micro-batch-major order.
 
     Args:
         microbatches: number of micro-batches of a step.
         kept: bytes of activations that one micro-batch keeps on the device.
-        freed: bytes of parameters that are not on this rank's device between their uses: the slices
-            of other ranks, and this rank's own slices if they are offloaded.
+        freed: bytes of parameters that this rank's device does not keep between their uses: the
+            slices of other ranks, and this rank's own slices if they are offloaded.
     """
     return "layer" if microbatches > 1 and freed and (microbatches - 1) * kept <= freed else "micro"
 
@@ -39,7 +39,7 @@ def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -
     """Returns the configuration with `zero.order` decided if it is auto.
 
     Args:
-        config: the configuration.
+        config: the resolved configuration.
         facts: function that returns (kept, freed) of every tensor rank, as in
             `memory_estimate.order_facts`. It is called only if the decision depends on it.
     """

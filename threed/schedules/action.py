@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """The kind of an action; the value is the kind's text form."""
+    """The kind of an action. Its value is its text in a plan, such as "SF" for SEND_F."""
 
     F = "F"  # forward
     B = "B"  # full backward: input and weight gradients
@@ -24,10 +24,10 @@ class Kind(StrEnum):
     RECV_F = "RF"  # receive an activation
     SEND_B = "SB"  # send a gradient to the previous stage
     RECV_B = "RB"  # receive a gradient
-    GATHER = "GATHER"  # launch the gathers of the layers that a chunk's next action needs first
+    GATHER = "GATHER"  # start to gather the first layers that the chunk's next compute action runs
     REDUCE = "REDUCE"  # after a chunk's last backward: reduce the chunk's remaining gradients
     VALIDATE = "VALIDATE"  # check the previous update; if invalid, undo it and restart the step
-    NORM = "NORM"  # start the norm of the previous step's gradients, which are reduced on all ranks
+    NORM = "NORM"  # once all ranks have reduced the previous step's gradients: start their norm
     UPDATE = "UPDATE"  # update the weights with the previous step's gradients
 
 
@@ -40,15 +40,15 @@ _TEXT = re.compile(r"([A-Z]+)(\d+)(?:\.(-?\d+))?")
 
 
 class Action(NamedTuple):
-    """One action of a rank, for one micro-batch of one of its chunks.
+    """One action of a rank, usually for one micro-batch on one of the rank's chunks.
 
     Attributes:
         kind: the kind of the action.
-        microbatch: the global index of the micro-batch, from 0. Negative indices are micro-batches
-            of the previous step, of which -1 is the last. Actions that belong to no micro-batch
-            (GATHER, REDUCE, VALIDATE, NORM and UPDATE) have the index -1, too.
-        chunk: the index of the chunk on the rank that runs the action, even for sends and receives.
-            It is 0 for VALIDATE, NORM and UPDATE, which concern all chunks of the rank.
+        microbatch: the index of the micro-batch in the step, from 0. A negative index is a
+            micro-batch of the previous step: -1 is the last one. GATHER, REDUCE, VALIDATE, NORM and
+            UPDATE belong to no micro-batch, and also have the index -1.
+        chunk: the index of the chunk on the rank that runs the action; for a send or receive, not
+            the index on the peer. It is 0 for VALIDATE, NORM and UPDATE, which concern all chunks.
 
     """
 
@@ -75,8 +75,9 @@ class Action(NamedTuple):
         """Returns the action that a text describes.
 
         Args:
-            text: kind, chunk and, after a dot, micro-batch, such as F0.3; for an FB the forward and
-                the backward, joined by "+".
+            text: kind, chunk, a dot and micro-batch, such as F0.3. Actions without a micro-batch
+                have no dot, such as REDUCE0. An FB is its forward and its backward, joined by "+",
+                such as F0.3+B1.2.
 
         Raises:
             ValueError: the text is malformed.

@@ -28,7 +28,7 @@ def gpipe(stages: int, microbatches: int) -> Plan:
 def forward_only(stages: int, microbatches: int, placement: Sequence[Sequence[int]] = ()) -> Plan:
     """Returns a plan without backwards, in which activations are freed after each forward.
 
-    Of the forwards whose input is available, a rank runs the one with the lowest micro-batch index.
+    If several forwards of a rank have their input, the one with the lowest micro-batch index runs.
 
     Args:
         stages: number of pipeline ranks.
@@ -44,7 +44,7 @@ def forward_only(stages: int, microbatches: int, placement: Sequence[Sequence[in
     ranks: list[list[Action]] = [[] for _ in per_rank]
     waiting = [(microbatch, 0) for microbatch in range(microbatches)]
     while waiting:
-        taken: dict[int, tuple[int, int]] = {}  # per rank, its forward in this time slot
+        taken: dict[int, tuple[int, int]] = {}  # rank -> (micro-batch, stage) in this time slot
         for microbatch, stage in sorted(waiting):
             taken.setdefault(home[stage][0], (microbatch, stage))
         for rank, (microbatch, stage) in taken.items():

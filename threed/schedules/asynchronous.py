@@ -16,11 +16,11 @@ _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
 
 
 def check_open(plan: Plan) -> None:
-    """Checks `Plan.begun` and `Plan.left`: one count per rank, not increasing from stage to stage.
+    """Checks the counts in `Plan.begun` and `Plan.left`. Raises ValueError naming rank and action.
 
-    If an earlier stage runs a micro-batch's backward in this step, a later stage must not leave the
-    micro-batch to the next step, because the earlier stage needs the gradient of the later one.
-    Raises ValueError naming the rank and the action.
+    Each has one count per rank: the number of backwards that one step leaves to the next. The count
+    must not increase from a stage to the next stage. Otherwise a stage would run a backward one
+    step before the next stage computes the gradient that this backward needs.
     """
     for name, counts in (("begun", plan.begun), ("left", plan.left)):
         if not counts:
@@ -79,10 +79,10 @@ def check_updates(plan: Plan) -> None:
 
 
 def norms_begun(plan: Plan, at: list[int]) -> bool:
-    """Returns whether every rank has run its NORM, which every UPDATE waits for.
+    """Returns whether every rank has run its NORM. An UPDATE must wait for this.
 
     Args:
-        plan: the plan.
-        at: per rank, the index of its next action.
+        plan: a lowered plan.
+        at: per rank, the index of the rank's next action.
     """
     return all(_NORM in actions[:place] for actions, place in zip(plan.ranks, at, strict=True))

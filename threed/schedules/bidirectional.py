@@ -5,11 +5,11 @@ Use: `chimera(stages=4, microbatches=8)`, `dualpipe(stages=8, microbatches=20)`,
 
 Chimera runs two pipelines through the same ranks in opposite directions. Rank r holds stage r of
 the down direction and stage (stages - 1 - r) of the up direction. The first half of the
-micro-batches uses the down direction and the second half the up direction.
+micro-batches uses the down direction, and the second half uses the up direction.
 
 Micro-batches run in units of `stages` micro-batches, half of them in each direction. Let a forward
 and a backward each take one slot of time. In the first unit, stage s of a direction runs the
-forward of micro-batch i (i = 0, 1 .. of that direction) in slot s + 2i, and the backward in slot
+forward of that direction's i-th micro-batch (from 0) in slot s + 2i, and the backward in slot
 2 * stages - 1 - s + 2i. The slots of the two directions never collide on a rank. Each further unit
 repeats the pattern 2 * stages slots later and fills the gaps of the previous unit. The paper calls
 this repetition direct concatenation.
@@ -28,17 +28,17 @@ micro-batches, and the weights of two stages. Source: Li and Hoefler 2021, arXiv
 section 3.
 
 DualPipe and DualPipeV run forwards together with backwards. Every rank holds two chunks. DualPipe:
-rank r holds stage r and, for micro-batches of the other direction, the stage of the opposite rank,
-so all weights are stored twice. DualPipeV: all micro-batches run in one direction through a V of
-twice as many stages, down on the first chunks and up on the second chunks, so each weight is stored
-once. In both schedules a rank runs eight phases. `near` is the chunk that new micro-batches reach
-first on a rank, and `far` is the other chunk. A pair is a forward and a backward that run together:
+rank r holds stage r for one direction and stage (stages - 1 - r) for the other direction, so all
+weights are stored twice. DualPipeV: all micro-batches run in one direction through a V of twice as
+many stages, down on the first chunks and up on the second chunks, so each weight is stored once. In
+both schedules a rank runs eight phases. `near` is the chunk that new micro-batches reach first on a
+rank, and `far` is the other chunk. A pair is a forward and a backward that run together:
 
 1. forwards of near
 2. a forward of near, then a forward of far, repeatedly
 3. the input gradient, then the weight gradient, then a forward, all of far, repeatedly
 4. two pairs, repeatedly: forward of near with backward of far, forward of far with backward of near
-5. as 4, but without the forward of near: backward of far alone, then the second pair
+5. a backward of far, then one pair, repeatedly: forward of far with backward of near
 6. a backward of far, then a backward of near, repeatedly; in the second half of this phase
    backwards are split, and their weight gradients run later
 7. a pending weight gradient, then a split backward of near, repeatedly
@@ -65,7 +65,8 @@ from threed.schedules.plan import Plan, SizesError
 def chimera(stages: int, microbatches: int) -> Plan:
     """Returns the plan of Chimera: the actions of both directions, in the order of their slots.
 
-    An incomplete last unit leaves some slots empty.
+    If the last unit has fewer than `stages` micro-batches, some slots are idle (see the module's
+    docstring).
 
     Args:
         stages: number of pipeline ranks.
@@ -92,7 +93,7 @@ def both_ways(
     """Returns the placement of a bidirectional plan: rank r holds stages r and stages - 1 - r.
 
     Args:
-        name: the schedule, for messages.
+        name: name of the schedule, for error messages.
         stages: number of pipeline ranks.
         microbatches: number of micro-batches.
         least: minimum number of micro-batches.
@@ -172,14 +173,17 @@ def dualpipev(stages: int, microbatches: int) -> Plan:
 class _Rank:
     """Builds the list of actions of one rank in DualPipe or DualPipeV.
 
+    A micro-batch runs on the near chunks of some ranks first, and on far chunks afterwards. On each
+    rank, near is the chunk that new micro-batches reach first, and far is the other chunk.
+
     Args:
-        depth: distance in ranks from the end of the pipeline at which micro-batches of `near`
-            enter; 0 at that end.
-        ranks: number of ranks from that end to the turning point: half of all ranks in DualPipe,
-            all in DualPipeV.
-        count: number of micro-batches per chunk.
-        near: index of the chunk that new micro-batches reach first.
-        first: per chunk, the index of the first micro-batch that runs on it.
+        depth: number of ranks that a micro-batch passes before it reaches the near chunk of this
+            rank.
+        ranks: number of near chunks that a micro-batch passes: half the number of ranks in
+            DualPipe, the number of ranks in DualPipeV.
+        count: number of micro-batches that run on each chunk.
+        near: index of the near chunk, 0 or 1.
+        first: for each of the two chunks, the index of the first micro-batch that runs on it.
     """
 
     def __init__(

@@ -3,13 +3,14 @@
 Use: `better, effort = shorten(flow, filled, limit, effort)`, where `split_backward.fill` returned
 the plan `filled`.
 
-The makespan of a plan is the length of its critical path: actions that cannot run later without
-delaying the end. Another order can end earlier only if it swaps two actions that are neighbors on
-a rank and consecutive on the critical path. In every round, each such swap is rated by an estimate:
-the length of the longest path through the two actions after the swap. The round makes the swap with
-the smallest estimate, even if the plan gets longer, so that the search leaves local minima. It also
-makes further swaps that are estimated to shorten the plan, but no two swaps of a round share an
-action. The reversal of a swap is tabu for a few rounds. W is swapped like F and I.
+The makespan of a plan is the length of its critical path. An action on this path cannot run later
+without delaying the end of the plan. Another order can end earlier only if it swaps two actions
+that are neighbors on a rank and consecutive on the critical path. The search runs in rounds. A
+round rates each such swap by an estimate: the length of the longest path through the two actions
+after the swap. The round makes the swap with the smallest estimate, even if the plan gets longer,
+so that the search leaves local minima. The round also makes further swaps that are estimated to
+shorten the plan, but no two swaps of a round share an action. The reversal of a swap is tabu for a
+few rounds. Every F, I and W can be swapped.
 
 Sources, all on job-shop scheduling: van Laarhoven et al. 1992 (DOI 10.1287/opre.40.1.113: one such
 swap never causes a deadlock), Taillard 1994 (DOI 10.1287/ijoc.6.2.108: estimate of the path length
@@ -37,10 +38,11 @@ def shorten(flow: Flow, filled: Filled, limit: int, effort: float) -> tuple[Fill
         flow: the positions of the schedule (see split_backward.py) and their times.
         filled: the plan to start from.
         limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1.
-        effort: maximum number of actions to simulate.
+        effort: approximate maximum number of actions to simulate. The returned remaining effort is
+            this number minus the actions that were simulated.
 
     Raises:
-        ValueError: the ranks of `filled` deadlock.
+        ValueError: the plan `filled` deadlocks.
     """
     work = _Actions(flow)
     ranks = work.numbered(filled.ranks)
@@ -48,7 +50,7 @@ def shorten(flow: Flow, filled: Filled, limit: int, effort: float) -> tuple[Fill
     if times is None:
         raise ValueError("ranks of the plan wait for each other")
     best, best_ranks = times, [list(line) for line in ranks]
-    tabu: dict[tuple[int, int], int] = {}  # (first, second) -> last round of the swap's tabu
+    tabu: dict[tuple[int, int], int] = {}  # (first, second) -> last round in which the swap is tabu
     turn = stalled = 0
     while effort > 0 and stalled < MAX_STALLED:
         turn, stalled = turn + 1, stalled + 1
@@ -76,7 +78,7 @@ class _Times(NamedTuple):
     """The start of every action, and all actions in an order that respects their dependencies.
 
     Attributes:
-        begin: per action number (see `_Actions`), its start.
+        begin: for each action, by its number (see `_Actions`), the start time.
         order: all action numbers; each action follows the actions that it depends on.
         makespan: the end of the last action.
     """
@@ -91,7 +93,7 @@ class _Swap(NamedTuple):
 
     Attributes:
         longest: estimated length of the longest path through the two actions after the swap.
-        rank: the rank.
+        rank: pipeline rank of the two actions.
         at: index of the first action in the rank's list.
         first: number of the first action (see `_Actions`).
         second: number of the action that follows the first action on the rank.
@@ -132,25 +134,27 @@ def _chosen(
 
 
 def _swap(ranks: list[list[int]], swaps: list[_Swap]) -> None:
-    """Swaps neighbors in `ranks`, in place. A second call reverts the first one."""
+    """Swaps neighbors in `ranks`, in place. A second call with the same swaps reverts the first."""
     for _, rank, at, *_ in swaps:
         line = ranks[rank]
         line[at], line[at + 1] = line[at + 1], line[at]
 
 
 class _Actions:
-    """All actions by number, with their times and dependencies.
+    """The duration and the dependencies of every action of a flow.
 
-    For micro-batch m, the F or I at position p has the number p * microbatches + m, and the W of an
-    I at position p has the number (len(flow.rank) + p) * microbatches + m.
+    An action is represented by a number, which is its index in the lists below. A position is the F
+    or the I of one stage (see split_backward.py). Let n be the number of positions and M the number
+    of micro-batches. For micro-batch m, the F or I at position p has the number p * M + m. The W
+    that belongs to the I at position p has the number (n + p) * M + m.
 
     Attributes:
-        time: per action, its duration.
-        need: per action, the action that produces its input, or -1 if it needs none.
-        lag: per action, the latency of its input.
-        needed_by: per action, the actions that need its result.
-        elsewhere: per action, the other rank that may wait for its result, or -1.
-        holds: per action, the change of live activations: 1 for F, 0 for I, -1 for W.
+        time: duration of the action.
+        need: number of the action that computes the input, or -1 if the action has no input.
+        lag: time from the end of that action until the input arrives.
+        needed_by: numbers of the actions that use the result.
+        elsewhere: rank that uses the result, if it is another rank; otherwise -1.
+        holds: change of the rank's live activations: 1 for F, 0 for I, -1 for W.
     """
 
     def __init__(self, flow: Flow):
@@ -158,7 +162,7 @@ class _Actions:
         size = 2 * self.weights * self.count
         self.time, self.lag, self.need = [0.0] * size, [0.0] * size, [-1] * size
         self.needed_by: list[list[int]] = [[] for _ in range(size)]
-        self.elsewhere = [-1] * size  # the rank to wake up after this action
+        self.elsewhere = [-1] * size
         self.holds = [0] * size
         for position, rank in enumerate(flow.rank):
             forward = position < flow.forwards
@@ -181,10 +185,10 @@ class _Actions:
         self.needed_by[need].append(action)
 
     def numbered(self, ranks: tuple[tuple[int, ...], ...]) -> list[list[int]]:
-        """Returns, per rank, the index of each action of a plan.
+        """Returns, per rank, the number of each action of a plan.
 
         Args:
-            ranks: the actions per rank, in the form of `Filled.ranks`.
+            ranks: the actions per rank, as in `Filled.ranks`.
         """
         numbers = []
         for line in ranks:
@@ -196,10 +200,10 @@ class _Actions:
         return numbers
 
     def begins(self, ranks: list[list[int]]) -> _Times | None:
-        """Returns the simulated times of a plan, or None if the ranks deadlock.
+        """Returns the simulated times of a plan, or None if the plan deadlocks.
 
         Args:
-            ranks: the indices of the actions per rank.
+            ranks: per rank, the numbers of its actions in order.
         """
         begin, order = [-1.0] * len(self.time), list[int]()
         at, now = [0] * len(ranks), [0.0] * len(ranks)
@@ -227,9 +231,11 @@ class _Actions:
         return _Times(begin, order, max(now))
 
     def tails(self, times: _Times, after: list[int]) -> list[float]:
-        """Returns per action the length of the longest path from its start to the plan's end.
+        """Returns, for each action, the length of the longest path from its start to the end.
 
-        after: per action, the next action on its rank, or -1.
+        Args:
+            times: the simulated times of the plan.
+            after: for each action, the number of the next action on the same rank, or -1.
         """
         tail, time, lag = [0.0] * len(self.time), self.time, self.lag
         for action in reversed(times.order):
@@ -240,7 +246,12 @@ class _Actions:
         return tail
 
     def filled(self, ranks: list[list[int]], times: _Times) -> Filled:
-        """Returns the plan with these action numbers per rank and these times."""
+        """Converts action numbers to a `Filled`.
+
+        Args:
+            ranks: per rank, the numbers of its actions in order.
+            times: the simulated times of this order.
+        """
         begin, time, above = times.begin, self.time, self.weights * self.count
         spans = [begin[line[-1]] + time[line[-1]] - begin[line[0]] for line in ranks]
         lines = [
@@ -251,11 +262,18 @@ class _Actions:
 
 
 def _swaps(work: _Actions, ranks: list[list[int]], times: _Times, limit: int) -> Iterator[_Swap]:
-    """Yields the possible swaps.
+    """Yields the swaps that may shorten a plan, each with an estimate of its effect.
 
-    A swap exchanges two actions that are adjacent on a rank and consecutive on the critical path.
-    A swap is left out if it breaks a dependency, changes the order in which micro-batches pass a
-    position (F, I or W of one stage), or exceeds the limit of live activations.
+    The two actions of a swap are neighbors on a rank, and the second one follows the first one on
+    the critical path. A swap is not yielded if the second action uses the result of the first one,
+    or if the swap would exceed the limit. Two F, two I or two W of the same stage are not swapped,
+    either, because the micro-batches of a stage must stay in order.
+
+    Args:
+        work: the durations and dependencies of the actions.
+        ranks: per rank, the numbers of its actions in order.
+        times: the simulated times of this order.
+        limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1.
     """
     begin, time, count, need = times.begin, work.time, work.count, work.need
     after = [-1] * len(time)
@@ -271,7 +289,7 @@ def _swaps(work: _Actions, ranks: list[list[int]], times: _Times, limit: int) ->
                 begin[first] + tail[first] >= critical
                 and begin[second] + tail[second] >= critical
                 and begin[second] - begin[first] <= time[first] + rounding  # no wait between them
-                # at different positions: the micro-batches of one position stay in order
+                # not two F, two I or two W of one stage: the stage's micro-batches stay in order
                 and first // count != second // count
                 and need[second] != first
                 and (activations < limit or work.holds[second] < 1)
@@ -296,7 +314,20 @@ def _longest(
     second: int,
     after: int,
 ) -> float:
-    """Returns Taillard's estimate of the longest path through two neighbors after their swap."""
+    """Returns an estimate of the longest path through two neighbors after they are swapped.
+
+    The estimate assumes that all earlier actions keep their start times, and that the paths from
+    all later actions to the end keep their lengths. It does not simulate the plan (Taillard 1994).
+
+    Args:
+        work: the durations and dependencies of the actions.
+        times: the simulated times before the swap.
+        tail: for each action, the length of the longest path from its start to the plan's end.
+        before: the action that precedes the two on their rank, or -1.
+        first: the first of the two actions before the swap.
+        second: the second of the two actions before the swap.
+        after: the action that follows the two on their rank, or -1.
+    """
     time, lag, need, begin = work.time, work.lag, work.need, times.begin
 
     def earliest(action: int, free: float) -> float:

@@ -26,8 +26,8 @@ def check_rendezvous(plan: Plan) -> None:
     """Simulates a lowered plan with blocking, in-order transfers.
 
     Raises:
-        ValueError: the plan is invalid, uses a tensor before its receive, pairs a send with the
-            receive of another message, or deadlocks.
+        ValueError: the plan is invalid, uses a tensor before its receive, has a send that meets the
+            receive of a different message, or deadlocks.
     """
     legal(plan)
     _check_inputs(plan)
@@ -61,10 +61,10 @@ def _head(plan: Plan, at: list[int], rank: int) -> Action | None:
 
 
 def _partner(plan: Plan, at: list[int], rank: int, action: Action) -> int | None:
-    """Returns the rank that advances together with `rank`, or None if `rank` must wait.
+    """Returns the rank that ends its current action together with `rank`.
 
-    For a send it is the receiver, and for local work it is `rank` itself. A receive always waits:
-    its sender advances both ranks.
+    If `action` is a send, this is the receiver. If `action` has no peer, it is `rank` itself.
+    Returns None if `rank` must wait, and always at a receive: the matching send ends both actions.
     """
     if action.kind is Kind.UPDATE:
         return rank if norms_begun(plan, at) else None
@@ -123,7 +123,7 @@ def _is_from_last_step(plan: Plan, rank: int, action: Action) -> bool:
 def _needs(plan: Plan, rank: int, action: Action) -> list[Action]:
     """Returns the actions of the same rank that can provide an action's input.
 
-    One of them suffices. The list is empty if the action needs no input.
+    One of these actions must precede the action. The list is empty if the action needs no input.
     """
     if action.kind is Kind.SEND_F:
         return [Action(Kind.F, action.microbatch, action.chunk)]

@@ -1,13 +1,13 @@
-"""PipeDream-2BW: 1F1B without a flush between steps; gradients are one weight version old.
+"""PipeDream-2BW: 1F1B without a flush between steps; gradients are one weight version behind.
 
-Use: `two_bw(stages=4, microbatches=8)` is a step in the middle of a run, `first(plan)` the first
-step, and `drain(plan)` the backwards that remain after the last step.
+Use: `plan = two_bw(stages=4, microbatches=8)` is a step in the middle of a run, `first(plan)` is
+the first step of a run, and `drain(plan)` has the backwards that remain after the last step.
 
 In every step, stage s leaves (stages - s - 1) backwards to the next step, which runs them between
 its first forwards. So ranks are not idle between steps. A batch uses one version of the weights
 from its first forward to its last backward: W(t+1) = W(t) - rate * gradient of batch t at W(t-1),
-where `rate` is the learning rate. `lower` adds NORM when the gradients of the previous step are
-complete on all ranks, so that the gradient norm covers all stages, and UPDATE as late as possible,
+where `rate` is the learning rate. `lower` adds NORM after all ranks have completed the gradients of
+the previous step, so that the gradient norm covers all stages. It adds UPDATE as late as possible,
 so that no rank waits for the norm. Source: Narayanan et al. 2021, arXiv 2006.09503, section 3.1
 (double-buffered weight updates).
 """
@@ -49,12 +49,12 @@ def two_bw(stages: int, microbatches: int) -> Plan:
 
 
 def first(plan: Plan) -> Plan:
-    """Returns the first step of an asynchronous plan, without actions of a previous step."""
+    """Returns the plan of a run's first step: `plan` without the actions of a previous step."""
     own = (tuple(action for action in actions if action.microbatch >= 0) for actions in plan.ranks)
     return replace(plan, ranks=tuple(own), begun=())
 
 
 def drain(plan: Plan) -> Plan:
-    """Returns a plan of only the backwards that remain after the last asynchronous step."""
+    """Returns the plan that ends a run: only the backwards that the last step left open."""
     late = (tuple(action for action in actions if action.microbatch < 0) for actions in plan.ranks)
     return replace(plan, microbatches=0, ranks=tuple(late), left=())

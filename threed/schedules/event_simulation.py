@@ -40,7 +40,12 @@ class _Exchange(NamedTuple):
 
 
 class _ActionType(NamedTuple):
-    """The duration and exchanges shared by all actions that differ only in their micro-batch."""
+    """The properties that are equal for all actions that differ only in their micro-batch.
+
+    Attributes:
+        duration: time of the action.
+        exchanges: inputs and results: two `_Exchange`s for an FB, one for any other action.
+    """
 
     duration: float
     exchanges: tuple[_Exchange, ...]
@@ -93,9 +98,9 @@ def _run(
 ) -> int:
     """Runs a rank from its current action until an input is missing.
 
-    Appends to `out`, writes the times of results into `made`, and appends the ranks that waited for
-    these results to `runnable`. Returns the index of the missing result, or _NONE if the rank has
-    run all actions.
+    Appends the spans of the actions to `out`, writes the times of their results into `made`, and
+    appends the ranks that waited for these results to `runnable`. Returns the index of the missing
+    input in `made`, or _NONE if the rank has run all actions.
     """
     free = out[-1][2] if out else 0.0
     for number in range(len(out), len(actions)):
@@ -120,7 +125,11 @@ def _run(
 
 
 def _initial_results(plan: Plan) -> list[float | None]:
-    """Returns the time of every result: 0 for results of the previous step, None for the others."""
+    """Returns the time of every result before the simulation.
+
+    It is 0 for a result that the previous step has computed, and None for a result that this plan
+    computes.
+    """
     count = plan.before + plan.microbatches
     made: list[float | None] = [None] * (2 * plan.total_stages * count)
     for stage in range(plan.total_stages if plan.before else 0):

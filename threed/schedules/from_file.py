@@ -50,7 +50,8 @@ def read_csv(file: str) -> Plan:
 def find(name: str, registered: Callable[[], Mapping[str, Function]]) -> Function:
     """Returns the function of FILE.py:NAME.
 
-    NAME is a schedule that the file registers, or else a function in the file.
+    NAME is the name of a schedule that the file registers, or of a function in the file. If there
+    are both, the registered schedule is used.
 
     Args:
         name: FILE.py:NAME.
@@ -97,10 +98,10 @@ def plan_of(
         fn: the function; None for a CSV file.
         stages: number of pipeline ranks.
         microbatches: number of micro-batches per step.
-        chunks: chunks per rank; None: the plan's own number.
+        chunks: chunks per rank; None accepts any number of chunks in the plan.
 
     Raises:
-        SizesError: the plan has other sizes than the arguments.
+        SizesError: the sizes of the plan differ from the arguments.
         ValueError: the plan is invalid, deadlocks, or has no backward.
     """
     plan = read_csv(name) if fn is None else _call(name, fn, stages, microbatches, chunks)

@@ -2,12 +2,11 @@
 
 Use: `svg(simulate(plan, costs).spans, title="1F1B")`. For measured spans, in seconds, add unit="s".
 
-The chart has one lane per rank. A compute action is a box, with the number of the micro-batch if
-there is room. A forward that runs together with a backward is the upper half of a framed box, and
-the backward is the lower half. Later chunks of a rank, and the second direction of a bidirectional
+The chart has one lane per rank. A compute action is a box, with the number of the micro-batch if it
+fits. A forward that runs together with a backward is the upper half of a framed box, and the
+backward is the lower half. Later chunks of a rank, and the second direction of a bidirectional
 plan, have paler colors. Communication, which overlaps with compute, is a strip at the lower edge
-of the lane. Idle time is gray. On hover, a box shows its action and times. Labels that do not fit
-are left out.
+of the lane. Idle time is gray. On hover, a box shows its action and times.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from threed.core import svg_style as style
 from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.event_simulation import Span
 
-# Per kind of action: color, share of the background color that is mixed into it, and meaning.
+# For each kind of action: its color, the fraction of background color mixed into the color (from 0
+# to 1), and its text in the legend.
 _STYLES = {
     Kind.F: (style.BLUE, 0.0, "forward"),
     Kind.B: (style.GREEN, 0.0, "backward"),
@@ -45,7 +45,10 @@ _SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}
 
 @dataclass(frozen=True)
 class _Page:
-    """The layout of the chart: time t in the lane of rank r is at x(t), y(r) in pixels.
+    """The layout of the chart.
+
+    x(t) is the horizontal position of time t in pixels, and y(r) is the upper edge of the lane of
+    rank r in pixels.
 
     Attributes:
         origin: the time at the left edge of the lanes.
@@ -95,7 +98,8 @@ def svg(
         subtitle: second line of the heading.
         legend: whether to add a legend.
         unit: unit of the times, shown on the axis; "s" may be shown as ms or µs.
-        ways: `Plan.ways`, for the legend.
+        ways: number of directions of the plan (`Plan.ways`). If it is 2, the legend explains paler
+            colors as the other direction, otherwise as later chunks.
         extent: minimum length of time that the width of the chart represents. Charts with the same
             `extent` have the same scale if none of them lasts longer than `extent`.
     """
@@ -149,7 +153,7 @@ def _headings(title: str, subtitle: str) -> Iterator[str]:
 
 
 def _lanes(page: _Page) -> Iterator[str]:
-    every = ceil(13 / (page.lane + page.gap))  # every nth lane has a label: 13 pixels per label
+    every = ceil(13 / (page.lane + page.gap))  # only every n-th lane has a label, 13 pixels high
     for rank in range(page.lanes):
         y = page.y(rank)
         yield f'<rect x="{_LEFT}" y="{y}" width="{style.WIDTH - _LEFT - _RIGHT}" height="{page.lane}" fill="{style.SURFACE}"/>'
@@ -181,9 +185,10 @@ def _axis(page: _Page, unit: str) -> Iterator[str]:
 
 
 def _scale(extent: float, unit: str) -> tuple[float, str]:
-    """Returns the factor and name of the largest unit in which the extent is at least 1.
+    """Returns (factor, name) of the axis's unit. Times in `unit` are multiplied by the factor.
 
-    Returns the smallest unit if the extent is below 1 in every unit.
+    The axis has the largest unit in which the extent is at least 1. If the extent is below 1 in
+    every unit, the axis has the smallest unit.
     """
     scales = _SCALES.get(unit, ((1.0, unit),))
     return next((scale for scale in scales if extent * scale[0] >= 1), scales[-1])
@@ -230,7 +235,10 @@ def _box(page: _Page, rank: int, span: Span) -> str:
 
 
 def _labels(page: _Page, rank: int, span: Span) -> Iterator[str]:
-    """Yields the micro-batch number of each part of an action whose box is large enough."""
+    """Yields the SVG of the micro-batch numbers in an action's boxes.
+
+    A forward and a backward that run together have two boxes. Small boxes have no number.
+    """
     for part, x, y, width, height in _places(page, rank, span):
         label = str(part.microbatch)
         fits = width >= 0.62 * _LABEL * len(label) + 3 and height >= _LABEL
@@ -244,13 +252,13 @@ def _fill(page: _Page, action: Action) -> str:
 
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
-    """Returns the light and dark colors of an action. Later chunks have paler colors."""
+    """Returns the color of an action in the light and in the dark theme, paler for later chunks."""
     color, share, _ = _STYLES[kind]
     return style.paler(color, 1 - (1 - share) * (1 - _PALEST * chunk / max(1, chunks - 1)))
 
 
 def _dark(chunks: int) -> dict[str, str]:
-    """Returns the dark variants of all colors of a chart."""
+    """Returns all colors of a chart: color in the light theme -> color in the dark theme."""
     return style.DARK | dict(
         _shade(kind, chunk, chunks) for kind in _STYLES for chunk in range(chunks)
     )

@@ -1,12 +1,13 @@
 """List scheduling: orders forwards and backwards by priorities, under a memory limit.
 
-Use: `orders = list_orders(flow, Priority(...), limit)`, then `split_backward.fill`.
+Use: `orders = list_orders(flow, Priority(...), limit)`; then `split_backward.fill(flow, orders,
+limit)` inserts the W.
 
-The ranks are simulated over time. An F or I can run if its input is available; an F also needs free
-memory, within the limits of `Priority`. A free rank runs the F or I with the lowest priority number
-among those that can run. If none can run, the rank runs its oldest pending W. With
-`Priority.eager`, a rank with full memory runs its oldest pending W even if an I can run. Positions
-and orders are defined in split_backward.py.
+The ranks are simulated over time. An F or I can run if its input is available. An F also needs free
+memory: the rank must be below `limit`, and the stage below `Priority.in_flight`. A free rank runs,
+of all F and I that can run, the one with the lowest priority number. If none can run, the rank runs
+its oldest pending W. With `Priority.eager`, a rank with full memory runs its oldest pending W even
+if an I can run. Positions and orders are defined in split_backward.py.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Priority:
         period: time between two micro-batches in the pattern.
         in_flight: per forward position, the maximum number of micro-batches that have started this
             forward and have not finished the W of the same stage.
-        at_first: per forward position, the maximum that a rank uses instead of `in_flight` until it
-            has run the first I of its first stage.
+        at_first: replaces `in_flight` on a rank until the rank has run the first I of its first
+            stage.
         eager: whether a rank with full memory runs a pending W before any F or I.
     """
 
@@ -77,7 +78,7 @@ def list_orders(flow: Flow, priority: Priority, limit: int) -> list[list[int]] |
 
 
 class _Ranks:
-    """The state of all ranks during the simulation."""
+    """The simulated state of all ranks: finished actions, pending W and live activations."""
 
     def __init__(self, flow: Flow, priority: Priority, limit: int):
         self.flow, self.priority, self.limit = flow, priority, limit
@@ -90,9 +91,9 @@ class _Ranks:
         self.orders: list[list[int]] = [[] for _ in self.positions]
 
     def choose(self, rank: int, now: float) -> int:
-        """Returns the position that a rank runs next, or -1 if it can run none.
+        """Returns the position that a rank runs next, or -1 if the rank can run no F and no I.
 
-        A position is an F or an I of one stage, see split_backward.py.
+        A position is the F or the I of one stage (see split_backward.py).
 
         Args:
             rank: pipeline rank.
@@ -117,7 +118,7 @@ class _Ranks:
         return chosen
 
     def run(self, rank: int, position: int, now: float) -> float:
-        """Runs a position for its next micro-batch; returns the end time."""
+        """Simulates the F or I at a position for its next micro-batch; returns the end time."""
         end = self.free[rank] = now + self.flow.time[position]
         self.made[position].append(end)
         self.orders[rank].append(position)
@@ -129,7 +130,7 @@ class _Ranks:
         return end
 
     def weight(self, rank: int, now: float) -> None:
-        """Runs the oldest pending W of a rank."""
+        """Simulates the oldest pending W of a rank."""
         position = self.waiting[rank].pop(0)
         self.free[rank] = now + self.flow.weight[position]
         self.activations[rank] -= 1

@@ -22,8 +22,9 @@ from threed.schedules.plan import Plan
 from threed.schedules.post_update_validation import add_validation
 
 _UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
-# Phases, in the order of entries with equal times: the end of an action (messages, reductions)
-# precedes the start of another. Messages precede reductions, because other ranks wait for messages.
+# If entries of the timeline have equal times, the entry with the lower phase is first. Entries at
+# the end of an action (messages, reductions) precede the start of the next action. Messages precede
+# reductions, because other ranks wait for messages.
 _GATHER, _MESSAGE, _REDUCE, _NORM, _UPDATE, _START, _PHASES = range(7)
 # (rank, kind, chunk) -> (kind of send, kind of receive, receiving rank, chunk on that rank)
 Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]
@@ -74,7 +75,10 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
 
 
 def _targets(plan: Plan) -> Targets:
-    """Returns the message of every F, B and I whose result another rank uses."""
+    """Returns the messages of a plan (see `Targets`). They are the same for all micro-batches.
+
+    An action has an entry only if its result is used on another rank.
+    """
     kinds = {
         Kind.F: (Kind.SEND_F, Kind.RECV_F),
         Kind.B: (Kind.SEND_B, Kind.RECV_B),

@@ -3,7 +3,7 @@
 Use: `one_f_one_b(stages=4, microbatches=8)`, `interleaved(stages=4, microbatches=8, chunks=2)`.
 
 1F1B: the bubble is as long as in GPipe, but stage s keeps the activations of at most (stages - s)
-micro-batches, not of all. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1
+micro-batches instead of all. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1
 (PipeDream-Flush).
 
 Interleaved 1F1B: every rank holds several chunks of the model, which divides the bubble by the
@@ -85,9 +85,10 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Plan:
 def rounds(stages: int, microbatches: int) -> list[int]:
     """Returns the number of micro-batches of each round: at least `stages` if possible.
 
-    There are as many rounds as possible. Their sizes are as equal as possible, since a smaller last
-    round would leave ranks idle at every chunk. Larger rounds are first, since a plan with a
-    smaller round before a larger one can deadlock.
+    A round is a group of micro-batches that a rank runs on one chunk before it runs them on the
+    next chunk. There are as many rounds as possible. Their sizes are as equal as possible, since a
+    smaller last round would leave ranks idle at every chunk. Larger rounds are first, since a plan
+    with a smaller round before a larger one can deadlock.
     """
     count = max(1, microbatches // stages)
     size, larger = divmod(microbatches, count)

@@ -16,7 +16,8 @@ from threed.core.errors import PicklableError
 from threed.core.messages import counted
 from threed.schedules.action import Action, Kind
 
-# Stage offset of the consumer of each action's result, and of the producer of its input.
+# By kind of action: how many stages later the result is used, or the input is computed. Negative
+# numbers are earlier stages.
 _CONSUMER = {Kind.F: 1, Kind.SEND_F: 1, Kind.B: -1, Kind.I: -1, Kind.SEND_B: -1}
 _PRODUCER = {Kind.F: -1, Kind.RECV_F: -1, Kind.B: 1, Kind.I: 1, Kind.RECV_B: 1}
 Place = tuple[int, int]  # (rank, chunk)
@@ -131,11 +132,11 @@ class Plan:
         return any(action.kind is Kind.W for actions in self.ranks for action in actions)
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Returns the stage of the model that a (rank, chunk) holds.
+        """Returns the stage index of a rank's chunk.
 
         Args:
             rank: pipeline rank.
-            chunk: number of the chunk on the rank.
+            chunk: index of the chunk on the rank.
         """
         return self.placement[rank][chunk] if self.placement else rank + chunk * self.stages
 
@@ -150,8 +151,8 @@ class Plan:
         """Returns the (rank, chunk) that holds a stage.
 
         Args:
-            stage: stage of the model.
-            way: direction of the micro-batches, in a bidirectional plan 0 or 1.
+            stage: index of the stage in the model.
+            way: direction of the micro-batches: 0, or in a bidirectional plan 0 or 1.
 
         Raises:
             ValueError: if no rank holds the stage.

@@ -16,7 +16,8 @@ from threed.schedules.action import COMPUTE, PER_CHUNK, RECEIVES, SENDS, Action,
 from threed.schedules.asynchronous import check_open, check_updates
 from threed.schedules.plan import Plan
 
-# Progress of a micro-batch on a chunk: not started, F done, I done, B or W done.
+# Progress of a micro-batch on a chunk: not started, F done, I done, B or W done. `_STEP` has, for
+# each kind, the progress that the action requires and the progress that it leads to.
 _NOT_STARTED, _FORWARD, _INPUT, _DONE = range(4)
 _STEP = {
     Kind.F: (_NOT_STARTED, _FORWARD),
@@ -44,7 +45,7 @@ def legal(plan: Plan) -> None:
         ValueError: the plan is invalid; the message names the rank and the action.
     """
     sizes = (plan.stages, plan.microbatches, plan.chunks)
-    # A plan that drains the pipeline has no new micro-batch, so 0 is allowed with a previous step.
+    # 0 micro-batches are allowed in a plan that runs only remaining backwards of the previous step.
     fewest = (1, 0 if plan.begun else 1, 1)
     if not all(
         isinstance(size, Integral) and size >= least
@@ -87,7 +88,7 @@ def _check_actions(plan: Plan) -> None:
 def _is_well_formed(action: Action) -> bool:
     """Returns whether the fields of an action have valid types.
 
-    The string "F" equals `Kind.F` but is rejected.
+    A string such as "F" equals `Kind.F`, but is rejected, because kinds are compared with `is`.
     """
     if type(action) is not Action or type(action.kind) is not Kind:
         return False
@@ -220,7 +221,9 @@ def _wrong_communication(plan: Plan, rank: int, action: Action) -> ValueError:
 def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
     """Checks that all micro-batches are complete, except for backwards left to the next plan.
 
-    done: per rank, the result of `_walk`.
+    Args:
+        plan: the plan.
+        done: for each rank, the progress of its micro-batches that `_walk` returned.
     """
     final = _FORWARD if plan.forward_only else _DONE
     count = plan.before + plan.microbatches
@@ -247,7 +250,7 @@ def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
 
 
 def _way(plan: Plan, done: Sequence[Sequence[int]], microbatch: int) -> int:
-    """Returns the direction of a micro-batch, found from the rank that runs its first forward."""
+    """Returns the direction of a micro-batch: 1 if it ran on stage 0 of direction 1, else 0."""
     if plan.ways == 1:
         return 0
     rank, chunk = plan.locate(0, 1)

@@ -4,13 +4,15 @@
     check_validation(lowered)                 raises ValueError if a VALIDATE is misplaced
     time_between_steps(plan, costs)           time saved per step without a barrier between steps
 
-At VALIDATE the update before the step may be undone (post-update validation, arXiv 2401.10241,
-section 4); the step then restarts. This requires two conditions. First, no rank computes a gradient
-before its VALIDATE, because the gradients of the previous step are still needed. Second, a message
-is sent before the sender's VALIDATE if and only if it is received before the receiver's VALIDATE,
-so that no message of the first attempt is in flight when the step restarts.
-`add_validation` places each VALIDATE as late as both conditions allow, which leaves the most time
-for the reduction over all ranks that validates the update.
+At VALIDATE a rank may undo the update that precedes the step, and the step then restarts
+(post-update validation, arXiv 2401.10241, section 4). This requires two conditions. First, no rank
+computes a gradient before its VALIDATE, because the gradients of the previous step are still
+needed. Second, a message is sent before the sender's VALIDATE if and only if it is received before
+the receiver's VALIDATE, so that no message of the first attempt is in flight when the step
+restarts.
+
+`add_validation` places each VALIDATE as late as both conditions allow. This leaves the most time
+for the all-reduce whose result shows whether the update was valid.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The order in which a pass gathers, runs and releases a chunk's units, with prefetched gathers.
 
-A unit is one layer of the model, with a number. A pass is a forward or a backward of the chunk.
+A unit is the number of a layer. A pass is one forward or one backward of the chunk.
 
     walk(range(4), ahead=1)      gather 0, 1 · run 0 · release 0 · gather 2 · run 1 · ...
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One step of a pass: start gathers, run one unit, and release it if required.
+    """One step of a pass: start gathers, run one unit, and release this unit if required.
 
     Attributes:
         gather: the units whose gathers start.
@@ -31,7 +31,7 @@ def walk(units: Sequence[int], ahead: int, keep_last: bool = False) -> Iterator[
     Args:
         units: the units in execution order, which is reversed for a backward.
         ahead: number of units to gather ahead; at most `ahead` + 1 units are gathered at once.
-        keep_last: whether the last unit stays gathered for the next pass.
+        keep_last: whether the last unit stays gathered, because the next pass starts with it.
     """
     for at, unit in enumerate(units):
         first = 0 if at == 0 else at + ahead

@@ -47,7 +47,8 @@ class _Entry(NamedTuple):
     asynchronous: bool = False
 
 
-# After import only `register` changes this table. Registered names are per process, like modules.
+# After import only `register` changes this table. A name is known only in the process that has
+# registered it.
 _SCHEDULES = {
     "gpipe": _Entry(gpipe, 1),
     "1f1b": _Entry(one_f_one_b, 1),
@@ -89,17 +90,19 @@ def absolute(name: str) -> str:
 def own_chunks(name: str, stages: int | None = None, microbatches: int | None = None) -> int | None:
     """Returns a schedule's default number of chunks per rank.
 
-    A schedule can be registered with this number. Otherwise it is the default of the third
-    parameter of the schedule's function. If the parameter has no default, the plan for `stages` and
-    `microbatches` is built to find the number.
+    For a CSV file, this is the number in the file. For a registered function, it is the argument
+    `chunks` of `register`. If this argument was None, it is the default value of the function's
+    third parameter. If neither defines the number, the plan for `stages` and `microbatches` is
+    built, and the result is the plan's number.
 
     Args:
-        name: a schedule's name or file; an unknown name gives 1.
-        stages: number of pipeline ranks, if known.
-        microbatches: number of micro-batches per step, if known.
+        name: name of a schedule, FILE.py:FUNCTION or FILE.csv.
+        stages: number of pipeline ranks; None if not known.
+        microbatches: number of micro-batches per step; None if not known.
 
     Returns:
-        Chunks per rank, or None if only the plan defines the number and a size is not known.
+        Chunks per rank; 1 if the name is unknown. If only a plan defines the number, but `stages`
+        or `microbatches` is not known: None.
 
     Raises:
         ValueError: the schedule's file or plan is invalid.
@@ -114,7 +117,7 @@ def own_chunks(name: str, stages: int | None = None, microbatches: int | None = 
 
 
 def _default_chunks(fn: Callable[..., Plan]) -> int | None:
-    """Returns the default value of the third parameter of `fn`, if it is an integer."""
+    """Returns the default value of the third parameter of `fn`; None if it is not an integer."""
     third = list(inspect.signature(fn).parameters.values())[2:3]
     return next(
         (parameter.default for parameter in third if isinstance(parameter.default, int)), None
@@ -185,7 +188,7 @@ def build(
     name: str, stages: int, microbatches: int, chunks: int | None = None,
     costs: Costs | None = None, limit: float | None = None,
 ) -> Plan:  # fmt: skip
-    """Returns the plan of a schedule: its compute actions, which are checked.
+    """Builds and checks the plan of a schedule. The plan has only compute actions.
 
     Args:
         name: one of `available()`, FILE.py:function or FILE.csv.
@@ -224,11 +227,11 @@ def build(
 
 
 def build_some(name: str, stages: int, chunks: int | None = None) -> Plan | None:
-    """Returns a plan for checks that do not depend on the number of micro-batches.
+    """Returns a plan of a schedule, for checks that do not depend on the number of micro-batches.
 
     A registered schedule is built for 2 * stages micro-batches, and a CSV file for the number of
-    micro-batches that it contains. If the name is FILE.py:function, the file is imported, but the
-    function is not called, and the result is None. Raises the same errors as `build`.
+    micro-batches that it contains. If the name is FILE.py:function, this function returns None: it
+    imports the file, but does not call the function in it. Raises the same errors as `build`.
     """
     if name.endswith(".csv"):
         return build(name, stages, read_csv(name).microbatches, chunks)

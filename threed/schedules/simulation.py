@@ -3,9 +3,9 @@
     plan = build("1f1b", stages=4, microbatches=8)
     simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
-`simulate` runs the plan with given costs (event_simulation.py) and derives makespan, bubble, peak
-activations and message counts from the times. `span_and_bubble` and `idle_shares` accept measured
-times, too.
+`simulate` runs the plan with given costs (event_simulation.py). It computes the makespan and the
+bubble from the times, and peak activations and message counts from the order of actions.
+`span_and_bubble` and `idle_shares` accept measured times, too.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class Costs:
         )
 
     def _of_pair(self, cost: Cost, pair: Action, rank: int, plan: Plan) -> float:
-        """Returns the time of a forward paired with a B or an I; for an I, without W's time."""
+        """Returns the time of a forward paired with a B or an I.
+
+        `overlapped` is the time with a B. For an I, the time of the missing W is subtracted.
+        """
         stages = [plan.stage_of(rank, part.chunk) for part in pair.parts]
         full = sum(_of_stage(cost, stage, plan) for stage in stages) / 2
         later = pair.parts[1].kind is Kind.I
@@ -148,11 +151,11 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
 
 
 def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
-    """Returns the longest time of a rank from its first start to its last end, and its bubble.
+    """Returns (span, bubble) of the rank with the longest span.
 
-    The bubble is the idle fraction of that rank within that time. Communication actions are
-    ignored, so measured spans may contain transfers and waits. If several ranks have the longest
-    time, the first of them is used.
+    The span of a rank is the time from its first start to its last end. The bubble is the idle
+    fraction of this rank within its span. Communication actions are ignored, so measured spans may
+    contain transfers and waits. If several ranks have the longest span, the first of them is used.
     """
     extents = []
     for actions in spans:
@@ -232,7 +235,7 @@ def most_kept(plan: Plan, rank: int, kept: Sequence[int]) -> int:
     pair, the activations of both the forward and the backward are live.
 
     Args:
-        plan: the plan.
+        plan: the plan, with or without communication.
         rank: pipeline rank.
         kept: per chunk, the activations of one micro-batch, in any integer unit such as bytes.
     """

@@ -84,7 +84,16 @@ class Flow:
 
     @classmethod
     def of(cls, placement: Placement, microbatches: int, costs: Costs) -> Flow:
-        """Returns the flow of a placement. Raises ValueError if the costs do not match it."""
+        """Returns the flow of a placement.
+
+        Args:
+            placement: per rank, the stages of the model on its chunks.
+            microbatches: number of micro-batches.
+            costs: times of the actions and messages.
+
+        Raises:
+            ValueError: a cost is a tuple, but does not have one time per stage.
+        """
         plan = _empty("flow", placement, microbatches)
         stages = [*range(plan.total_stages), *reversed(range(plan.total_stages))]
         places = [plan.locate(stage) for stage in stages]
@@ -139,11 +148,11 @@ class _Rank:
 
     def __init__(self, order: Sequence[int]):
         self.order = order
-        self.at = 0  # index of its next action in `order`
+        self.at = 0  # index of the next action in `order`
         self.now = 0.0
         self.begin = 0.0
         self.activations = 0  # live activations; a micro-batch on one chunk counts as 1
-        self.waiting: list[int] = []  # all I so far; from index `first` on, W is pending
+        self.waiting: list[int] = []  # positions of all I so far; W is pending from `first` on
         self.first = 0
         self.out: list[int] = []  # the actions so far, as in `Filled.ranks`
 

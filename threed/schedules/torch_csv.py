@@ -48,7 +48,7 @@ class _Cell(NamedTuple):
     """A parsed cell.
 
     Attributes:
-        where: file, row and cell, for messages.
+        where: file, row and cell, for error messages.
         parts: the compute actions: one, or two that run together; empty for communication.
         stages: the stages of the actions, or the stage of the communication.
     """
@@ -95,7 +95,7 @@ def from_csv(text: str, name: str = "csv") -> Plan:
 
     Args:
         text: the CSV text. All ranks must have the same number of stages.
-        name: name of the plan, for messages.
+        name: name of the plan, such as the path of its file; also used in error messages.
 
     Raises:
         ValueError: the text is invalid; the message names the row and the cell.

@@ -8,8 +8,10 @@ activations. Compared with 1F1B, and with equal times of F, I and W:
 
 - ZB-V: a rank keeps as many activations as the first rank of 1F1B, and is never idle between its
   first and its last action.
-- V-Half: a rank keeps about half as many activations, and is idle for about half as long.
-- V-Min: a rank keeps about a third as many activations, and is idle for about two thirds as long.
+- V-Half: a rank keeps about half as many activations as the first rank of 1F1B, and is idle for
+  about half as long as in 1F1B.
+- V-Min: a rank keeps about a third as many activations as the first rank of 1F1B, and is idle for
+  about two thirds as long as in 1F1B.
 
 Sources: Qi et al. 2024, arXiv 2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
 
@@ -32,7 +34,7 @@ from threed.schedules.plan import Plan
 from threed.schedules.simulation import Costs
 from threed.schedules.split_backward import Flow, Orders, fill, to_plan, v_shape
 
-# time per micro-batch on a rank, in units: one F, I and W on each of two chunks, of 1 unit each
+# time of one micro-batch on a rank, if F, I and W take 1 unit each on each of the two chunks
 PERIOD = 6
 # times of F, I and W for both chunks of a rank together
 UNIT = Costs(2, 2, 2)
@@ -107,7 +109,7 @@ class Variant(NamedTuple):
 
 
 def _best(name: str, stages: int, microbatches: int, limit: int, variants: list[Variant]) -> Plan:
-    """Returns the plan of the shortest variant, improved along its critical path."""
+    """Returns the plan of the variant with the smallest makespan, improved by `shorten`."""
     unit, chunks = Flow.of(v_shape(stages), microbatches, UNIT), 2 * limit
     orders = [orders_of(unit, variant, chunks) for variant in variants]
     filled = [fill(unit, order, chunks) for order in orders if order is not None]
@@ -118,7 +120,10 @@ def _best(name: str, stages: int, microbatches: int, limit: int, variants: list[
 def orders_of(unit: Flow, variant: Variant, limit: int) -> Orders | None:
     """Returns the orders of one variant, or None if the variant leads to no valid order.
 
-    limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1.
+    Args:
+        unit: the positions of a V and their times. With `Variant.tight`, all times must be 1 unit.
+        variant: how to derive the orders.
+        limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1.
     """
     ranks = unit.ranks
     begin = pattern(ranks, variant.hop)
@@ -172,9 +177,8 @@ def pattern(ranks: int, hop: int) -> tuple[int, ...]:
     """Returns the start of every position for one micro-batch, in units.
 
     From rank to rank a micro-batch takes `hop` units on the way down (from the first rank to the
-    last), and 1 unit on the way up.
-    hop=1 is V-Min and hop=2 is V-Half (arXiv 2405.15362, section 3 and appendix). hop=5 needs as
-    much memory as ZB-V.
+    last), and 1 unit on the way up. hop=1 is V-Min and hop=2 is V-Half (arXiv 2405.15362, section 3
+    and appendix). hop=5 needs as much memory as ZB-V.
     """
     gap = _GAPS[hop](ranks) if hop in _GAPS else 0
     begin, now = [], 0
@@ -211,7 +215,7 @@ class _Tightening:
         self.activations = [[0] * slots for _ in range(unit.ranks)]
 
     def _weights(self, begin: tuple[int, ...]) -> dict[int, int]:
-        """Returns the start of each W: the first free slot after its I, modulo the period."""
+        """Returns the start of each W: the first slot after its I that is free in every period."""
         weights = {}
         for rank in range(self.unit.ranks):
             positions = self.unit.positions(rank)
@@ -255,7 +259,7 @@ class _Tightening:
         return 1 if position < self.unit.forwards else -1 if position >= self.last else 0
 
     def _hold(self, rank: int, position: int, slots: range) -> None:
-        """Adds the change of an action to the live activations in these slots."""
+        """Adds the change of live activations by an action to the sums of the given slots."""
         change, activations = self._change(position), self.activations[rank]
         for slot in slots if change else ():
             activations[slot] += change

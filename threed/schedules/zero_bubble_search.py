@@ -3,11 +3,13 @@
 Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), limit=6)`.
 
 The search simulates many orders of forwards and backwards, with W placed by `split_backward.fill`,
-until the makespan reaches its lower bound or EFFORT is spent. It then improves the few best orders
-along their critical paths (`critical_path.shorten`). With one chunk per rank it tries 1F1B with
-more forwards at the beginning. Some of these orders skip a forward after every few backwards, so
-that fewer micro-batches are in flight later. With two chunks it tries the orders of ZB-V, V-Half,
-V-Min and similar patterns. Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
+until the makespan reaches its lower bound or EFFORT is spent. It then improves the best orders, up
+to STARTS of them, along their critical paths (`critical_path.shorten`).
+
+With one chunk per rank the search tries 1F1B with more forwards at the beginning. Some of these
+orders skip a forward after every few backwards, so that fewer micro-batches are in flight later.
+With two chunks it tries the orders of ZB-V, V-Half, V-Min and similar patterns. Sources: arXiv
+2401.10241, section 3; arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -96,8 +98,8 @@ def _default_limit(stages: int, chunks: int) -> int:
 def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
     """Returns the plan within the limit with the smallest makespan, then the smallest span.
 
-    The first plan must be within the limit, so that at least one plan is. The limit is the largest
-    number of micro-batches whose activations a rank may keep.
+    `plans[0]` must be within the limit, so that there is a result. The limit is the largest number
+    of micro-batches whose activations a rank may keep.
     """
     timelines = [simulate(plan, costs) for plan in plans]
     fitting = [
@@ -172,9 +174,10 @@ class _Search:
 
 
 def _lower_bound(flow: Flow, rank: int) -> float:
-    """Returns a lower bound of the makespan from one rank.
+    """Returns a lower bound of the makespan, derived from the work of one rank.
 
-    It is the arrival of the first micro-batch plus all work of the rank.
+    The bound is the time at which the first micro-batch reaches the rank, plus the time of all
+    actions of the rank.
     """
     positions = flow.positions(rank)
     arrival = sum(flow.time[: positions[0]]) + sum(flow.travel[: positions[0] + 1])
@@ -206,10 +209,13 @@ def _one_f_one_b_orders(
 ) -> list[list[int]]:
     """Returns per rank the order of 1F1B with `begin[rank]` forwards before the first backward.
 
-    every: number of backwards after which the first rank skips a forward, and so has one
-    micro-batch fewer in flight. Rank r then skips a forward if it would otherwise have more
-    micro-batches in flight than the first rank's number minus r. No rank has fewer in flight than
-    in 1F1B. Source of skipping forwards: arXiv 2401.10241, section 3.1.
+    Args:
+        flow: the positions, with one chunk per rank.
+        begin: for each rank, the number of forwards before its first backward.
+        every: number of backwards after which the first rank skips a forward, so that it has one
+            micro-batch fewer in flight. Rank r then skips a forward if it would otherwise have more
+            micro-batches in flight than the first rank's number minus r. No rank has fewer in
+            flight than in 1F1B (arXiv 2401.10241, section 3.1). None: no forward is skipped.
     """
     orders = []
     for rank, ahead in enumerate(begin):
@@ -229,8 +235,9 @@ def _one_f_one_b_orders(
 def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
     """Yields numbers of warm-up forwards per rank, which increase towards the first rank.
 
-    One forward more than on the next rank hides the round trip of a message; two forwards more also
-    hide an I. No number exceeds the memory limit.
+    Let f, b and t be the times of F, I and a message. A rank is not idle before its first I if it
+    has 1 + (b + 2t) / f warm-up forwards more than the next rank. Other differences are tried, too.
+    No number exceeds the memory limit.
     """
     ranks, last = flow.ranks, len(flow.rank) - 1
     f = sum(flow.time[: flow.forwards]) / ranks or 1.0
@@ -280,8 +287,12 @@ def _search_v(search: _Search, costs: Costs) -> None:
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
     """Yields the orders of ZB-V, then orders from patterns, until the search is over.
 
-    Patterns whose memory is closest to the limit are first. List scheduling uses each pattern with
-    the times of each flow.
+    Patterns whose memory is closest to the limit are first.
+
+    Args:
+        search: the search, with the memory limit.
+        flows: the same placement with different times. List scheduling tries each pattern with each
+            of these times.
     """
     limit, ranks = search.limit, search.flow.ranks
     yield phases(flows[0])
