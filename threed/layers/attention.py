@@ -1,12 +1,12 @@
 """Self-attention with heads sharded over tensor ranks, multi-head or grouped-query.
 
-Rotary positions and norms of queries and keys are optional. A function or module can replace the
-core, which computes attention from queries, keys and values.
+Rotary positions and norms of queries and keys are optional. The core computes attention from
+queries, keys and values. A custom function or module can replace it.
 
 Query, key and value are packed into one column-parallel matmul. If there are fewer key/value heads
-than tensor ranks, neighboring ranks share a key/value head. In this case x is gathered once, and
-the query projection and the key/value projection are two matmuls, because the gradients of the two
-weights are reduced over different ranks.
+than tensor ranks, neighboring ranks share a key/value head. In this case the input is gathered
+once, and the query projection and the key/value projection are two matmuls, because the gradients
+of the two weights are reduced over different ranks.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Attention(nn.Module):
         if shared > 1:
             self.query = column(query, local=True)
             self.key_value = column(key_value, local=True, shared=shared)
-        # A rank normalizes only its own heads, so the gradients of the norms' weights are always
-        # partial.
+        # A rank normalizes only its own heads, so its gradients of the norms' weights are always
+        # partial: they have to be summed over tensor ranks.
         norm = functools.partial(
             RMSNorm, width=d, slicing=slicing, eps=eps, partial=True, offset=norm_offset
         )

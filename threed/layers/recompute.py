@@ -284,8 +284,8 @@ class Selective(Recompute):
 
     def __init__(self, ops: Iterable[str]) -> None:
         self.ops = frozenset(ops)
-        # Operations by the storage address of their results. The weak reference prevents reuse of
-        # the address.
+        # Maps the storage address of a result to the operation that computed the result. While the
+        # weak reference to the storage exists, torch does not reuse the address.
         self._results: dict[int, tuple[StorageWeakRef, _Operation]] = {}
         self._running = False
 

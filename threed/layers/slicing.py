@@ -1,4 +1,4 @@
-"""Arguments of every layer (parallel layout, micro-batch), gradient sinks and tile gatherers."""
+"""The objects that layers use: parallel layout, micro-batch, gradient sinks and tile gatherers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Slicing:
 
     Attributes:
         tp: tensor-parallel axis.
-        sequence: whether activations between column- and row-parallel layers are sharded along the
-            sequence (sequence parallelism, arXiv 2205.05198, section 4.2.2).
+        sequence: whether activations are sharded along the sequence where they are not sharded by
+            heads or features: in norms, dropout and residual additions (sequence parallelism, arXiv
+            2205.05198, section 4.2.2).
         seed: seed of dropout.
         tile: number of tiles of every linear layer (see `layers.tiled`).
     """
@@ -259,10 +260,10 @@ class GradSink(Protocol):
         """Adds the matrix product a @ b, computed by `by`, to the accumulated gradient."""
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds the products a @ b of all pairs, computed one by one, as one contribution."""
+        """Adds the products a @ b of all pairs, one by one. They count as one contribution."""
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds rows [n h] to the rows of the accumulated gradient with numbers `index` [n]."""
+        """Adds rows[i] to row index[i] of the accumulated gradient: rows [n h], index [n]."""
 
     def memory(self) -> tuple[Tensor, bool] | None:
         """Returns (buffer, add): the gradient's buffer in the parameter's shape.
@@ -273,7 +274,7 @@ class GradSink(Protocol):
         """
 
     def mark_added(self) -> None:
-        """Counts a contribution that the caller wrote to the buffer that `memory` returned."""
+        """Counts a contribution that the caller has written to the buffer from `memory`."""
 
     def in_forward(self) -> bool:
         """Returns whether a stage is running a forward, in which the sink accepts no gradients."""

@@ -81,7 +81,7 @@ def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> N
 
 
 def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
-    """Returns the tiles of a module's weight, in order. An undivided weight is the only tile."""
+    """Returns the tiles of a module's weight, in order. An undivided weight counts as one tile."""
     return tuple(
         weight
         for name, weight in module._parameters.items()

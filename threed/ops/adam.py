@@ -90,8 +90,9 @@ def adamw_(
     g = g.to(p.dtype)
     scale, lr = None, now.lr
     if p.dtype == torch.float32:
-        # The kernel divides by the scale. It reads the scale (and on CUDA the learning rate) as
-        # fp32 regardless of p's dtype, so the gradient of an fp64 p is scaled separately.
+        # The kernel divides the gradient by the scale, so it gets the reciprocal. It reads the
+        # scale (and on CUDA the learning rate) as fp32, which is too coarse for an fp64 p: the
+        # other branch scales the gradient itself.
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:
         g = g * now.scale.to(p.dtype)

@@ -98,7 +98,7 @@ def row_numbers(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def softmax_gradient_(
     x: Tensor, columns: int, logarithm: Tensor, loss: Tensor, target: Tensor
 ) -> None:
-    """Overwrites logits x with their gradient: x = softmax(x) * loss, minus `loss` at the targets.
+    """Overwrites logits x with their gradient, (softmax(x) - one_hot(target)) * loss.
 
     softmax(x) is computed as e^(x - logarithm).
 
@@ -107,7 +107,7 @@ def softmax_gradient_(
         columns: number of columns without padding.
         logarithm: log-sum-exp of each row, fp32 [...].
         loss: gradient of each row's loss, fp32 [...].
-        target: column of the target, int64 [...]; below 0 if the row has none.
+        target: column of the target, int64 [...]. Below 0: the target is none of these columns.
     """
     _check("softmax_gradient_", x)
     rows = (logarithm, loss)

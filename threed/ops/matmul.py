@@ -6,7 +6,7 @@
     by.add_product_(dw, dy.t(), x, fresh=...)   adds to the gradient's buffer dw
     dw = by.product(dy.t(), x)                  returns a new tensor
 
-Other implementations (fp8, for example) are other instances of `Matmul`.
+For another implementation, such as fp8, create another instance of `Matmul`.
 
 oneDNN is used for fp32 on AMD processors with AVX-512. Otherwise torch would call MKL, which runs
 only a 256-bit kernel on processors of other vendors than Intel. oneDNN, which torch ships and uses
@@ -72,15 +72,16 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Returns the product of a [m k] and b [k n], without autograd: [m n]."""
     if not _by_onednn(a, b, default_device().type if a.is_meta else ""):
         return torch.mm(a, b)
-    # oneDNN repacks its second operand, not the first, so a tall, transposed `a` is passed second.
+    # Before a product, oneDNN copies its second operand to a faster layout, but not the first. If
+    # `a` is transposed in memory and larger than b, it is passed second: a b = (b^T a^T)^T.
     swapped = a.stride(0) == 1 and len(a) > b.shape[1]
     return linear(b.t(), a).t() if swapped else linear(a, b.t())
 
 
 def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
-    """Returns whether a kernel adds a b to a sum of dtype `to` without first rounding the product.
+    """Returns whether a kernel adds the product a b to a tensor of dtype `to` without rounding it.
 
-    a [m k] and b [k n] are the factors of the product a b.
+    Otherwise the product would first be rounded to the dtype of a [m k] and b [k n].
     """
     if to != torch.float32 or a.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -92,9 +93,10 @@ def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
     """Computes out += a b, or out = a b if `fresh`.
 
-    If out is wider than a and b, the product is first rounded to the dtype of a and b, unless
-    `widens` is true. On the meta device the function allocates the same tensors as on the default
-    device.
+    If out has a wider dtype than a and b, there are two cases. If `widens` returns True, the
+    product is added without rounding. Otherwise it is first rounded to the dtype of a and b. On the
+    meta device the function allocates the same tensors as on the default device, so that a cost
+    trace counts them.
 
     Args:
         out: [m n].

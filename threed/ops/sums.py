@@ -20,7 +20,7 @@ PER_PROCESSOR = 2  # thread blocks per multiprocessor
 
 
 def row_blocks(x: Tensor) -> int:
-    """Returns the number of partial sums into which the rows of x [n h] are divided."""
+    """Returns the number of groups of rows of x [n h]. Each group gets its own partial sum."""
     return max(1, min(PER_PROCESSOR * device.processors(x.device), -(-len(x) // ROWS_OF_A_BLOCK)))
 
 
