@@ -102,14 +102,14 @@ def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
 def on_stream(stream: torch.Stream) -> Iterator[None]:
     """Context manager: runs the block on `stream`.
 
-    `stream` first waits for work that is already queued on the current stream; it overlaps with
-    work that is queued there later. Other streams that use the results must wait for `stream`
-    (`wait_stream` or an event). A tensor allocated in the block may be freed once its last use is
-    enqueued on `stream`.
+    `stream` first waits for work that is already queued on the current stream. The block overlaps
+    with work that is queued on the current stream later. Other streams that use the block's results
+    must wait for `stream` (`wait_stream` or an event). A tensor allocated in the block may be freed
+    once its last use is enqueued on `stream`.
     """
     before = current_stream(stream.device)
     stream.wait_stream(before)
-    # `with stream` is neither reentrant nor safe in several threads
+    # set_stream is called directly, because `with stream` is not reentrant and not thread-safe
     torch.accelerator.set_stream(stream)
     try:
         yield

@@ -161,7 +161,7 @@ def keep_mask(
     Args:
         seed: the seed.
         name: name of the dropout module.
-        step: number of the step.
+        step: number of the training step.
         samples: int64 [b], global sample indices.
         rows: [first, last) positions on this rank, of the global activation [s, width].
         columns: [first, last) columns on this rank.

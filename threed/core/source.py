@@ -17,8 +17,9 @@ from typing import Any
 def load(file: str) -> ModuleType:
     """Imports a Python file as a module and returns the module.
 
-    If the program has imported the file already, returns this module. Otherwise adds the file's
-    folder to `sys.path`. During the import standard output goes to standard error.
+    If the program has already imported the file, returns the existing module. Otherwise adds the
+    file's folder to `sys.path` and imports it. Text that the import prints to stdout is redirected
+    to stderr.
 
     Raises:
         ValueError: if the file does not exist or cannot be imported.
@@ -64,8 +65,9 @@ _POSITIONAL = (
 def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
     """Returns the number of arguments with which an object of the user is called.
 
-    The object may take fewer arguments than `given`. Arguments are passed by position. They end
-    before the first parameter that has a default value and is not named like its argument.
+    The object may take fewer arguments than `given`. Arguments are passed by position, up to the
+    first parameter that has a default value and a different name than its argument. This parameter
+    and all later ones keep their defaults.
 
     Args:
         found: the class or function.

@@ -47,6 +47,8 @@ def lost(error: BaseException) -> bool:
 def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
     """Returns a line per killed rank that this rank reports.
 
+    A rank reports the killed ranks directly after it on its machine (see the module's docstring).
+
     Args:
         folder: the folder of the heartbeats.
         rank: this rank.

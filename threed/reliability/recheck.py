@@ -90,7 +90,7 @@ def deterministic() -> Iterator[None]:
 
 
 class Record:
-    """Hashes a rank's results in one step, as observer of the executor and the gradient reducer.
+    """Observes the executor and the gradient reducer, and hashes this rank's results in one step.
 
     Attributes:
         forward: hash of the activations for the next stage, and of the losses; int64 scalar.

@@ -157,9 +157,10 @@ class Watchdog:
 def judge(beats: Sequence[Beat], world_size: int) -> str:
     """Returns a line with the ranks that made a run hang.
 
-    These are the ranks to which the first of the following criteria applies: the rank has no
-    heartbeat; its heartbeat is not marked; it does not wait in a collective; its step is the
-    earliest. The last two criteria are skipped if they apply to all ranks.
+    Four criteria are tried in this order: the rank has no heartbeat; its heartbeat is not marked;
+    it does not wait in a collective; its step is the earliest. The first criterion that some rank
+    meets decides: all ranks that meet it are returned. The last two criteria are skipped if all
+    ranks meet them.
 
     Args:
         beats: the last beat of each rank that has one.

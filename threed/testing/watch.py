@@ -78,7 +78,8 @@ class Watch:
         layer.register_forward_hook(after)
 
     def _note(self, what: str, number: int) -> None:
-        # Synchronizes the tensor ranks, so that mismatched collectives hang in the faulty layer.
+        # Synchronizes the tensor ranks after each layer. If ranks call different collectives, the
+        # run then hangs in the faulty layer and not in a later one.
         if self._recording:
             collectives.all_gather(torch.zeros(1), self.tensor)
         self.at = self.names[number]
