@@ -26,7 +26,8 @@ class Rename:
     Attributes:
         old: the old key, as `group.key`.
         new: the new key, as `group.key`; the same as `old` if only values were renamed.
-        values: renamed values: the new value, by the old value, as users write them.
+        values: maps each old value to the new value, both as users write them; empty if only the
+            key was renamed.
     """
 
     old: str

@@ -312,9 +312,8 @@ def _fix(encoding: str) -> str:
 def _piece_end(data: bytes) -> int:
     """Returns the index at which to split `data`, which has more than `PIECE_BYTES` bytes.
 
-    At most `PIECE_BYTES` bytes may follow the index. It is the last line break for which this
-    holds; without a line break the last space; without a space the start of the last UTF-8
-    character.
+    The index is in the last `PIECE_BYTES` bytes: it is the last line break there; without a line
+    break, the last space; without a space, the start of the last UTF-8 character.
     """
     tail = len(data) - PIECE_BYTES
     line = data.rfind(b"\n", tail, len(data) - 1)

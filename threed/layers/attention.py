@@ -106,7 +106,7 @@ class Attention(nn.Module):
         )
 
     def flops(self, tokens: int, seq: int) -> int | None:
-        """Returns the FLOPs of the core's forward, over all pairs of positions, masked or not.
+        """Returns the FLOPs of the core's forward; masked pairs of positions are counted, too.
 
         Returns None if the core is a module, or has no method `flops(tokens, seq, heads, size)`.
 

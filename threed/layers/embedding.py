@@ -152,7 +152,7 @@ class PositionEmbedding(nn.Module):
         return 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x plus the vectors of its positions.
+        """Adds to each row of x the vector of the row's position, and returns the sum.
 
         Args:
             x: [s b h]; with sequence parallelism [s/t b h].

@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
 
 
 def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, by: Matmul) -> Tensor:
-    """Returns x W^T + b, [... in] -> [... out], for a weight or its tiles."""
+    """Returns x W^T + b, [... in] -> [... out]; `weights` has W itself or the tiles of W."""
     if len(weights) == 1:
         return by.linear(x, weights[0], bias)
     return tiled.product(x, weights, bias, by)

@@ -81,7 +81,7 @@ class Slicing:
 
     @property
     def replicated(self) -> str | None:
-        """The axis over which a parameter that is not sharded is replicated: "tp" or None."""
+        """The axis over which parameters that are not sharded are replicated; None if tp is 1."""
         return "tp" if self.tp.size > 1 else None
 
     @property
@@ -211,7 +211,8 @@ class Flag:
         if self._found is None:
             self._found = found
         else:
-            self._found |= found  # in place, because another stream could reuse freed memory
+            # in place: if the old tensor were freed, another stream could reuse its memory too early
+            self._found |= found
 
     def take(self, device: torch.device) -> Tensor:
         """Returns 1.0 if an error was recorded since the last call, else 0.0 (fp64 scalar)."""

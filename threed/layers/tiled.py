@@ -111,7 +111,7 @@ def gathered(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
 def _walk(
     weights: Sequence[Tensor], order: Sequence[int]
 ) -> Iterator[tuple[int, AbstractContextManager[None]]]:
-    """Yields the numbers of tiles in `order`, each with the context in which it is gathered."""
+    """Yields each tile number in `order`, and the context manager that gathers this tile."""
     for i, following in zip(order, [*(weights[n] for n in order[1:]), None], strict=True):
         yield i, gathered(weights[i], following)
 

@@ -51,7 +51,7 @@ class Results:
 
     @property
     def parts(self) -> dict[str, dict[str, Tensor]]:
-        """For each part (the weight, and each moment by its name), the tensors by global name."""
+        """Tensors by part and global name. A part is the weight, or one of the optimizer states."""
         return {WEIGHT: self.weights, **self.moments}
 
 
