@@ -99,7 +99,7 @@ def main(argv: list[str], *, prog: str, arch: str | None = None, named: bool = F
 def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     flags, custom = argv, arch is not None and names_model(arch)
     if arch is not None and custom:
-        # Presets turn on the export of a Hugging Face folder, which a custom model does not have.
+        # Presets turn on the export of a Hugging Face folder, which custom models do not support.
         flags = ["--model.arch", arch, "--checkpoint.export-hf", "false", *argv]
     defaults = {"model": {"arch": arch}} if arch and not custom else {}
     try:

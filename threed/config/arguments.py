@@ -441,7 +441,7 @@ class _Draft:
 
 
 class _Missing(str):
-    """Value of a flag that was given without a value; the text is its placeholder in `--help`."""
+    """Stands for the missing value of a flag. The text is the flag's placeholder in `--help`."""
 
 
 def _hyphenated(token: str) -> str:

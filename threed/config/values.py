@@ -161,7 +161,8 @@ def _architecture(value: object) -> object:
     if value in architectures.NAMES:
         return value
     if isinstance(value, str) and names_model(value):
-        return value  # the file is not imported here, because its name may be from a checkpoint
+        # The file is not imported here: a checkpoint may name it, and must not run code by itself.
+        return value
     hint = did_you_mean(str(value), *architectures.NAMES)
     raise ValueError(f"must be {', '.join(architectures.NAMES)} or FILE.py:NAME{hint}")
 

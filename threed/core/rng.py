@@ -23,7 +23,7 @@ from threed.core import native
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
-_CHUNK = 1 << 16  # counters per chunk, so that the ten rounds of Philox run in the cache
+_CHUNK = 1 << 16  # counters per chunk; a chunk stays in the cache during the rounds of Philox
 
 
 def key(seed: int, name: str) -> tuple[int, int]:
@@ -138,7 +138,7 @@ def normal(
     if len(begins) == 1:
         first = int(begins)
         return _normal_range(first, first + run, stream).view(tuple(size))
-    width = (run + 6) // 4  # number of counters, 4 elements each, that always cover a run
+    width = (run + 6) // 4  # number of counters (4 elements each) that cover a run with any begin
     blocks = (begins // 4).view(-1, 1) + torch.arange(width)
     lanes = _in_chunks(blocks.view(-1), stream).view(len(begins), 4 * width)
     return lanes.gather(1, (begins % 4).view(-1, 1) + torch.arange(run)).view(tuple(size))

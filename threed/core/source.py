@@ -63,7 +63,7 @@ _POSITIONAL = (
 
 
 def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
-    """Returns the number of arguments with which an object of the user is called.
+    """Returns the number of arguments with which a user's class or function is called.
 
     The object may take fewer arguments than `given`. Arguments are passed by position, up to the
     first parameter that has a default value and a different name than its argument. This parameter

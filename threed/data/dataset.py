@@ -268,7 +268,10 @@ def _cached(
 def _tokenize(
     source: TextSource, tokenizer: Tokenizer, split: float, scratch: Path
 ) -> dict[str, Any]:
-    """Writes tokens.bin, with the validation tokens last, and returns the cache record."""
+    """Writes tokens.bin, with the validation tokens last; returns the record of the cache entry.
+
+    The record has the number of training tokens ("cut") and the statistics ("facts").
+    """
     before = source.stamp()
     groups = _by_path(source.files, split) if source.split_by == "path" else [source.files]
     with (scratch / "tokens.bin").open("wb") as out:

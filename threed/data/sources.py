@@ -317,8 +317,8 @@ def _piece_end(data: bytes) -> int:
     """
     tail = len(data) - PIECE_BYTES
     line = data.rfind(b"\n", tail, len(data) - 1)
-    # White space before a word belongs to the word's token, so the next piece starts with the
-    # line break.
+    # White space before a word belongs to the word's token. So the next piece starts with the line
+    # break, and with any white space in front of it.
     while line > tail and data[line - 1 : line].isspace():
         line -= 1
     if line > tail:

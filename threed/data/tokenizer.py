@@ -354,7 +354,8 @@ def _load_backend(text: bytes, name: str) -> Any:
 def _ids(backend: Any, document: dict[str, Any], name: str) -> dict[str, int]:
     """Returns the id of every token.
 
-    Raises ValueError if the vocabulary is empty, or if a token has another id in `document`.
+    Raises ValueError if the vocabulary is empty, or if the library and `document` have different
+    ids for a token.
     """
     ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     if not ids:

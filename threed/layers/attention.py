@@ -129,7 +129,7 @@ class Attention(nn.Module):
         """Returns (qkv [s b (a+2k)d/t],), or (query, key_value) if ranks share key/value heads."""
         if self.qkv is not None:
             return (self.recompute.column(self.qkv, x),)
-        # Under torch.compile collectives are not recomputed: the gathered x is saved instead.
+        # Under torch.compile collectives are not recomputed, so the gathered x is saved.
         regather = self.slicing.sequence_parallel and not torch.compiler.is_compiling()
         x = (
             self.recompute.run("norm", self.slicing.gather, x)

@@ -263,7 +263,7 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
             module.opaque = Opaque(module)
         slicing = getattr(module, "slicing", None)
         if isinstance(slicing, Slicing) and slicing.opaque is None:
-            # through `object`, because the dataclass is frozen
+            # by object.__setattr__, because the dataclass is frozen
             object.__setattr__(slicing, "opaque", Opaque(slicing.tp))
     layer.compile(fullgraph=True, backend=backend)
 

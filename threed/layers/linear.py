@@ -80,8 +80,8 @@ class _Linear(torch.autograd.Function):
         kept = len(weights) == 1 or all(tile_gatherer_of(weight) is None for weight in weights)
         ctx.save_for_backward(x, *(weights if kept else ()))
         ctx.terms = terms
-        # `.data` is never a view, but the product may be one, and autograd would reject in-place
-        # changes of a view, such as relu_().
+        # The product may be a view, and autograd would reject in-place changes of a view, such as
+        # relu_(). `.data` is never a view.
         return product(x, weights, terms.bias, terms.by).data
 
     @staticmethod

@@ -132,7 +132,8 @@ class _SavedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         base = tensor if tensor._base is None else tensor._base
-        self._tensor = tensor.detach()  # a detached tensor has the same version counter
+        # The detached tensor shares the version counter, so `get` notices later in-place changes.
+        self._tensor = tensor.detach()
         self._version = None if isinstance(base, nn.Parameter) else tensor._version
 
     def get(self, description: str) -> Tensor:
@@ -337,7 +338,7 @@ class Selective(Recompute):
         source = None if torch.compiler.is_compiling() else self._operation_of(x)
         if not layer.gather or source is None:
             return layer(x)
-        placeholder = source.result(x)  # used by `pack` instead of x, so that x can be freed
+        placeholder = source.result(x)  # `pack` uses it instead of x, so that x can be freed
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:

@@ -48,7 +48,10 @@ def spans(rows: int, tiles: int) -> list[Span]:
 
 
 def slice_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...]:
-    """Returns the pieces of rows [first, last) of a weight, which is a stack of `pieces`."""
+    """Returns the `Piece`s that describe rows [first, last) of a weight.
+
+    `pieces` describes the full weight: global matrices (or their shards), one below the other.
+    """
     found, at = [], 0
     for piece in pieces:
         rows, columns = piece.size

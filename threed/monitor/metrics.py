@@ -160,8 +160,8 @@ def _open_repaired(path: Path) -> int:
     if not tail:
         return fd
     try:
-        # A prefix of a JSON object does not parse. So if the tail parses, only its line break is
-        # missing.
+        # `tail` is the last line. An incomplete JSON object does not parse. So if the line parses,
+        # only its line break is missing.
         decode(tail)
         os.write(fd, b"\n")
     except ValueError:

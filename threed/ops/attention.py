@@ -130,7 +130,8 @@ class _Chunked(torch.autograd.Function):
             queries, *pair = map(_batch_first, (q[rows], k[keys], v[keys]))
             part, lse[:, :, rows] = forward(rows.start - keys.start, Causal(*how), queries, *pair)
             y[rows] = part.permute(2, 0, 1, 3)
-        # Autograd must not see a view: it forbids in-place changes of a view made in a Function.
+        # The result must not be a view, because autograd forbids in-place changes of a view that
+        # was made in a Function.
         out: Tensor = torch.ops.aten._unsafe_view(y, (s, b, -1))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = how
@@ -197,7 +198,7 @@ def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tup
     square, mask = _visible(q, k, offset, causal.window)
     y, lse = _FLASH(q, k, v, 0.0, square, attn_mask=mask, scale=causal.scale)
     if mask is not None and _has_masked_query(q, k, offset, causal.window):
-        # For queries that attend to no key, torch returns 0 instead of minus infinity.
+        # For queries that attend to no key, torch returns a log-sum-exp of 0, not minus infinity.
         lse = lse.masked_fill(mask.isneginf().all(-1), -torch.inf)
     return y, lse
 

@@ -58,7 +58,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
     flat = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
-    # Autograd must not see a view: the loss overwrites its logits in place.
+    # The result must not be a view for autograd: the loss overwrites its logits in place, which
+    # autograd rejects for a view.
     out: Tensor = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], len(weight)))
     return out
 
@@ -86,7 +87,7 @@ def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
     if to != torch.float32 or a.dtype not in (torch.bfloat16, torch.float16):
         return False
     if launch.on_gpu(a):
-        return hasattr(torch.ops.aten.addmm, "dtype_out")  # since torch 2.11
+        return hasattr(torch.ops.aten.addmm, "dtype_out")  # torch has this overload since 2.11
     return fused_cpu.adds_products(a, b)
 
 
@@ -125,7 +126,7 @@ def _add_widened_(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 class Matmul:
     """The matrix products of a linear layer.
 
-    The default of each attribute is this module's function with the attribute's name.
+    By default, each attribute is the function of this module with the same name.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear

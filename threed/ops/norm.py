@@ -18,7 +18,7 @@ from torch import Tensor
 from threed.core import device
 from threed.ops import launch, sums
 
-LARGEST = 16384  # maximum number of elements per row
+LARGEST = 16384  # maximum number of elements per row that the kernels support
 
 
 @dataclass(frozen=True, eq=False)

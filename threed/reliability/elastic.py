@@ -83,7 +83,7 @@ class Memory:
         self._reported = ""
         self._restarted = False
         if not self.every:
-            # Without this file, a later start does not load copies of earlier starts.
+            # Removes the record of copies, so that a later start loads no copies of earlier starts.
             if self.world.index == 0:
                 (folder / RECORD).unlink(missing_ok=True)
             return
@@ -145,8 +145,8 @@ class Memory:
         engine = self.engine
         differences = resuming.model_differences(found.manifest, engine.config)
         differences += resuming.optimizer_differences(found.manifest, engine.config)
-        # As for checkpoints, a difference is an error, because a start from scratch would delete
-        # the copy.
+        # A difference is an error, as for checkpoints. If the run started from scratch instead, it
+        # would delete the copy.
         if differences:
             raise RunFolderError(
                 f"step {found.step} of this run is in memory, and {'; '.join(differences)}"
@@ -263,7 +263,7 @@ class Memory:
         Args:
             patience: maximum wait in seconds, after which the copy is stopped; None for no limit.
         """
-        if (writing := self._writing) is not None:  # read once: another thread may reset it
+        if (writing := self._writing) is not None:  # read once: another thread may set it to None
             writing.give_up(patience)
 
     @contextmanager

@@ -25,13 +25,13 @@ from pathlib import Path
 from threed.reliability import heartbeat
 from threed.reliability.heartbeat import Beat, first_three, process_state, when, who
 
-# Parts of the error messages of gloo, NCCL and torch's store after another process has died.
+# Parts of the messages of errors that gloo, NCCL and torch's store raise if another process died.
 _LOST = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process exited",
     "communicator was aborted", "connection was likely closed", "connection refused", "recvvalue failed",
 )  # fmt: skip
-PATIENCE_S = 3.0  # seconds to wait until the process of a killed rank has ended
-REFUSAL_S = 5.0  # seconds to wait until the first rank of a machine has reported an error
+PATIENCE_S = 3.0  # maximum seconds to wait until the process of a killed rank has ended
+REFUSAL_S = 5.0  # maximum seconds to wait until the machine's first rank has printed its message
 
 
 class LostContact(Exception):

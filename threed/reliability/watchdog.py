@@ -110,7 +110,8 @@ class Watchdog:
         self._write_stacks()
         time.sleep(ANSWER_S)
         write_error_file(self._print(elapsed) if self._is_lowest() else self._wait_for_report())
-        with contextlib.suppress(Exception):  # `flight_record` calls a private function of torch
+        # `flight_record` calls a private function of torch, which may fail in other versions.
+        with contextlib.suppress(Exception):
             record = self._stacks.with_suffix(".collectives.json")
             record.write_bytes(collectives.flight_record())
         about = self.heart.folder, self.heart.rank, self.world_size

@@ -176,8 +176,8 @@ class Explainer:
     def _backward(
         self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], early: bool
     ) -> Iterator[About]:
-        """Yields the origin of a difference in the backward: the last layer whose input gradient
-        differs. Before it, yields the differing parameters of all later layers."""
+        """Yields the differences that the backward shows: first the differing parameters of the layers
+        after the origin, then the origin, which is the last layer whose input gradient differs."""
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)
         gradient = next((part for part in self.truth["first"]["moments"] if part != WEIGHT), "")
@@ -346,7 +346,10 @@ def explain_lost_ranks(error: RanksFailed, timeout: float) -> tuple[str | None, 
 
 
 def repeated(found: Seen, layers: Layers) -> Iterator[About]:
-    """Yields the difference of two trainings of one process with different random numbers.
+    """Explains the differences between two trainings of one process with different random numbers.
+
+    Yields nothing if the trainings agree, otherwise one difference: the first layer and parameter
+    that differ.
 
     Args:
         found: differences between the two trainings.

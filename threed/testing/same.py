@@ -469,7 +469,8 @@ def _train_reference(task: _Task) -> Seen:
 def _train_and_compare(task: _Task, parsed: dict[str, int]) -> Seen:
     """Trains on all ranks of a topology. Returns this rank's differences from the reference."""
     truth, usual = _load(task.file), task.config.train.micro_batch
-    # Buffers with statistics, such as running means, depend on how the batch is divided.
+    # Buffers with statistics, such as running means, depend on how the batch is divided. So buffers
+    # are not compared if the topology divides it in another way than the reference.
     divided = parsed.get("dp", 1) > 1 or parsed.get("micro", usual) != usual
 
     def look(when: str, engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:

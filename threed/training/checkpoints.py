@@ -97,7 +97,7 @@ class Checkpoints(Callback):
         self.bad_steps.compare(saving=True)
         run.beat("save")
         self.wait()
-        run.beat("save")  # restarts the watchdog's time limit, which applies to each save
+        run.beat("save")  # a new phase, so that the watchdog's time limit applies to this save only
         self.owner.check()
         path = self.path(step)
         extra = {**self._extra(), **self.bad_steps.take_delayed()}

@@ -76,7 +76,7 @@ def finish(
 
 
 def sample_text(engine: Engine, data: Data, count: int) -> str:
-    """Returns a prompt and its continuation by the model, or the reason why it failed. Collective.
+    """Returns a prompt with the model's continuation, or why sampling failed. Collective.
 
     Args:
         engine: engine with the model.
