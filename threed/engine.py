@@ -623,10 +623,10 @@ class ModuleEngine(Engine):
         """Begins an optimizer step in a custom loop. Collective.
 
         Args:
-            microbatches: number of micro-batches of the step; None if the number is not known.
-                Every call of `backward` then needs an argument `weight`. Under ZeRO stages 0 and 1,
-                gradients are then reduced after the last backward instead of during it, unless that
-                backward is called with `last=True`.
+            microbatches: number of micro-batches of the step; None if the number is not known. With
+                None, every call of `backward` needs an argument `weight`. Moreover, under ZeRO
+                stages 0 and 1, gradients are reduced during the last backward only if it is called
+                with `last=True`; otherwise they are reduced after it.
         """
         self.faults.clear()
         self._begin(OPEN if microbatches is None else microbatches)

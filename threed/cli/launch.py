@@ -69,14 +69,14 @@ ENDINGS: dict[type[Exception], tuple[int, bool]] = {
 def main(argv: list[str], *, prog: str, arch: str | None = None, named: bool = False) -> int:
     """Runs the training that a command line describes.
 
-    An interrupt (Ctrl-C) prints one line, and then ends the process by the signal.
+    On an interrupt (Ctrl-C), prints one line and ends the process by SIGINT.
 
     Args:
         argv: flags of the command line.
         prog: the words of the command line between `torchrun` and the flags, for the usage line of
             `--help` and the hint on how to resume.
-        arch: an architecture, which is used if neither a file nor a flag names one; or a custom
-            model, as FILE.py:MODEL.
+        arch: the architecture to use if no file and no flag names one; or a custom model, as
+            FILE.py:MODEL.
         named: whether the user gave `arch` on the command line. A flag with another architecture is
             then an error.
 
@@ -127,7 +127,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     if options.dry_run:
         if unusable := _named_checkpoint_problems(config, data):
             return refuse(format_problems(unusable))
-        # A dry run may be for another machine, so problems of this machine do not make it fail.
+        # A dry run may plan for another machine, so it only prints the problems of this machine.
         text = [] if forecast is None else [forecast.text(), *_notes(config, options)]
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:

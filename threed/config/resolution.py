@@ -70,7 +70,7 @@ def default_warmup(steps: int) -> int:
 def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
     """Returns the configuration with all derived values filled in.
 
-    Keys whose value None has a meaning stay None, such as `train.stop_after`, `data.path`,
+    Keys for which None is a meaningful value stay None, such as `train.stop_after`, `data.path`,
     `zero.nvme_path` and `log.profile_steps`. The path of a schedule file becomes absolute.
 
     Args:

@@ -50,9 +50,9 @@ def _alternatives(match: str) -> tuple[frozenset[str], tuple[str, ...]]:
     """Splits a pattern at each "|" outside of brackets.
 
     Returns:
-        All alternatives, as a set; and the alternatives that contain `*`, `?` or `[`. Only the
-        latter have to be matched one by one, because plain names are looked up in the set. Imported
-        groups may list thousands of plain names.
+        All alternatives, as a set; and the alternatives that contain `*`, `?` or `[`. Plain names
+        are looked up in the set, because imported groups may list thousands of them. Only the
+        alternatives in the second result have to be matched one by one.
     """
     found = [text.strip() for text in re.findall(r"(?:\[.[^]]*\]|[^|])+", match)]
     wild = tuple(text for text in found if set(text) & set("*?["))

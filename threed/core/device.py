@@ -26,7 +26,7 @@ synchronize = torch.accelerator.synchronize
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Returns whether the device has its own memory: it is neither the CPU nor the meta device."""
+    """Returns whether the device has its own memory; False for the CPU and the meta device."""
     return device.type not in ("cpu", "meta")
 
 
@@ -127,8 +127,8 @@ def mark(device: torch.device) -> torch.Event:
 class Clock:
     """Timestamps of a device's work.
 
-    On an accelerator a timestamp is an event. The host does not wait when an event is recorded. It
-    waits in `seconds`, which converts the time of the event to the scale of `time.perf_counter`.
+    On an accelerator a timestamp is an event. The host does not wait when an event is recorded, but
+    in `seconds`, which converts the time of the event to the scale of `time.perf_counter`.
     The constructor synchronizes once to relate the two scales, which limits the accuracy.
     """
 

@@ -252,7 +252,7 @@ def _cached(
 ) -> dict[str, Any]:
     """Returns the result of `read`, from the cache if the files are unchanged since it was stored.
 
-    If a file was changed less than `FRESH_S` ago, the cache is not used.
+    If a file was changed less than `FRESH_S` seconds ago, the cache is not used.
 
     Args:
         folder: the cache folder.

@@ -173,7 +173,8 @@ class Attention(nn.Module):
     def _rotates_in_place(self, qkv: Tensor) -> bool:
         """Returns whether rotary positions may be applied in the memory of the projection qkv.
 
-        They may not if heads are normalized, or if the backward recomputes attention from qkv.
+        This is not possible if heads are normalized, or if the backward recomputes attention from
+        qkv.
         """
         plain = self.query_norm is None and type(self.recompute) is Recompute
         return self.rotary is not None and plain and rotary.fits(qkv, self.d, self.rotary)

@@ -206,7 +206,8 @@ class _Operation:
     def can_rebuild(self, tensor: Tensor) -> bool:
         """Returns whether `rebuild` can restore `tensor`, which is the result or a view of it.
 
-        It cannot after an in-place change of the result, or if the view has another dtype.
+        Restoring is impossible after an in-place change of the result, and for a view with another
+        dtype.
         """
         return self._version == (tensor._version, tensor.dtype) and not (
             tensor.is_conj() or tensor.is_neg()

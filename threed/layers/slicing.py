@@ -88,8 +88,8 @@ class Slicing:
     def partial(self) -> str | None:
         """The axis over which the gradient of a replicated parameter between blocks is partial.
 
-        It is "tp" with sequence parallelism, because each rank has only its part of the sequence,
-        otherwise None.
+        With sequence parallelism this is "tp", because each rank has only its part of the sequence.
+        Otherwise it is None.
         """
         return "tp" if self.sequence_parallel else None
 
@@ -335,7 +335,7 @@ def bias_gradient(bias: Tensor, rows: Tensor) -> Tensor | None:
 class VectorGradient:
     """fp32 memory into which a kernel writes a vector's gradient.
 
-    It is the sink's own memory if possible, otherwise a temporary tensor.
+    The memory is the sink's buffer if possible, otherwise a temporary tensor.
 
     Attributes:
         out: the memory, fp32 [n].

@@ -174,8 +174,8 @@ def _columns_of(weights: Sequence[Tensor]) -> list[Span]:
 
 
 def _sum_dtype(x: Tensor, tiles: int) -> torch.dtype:
-    """Returns the dtype of a sum over tiles.
+    """Returns the dtype in which a sum over tiles is computed.
 
-    It is fp32 for more than two 16-bit terms, so that the sum is rounded only once.
+    For more than two 16-bit terms this is fp32, so that only the final sum is rounded.
     """
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) and tiles > 2 else x.dtype

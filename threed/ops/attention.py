@@ -268,8 +268,8 @@ def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tens
 def _has_masked_query(q: Tensor, k: Tensor, offset: int, window: int) -> bool:
     """Returns whether some query attends to no key.
 
-    It is enough to check the first and the last query: if any query attends to no key, one of these
-    two does not either.
+    Only the first and the last query are checked: if any query attends to no key, the first or the
+    last query does not attend to a key either.
     """
     return offset < 0 or 0 < window <= offset + q.shape[2] - k.shape[2]
 

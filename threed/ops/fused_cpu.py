@@ -1,11 +1,11 @@
 """Fused CPU kernels.
 
 The kernels for GELU, SwiGLU and cross entropy (csrc/cpu/fused.cpp) make one pass over memory. They
-take contiguous fp32 or bf16 tensors and compute in fp32. Their results depend neither on the number
-of threads nor on the instruction set.
+take contiguous fp32 or bf16 tensors and compute in fp32. Their results are the same for every
+number of threads and every instruction set.
 
-On processors with AMX tiles there are also matrix products of bf16 that are accumulated in fp32
-(csrc/cpu/products.cpp), and the backward of causal attention over short sequences
+On processors with AMX tiles, the module also has matrix products of bf16 that are accumulated in
+fp32 (csrc/cpu/products.cpp), and the backward of causal attention over short sequences
 (csrc/cpu/attention.cpp).
 """
 

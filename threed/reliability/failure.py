@@ -80,8 +80,8 @@ def wait_for_names(
 
     Returns:
         The result of `named` once it is not empty. An empty list once a rank of this machine has
-        reported its own failure. If neither happens within `patience` seconds, rank 0 returns lines
-        about other ranks (`_elsewhere`), and the other ranks return an empty list.
+        reported its own failure. If `patience` seconds pass before that, rank 0 returns lines about
+        other ranks (`_elsewhere`), and the other ranks return an empty list.
     """
     end = time.monotonic() + patience
     while not (found := named(folder, rank, world_size)) and time.monotonic() < end:

@@ -43,7 +43,7 @@ class Preempted(Exception):
 
 
 class Stop:
-    """The common decision of all ranks whether the run is to stop; `bool(stop)` is the decision.
+    """Decides together with all other ranks whether to stop the run; `bool(stop)` is the decision.
 
     Args:
         axis: axis of all ranks.
@@ -51,7 +51,7 @@ class Stop:
         asked: function that returns why this rank is to stop ("SIGTERM", ...), or "".
 
     Attributes:
-        reason: the signal or time limit that stops the run, with the rank that received it; "" as
+        reason: the signal or time limit that stops the run, with the rank that reported it; "" as
             long as the run is not to stop.
     """
 

@@ -15,8 +15,8 @@ its watchdog
 4. writes torch's record of its recent collectives to `rank-N.collectives.json`, and exits with code
    124, like timeout(1). torchrun then restarts the run if it has restarts left.
 
-The watchdog reads heartbeats only if the run hangs. Then the lowest marked rank reads all of them.
-Every other rank reads the heartbeats of lower ranks, up to the first one that is marked.
+The watchdog reads heartbeats of other ranks only if the run hangs. The lowest marked rank reads all
+heartbeats. Every other rank reads the heartbeats of lower ranks, up to the first marked one.
 
 If a rank has not marked its heartbeat, the rank before it on the same machine sends it SIGUSR2, and
 then kills it. On SIGUSR2, faulthandler, which needs no Python thread, writes the stacks of the

@@ -1,6 +1,6 @@
 """Trains a model in every topology, and compares the results with training on one process.
 
-First one process trains some steps as the reference. It repeats this training with another seed of
+One process trains some steps as the reference, and repeats this training with another seed of
 torch's global random generators, because the results must not depend on these generators. Then
 every topology trains on forked gloo ranks, from the same weights on the same batches. Every rank
 compares its shards with the reference.

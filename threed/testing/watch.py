@@ -31,8 +31,8 @@ class Watch:
 
     Args:
         engine: engine with the layers.
-        truth: values recorded on one process. If an output has neither the recorded shape nor the
-            shape of a shard of the recorded value, RuntimeError is raised.
+        truth: values recorded on one process. Every output must have the shape of the recorded
+            value, or of a shard of it; otherwise RuntimeError is raised.
 
     Attributes:
         seen: recorded values, by key (see the module's docstring).
