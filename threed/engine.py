@@ -320,8 +320,8 @@ class Engine:
     def evaluating(self) -> Iterator[None]:
         """Context manager for forwards without training. Collective.
 
-        Completes the last step first. Flags for invalid data that the step in progress has set are
-        restored at the end.
+        Completes the last step first. Invalid data in the block set separate flags; at the end, the
+        flags of the step in progress are restored.
         """
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
@@ -706,7 +706,7 @@ class ModuleEngine(Engine):
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Raises RuntimeError with fp16 if a gradient is scaled by another engine's loss scale."""
+        """Under fp16, raises RuntimeError if another engine's loss scale was used for a gradient."""
         for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
             raise RuntimeError(
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"

@@ -336,8 +336,8 @@ def open_configured(config: Config) -> Data:
 def start_engine(config: Config) -> Engine:
     """Creates the process groups, model and engine of a resolved configuration. Collective.
 
-    If the model is a plain `nn.Module`, this function also seeds torch's random generator, with
-    another seed on each rank.
+    If the model is a plain `nn.Module`, this function also seeds torch's random generator, with a
+    different seed on each rank.
     """
     p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
     # The timeout is at least TIMEOUT, because the watchdog is not active while a run loads a

@@ -96,8 +96,8 @@ class Renames:
     def update(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a saved configuration with its keys and values in their current spelling.
 
-        If a renamed key is saved in both spellings, the value of the new one is used. Removed keys
-        are left out.
+        If a renamed key is saved in both spellings, the value under the new spelling is used.
+        Removed keys are left out.
 
         Args:
             config: values as {group: {key: value}}.

@@ -174,7 +174,8 @@ def keep_mask(
     device = samples.device
     keep = torch.empty((rows[1] - rows[0]) * len(samples), run, dtype=torch.bool, device=device)
     aligned = width % 4 == first % 4 == 0
-    # Philox counters per row, each for four columns; unaligned columns may begin within a counter
+    # Number of Philox counters per row. A counter gives four columns, and unaligned columns may
+    # begin in the middle of a counter.
     counters = -(-run // 4) if aligned else (run + 6) // 4
     column = torch.arange(max(run, counters), device=device)
     lines = max(1, (_CHUNK if device.type == "cpu" else 16 * _CHUNK) // max(counters, 1))

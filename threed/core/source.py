@@ -102,7 +102,7 @@ def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """A callable object of a Python file. The file is imported at the first call in a process.
+    """A callable object in a Python file. The file is imported at the first call in a process.
 
     Attributes:
         file: path of the file.

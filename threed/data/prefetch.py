@@ -93,7 +93,7 @@ class Prefetcher(Generic[T]):
         self._ahead.append(self._thread.submit(self._run, step, self._stop))
 
     def _run(self, step: int, stop: threading.Event) -> T:
-        """Returns `fetch(step)`, unless `stop` is set. Sets `stop` if the fetch fails."""
+        """Returns `fetch(step)`; raises _Skipped if `stop` is set. A failed fetch sets `stop`."""
         if stop.is_set():
             raise _Skipped
         try:

@@ -367,7 +367,7 @@ class RowLinear(Product):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the sum of the product over tensor ranks, [s b out] (or [s/t b out]). Collective.
+        """Returns the product, summed over tensor ranks: [s b out] (or [s/t b out]). Collective.
 
         Args:
             x: this rank's input features, [s b in/t].

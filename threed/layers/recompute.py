@@ -123,7 +123,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset 
 
 
 class _SavedTensor:
-    """A saved tensor and the value of its version counter.
+    """A saved tensor, and the value of its version counter at the time of saving.
 
     The version of a weight is not checked, because ZeRO writes into the buffers of weights.
     """

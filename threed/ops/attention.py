@@ -43,7 +43,7 @@ FUSED = (
 # Maximum number of scores per chunk. In fp32 they take 128 MiB on a GPU, and on a CPU 2 MiB, which
 # fit into a cache.
 SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19
-CHUNKS_OF_A_TRACE = 64  # maximum number of chunks on the meta device
+CHUNKS_OF_A_TRACE = 64  # maximum number of chunks per sequence on the meta device
 
 
 # ----------------------------------------------------------------------------------- full sequences

@@ -190,7 +190,7 @@ class Recheck:
         all_ranks = collectives.exchange(own, topology.axis("world"))
         places = [topology.grid.coordinates(rank) for rank in range(topology.world)]
         plan = self.engine.blueprint.pipeline.plan
-        # Whether each pipeline rank s has stage s and no other stage.
+        # True if each pipeline rank s has stage s and no other stage.
         in_turn = plan.chunks == 1 and not plan.placement
         ranks = culprits([found for found, *_ in all_ranks], places, in_turn)
         head = f"step {first.step} was computed twice"

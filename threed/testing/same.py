@@ -367,8 +367,8 @@ def _train(
         last = look("last", engine, metrics)
         return {"first": first, "last": last, "layers": layers, "batches": batches}, watch
     except DataError as error:
-        # The engine raises DataError only after the step, so `at()` is not the faulty layer.
-        # Report the first layer with a non-finite output instead.
+        # The engine raises DataError only after the step, when `at()` is the layer that ran last.
+        # So the first layer with a non-finite output is reported instead.
         raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error

@@ -132,7 +132,7 @@ class Checkpoints(Callback):
         return self.run.folder / "checkpoints" / f"step-{step}"
 
     def _extra(self) -> Mapping[str, Any]:
-        """Returns the additional entries of a checkpoint that the next run and exports read."""
+        """Returns additional entries for a checkpoint, which a resumed run and exports read."""
         run, text = self.run, self.run.data.tokenizer
         tokenizer = {"tokenizer": text.files, "fingerprint": text.fingerprint, "eot": text.eot}
         origin = {"data_sha256": run.data.sha256, "hf": run.start.extra.get("hf")}
