@@ -101,7 +101,12 @@ def _joined(words: list[str]) -> list[str]:
 
 
 def _train(tool: str, *words: str) -> int:
-    """Trains or plans a run. Arguments: an architecture or FILE.py:MODEL (optional), then flags."""
+    """Trains or plans a run.
+
+    Args:
+        tool: "train" or "plan".
+        words: an architecture or FILE.py:MODEL (optional), then flags.
+    """
     arch = os.path.expanduser(words[0]) if words and not words[0].startswith("-") else None
     flags = list(words[arch is not None :])
     if arch is not None and arch not in architectures.NAMES and not source.names_model(arch):

@@ -138,7 +138,7 @@ def normal(
     if len(begins) == 1:
         first = int(begins)
         return _normal_range(first, first + run, stream).view(tuple(size))
-    width = (run + 6) // 4  # number of counters (4 elements each) that cover a run with any begin
+    width = (run + 6) // 4  # number of counters, 4 elements each, for a run, wherever it begins
     blocks = (begins // 4).view(-1, 1) + torch.arange(width)
     lanes = _in_chunks(blocks.view(-1), stream).view(len(begins), 4 * width)
     return lanes.gather(1, (begins % 4).view(-1, 1) + torch.arange(run)).view(tuple(size))

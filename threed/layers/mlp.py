@@ -98,5 +98,5 @@ class GatedMLP(MLP):
         )
 
     def activate(self, x: Tensor) -> Tensor:
-        """Returns activation(gate) * up from the output `x` of the joint projection."""
+        """Returns activation(gate) * up from the output x of the joint gate and up projection."""
         return gated(self.activation, x)

@@ -93,10 +93,10 @@ class RngState:
 
 
 class Recompute:
-    """Runs the operations of a layer and saves everything for the backward. The default.
+    """Runs the operations of a layer without recompute: everything is saved for the backward.
 
-    With `--recompute.mode selective`, the engine replaces this object by a `Selective`, which
-    computes named operations again in the backward.
+    This is the default. With `--recompute.mode selective`, the engine replaces this object by a
+    `Selective`, which computes named operations again in the backward.
     """
 
     def run(self, name: str, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -119,7 +119,8 @@ class Recompute:
         return layer(x)
 
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in the storage
+# Layout of a view: (shape, strides, offset in the storage).
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class _SavedTensor:

@@ -31,7 +31,7 @@ _LOST = (
     "communicator was aborted", "connection was likely closed", "connection refused", "recvvalue failed",
 )  # fmt: skip
 PATIENCE_S = 3.0  # maximum seconds to wait until the process of a killed rank has ended
-REFUSAL_S = 5.0  # maximum seconds to wait until the machine's first rank has printed its message
+REFUSAL_S = 5.0  # maximum seconds to wait until the machine's first rank has written its message
 
 
 class LostContact(Exception):

@@ -145,7 +145,7 @@ class Report:
 
 
 class _Broken(PicklableError):
-    """Raised on a rank whose training failed. `run_ranks` sends its `report` to the parent."""
+    """Raised on a rank whose training failed. Its attribute `report` is sent to the parent."""
 
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
