@@ -706,7 +706,7 @@ class ModuleEngine(Engine):
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Under fp16, raises RuntimeError if another engine's loss scale was used for a gradient."""
+        """Under fp16, raises RuntimeError if another engine's loss scale applies to a gradient."""
         for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
             raise RuntimeError(
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"

@@ -10,8 +10,8 @@ threed inspect [CHECKPOINT]                                    prints versions a
 threed report RUN                                              redraws the figures of a run
 threed verify FILE.py:NAME [--topologies tp2,pp2] [--json]     compares a custom model in every topology with one process
 
-`threed.cli.parser` defines the arguments of the tools. For example, `threed schedule` also takes --csv
-FILE and --json.
+`threed.cli.parser` defines the arguments of the tools. For example, `threed schedule` also takes
+--csv FILE and --json.
 """
 
 from __future__ import annotations

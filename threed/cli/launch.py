@@ -108,7 +108,8 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
             flags, defaults=defaults, world_size=ranks.world,
             local_world=ranks.local_world, machines=ranks.machines, choose_topology=True,
             more=_data_problems,
-            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # one rank per machine checks the folder
+            # One rank per machine checks the folder.
+            begin=functools.partial(pretrained.find, check=_local_rank() == 0),
         )  # fmt: skip
         if options.help:
             return _print_once(help_text(config, prog))

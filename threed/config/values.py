@@ -65,7 +65,7 @@ _Rate = Annotated[float, Field(ge=0), BeforeValidator(number)]
 class ParamGroup(Settings):
     """Optimizer options of the parameters with matching names.
 
-    If several groups match a parameter, the first one applies. For an option that is None, the
+    If several groups match a parameter, the first one applies. If an option has the value None, the
     value in `optim` applies. In a flag, groups are separated by `;`.
 
     Attributes:

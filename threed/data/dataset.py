@@ -270,7 +270,7 @@ def _tokenize(
 ) -> dict[str, Any]:
     """Writes tokens.bin, with the validation tokens last; returns the record of the cache entry.
 
-    The record has the number of training tokens ("cut") and the statistics ("facts").
+    The record has the number of training tokens and the statistics of the validation tokens.
     """
     before = source.stamp()
     groups = _by_path(source.files, split) if source.split_by == "path" else [source.files]

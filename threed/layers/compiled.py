@@ -11,8 +11,8 @@ these operators in order and never removes them (`EffectType.ORDERED`). The comp
 operations between these operators, so this package's own fused kernels are not used in compiled
 layers.
 
-The gradients of weights and biases of linear layers are no outputs of the graph: an operator adds
-them to the sinks. The gradients of the weights of norms are outputs of the graph.
+The gradients of weights and biases of linear layers do not leave the graph as outputs: an operator
+adds them to the sinks. The gradients of the weights of norms are outputs of the graph.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class _Operation:
         return placeholder
 
     def rebuild(self) -> None:
-        """Runs the operation again in the backward; fills the placeholders that are still in use."""
+        """Runs the operation again in the backward; fills the placeholders still in use."""
         recomputed: list[_SavedTensor] = []
         description = f"an input of the recomputed operation {self.name}"
         inputs = [

@@ -88,8 +88,8 @@ class Slicing:
     def partial(self) -> str | None:
         """The axis over which the gradient of a replicated parameter between blocks is partial.
 
-        With sequence parallelism this is "tp", because each rank has only its part of the sequence.
-        Otherwise it is None.
+        With sequence parallelism the result is "tp", because each rank has only its part of the
+        sequence. Otherwise the result is None.
         """
         return "tp" if self.sequence_parallel else None
 
@@ -211,7 +211,7 @@ class Flag:
         if self._found is None:
             self._found = found
         else:
-            # in place: if the old tensor were freed, another stream could reuse its memory too early
+            # in place: if the old tensor were freed, another stream could reuse its memory
             self._found |= found
 
     def take(self, device: torch.device) -> Tensor:

@@ -107,7 +107,7 @@ def softmax_gradient_(
         columns: number of columns without padding.
         logarithm: log-sum-exp of each row, fp32 [...].
         loss: gradient of each row's loss, fp32 [...].
-        target: column of the target, int64 [...]. Below 0: the target is none of these columns.
+        target: column of the target, int64 [...]. Below 0: the target is not in these columns.
     """
     _check("softmax_gradient_", x)
     rows = (logarithm, loss)

@@ -148,9 +148,9 @@ def begin(folder: Path, job: str | None, axis: Axis) -> None:
     """Removes the `preempted.json` of an earlier run, or stops this attempt. Collective.
 
     Raises:
-        Preempted: on every rank, if an earlier attempt of this job with as many ranks was
-            preempted. With another number of ranks this attempt continues, because an elastic job
-            was then restarted after the loss of a machine.
+        Preempted: on every rank, if an earlier attempt of this job with the same number of ranks
+            was preempted. With a different number of ranks this attempt continues, because the job
+            is elastic and was restarted after the loss of a machine.
     """
     text = ""
     if axis.index == 0:

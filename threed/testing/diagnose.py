@@ -176,8 +176,11 @@ class Explainer:
     def _backward(
         self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], early: bool
     ) -> Iterator[About]:
-        """Yields the differences that the backward shows: first the differing parameters of the layers
-        after the origin, then the origin, which is the last layer whose input gradient differs."""
+        """Yields the differences that the backward shows.
+
+        These are first the differing parameters of the layers after the origin, then the origin,
+        which is the last layer whose input gradient differs.
+        """
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)
         gradient = next((part for part in self.truth["first"]["moments"] if part != WEIGHT), "")
@@ -348,8 +351,7 @@ def explain_lost_ranks(error: RanksFailed, timeout: float) -> tuple[str | None, 
 def repeated(found: Seen, layers: Layers) -> Iterator[About]:
     """Explains the differences between two trainings of one process with different random numbers.
 
-    Yields nothing if the trainings agree, otherwise one difference: the first layer and parameter
-    that differ.
+    Yields one difference, the first layer and parameter that differ, unless the trainings agree.
 
     Args:
         found: differences between the two trainings.
