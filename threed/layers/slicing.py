@@ -89,7 +89,7 @@ class Slicing:
         """The axis over which the gradient of a replicated parameter between blocks is partial.
 
         With sequence parallelism the result is "tp", because each rank has only its part of the
-        sequence. Otherwise the result is None.
+        sequence. Otherwise the property returns None.
         """
         return "tp" if self.sequence_parallel else None
 
