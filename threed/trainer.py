@@ -91,8 +91,8 @@ class Trainer:
             before the step's metrics are written, so that they can add metrics.
 
     Attributes:
-        engine: the engine.
-        data: the data.
+        engine: the engine that trains the model.
+        data: training and validation data.
         config: the resolved configuration of the engine.
         topology: the ranks of the engine.
         folder: the run folder.
@@ -286,7 +286,7 @@ class Trainer:
         """Logs the settings of the run, and writes its configuration to the run folder.
 
         Args:
-            run: the run.
+            run: the run: its engine, data, folder and other objects.
             validation: a note on the validation data, or an empty string.
             aside: names and new folder of the checkpoints that were moved away because the run does
                 not continue from them (`Retention.set_aside`), or an empty string.

@@ -265,7 +265,7 @@ def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
     """Measures the rates at which offloading to a folder writes and reads; returns them as text.
 
     Args:
-        folder: the folder.
+        folder: folder on the drive to measure.
         nbytes: number of bytes to write and read.
     """
     from threed.memory.io import Disk, SwapError

@@ -503,7 +503,7 @@ def default_text(info: FieldInfo, value: Any) -> str:
 
     Args:
         info: the field of the key.
-        value: the default.
+        value: default value of the key.
     """
     if value is None:
         return "not set"

@@ -194,7 +194,7 @@ def find_refusals(
     """Returns the problems for which an engine rejects a configuration, one line each.
 
     Args:
-        config: the configuration.
+        config: configuration to check.
         groups: groups of keys whose `REQUIREMENTS` are checked. `REFUSALS` are checked for all
             groups.
     """
@@ -491,7 +491,7 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
     """Yields a problem if the model's vocabulary is smaller than the tokenizer's.
 
     Args:
-        config: the configuration.
+        config: configuration to check.
         tokenizer_vocab: smallest vocabulary size that has all ids of encoded text.
     """
     vocab = config.model.vocab
@@ -508,7 +508,7 @@ def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterat
     valid for every number from the minimum to the maximum.
 
     Args:
-        config: the configuration.
+        config: configuration to check.
         machines: minimum and maximum number of machines.
         ranks: ranks per machine.
     """

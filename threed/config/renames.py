@@ -47,7 +47,7 @@ class Setting:
     Attributes:
         group: group of the key, as a field name.
         key: the key, as a field name.
-        value: the value.
+        value: value of the key.
         note: a line with the old and the new spelling; "" if nothing was renamed.
     """
 

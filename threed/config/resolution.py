@@ -22,7 +22,7 @@ def derive_dp(config: Config, world_size: int) -> int:
     """Returns the number of data-parallel ranks.
 
     Args:
-        config: the configuration.
+        config: configuration with the parallel sizes.
         world_size: number of ranks.
 
     Raises:
@@ -120,7 +120,7 @@ def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -
 
     Args:
         error: error of the schedule.
-        config: the configuration.
+        config: configuration of the run.
         dp: number of data ranks, if known.
     """
     if not isinstance(error, schedules.SizesError):

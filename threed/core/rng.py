@@ -117,7 +117,7 @@ def normal(
     evaluated.
 
     Args:
-        seed: the seed.
+        seed: seed of the run.
         name: name of the global tensor.
         shape: shape of the global tensor.
         start: first index of the box, per dimension.
@@ -159,7 +159,7 @@ def keep_mask(
     other devices (16 `_CHUNK` counters), or more if a single row needs more counters.
 
     Args:
-        seed: the seed.
+        seed: seed of the run.
         name: name of the dropout module.
         step: number of the training step.
         samples: int64 [b], global sample indices.

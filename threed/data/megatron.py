@@ -253,7 +253,7 @@ def tokenize_to_megatron(
     Args:
         src: a .txt file, a .jsonl file or a folder of such files.
         dst_prefix: path of both files without .bin and .idx.
-        tokenizer: the tokenizer.
+        tokenizer: tokenizer that encodes the text.
 
     Returns:
         The files, and the numbers of documents and tokens.

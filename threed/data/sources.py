@@ -279,7 +279,7 @@ def check_utf8(data: bytes, place: str, offset: int) -> None:
     """Raises ValueError if bytes are not UTF-8 text; the message states the fix.
 
     Args:
-        data: the bytes.
+        data: bytes to check.
         place: the file and line, for the message.
         offset: offset of `data` in the file, in bytes.
     """

@@ -64,7 +64,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     """Returns all rows of a metrics file, in order. Ignores a last line that a crash truncated.
 
     Args:
-        path: the file.
+        path: path of a metrics.jsonl.
 
     Raises:
         FileNotFoundError: if the file does not exist.

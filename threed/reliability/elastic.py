@@ -56,7 +56,7 @@ class Memory:
     """The copies of a run in memory. All methods are collective unless stated otherwise.
 
     Args:
-        engine: the engine.
+        engine: engine with the state to copy.
         folder: the run folder.
 
     Raises:

@@ -134,7 +134,7 @@ class Recheck:
     """Runs the steps of an engine, and a bad step twice. The host waits for every step.
 
     Args:
-        engine: the engine.
+        engine: engine that runs the steps.
         note: function that prints a line.
     """
 

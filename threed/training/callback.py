@@ -114,14 +114,14 @@ class Callback:
         """Called before the first step, after a checkpoint has been loaded.
 
         Args:
-            run: the run.
+            run: the run: its engine, data, folder and other objects.
         """
 
     def before_step(self, run: Run, step: int) -> None:
         """Called after the batch of a step has been fetched.
 
         Args:
-            run: the run.
+            run: the run: its engine, data, folder and other objects.
             step: number of the step, counted from 1.
         """
 
@@ -129,7 +129,7 @@ class Callback:
         """Called after the update.
 
         Args:
-            run: the run.
+            run: the run: its engine, data, folder and other objects.
             metrics: metrics of the step; reading a value waits for the device.
             row: metrics to log for the step, by name. Callbacks add to it. An empty row is not
                 logged.
@@ -139,5 +139,5 @@ class Callback:
         """Called after the last step, before the final report. Not called if a step raised.
 
         Args:
-            run: the run.
+            run: the run: its engine, data, folder and other objects.
         """

@@ -36,7 +36,7 @@ def read(record: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the model keys of a Hugging Face configuration.
 
     Args:
-        record: the architecture.
+        record: architecture of the model.
         config: the object in config.json.
 
     Raises:
@@ -254,7 +254,7 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
     """Returns the Hugging Face configuration of a model.
 
     Args:
-        record: the architecture.
+        record: architecture of the model.
         keys: all model keys, resolved.
     """
     table: dict[str, Any] = {"architectures": [record.hf_class], "model_type": record.model_type}
