@@ -498,10 +498,10 @@ class Engine:
 
         Raises:
             CheckpointError: on every rank, if the checkpoint cannot be loaded. If a file is missing
-                or damaged, or the checkpoint is of another model or optimizer, the engine is
+                or damaged, or the checkpoint is of a different model or optimizer, the engine is
                 unchanged. If the checkpoint has values that are not finite, an engine that still
                 had its initial weights gets them back; any other engine refuses to train or save
-                until another load.
+                until a checkpoint is loaded successfully.
         """
         self.saver.end()
         self._sync_states()

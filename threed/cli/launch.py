@@ -77,8 +77,8 @@ def main(argv: list[str], *, prog: str, arch: str | None = None, named: bool = F
             `--help` and the hint on how to resume.
         arch: the architecture to use if no file and no flag names one; or a custom model, as
             FILE.py:MODEL.
-        named: whether the user gave `arch` on the command line. A flag with another architecture is
-            then an error.
+        named: whether the user gave `arch` on the command line. If so, a flag with a different
+            architecture is an error.
 
     Returns:
         The exit code (docs/guide/fault_tolerance.md).
@@ -225,7 +225,7 @@ def _resume_hint(config: Config, words: list[str] | None) -> str:
 
 
 def _check_arch(config: Config, options: Options, arch: str | None, prog: str, named: bool) -> None:
-    """Raises ConfigError if the configuration has another architecture than `arch`.
+    """Raises ConfigError if the configuration names a different architecture than `arch`.
 
     There is one exception: the flag --model.arch may override `arch` if the program chose `arch`,
     not the user (`named`).

@@ -182,7 +182,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copies values to a device asynchronously, optionally with another dtype.
+    """Copies values to a device asynchronously, optionally with a different dtype.
 
     If `values` are in pageable host memory, they are first copied to page-locked memory, which
     torch keeps until the GPU has read it. If `values` are page-locked, the GPU reads them directly:

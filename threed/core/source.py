@@ -75,7 +75,7 @@ def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
         file: the file of the object, for the message.
 
     Raises:
-        ValueError: if the object needs other arguments.
+        ValueError: if the object requires arguments that are not in `given`.
     """
     try:
         signature = inspect.signature(found)
@@ -126,7 +126,7 @@ class Source:
         """Returns the number of arguments with which the object is called.
 
         Raises:
-            ValueError: if the object needs other arguments.
+            ValueError: if the object requires arguments that are not in `given`.
         """
         return count_arguments(self.found, self.given, self.file)
 
@@ -148,7 +148,7 @@ def find_model(target: str) -> Source:
 
     Raises:
         ValueError: if the file cannot be imported, or the object does not exist, is not callable,
-            or needs other arguments.
+            or requires other arguments.
     """
     file, _, name = target.rpartition(":")
     if not names_model(target):

@@ -103,7 +103,7 @@ def _scratch(folder: Path, name: str) -> Path:
 
 
 def _read(folder: Path) -> Entry | None:
-    """Returns the entry in `folder`, or None if a file is missing or has another size."""
+    """Returns the entry in `folder`, or None if a file is missing or has the wrong size."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}

@@ -3,7 +3,7 @@
 Use: `with Prefetcher(fetch, start=7) as batches: batches.get(7); batches.get(8); …`
 
 The thread calls `fetch` for the steps start, start + 1, … and keeps at most `depth` results that
-`get` has not returned yet. If `get` requests another step than the next one, the thread discards
+`get` has not returned yet. If `get` requests a step that is not the next one, the thread discards
 its results and restarts at the requested step.
 """
 

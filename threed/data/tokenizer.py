@@ -302,8 +302,8 @@ class TokenizerJson:
         """Copies the tokenizer's files.
 
         Without a tokenizer_config.json, `transformers` chooses a tokenizer class by the model in
-        the folder. If this may be another model than the tokenizer's own, the method also writes a
-        tokenizer_config.json, and a tokenizer.json if there was none to copy.
+        the folder. If that model may differ from the model that the tokenizer belongs to, the
+        method also writes a tokenizer_config.json, and a tokenizer.json if there was none to copy.
 
         Args:
             folder: the folder to write to; created if it does not exist.

@@ -87,7 +87,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # Gradients go to the sinks of the parameters in `terms`. The saved tensors may have no
-        # sinks, because saved-tensor hooks can return other tensors.
+        # sinks, because saved-tensor hooks may return copies of the parameters.
         (x, *saved), terms = ctx.saved_tensors, ctx.terms
         dx, *rest = gradients(dy, x, saved or terms.weights, terms, ctx.needs_input_grad[0])
         return dx, None, *rest

@@ -20,10 +20,10 @@ The next layer saves the operation's result as its input, so dropping only the t
 operation would free no memory. Therefore results are dropped too. A result is identified by its
 storage: whenever autograd would save a tensor with this storage, it saves a placeholder instead
 (Megatron-Core achieves the same by emptying the output's storage). Weights, often saved as
-transposed views, have other storages and are not affected. A result that was changed in place, or
-is viewed in another dtype, cannot be rebuilt and is saved as usual. Saved tensors are checked for
-in-place changes before the backward uses them, because autograd omits this check for tensors that
-pass through saved-tensor hooks.
+transposed views, have different storages and are not affected. A result that was changed in place,
+or is viewed with a different dtype, cannot be rebuilt and is saved as usual. Saved tensors are
+checked for in-place changes before the backward uses them, because autograd omits this check for
+tensors that pass through saved-tensor hooks.
 
 Names of operations:
     attention     norms of heads, rotary positions, scaled dot product; the projected queries, keys

@@ -6,7 +6,7 @@
     by.add_product_(dw, dy.t(), x, fresh=...)   adds to the gradient's buffer dw
     dw = by.product(dy.t(), x)                  returns a new tensor
 
-For another implementation, such as fp8, create another instance of `Matmul`.
+A different implementation, such as fp8, is an instance of `Matmul` with its own functions.
 
 oneDNN is used for fp32 on AMD processors with AVX-512. On these processors torch by default calls
 MKL, which runs a 512-bit kernel only on Intel processors, elsewhere a 256-bit kernel. oneDNN, which

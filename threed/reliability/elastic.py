@@ -138,7 +138,7 @@ class Memory:
 
         Raises:
             CheckpointError: on every rank, if the copy is incomplete or cannot be loaded.
-            RunFolderError: if the copy is of another model or optimizer.
+            RunFolderError: if the copy is of a different model or optimizer.
         """
         if found.problem:
             raise CheckpointError(f"step {found.step} is incomplete in memory: {found.problem}")
@@ -325,7 +325,7 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
 
     Raises:
         CheckpointError: if there are checkpoints, but none of them can be loaded.
-        RunFolderError: if the newest copy in memory is of another model or optimizer.
+        RunFolderError: if the newest copy in memory is of a different model or optimizer.
     """
     requested, world = engine.config.checkpoint.resume, engine.topology.axis("world")
     first = collectives.exchange(after_restart(folder, requested), world)[0]

@@ -23,7 +23,7 @@ class Start:
         step: number of completed optimizer steps.
         samples: number of sequences consumed by these steps.
         tokens: number of tokens consumed by these steps. It is not always `samples` times
-            `model.seq`, because an earlier run may have had another sequence length.
+            `model.seq`, because an earlier run may have had a different sequence length.
         saved: whether a checkpoint of this step exists on disk.
         extra: entries of the checkpoint other than the engine's state; see `elastic.resume`.
     """
