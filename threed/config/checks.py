@@ -228,7 +228,7 @@ def find_problems(
         if local_world not in (None, world_size):
             how = f"--nnodes × {how}, now {local_world} on this machine"
         problems.append(f"{error} (torchrun {how})")
-    # A custom model decides what the keys mean, so its heads and layers are not checked.
+    # A custom model defines the meaning of the keys, so its heads and layers are not checked.
     sizes = () if config.model.record is architectures.CUSTOM else (_check_heads, _check_layers)
     for check in (*sizes, _check_sequence, _check_run, _check_export):
         problems += check(config)

@@ -9,10 +9,10 @@
 A different implementation, such as fp8, is an instance of `Matmul` with its own functions.
 
 oneDNN is used for fp32 on AMD processors with AVX-512. On these processors torch by default calls
-MKL, which runs a 512-bit kernel only on Intel processors, elsewhere a 256-bit kernel. oneDNN, which
-torch ships and uses for narrower types, compiles a kernel for the processor. On a Zen 5 core,
-oneDNN reaches 225 GFLOP/s and MKL 97. The choice depends only on processor, dtype and device, not
-on a measurement. So all ranks make the same choice, and a resumed run makes it again.
+MKL, which runs only a 256-bit kernel on processors of vendors other than Intel. oneDNN, which torch
+ships and uses for narrower types, compiles a kernel for the processor. On a Zen 5 core, oneDNN
+reaches 225 GFLOP/s and MKL 97. The choice depends only on processor, dtype and device, not on a
+measurement. So all ranks make the same choice, and a resumed run makes it again.
 """
 
 from __future__ import annotations
