@@ -320,8 +320,8 @@ class Engine:
     def evaluating(self) -> Iterator[None]:
         """Context manager for forwards without training. Collective.
 
-        Completes the last step first. Flags for invalid data that the step in progress has set are
-        restored at the end.
+        Completes the last step first. Invalid data in the block set separate flags; at the end, the
+        flags of the step in progress are restored.
         """
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
@@ -498,10 +498,10 @@ class Engine:
 
         Raises:
             CheckpointError: on every rank, if the checkpoint cannot be loaded. If a file is missing
-                or damaged, or the checkpoint is of another model or optimizer, the engine is
+                or damaged, or the checkpoint is of a different model or optimizer, the engine is
                 unchanged. If the checkpoint has values that are not finite, an engine that still
                 had its initial weights gets them back; any other engine refuses to train or save
-                until another load.
+                until a checkpoint is loaded successfully.
         """
         self.saver.end()
         self._sync_states()
@@ -623,10 +623,10 @@ class ModuleEngine(Engine):
         """Begins an optimizer step in a custom loop. Collective.
 
         Args:
-            microbatches: number of micro-batches of the step; None if the number is not known.
-                Every call of `backward` then needs an argument `weight`. Under ZeRO stages 0 and 1,
-                gradients are then reduced after the last backward instead of during it, unless that
-                backward is called with `last=True`.
+            microbatches: number of micro-batches of the step; None if the number is not known. With
+                None, every call of `backward` needs an argument `weight`. Moreover, under ZeRO
+                stages 0 and 1, gradients are reduced during the last backward only if it is called
+                with `last=True`; otherwise they are reduced after it.
         """
         self.faults.clear()
         self._begin(OPEN if microbatches is None else microbatches)
@@ -706,7 +706,7 @@ class ModuleEngine(Engine):
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Raises RuntimeError with fp16 if a gradient is scaled by another engine's loss scale."""
+        """Under fp16, raises RuntimeError if another engine's loss scale applies to a gradient."""
         for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
             raise RuntimeError(
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"

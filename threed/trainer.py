@@ -91,8 +91,8 @@ class Trainer:
             before the step's metrics are written, so that they can add metrics.
 
     Attributes:
-        engine: the engine.
-        data: the data.
+        engine: the engine that trains the model.
+        data: training and validation data.
         config: the resolved configuration of the engine.
         topology: the ranks of the engine.
         folder: the run folder.
@@ -286,7 +286,7 @@ class Trainer:
         """Logs the settings of the run, and writes its configuration to the run folder.
 
         Args:
-            run: the run.
+            run: the run: its engine, data, folder and other objects.
             validation: a note on the validation data, or an empty string.
             aside: names and new folder of the checkpoints that were moved away because the run does
                 not continue from them (`Retention.set_aside`), or an empty string.
@@ -336,8 +336,8 @@ def open_configured(config: Config) -> Data:
 def start_engine(config: Config) -> Engine:
     """Creates the process groups, model and engine of a resolved configuration. Collective.
 
-    If the model is a plain `nn.Module`, this function also seeds torch's random generator, with
-    another seed on each rank.
+    If the model is a plain `nn.Module`, this function also seeds torch's random generator, with a
+    different seed on each rank.
     """
     p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
     # The timeout is at least TIMEOUT, because the watchdog is not active while a run loads a

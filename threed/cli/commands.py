@@ -1,15 +1,17 @@
 """The console script `threed` (the same as `python -m threed`): training and its tools.
 
-threed train gpt --preset tiny                                 on one process; on more: torchrun … -m threed train gpt
-threed schedule 1f1b --stages 4 --microbatches 8 [--svg FILE] [--csv FILE] [--json]     1f1b, FILE.py:NAME or FILE.csv
+threed train gpt --preset tiny                                 trains on one process
+torchrun --nproc-per-node 4 -m threed train gpt --preset tiny  trains on four processes
+threed schedule 1f1b --stages 4 --microbatches 8 [--svg FILE]  simulates a schedule: a name, FILE.py:NAME or FILE.csv
 threed plan --world-size 8 --preset small --parallel.tp 2      forecasts memory and time; takes the flags of training
-threed tokenize SRC DST [--tokenizer bytes]                    text -> Megatron .bin/.idx
-threed convert SRC DST [--dtype bf16]                          native checkpoint -> Hugging Face folder, and back
-threed inspect [CHECKPOINT]                                    versions, devices; or a checkpoint or HF folder, verified
+threed tokenize SRC DST [--tokenizer bytes]                    writes text as Megatron's .bin and .idx
+threed convert SRC DST [--dtype bf16]                          converts a checkpoint to a Hugging Face folder, or back
+threed inspect [CHECKPOINT]                                    prints versions and devices, or verifies a checkpoint
 threed report RUN                                              redraws the figures of a run
 threed verify FILE.py:NAME [--topologies tp2,pp2] [--json]     compares a custom model in every topology with one process
 
-`threed.cli.parser` defines the arguments of the tools.
+`threed.cli.parser` defines the arguments of the tools. For example, `threed schedule` also takes
+--csv FILE and --json.
 """
 
 from __future__ import annotations
@@ -99,7 +101,12 @@ def _joined(words: list[str]) -> list[str]:
 
 
 def _train(tool: str, *words: str) -> int:
-    """Trains or plans a run. Arguments: an architecture or FILE.py:MODEL (optional), then flags."""
+    """Trains or plans a run.
+
+    Args:
+        tool: "train" or "plan".
+        words: an architecture or FILE.py:MODEL (optional), then flags.
+    """
     arch = os.path.expanduser(words[0]) if words and not words[0].startswith("-") else None
     flags = list(words[arch is not None :])
     if arch is not None and arch not in architectures.NAMES and not source.names_model(arch):
@@ -258,7 +265,7 @@ def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
     """Measures the rates at which offloading to a folder writes and reads; returns them as text.
 
     Args:
-        folder: the folder.
+        folder: folder on the drive to measure.
         nbytes: number of bytes to write and read.
     """
     from threed.memory.io import Disk, SwapError

@@ -69,16 +69,16 @@ ENDINGS: dict[type[Exception], tuple[int, bool]] = {
 def main(argv: list[str], *, prog: str, arch: str | None = None, named: bool = False) -> int:
     """Runs the training that a command line describes.
 
-    An interrupt (Ctrl-C) prints one line, and then ends the process by the signal.
+    On an interrupt (Ctrl-C), prints one line and ends the process by SIGINT.
 
     Args:
         argv: flags of the command line.
         prog: the words of the command line between `torchrun` and the flags, for the usage line of
             `--help` and the hint on how to resume.
-        arch: an architecture, which is used if neither a file nor a flag names one; or a custom
-            model, as FILE.py:MODEL.
-        named: whether the user gave `arch` on the command line. A flag with another architecture is
-            then an error.
+        arch: the architecture to use if no file and no flag names one; or a custom model, as
+            FILE.py:MODEL.
+        named: whether the user gave `arch` on the command line. If so, a flag with a different
+            architecture is an error.
 
     Returns:
         The exit code (docs/guide/fault_tolerance.md).
@@ -99,7 +99,7 @@ def main(argv: list[str], *, prog: str, arch: str | None = None, named: bool = F
 def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     flags, custom = argv, arch is not None and names_model(arch)
     if arch is not None and custom:
-        # Presets turn on the export of a Hugging Face folder, which a custom model does not have.
+        # Presets turn on the export of a Hugging Face folder, which custom models do not support.
         flags = ["--model.arch", arch, "--checkpoint.export-hf", "false", *argv]
     defaults = {"model": {"arch": arch}} if arch and not custom else {}
     try:
@@ -108,7 +108,8 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
             flags, defaults=defaults, world_size=ranks.world,
             local_world=ranks.local_world, machines=ranks.machines, choose_topology=True,
             more=_data_problems,
-            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # checked by one rank per machine
+            # One rank per machine checks the folder.
+            begin=functools.partial(pretrained.find, check=_local_rank() == 0),
         )  # fmt: skip
         if options.help:
             return _print_once(help_text(config, prog))
@@ -127,7 +128,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     if options.dry_run:
         if unusable := _named_checkpoint_problems(config, data):
             return refuse(format_problems(unusable))
-        # A dry run may be for another machine, so problems of this machine do not make it fail.
+        # A dry run may plan for another machine, so it only prints the problems of this machine.
         text = [] if forecast is None else [forecast.text(), *_notes(config, options)]
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
@@ -224,7 +225,7 @@ def _resume_hint(config: Config, words: list[str] | None) -> str:
 
 
 def _check_arch(config: Config, options: Options, arch: str | None, prog: str, named: bool) -> None:
-    """Raises ConfigError if the configuration has another architecture than `arch`.
+    """Raises ConfigError if the configuration names a different architecture than `arch`.
 
     There is one exception: the flag --model.arch may override `arch` if the program chose `arch`,
     not the user (`named`).

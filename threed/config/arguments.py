@@ -49,7 +49,7 @@ GROUPS: Mapping[str, type[BaseModel]] = {
 }
 DEFAULTS = Config()
 PRESETS = Path(__file__).with_name("presets")
-# sources of the values of keys (`_Draft.sources`); for a configuration file, the source is its path
+# Sources of values in `_Draft.sources`. For a configuration file, the source is the file's path.
 PROGRAM, FLAG = "the program's defaults", ""
 _OWN = ("seq", "dropout", "tokenizer")  # keys that a folder of pretrained weights does not override
 Groups = Mapping[str, Mapping[str, Any]]
@@ -168,9 +168,9 @@ class _Draft:
         notes: a line per renamed key in use, with the old and the new spelling.
         topologies: values of the tables [topology.N] of the preset or file, by N, group and key.
         problems: problems found so far.
-        suspects: flags with an invalid value, misspelled flags, and the flags that the user may
-            have meant by them. An invalid combination with one of these flags is not reported,
-            because it may only be a consequence of the first problem.
+        suspects: flags with an invalid value, misspelled flags, and the flags that a misspelled
+            flag may stand for. An invalid combination with a suspect flag is not reported, because
+            it may only be a consequence of the problem with this flag.
         complete: whether all sources could be read.
     """
 
@@ -207,8 +207,8 @@ class _Draft:
     def find_custom_model(self, config: Config) -> None:
         """Imports the file of `--model.arch FILE.py:NAME`; records a problem if this fails.
 
-        It is also a problem if the name comes from a checkpoint, and not from a flag, a file or the
-        program: the code that a checkpoint names is not run by itself.
+        It is also a problem if only a checkpoint names the file: code that a checkpoint names runs
+        only if a flag, a configuration file or the program names it, too.
         """
         arch = config.model.arch
         if not names_model(arch):
@@ -388,7 +388,7 @@ class _Draft:
         return config.model_copy(update=groups)
 
     def is_consequence(self, problem: str) -> bool:
-        """Returns whether a problem may be a consequence of another, as it names a suspect flag.
+        """Returns whether a problem names a suspect flag, and so may be a consequence of another.
 
         Problems may name the flags of `parallel` by their keys alone, as in `tp 2 × pp 2`.
         """
@@ -441,7 +441,7 @@ class _Draft:
 
 
 class _Missing(str):
-    """Value of a flag that was given without a value; the text is its placeholder in `--help`."""
+    """Stands for the missing value of a flag. The text is the flag's placeholder in `--help`."""
 
 
 def _hyphenated(token: str) -> str:
@@ -503,7 +503,7 @@ def default_text(info: FieldInfo, value: Any) -> str:
 
     Args:
         info: the field of the key.
-        value: the default.
+        value: default value of the key.
     """
     if value is None:
         return "not set"

@@ -194,7 +194,7 @@ def find_refusals(
     """Returns the problems for which an engine rejects a configuration, one line each.
 
     Args:
-        config: the configuration.
+        config: configuration to check.
         groups: groups of keys whose `REQUIREMENTS` are checked. `REFUSALS` are checked for all
             groups.
     """
@@ -228,7 +228,7 @@ def find_problems(
         if local_world not in (None, world_size):
             how = f"--nnodes × {how}, now {local_world} on this machine"
         problems.append(f"{error} (torchrun {how})")
-    # The class of a custom model interprets the keys, so heads and layers are not checked.
+    # A custom model defines the meaning of the keys, so its heads and layers are not checked.
     sizes = () if config.model.record is architectures.CUSTOM else (_check_heads, _check_layers)
     for check in (*sizes, _check_sequence, _check_run, _check_export):
         problems += check(config)
@@ -491,7 +491,7 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
     """Yields a problem if the model's vocabulary is smaller than the tokenizer's.
 
     Args:
-        config: the configuration.
+        config: configuration to check.
         tokenizer_vocab: smallest vocabulary size that has all ids of encoded text.
     """
     vocab = config.model.vocab
@@ -508,7 +508,7 @@ def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterat
     valid for every number from the minimum to the maximum.
 
     Args:
-        config: the configuration.
+        config: configuration to check.
         machines: minimum and maximum number of machines.
         ranks: ranks per machine.
     """

@@ -26,7 +26,8 @@ class Rename:
     Attributes:
         old: the old key, as `group.key`.
         new: the new key, as `group.key`; the same as `old` if only values were renamed.
-        values: renamed values: the new value, by the old value, as users write them.
+        values: maps each old value to the new value, both as users write them; empty if only the
+            key was renamed.
     """
 
     old: str
@@ -46,7 +47,7 @@ class Setting:
     Attributes:
         group: group of the key, as a field name.
         key: the key, as a field name.
-        value: the value.
+        value: value of the key.
         note: a line with the old and the new spelling; "" if nothing was renamed.
     """
 
@@ -95,8 +96,8 @@ class Renames:
     def update(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a saved configuration with its keys and values in their current spelling.
 
-        If a renamed key is saved in both spellings, the value of the new one is used. Removed keys
-        are left out.
+        If a renamed key is saved in both spellings, the value under the new spelling is used.
+        Removed keys are left out.
 
         Args:
             config: values as {group: {key: value}}.

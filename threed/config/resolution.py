@@ -22,7 +22,7 @@ def derive_dp(config: Config, world_size: int) -> int:
     """Returns the number of data-parallel ranks.
 
     Args:
-        config: the configuration.
+        config: configuration with the parallel sizes.
         world_size: number of ranks.
 
     Raises:
@@ -70,7 +70,7 @@ def default_warmup(steps: int) -> int:
 def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
     """Returns the configuration with all derived values filled in.
 
-    Keys whose value None has a meaning stay None, such as `train.stop_after`, `data.path`,
+    Keys for which None is a meaningful value stay None, such as `train.stop_after`, `data.path`,
     `zero.nvme_path` and `log.profile_steps`. The path of a schedule file becomes absolute.
 
     Args:
@@ -120,7 +120,7 @@ def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -
 
     Args:
         error: error of the schedule.
-        config: the configuration.
+        config: configuration of the run.
         dp: number of data ranks, if known.
     """
     if not isinstance(error, schedules.SizesError):
@@ -133,7 +133,7 @@ def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -
     fixes = []
     if needs.get("stages", p.pp) != p.pp:
         fixes.append(f"--parallel.pp {needs['stages']}")
-        dp = None  # another pp changes dp
+        dp = None  # dp depends on pp, so it is unknown now
     if "microbatches" in needs:
         fixes.append(_batch_of(config, needs["microbatches"], dp))
     return f"{given}; use {' and '.join(fixes)}, or another --parallel.schedule"

@@ -1,4 +1,4 @@
-"""Names from pydantic, readable validation errors, and groups of settings written as one string.
+"""Re-exports pydantic, explains its errors, and defines settings that users write as one string.
 
 Only this module imports pydantic, so that a missing pydantic is reported in one place.
 """

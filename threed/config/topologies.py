@@ -37,7 +37,7 @@ def choose_sizes(config: Config, ranks: int) -> Config:
     custom models, whose number of layers is not known.
 
     Args:
-        config: the configuration.
+        config: configuration as loaded.
         ranks: number of ranks.
     """
     p, batch, step = config.parallel, config.train.global_batch, config.train.micro_batch

@@ -50,9 +50,9 @@ def _alternatives(match: str) -> tuple[frozenset[str], tuple[str, ...]]:
     """Splits a pattern at each "|" outside of brackets.
 
     Returns:
-        All alternatives, as a set; and the alternatives that contain `*`, `?` or `[`. Imported
-        groups may list thousands of names, so names without these characters are looked up in the
-        set.
+        All alternatives, as a set; and the alternatives that contain `*`, `?` or `[`. Plain names
+        are looked up in the set, because imported groups may list thousands of them. Only the
+        alternatives in the second result have to be matched one by one.
     """
     found = [text.strip() for text in re.findall(r"(?:\[.[^]]*\]|[^|])+", match)]
     wild = tuple(text for text in found if set(text) & set("*?["))
@@ -63,9 +63,10 @@ _Rate = Annotated[float, Field(ge=0), BeforeValidator(number)]
 
 
 class ParamGroup(Settings):
-    """Optimizer options of the parameters with matching names. None means the value in `optim`.
+    """Optimizer options of the parameters with matching names.
 
-    The first group that matches a parameter applies. In a flag, groups are separated by `;`.
+    If several groups match a parameter, the first one applies. If an option has the value None, the
+    value in `optim` applies. In a flag, groups are separated by `;`.
 
     Attributes:
         match: `fnmatch` pattern of parameter names, or several patterns separated by "|".
@@ -112,7 +113,7 @@ def _boolean(value: object) -> object:
 
 
 def _must_be(form: str, separator: str = ",") -> WrapValidator:
-    """Returns a validator that also accepts a tuple as a list, or as one string of its items.
+    """Returns a validator of a tuple, which may also be given as a list or as one string.
 
     Args:
         form: description of valid values; the error message is "must be " and this text.
@@ -160,7 +161,8 @@ def _architecture(value: object) -> object:
     if value in architectures.NAMES:
         return value
     if isinstance(value, str) and names_model(value):
-        return value  # the file is not imported here, because its name may be from a checkpoint
+        # The file is not imported here: a checkpoint may name it, and must not run code by itself.
+        return value
     hint = did_you_mean(str(value), *architectures.NAMES)
     raise ValueError(f"must be {', '.join(architectures.NAMES)} or FILE.py:NAME{hint}")
 

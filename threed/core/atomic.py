@@ -129,8 +129,8 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
 def _private_temporary_folder() -> Path:
     """Returns this user's folder in the system's temporary folder; creates it if it is missing.
 
-    If another user owns the folder with the usual name, or can write to it, a folder with another
-    name is created.
+    If another user owns the folder with the usual name, or can write to it, a folder with a new
+    random name is created.
     """
     folder = Path(tempfile.gettempdir()) / f"threed-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

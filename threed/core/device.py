@@ -26,7 +26,7 @@ synchronize = torch.accelerator.synchronize
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Returns whether the device has its own memory: it is neither the CPU nor the meta device."""
+    """Returns whether the device has its own memory; False for the CPU and the meta device."""
     return device.type not in ("cpu", "meta")
 
 
@@ -102,14 +102,14 @@ def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
 def on_stream(stream: torch.Stream) -> Iterator[None]:
     """Context manager: runs the block on `stream`.
 
-    `stream` first waits for work that is already queued on the current stream; it overlaps with
-    work that is queued there later. Other streams that use the results must wait for `stream`
-    (`wait_stream` or an event). A tensor allocated in the block may be freed once its last use is
-    enqueued on `stream`.
+    `stream` first waits for work that is already queued on the current stream. The block overlaps
+    with work that is queued on the current stream later. Other streams that use the block's results
+    must wait for `stream` (`wait_stream` or an event). A tensor allocated in the block may be freed
+    once its last use is enqueued on `stream`.
     """
     before = current_stream(stream.device)
     stream.wait_stream(before)
-    # `with stream` is neither reentrant nor safe in several threads
+    # set_stream is called directly, because `with stream` is not reentrant and not thread-safe
     torch.accelerator.set_stream(stream)
     try:
         yield
@@ -127,8 +127,8 @@ def mark(device: torch.device) -> torch.Event:
 class Clock:
     """Timestamps of a device's work.
 
-    On an accelerator a timestamp is an event. The host does not wait when an event is recorded. It
-    waits in `seconds`, which converts the time of the event to the scale of `time.perf_counter`.
+    On an accelerator a timestamp is an event. The host does not wait when an event is recorded, but
+    in `seconds`, which converts the time of the event to the scale of `time.perf_counter`.
     The constructor synchronizes once to relate the two scales, which limits the accuracy.
     """
 
@@ -182,7 +182,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copies values to a device asynchronously, optionally with another dtype.
+    """Copies values to a device asynchronously, optionally with a different dtype.
 
     If `values` are in pageable host memory, they are first copied to page-locked memory, which
     torch keeps until the GPU has read it. If `values` are page-locked, the GPU reads them directly:

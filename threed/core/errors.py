@@ -7,7 +7,10 @@ from typing import Any
 
 
 class PicklableError(Exception):
-    """An error that can be pickled even if its constructor's parameters differ from `args`."""
+    """An error that can be pickled even if its constructor's parameters differ from `args`.
+
+    By default, unpickling an error would call its constructor with `args`.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), self.args, vars(self))

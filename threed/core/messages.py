@@ -12,7 +12,7 @@ def counted(count: float, noun: str, spec: str = "") -> str:
     """Returns a number with its noun in singular or plural, such as "1 rank" or "2 ranks".
 
     Args:
-        count: the number.
+        count: number to write.
         noun: the noun in singular; its plural must be regular.
         spec: format of the number, such as "," for thousands.
     """

@@ -59,7 +59,7 @@ def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     """Returns the object in a JSON file.
 
     Args:
-        path: the file.
+        path: path of the JSON file.
         most: maximum size of the file in bytes.
 
     Raises:
@@ -75,7 +75,7 @@ def read_toml(path: Path, most: int = MOST_TOML) -> dict[str, Any]:
     """Returns the tables of a TOML file.
 
     Args:
-        path: the file.
+        path: path of the TOML file.
         most: maximum size of the file in bytes.
 
     Raises:
@@ -120,7 +120,7 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
     """Returns the bytes of a regular file. Refuses pipes, which could block.
 
     Args:
-        path: the file.
+        path: path of the file.
         most: maximum size of the file in bytes.
 
     Raises:

@@ -23,7 +23,7 @@ from threed.core import native
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
-_CHUNK = 1 << 16  # counters per chunk, so that the ten rounds of Philox run in the cache
+_CHUNK = 1 << 16  # counters per chunk; a chunk stays in the cache during the rounds of Philox
 
 
 def key(seed: int, name: str) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def normal(
     evaluated.
 
     Args:
-        seed: the seed.
+        seed: seed of the run.
         name: name of the global tensor.
         shape: shape of the global tensor.
         start: first index of the box, per dimension.
@@ -138,7 +138,7 @@ def normal(
     if len(begins) == 1:
         first = int(begins)
         return _normal_range(first, first + run, stream).view(tuple(size))
-    width = (run + 6) // 4  # number of counters, 4 elements each, that always cover a run
+    width = (run + 6) // 4  # number of counters, 4 elements each, for a run, wherever it begins
     blocks = (begins // 4).view(-1, 1) + torch.arange(width)
     lanes = _in_chunks(blocks.view(-1), stream).view(len(begins), 4 * width)
     return lanes.gather(1, (begins % 4).view(-1, 1) + torch.arange(run)).view(tuple(size))
@@ -159,9 +159,9 @@ def keep_mask(
     other devices (16 `_CHUNK` counters), or more if a single row needs more counters.
 
     Args:
-        seed: the seed.
+        seed: seed of the run.
         name: name of the dropout module.
-        step: number of the step.
+        step: number of the training step.
         samples: int64 [b], global sample indices.
         rows: [first, last) positions on this rank, of the global activation [s, width].
         columns: [first, last) columns on this rank.
@@ -174,7 +174,8 @@ def keep_mask(
     device = samples.device
     keep = torch.empty((rows[1] - rows[0]) * len(samples), run, dtype=torch.bool, device=device)
     aligned = width % 4 == first % 4 == 0
-    # Philox counters per row, each for four columns; unaligned columns may begin within a counter
+    # Number of Philox counters per row. A counter gives four columns, and unaligned columns may
+    # begin in the middle of a counter.
     counters = -(-run // 4) if aligned else (run + 6) // 4
     column = torch.arange(max(run, counters), device=device)
     lines = max(1, (_CHUNK if device.type == "cpu" else 16 * _CHUNK) // max(counters, 1))

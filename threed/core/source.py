@@ -17,8 +17,9 @@ from typing import Any
 def load(file: str) -> ModuleType:
     """Imports a Python file as a module and returns the module.
 
-    If the program has imported the file already, returns this module. Otherwise adds the file's
-    folder to `sys.path`. During the import standard output goes to standard error.
+    If the program has already imported the file, returns the existing module. Otherwise adds the
+    file's folder to `sys.path` and imports it. Text that the import prints to stdout is redirected
+    to stderr.
 
     Raises:
         ValueError: if the file does not exist or cannot be imported.
@@ -62,10 +63,11 @@ _POSITIONAL = (
 
 
 def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
-    """Returns the number of arguments with which an object of the user is called.
+    """Returns the number of arguments with which a user's class or function is called.
 
-    The object may take fewer arguments than `given`. Arguments are passed by position. They end
-    before the first parameter that has a default value and is not named like its argument.
+    The object may take fewer arguments than `given`. Arguments are passed by position, up to the
+    first parameter that has a default value and a different name than its argument. This parameter
+    and all later ones keep their defaults.
 
     Args:
         found: the class or function.
@@ -73,7 +75,7 @@ def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
         file: the file of the object, for the message.
 
     Raises:
-        ValueError: if the object needs other arguments.
+        ValueError: if the object requires arguments that are not in `given`.
     """
     try:
         signature = inspect.signature(found)
@@ -100,7 +102,7 @@ def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """A callable object of a Python file. The file is imported at the first call in a process.
+    """A callable object in a Python file. The file is imported at the first call in a process.
 
     Attributes:
         file: path of the file.
@@ -124,7 +126,7 @@ class Source:
         """Returns the number of arguments with which the object is called.
 
         Raises:
-            ValueError: if the object needs other arguments.
+            ValueError: if the object requires arguments that are not in `given`.
         """
         return count_arguments(self.found, self.given, self.file)
 
@@ -146,7 +148,7 @@ def find_model(target: str) -> Source:
 
     Raises:
         ValueError: if the file cannot be imported, or the object does not exist, is not callable,
-            or needs other arguments.
+            or requires other arguments.
     """
     file, _, name = target.rpartition(":")
     if not names_model(target):

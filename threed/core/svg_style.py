@@ -68,7 +68,7 @@ def styled(text: str, title: str, dark: Mapping[str, str] = DARK) -> str:
     """Returns an SVG document with a title, the font, and the dark variants of its colors.
 
     Args:
-        text: the document.
+        text: an SVG document in the light colors.
         title: title for screen readers, the first child of the root element.
         dark: dark variants of the document's colors.
 
@@ -105,7 +105,7 @@ def text(
     Args:
         x: horizontal position of the anchor, in pixels.
         y: vertical position of the base line, in pixels.
-        content: the text.
+        content: text to show.
         size: font size, in pixels.
         fill: color.
         anchor: start, middle or end.

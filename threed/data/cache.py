@@ -84,8 +84,8 @@ def _lock(path: Path) -> Iterator[None]:
     # The file is opened read-only, so that users who share a cache can lock each other's files.
     descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
-        # A file system without locks raises OSError. It is ignored, because entries are valid
-        # without a lock, too.
+        # A file system without locks raises OSError. The error is ignored, because entries are
+        # valid without a lock, too.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -103,7 +103,7 @@ def _scratch(folder: Path, name: str) -> Path:
 
 
 def _read(folder: Path) -> Entry | None:
-    """Returns the entry in `folder`, or None if a file is missing or has another size."""
+    """Returns the entry in `folder`, or None if a file is missing or has the wrong size."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}

@@ -5,10 +5,10 @@
     data.train.batch(first, count)
 
 `open_data` finds the files and computes their sha256, which is cached as long as sizes and times of
-the files do not change. It then writes the token file and measures statistics. They are cached by
-the sha256, the tokenizer and the split. Finally, it memory-maps the token file and returns one part
-of it for training and one for validation. All ranks may call `open_data` at the same time; one of
-them builds the cache entries.
+the files do not change. It then writes the token file and measures statistics. Token file and
+statistics are cached under a key of the sha256, the tokenizer and the split. Finally, it
+memory-maps the token file and returns one part of it for training and one for validation. All ranks
+may call `open_data` at the same time; one of them builds the cache entries.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from threed.data.tokenizer import Bos, SpecialTokens, Tokenizer, Tokens, load_to
 # Version of the contents of cache entries, and a part of every cache key. Increase it whenever the
 # contents change, so that older entries are not read.
 LAYOUT = 2
-# Time in seconds within which two changes of a file may have the same time stamp, if the clock of
-# the file system is coarse. Results for files that were changed more recently are not cached,
-# because a later change could remain unnoticed.
+# Time in seconds within which two changes of a file may get the same time stamp, if the clock of
+# the file system is coarse. If a file was changed less than this time ago, results for it are not
+# cached: another change could follow with the same time stamp, and would not be noticed.
 FRESH_S = 2.0
 # Number of tokens that `id_range` and `first_outside` read at a time.
 BLOCK = 1 << 22
@@ -252,7 +252,7 @@ def _cached(
 ) -> dict[str, Any]:
     """Returns the result of `read`, from the cache if the files are unchanged since it was stored.
 
-    If a file was changed less than `FRESH_S` ago, the cache is not used.
+    If a file was changed less than `FRESH_S` seconds ago, the cache is not used.
 
     Args:
         folder: the cache folder.
@@ -268,7 +268,10 @@ def _cached(
 def _tokenize(
     source: TextSource, tokenizer: Tokenizer, split: float, scratch: Path
 ) -> dict[str, Any]:
-    """Writes tokens.bin, with the validation tokens last, and returns the cache record."""
+    """Writes tokens.bin, with the validation tokens last; returns the record of the cache entry.
+
+    The record has the number of training tokens and the statistics of the validation tokens.
+    """
     before = source.stamp()
     groups = _by_path(source.files, split) if source.split_by == "path" else [source.files]
     with (scratch / "tokens.bin").open("wb") as out:
@@ -291,7 +294,8 @@ def _by_path(files: tuple[TextFile, ...], split: float) -> list[tuple[TextFile, 
 
     A hash of its name decides whether a file is for validation. But a file that is larger than
     `split` times the size of all files is always for training, so that no single file dominates the
-    validation data: in Python 3.11, one file of help texts would otherwise be 62 % of them.
+    validation data. In the default corpus of Python 3.11, one file of help texts would otherwise be
+    62 % of the validation data.
     """
     share = split * sum(f.size for f in files)
     held_out = {f.name for f in files if _fraction(f.name) < split and f.size <= share}

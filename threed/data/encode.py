@@ -3,7 +3,7 @@
     for tokens, ends in encode(source.pieces(), tokenizer): …
 
 The tokens of a document begin with the bos token, if the tokenizer adds one, and end with the
-end-of-text token. It separates documents in the flat sequence of training tokens.
+end-of-text token, which separates documents in the flat sequence of training tokens.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def tokenize_to_megatron(
     Args:
         src: a .txt file, a .jsonl file or a folder of such files.
         dst_prefix: path of both files without .bin and .idx.
-        tokenizer: the tokenizer.
+        tokenizer: tokenizer that encodes the text.
 
     Returns:
         The files, and the numbers of documents and tokens.
@@ -311,14 +311,14 @@ class MegatronWriter:
         return len(self._documents) - 1
 
     def add(self, tokens: Tokens) -> None:
-        """Appends tokens to the open document."""
+        """Appends tokens to the current document."""
         self._data.write(tokens.astype(self.dtype, copy=False).tobytes())
         self.tokens += len(tokens)
         while self.tokens - self._begin > self._longest:
             self._end_sequence(self._longest)
 
     def end_document(self) -> None:
-        """Ends the open document."""
+        """Ends the current document; the next `add` begins a new one."""
         self._end_sequence(self.tokens - self._begin)
         self._documents.append(len(self._lengths))
 

@@ -3,7 +3,7 @@
 Use: `with Prefetcher(fetch, start=7) as batches: batches.get(7); batches.get(8); …`
 
 The thread calls `fetch` for the steps start, start + 1, … and keeps at most `depth` results that
-`get` has not returned yet. If `get` requests another step than the next one, the thread discards
+`get` has not returned yet. If `get` requests a step that is not the next one, the thread discards
 its results and restarts at the requested step.
 """
 
@@ -93,7 +93,7 @@ class Prefetcher(Generic[T]):
         self._ahead.append(self._thread.submit(self._run, step, self._stop))
 
     def _run(self, step: int, stop: threading.Event) -> T:
-        """Returns `fetch(step)`, unless `stop` is set. Sets `stop` if the fetch fails."""
+        """Returns `fetch(step)`; raises _Skipped if `stop` is set. A failed fetch sets `stop`."""
         if stop.is_set():
             raise _Skipped
         try:

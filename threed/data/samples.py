@@ -124,9 +124,9 @@ def permute(index: Words, size: int, seed: int, epoch: int) -> Words:
     """Maps indices by a pseudorandom permutation of [0, size) that depends on (seed, epoch).
 
     The permutation is computed, not stored, so its memory does not depend on `size`. A Feistel
-    network permutes the numbers below the next power of four. A result that is not below `size` is
-    permuted again until it is, which takes fewer than four steps on average. Source: Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains".
+    network permutes the numbers below the next power of four. A result is permuted again until it
+    is below `size`, which takes fewer than four permutations on average. Source: Black and Rogaway
+    2002, "Ciphers with arbitrary finite domains".
 
     Args:
         index: [n], uint64, indices in [0, size).

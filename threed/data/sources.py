@@ -279,7 +279,7 @@ def check_utf8(data: bytes, place: str, offset: int) -> None:
     """Raises ValueError if bytes are not UTF-8 text; the message states the fix.
 
     Args:
-        data: the bytes.
+        data: bytes to check.
         place: the file and line, for the message.
         offset: offset of `data` in the file, in bytes.
     """
@@ -312,14 +312,13 @@ def _fix(encoding: str) -> str:
 def _piece_end(data: bytes) -> int:
     """Returns the index at which to split `data`, which has more than `PIECE_BYTES` bytes.
 
-    At most `PIECE_BYTES` bytes may follow the index. It is the last line break for which this
-    holds; without a line break the last space; without a space the start of the last UTF-8
-    character.
+    The index is in the last `PIECE_BYTES` bytes: it is the last line break there; without a line
+    break, the last space; without a space, the start of the last UTF-8 character.
     """
     tail = len(data) - PIECE_BYTES
     line = data.rfind(b"\n", tail, len(data) - 1)
-    # White space before a word belongs to the word's token, so the next piece starts with the
-    # line break.
+    # White space before a word belongs to the word's token. So the next piece starts with the line
+    # break, and with any white space in front of it.
     while line > tail and data[line - 1 : line].isspace():
         line -= 1
     if line > tail:

@@ -302,8 +302,8 @@ class TokenizerJson:
         """Copies the tokenizer's files.
 
         Without a tokenizer_config.json, `transformers` chooses a tokenizer class by the model in
-        the folder. If this may be another model than the tokenizer's own, the method also writes a
-        tokenizer_config.json, and a tokenizer.json if there was none to copy.
+        the folder. If that model may differ from the model that the tokenizer belongs to, the
+        method also writes a tokenizer_config.json, and a tokenizer.json if there was none to copy.
 
         Args:
             folder: the folder to write to; created if it does not exist.
@@ -354,7 +354,8 @@ def _load_backend(text: bytes, name: str) -> Any:
 def _ids(backend: Any, document: dict[str, Any], name: str) -> dict[str, int]:
     """Returns the id of every token.
 
-    Raises ValueError if the vocabulary is empty, or if a token has another id in `document`.
+    Raises ValueError if the vocabulary is empty, or if the library and `document` have different
+    ids for a token.
     """
     ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     if not ids:

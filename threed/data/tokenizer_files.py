@@ -72,7 +72,7 @@ class TokenizerFiles:
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """The names of the files in the first set of `VOCABULARIES` that is complete, or ()."""
+        """The first set of names in `VOCABULARIES` for which all files exist; () without one."""
         return next(
             (names for names in VOCABULARIES if all(name in self.files for name in names)), ()
         )

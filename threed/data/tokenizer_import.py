@@ -1,4 +1,4 @@
-"""Converts tokenizers without a tokenizer.json with `transformers`, and checks the result.
+"""Uses `transformers` to convert tokenizers that have no tokenizer.json, and checks the result.
 
 `import_tokenizer(files)` returns the text of a tokenizer.json. `transformers` builds a tokenizer
 from nearly any folder, even from an empty one. So the vocabulary of the result is compared with the

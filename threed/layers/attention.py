@@ -1,12 +1,12 @@
 """Self-attention with heads sharded over tensor ranks, multi-head or grouped-query.
 
-Rotary positions and norms of queries and keys are optional. A function or module can replace the
-core, which computes attention from queries, keys and values.
+Rotary positions and norms of queries and keys are optional. The core computes attention from
+queries, keys and values. A custom function or module can replace it.
 
 Query, key and value are packed into one column-parallel matmul. If there are fewer key/value heads
-than tensor ranks, neighboring ranks share a key/value head. In this case x is gathered once, and
-the query projection and the key/value projection are two matmuls, because the gradients of the two
-weights are reduced over different ranks.
+than tensor ranks, neighboring ranks share a key/value head. In this case the input is gathered
+once, and the query projection and the key/value projection are two matmuls, because the gradients
+of the two weights are reduced over different ranks.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Attention(nn.Module):
         if shared > 1:
             self.query = column(query, local=True)
             self.key_value = column(key_value, local=True, shared=shared)
-        # A rank normalizes only its own heads, so the gradients of the norms' weights are always
-        # partial.
+        # A rank normalizes only its own heads, so its gradients of the norms' weights are always
+        # partial: they have to be summed over tensor ranks.
         norm = functools.partial(
             RMSNorm, width=d, slicing=slicing, eps=eps, partial=True, offset=norm_offset
         )
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         )
 
     def flops(self, tokens: int, seq: int) -> int | None:
-        """Returns the FLOPs of the core's forward, over all pairs of positions, masked or not.
+        """Returns the FLOPs of the core's forward; masked pairs of positions are counted, too.
 
         Returns None if the core is a module, or has no method `flops(tokens, seq, heads, size)`.
 
@@ -129,7 +129,7 @@ class Attention(nn.Module):
         """Returns (qkv [s b (a+2k)d/t],), or (query, key_value) if ranks share key/value heads."""
         if self.qkv is not None:
             return (self.recompute.column(self.qkv, x),)
-        # Under torch.compile collectives are not recomputed: the gathered x is saved instead.
+        # Under torch.compile collectives are not recomputed, so the gathered x is saved.
         regather = self.slicing.sequence_parallel and not torch.compiler.is_compiling()
         x = (
             self.recompute.run("norm", self.slicing.gather, x)
@@ -173,7 +173,8 @@ class Attention(nn.Module):
     def _rotates_in_place(self, qkv: Tensor) -> bool:
         """Returns whether rotary positions may be applied in the memory of the projection qkv.
 
-        They may not if heads are normalized, or if the backward recomputes attention from qkv.
+        This is not possible if heads are normalized, or if the backward recomputes attention from
+        qkv.
         """
         plain = self.query_norm is None and type(self.recompute) is Recompute
         return self.rotary is not None and plain and rotary.fits(qkv, self.d, self.rotary)

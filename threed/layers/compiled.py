@@ -1,6 +1,6 @@
 """Compiles a layer with torch.compile, without graph breaks.
 
-    compile_layer(layer, "inductor")       layer(x, micro) compiles when it is first called
+    compile_layer(layer, "inductor")       # the first call of layer(x, micro) compiles the layer
 
 Some operations cannot be traced: adding a weight's gradient to its `GradSink`, which counts
 contributions and may start the reduction of a bucket; collectives, which wait for other ranks; and
@@ -11,8 +11,8 @@ these operators in order and never removes them (`EffectType.ORDERED`). The comp
 operations between these operators, so this package's own fused kernels are not used in compiled
 layers.
 
-The gradients of weights and biases of linear layers do not pass through the graph; the gradients of
-the weights of norms do.
+The gradients of weights and biases of linear layers do not leave the graph as outputs: an operator
+adds them to the sinks. The gradients of the weights of norms are outputs of the graph.
 """
 
 from __future__ import annotations
@@ -45,13 +45,18 @@ class Opaque(OpaqueBase):
 
 
 register_opaque_type(Opaque, typ="reference")
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # freeing it would unregister the operators
+# kept in a global variable, because freeing the library would unregister its operators
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")
 
 
 def _define(schema: str, work: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Registers torch.ops.threed.<name>.
+    """Registers the operator torch.ops.threed.<name>.
 
-    In the schema, "Opaque" is replaced by the name under which torch registered the type.
+    Args:
+        schema: schema of the operator, which begins with its name. The type `Opaque` is written as
+            "Opaque" and replaced by the name that torch gave the type at its registration.
+        work: implementation of the operator.
+        fake: implementation for tracing; returns empty tensors of the results' shapes.
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema.replace("Opaque", get_opaque_type_name(Opaque)))
@@ -100,8 +105,11 @@ def _product_backward(
 
     Args:
         dy: gradient of the output.
-        gathered: see `_product`; likewise `weight`, `parts` and `opaque`.
+        gathered: as in `_product`.
+        weight: as in `_product`.
+        parts: as in `_product`.
         need: whether the gradients of x, weight and bias are needed, in this order.
+        opaque: as in `_product`.
     """
     layer, tiles = opaque.value, tiled.tiles_of(opaque.value)
     # The bias is taken from the layer, because only the parameter itself has the attribute `sink`.
@@ -255,7 +263,7 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
             module.opaque = Opaque(module)
         slicing = getattr(module, "slicing", None)
         if isinstance(slicing, Slicing) and slicing.opaque is None:
-            # through `object`, because the dataclass is frozen
+            # by object.__setattr__, because the dataclass is frozen
             object.__setattr__(slicing, "opaque", Opaque(slicing.tp))
     layer.compile(fullgraph=True, backend=backend)
 

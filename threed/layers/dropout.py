@@ -21,7 +21,7 @@ class Dropout(nn.Module):
     rank's mask is its shard of one global mask.
 
     Args:
-        name: global name, part of the key of the random stream.
+        name: global name. Layers with different names draw different masks.
         p: probability of zeroing an element.
         slicing: parallel layout and seed.
     """
@@ -58,7 +58,7 @@ class Dropout(nn.Module):
         Args:
             x: [s b h].
             samples: global index of each sequence, int64 [b].
-            step: number of the step.
+            step: number of the training step.
         """
         draw = self._draw(x, samples, step)
         return ops.fused(x, draw) if ops.fits(x) else x * draw.mask(x) * draw.scale

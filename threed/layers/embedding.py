@@ -26,8 +26,8 @@ def vocab_table(
     """Returns this rank's table of word vectors [v/t h]; shards are unequal if t does not divide v.
 
     A table of 1024 or more rows per rank is padded with zeros to a multiple of 128 rows, because
-    GPUs are slow at matrix products of odd sizes. A padded table has the same number of rows on all
-    tensor ranks. Padding is not part of the model: see `ShardSpec.padding`.
+    GPUs compute matrix products of such sizes faster. A padded table has the same number of rows on
+    all tensor ranks. Padding is not part of the model: see `ShardSpec.padding`.
     """
     first, last = split(vocab, slicing.tp.size, slicing.tp.index)
     rows_per_rank = -(-vocab // slicing.tp.size)
@@ -54,8 +54,9 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
         (ids, owned), table = ctx.saved_tensors, ctx.table
-        # `ids` has 0 in place of the ids of other shards, for which zeros are added to row 0. This
-        # is cheaper than selecting the ids of this shard, and no tensor's size depends on the data.
+        # For an id of another shard, `ids` has 0 and `rows` has zeros, which are added to row 0
+        # without effect. This is cheaper than selecting the ids of this shard, and no tensor's size
+        # depends on the data.
         rows = (dy if owned is None else dy * owned.unsqueeze(-1)).flatten(0, -2)
         sink = sink_of(table)
         if sink is not None:
@@ -151,7 +152,7 @@ class PositionEmbedding(nn.Module):
         return 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x plus the vectors of its positions.
+        """Adds to each row of x the vector of the row's position, and returns the sum.
 
         Args:
             x: [s b h]; with sequence parallelism [s/t b h].

@@ -13,8 +13,8 @@ reduction of the input's gradient overlaps with the computation of the weight's 
 The gradients of weight and bias are added to their gradient sinks (`slicing.GradSink`). Without a
 sink they are returned to autograd.
 
-If `Slicing.tile` is above 1, this rank's matrix is split by rows into tiles, of which one or two
-are gathered at a time (`layers.tiled`).
+If `Slicing.tile` is above 1, this rank's matrix is split by rows into tiles. At most two tiles are
+gathered at the same time (`layers.tiled`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOCAL = alone()
 
 
 class Terms(NamedTuple):
-    """The arguments of y = f(x) W^T + b other than x.
+    """The arguments of y = f(x) W^T + b other than x, with f as in the module's docstring.
 
     Attributes:
         weights: one tensor W [out in], or the tiles of W in order.
@@ -80,21 +80,21 @@ class _Linear(torch.autograd.Function):
         kept = len(weights) == 1 or all(tile_gatherer_of(weight) is None for weight in weights)
         ctx.save_for_backward(x, *(weights if kept else ()))
         ctx.terms = terms
-        # `.data` is never a view, but the product may be one, and autograd would reject in-place
-        # changes of a view, such as relu_().
+        # The product may be a view, and autograd would reject in-place changes of a view, such as
+        # relu_(). `.data` is never a view.
         return product(x, weights, terms.bias, terms.by).data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # Gradients go to the sinks of the parameters in `terms`. The saved tensors may have no
-        # sinks, because saved-tensor hooks can return other tensors.
+        # sinks, because saved-tensor hooks may return copies of the parameters.
         (x, *saved), terms = ctx.saved_tensors, ctx.terms
         dx, *rest = gradients(dy, x, saved or terms.weights, terms, ctx.needs_input_grad[0])
         return dx, None, *rest
 
 
 def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, by: Matmul) -> Tensor:
-    """Returns x W^T + b, [... in] -> [... out], for a weight or its tiles."""
+    """Returns x W^T + b, [... in] -> [... out]; `weights` has W itself or the tiles of W."""
     if len(weights) == 1:
         return by.linear(x, weights[0], bias)
     return tiled.product(x, weights, bias, by)
@@ -106,7 +106,7 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) 
     Args:
         weight: parameter [out in].
         dy: gradient of y as rows [m out].
-        x: input of the layer, [... in], which has m rows if flattened.
+        x: input of the layer, [... in]; flattened to rows it is [m in].
         by: implementation of the matrix product.
 
     Returns:
@@ -135,7 +135,7 @@ def gradients(
     Args:
         dy: gradient of y, [... out].
         x: input after f, [... in].
-        weights: values of the weights in `terms`.
+        weights: values of the weights in `terms`: the saved tensors, which need not have sinks.
         terms: arguments of the forward.
         need_dx: whether the gradient of x is needed.
 
@@ -185,7 +185,7 @@ def gradients(
 
 
 def _in_forward(terms: Terms) -> bool:
-    """Returns whether a stage is running a forward, by `GradSink.in_forward` of a parameter.
+    """Returns whether a stage is running a forward, according to a parameter's `GradSink`.
 
     Returns False if no parameter has a sink.
     """
@@ -225,9 +225,10 @@ class Traced:
     Attributes:
         layer: `Opaque` of the layer.
         axis: `Opaque` of the layer's axis.
-        outputs: number of columns of y on this rank.
-        anchor: for a tiled layer, an empty tensor that requires a gradient. It is passed in place
-            of the weight, so that y requires a gradient. None for a layer without tiles.
+        outputs: number of output features on this rank.
+        anchor: for a tiled layer, an empty tensor that requires a gradient if a tile does. It is
+            passed in place of the weight, so that the output requires a gradient too. None for a
+            layer without tiles.
     """
 
     layer: Any
@@ -298,7 +299,8 @@ class ColumnLinear(Product):
         multiple: size of a unit of output features that is never split, such as a head.
         shared: number of neighboring ranks that hold the same shard (above 1 if there are fewer
             key/value heads than ranks). The gradients of these ranks are summed.
-        local: whether the caller applies f, so that x is already [s b h].
+        local: whether the caller applies f (see the module's docstring). If so, x is [s b h] also
+            with sequence parallelism.
     """
 
     def __init__(
@@ -365,7 +367,7 @@ class RowLinear(Product):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the sum of the product over tensor ranks, [s b out] (or [s/t b out]). Collective.
+        """Returns the product, summed over tensor ranks: [s b out] (or [s/t b out]). Collective.
 
         Args:
             x: this rank's input features, [s b in/t].

@@ -128,7 +128,8 @@ class LanguageModelHead(PipelineLayer):
     """
 
     matmul = NATIVE
-    recomputable = False  # its backward follows immediately, so recomputation would free no memory
+    # The head's backward follows its forward immediately, so recomputation would free no memory.
+    recomputable = False
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class LanguageModelHead(PipelineLayer):
         self.name, self.softcap = name, softcap
         self.slicing, self.norm = slicing, norm
         self.first, last = split(vocab, slicing.tp.size, slicing.tp.index)
-        self.columns = last - self.first  # of this rank, without the table's padding
+        self.columns = last - self.first  # number of this rank's logits, without padding
         self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 

@@ -67,7 +67,7 @@ class MLP(nn.Module):
         return self.down(self.recompute.run("activation", self.activate, y))
 
     def activate(self, x: Tensor) -> Tensor:
-        """Returns the input of `down` from the output `x` of `up`."""
+        """Applies the activation: returns the input of `down` for the output x of `up`."""
         return self.activation(x)
 
 
@@ -98,5 +98,5 @@ class GatedMLP(MLP):
         )
 
     def activate(self, x: Tensor) -> Tensor:
-        """Returns activation(gate) * up from the output `x` of the joint projection."""
+        """Returns activation(gate) * up from the output x of the joint gate and up projection."""
         return gated(self.activation, x)

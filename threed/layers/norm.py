@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm, replicated over tensor ranks.
 
 With sequence parallelism each rank normalizes its part of the sequence. The argument `partial` is
-passed to `Slicing.shared`. It is True for a norm of query or key heads, because a rank has only its
-own heads.
+passed to `Slicing.shared`. It is True for a norm of query or key heads, because each rank
+normalizes only its own heads and so computes only a part of the weight's gradient.
 """
 
 from __future__ import annotations

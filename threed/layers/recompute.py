@@ -20,10 +20,10 @@ The next layer saves the operation's result as its input, so dropping only the t
 operation would free no memory. Therefore results are dropped too. A result is identified by its
 storage: whenever autograd would save a tensor with this storage, it saves a placeholder instead
 (Megatron-Core achieves the same by emptying the output's storage). Weights, often saved as
-transposed views, have other storages and are not affected. A result that was changed in place, or
-is viewed in another dtype, cannot be rebuilt and is saved as usual. Saved tensors are checked for
-in-place changes before the backward uses them, because autograd omits this check for tensors that
-pass through saved-tensor hooks.
+transposed views, have different storages and are not affected. A result that was changed in place,
+or is viewed with a different dtype, cannot be rebuilt and is saved as usual. Saved tensors are
+checked for in-place changes before the backward uses them, because autograd omits this check for
+tensors that pass through saved-tensor hooks.
 
 Names of operations:
     attention     norms of heads, rotary positions, scaled dot product; the projected queries, keys
@@ -93,10 +93,10 @@ class RngState:
 
 
 class Recompute:
-    """Runs the operations of a layer and saves everything for the backward. The default.
+    """Runs the operations of a layer without recompute: everything is saved for the backward.
 
-    With `--recompute.mode selective`, the engine replaces this object by a `Selective`, which
-    computes named operations again in the backward.
+    This is the default. With `--recompute.mode selective`, the engine replaces this object by a
+    `Selective`, which computes named operations again in the backward.
     """
 
     def run(self, name: str, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -119,11 +119,12 @@ class Recompute:
         return layer(x)
 
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in the storage
+# Layout of a view: (shape, strides, offset in the storage).
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class _SavedTensor:
-    """A saved tensor and the value of its version counter.
+    """A saved tensor, and the value of its version counter at the time of saving.
 
     The version of a weight is not checked, because ZeRO writes into the buffers of weights.
     """
@@ -132,7 +133,8 @@ class _SavedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         base = tensor if tensor._base is None else tensor._base
-        self._tensor = tensor.detach()  # a detached tensor has the same version counter
+        # The detached tensor shares the version counter, so `get` notices later in-place changes.
+        self._tensor = tensor.detach()
         self._version = None if isinstance(base, nn.Parameter) else tensor._version
 
     def get(self, description: str) -> Tensor:
@@ -205,7 +207,8 @@ class _Operation:
     def can_rebuild(self, tensor: Tensor) -> bool:
         """Returns whether `rebuild` can restore `tensor`, which is the result or a view of it.
 
-        It cannot after an in-place change of the result, or if the view has another dtype.
+        Restoring is impossible after an in-place change of the result, and for a view with another
+        dtype.
         """
         return self._version == (tensor._version, tensor.dtype) and not (
             tensor.is_conj() or tensor.is_neg()
@@ -284,8 +287,8 @@ class Selective(Recompute):
 
     def __init__(self, ops: Iterable[str]) -> None:
         self.ops = frozenset(ops)
-        # Operations by the storage address of their results. The weak reference prevents reuse of
-        # the address.
+        # Maps the storage address of a result to the operation that computed the result. While the
+        # weak reference to the storage exists, torch does not reuse the address.
         self._results: dict[int, tuple[StorageWeakRef, _Operation]] = {}
         self._running = False
 
@@ -337,7 +340,7 @@ class Selective(Recompute):
         source = None if torch.compiler.is_compiling() else self._operation_of(x)
         if not layer.gather or source is None:
             return layer(x)
-        placeholder = source.result(x)  # used by `pack` instead of x, so that x can be freed
+        placeholder = source.result(x)  # `pack` uses it instead of x, so that x can be freed
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:

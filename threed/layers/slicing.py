@@ -1,4 +1,4 @@
-"""Arguments of every layer (parallel layout, micro-batch), gradient sinks and tile gatherers."""
+"""The objects that layers use: parallel layout, micro-batch, gradient sinks and tile gatherers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Slicing:
 
     Attributes:
         tp: tensor-parallel axis.
-        sequence: whether activations between column- and row-parallel layers are sharded along the
-            sequence (sequence parallelism, arXiv 2205.05198, section 4.2.2).
+        sequence: whether activations are sharded along the sequence where they are not sharded by
+            heads or features: in norms, dropout and residual additions (sequence parallelism, arXiv
+            2205.05198, section 4.2.2).
         seed: seed of dropout.
         tile: number of tiles of every linear layer (see `layers.tiled`).
     """
@@ -80,15 +81,15 @@ class Slicing:
 
     @property
     def replicated(self) -> str | None:
-        """The axis over which a parameter that is not sharded is replicated: "tp" or None."""
+        """The axis over which parameters that are not sharded are replicated; None if tp is 1."""
         return "tp" if self.tp.size > 1 else None
 
     @property
     def partial(self) -> str | None:
         """The axis over which the gradient of a replicated parameter between blocks is partial.
 
-        It is "tp" with sequence parallelism, because each rank has only its part of the sequence,
-        otherwise None.
+        With sequence parallelism the result is "tp", because each rank has only its part of the
+        sequence. Otherwise the property returns None.
         """
         return "tp" if self.sequence_parallel else None
 
@@ -210,7 +211,8 @@ class Flag:
         if self._found is None:
             self._found = found
         else:
-            self._found |= found  # in place, because another stream could reuse freed memory
+            # in place: if the old tensor were freed, another stream could reuse its memory
+            self._found |= found
 
     def take(self, device: torch.device) -> Tensor:
         """Returns 1.0 if an error was recorded since the last call, else 0.0 (fp64 scalar)."""
@@ -259,10 +261,10 @@ class GradSink(Protocol):
         """Adds the matrix product a @ b, computed by `by`, to the accumulated gradient."""
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds the products a @ b of all pairs, computed one by one, as one contribution."""
+        """Adds the products a @ b of all pairs, one by one. They count as one contribution."""
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds rows [n h] to the rows of the accumulated gradient with numbers `index` [n]."""
+        """Adds rows[i] to row index[i] of the accumulated gradient: rows [n h], index [n]."""
 
     def memory(self) -> tuple[Tensor, bool] | None:
         """Returns (buffer, add): the gradient's buffer in the parameter's shape.
@@ -273,7 +275,7 @@ class GradSink(Protocol):
         """
 
     def mark_added(self) -> None:
-        """Counts a contribution that the caller wrote to the buffer that `memory` returned."""
+        """Counts a contribution that the caller has written to the buffer from `memory`."""
 
     def in_forward(self) -> bool:
         """Returns whether a stage is running a forward, in which the sink accepts no gradients."""
@@ -333,7 +335,7 @@ def bias_gradient(bias: Tensor, rows: Tensor) -> Tensor | None:
 class VectorGradient:
     """fp32 memory into which a kernel writes a vector's gradient.
 
-    It is the sink's own memory if possible, otherwise a temporary tensor.
+    The memory is the sink's buffer if possible, otherwise a temporary tensor.
 
     Attributes:
         out: the memory, fp32 [n].

@@ -48,7 +48,10 @@ def spans(rows: int, tiles: int) -> list[Span]:
 
 
 def slice_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...]:
-    """Returns the pieces of rows [first, last) of a weight, which is a stack of `pieces`."""
+    """Returns the `Piece`s that describe rows [first, last) of a weight.
+
+    `pieces` describes the full weight: global matrices (or their shards), one below the other.
+    """
     found, at = [], 0
     for piece in pieces:
         rows, columns = piece.size
@@ -81,7 +84,7 @@ def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> N
 
 
 def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
-    """Returns the tiles of a module's weight, in order. An undivided weight is the only tile."""
+    """Returns the tiles of a module's weight, in order. An undivided weight counts as one tile."""
     return tuple(
         weight
         for name, weight in module._parameters.items()
@@ -111,7 +114,7 @@ def gathered(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
 def _walk(
     weights: Sequence[Tensor], order: Sequence[int]
 ) -> Iterator[tuple[int, AbstractContextManager[None]]]:
-    """Yields the numbers of tiles in `order`, each with the context in which it is gathered."""
+    """Yields each tile number in `order`, and the context manager that gathers this tile."""
     for i, following in zip(order, [*(weights[n] for n in order[1:]), None], strict=True):
         yield i, gathered(weights[i], following)
 
@@ -171,8 +174,8 @@ def _columns_of(weights: Sequence[Tensor]) -> list[Span]:
 
 
 def _sum_dtype(x: Tensor, tiles: int) -> torch.dtype:
-    """Returns the dtype of a sum over tiles.
+    """Returns the dtype in which a sum over tiles is computed.
 
-    It is fp32 for more than two 16-bit terms, so that the sum is rounded only once.
+    For more than two 16-bit terms this is fp32, so that only the final sum is rounded.
     """
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) and tiles > 2 else x.dtype

@@ -85,9 +85,9 @@ def loss_figure(
 
     The loss is a cross entropy in nats per token if an entropy is given, and has no unit otherwise.
     The vertical axes cover most values. A few values far from the others, such as a spike, may be
-    outside of an axis; a text then states the largest one. An axis is logarithmic if most values
-    spread over more than a factor of 20. Crosses mark losses that are not finite, and triangles
-    mark skipped steps.
+    outside of an axis; in this case, a text states the largest of them. An axis is logarithmic if
+    most values spread over more than a factor of 20. Crosses mark losses that are not finite, and
+    triangles mark skipped steps.
 
     Args:
         rows: rows of metrics.jsonl. If steps occur twice, the later row is drawn.

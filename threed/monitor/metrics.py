@@ -64,7 +64,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     """Returns all rows of a metrics file, in order. Ignores a last line that a crash truncated.
 
     Args:
-        path: the file.
+        path: path of a metrics.jsonl.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -160,8 +160,8 @@ def _open_repaired(path: Path) -> int:
     if not tail:
         return fd
     try:
-        # A prefix of a JSON object does not parse. So if the tail parses, only its line break is
-        # missing.
+        # `tail` is the last line. An incomplete JSON object does not parse. So if the line parses,
+        # only its line break is missing.
         decode(tail)
         os.write(fd, b"\n")
     except ValueError:

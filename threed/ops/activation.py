@@ -1,9 +1,10 @@
 """SwiGLU (arXiv 2002.05202) and GELU in its tanh form (arXiv 1606.08415).
 
 The kernels are csrc/cuda/activation.cu on GPUs, for rows in bf16, and `ops.fused_cpu` on CPUs. A
-forward saves only its input; the backward recomputes all other values in the same pass. In bf16,
-SwiGLU reads and writes 6 bytes of memory per element of the output in the forward and 10 in the
-backward, GELU 4 and 6.
+forward saves only its input; the backward recomputes all other values in the same pass.
+
+Memory read and written in bf16, in bytes per element of the output: SwiGLU 6 in the forward and 10
+in the backward, GELU 4 in the forward and 6 in the backward.
 """
 
 from __future__ import annotations

@@ -90,8 +90,9 @@ def adamw_(
     g = g.to(p.dtype)
     scale, lr = None, now.lr
     if p.dtype == torch.float32:
-        # The kernel divides by the scale. It reads the scale (and on CUDA the learning rate) as
-        # fp32 regardless of p's dtype, so the gradient of an fp64 p is scaled separately.
+        # The kernel divides the gradient by the scale, so it gets the reciprocal. It reads the
+        # scale (and on CUDA the learning rate) as fp32, which is too coarse for an fp64 p: the
+        # other branch scales the gradient itself.
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:
         g = g * now.scale.to(p.dtype)
@@ -192,10 +193,10 @@ def call_cuda(
         v: second moments, fp32 [n], updated in place.
         g: gradient, fp32 or bf16 [n].
         out: bf16 [n], receives the new p. May be None.
-        lr: learning rate. It and the next three arguments are fp64 scalars on p's device.
-        step: number of the update, from 1.
-        scale: factor of the gradient.
-        skip: 1.0 to leave all tensors unchanged.
+        lr: learning rate, fp64 scalar on p's device.
+        step: number of the update, from 1, fp64 scalar on p's device.
+        scale: factor of the gradient, fp64 scalar on p's device.
+        skip: 1.0 to leave all tensors unchanged, fp64 scalar on p's device.
         beta1: decay of the first moments.
         beta2: decay of the second moments.
         eps: constant added to the denominator.

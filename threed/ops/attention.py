@@ -5,9 +5,9 @@
 
 A block is the attention of some queries to some keys (arXiv 2205.14135, 2310.01889):
 
-    y, lse = forward(offset, causal, q, k, v)                   lse: log-sum-exp per query
-    merge_(y, lse, *forward(..., q, more_k, more_v))            the same queries with more keys
-    dq, dk, dv = backward(offset, causal, dy, q, k, v, y, lse)  y and lse include all keys
+    y, lse = forward(offset, causal, q, k, v)                   # lse: log-sum-exp per query
+    merge_(y, lse, *forward(..., q, more_k, more_v))            # the same queries, more keys
+    dq, dk, dv = backward(offset, causal, dy, q, k, v, y, lse)  # y and lse: merged over all keys
 
 On CPUs a block in fp32 or fp64 is computed by torch's flash attention. The plain operations of this
 module compute all other blocks: in 16 bits; with soft caps, which flash attention lacks; and on
@@ -40,9 +40,10 @@ FUSED = (
     _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_cudnn_attention,
 )
-# maximum number of scores per chunk: 128 MiB in fp32; on a CPU 2 MiB, which fit into a cache
+# Maximum number of scores per chunk. In fp32 they take 128 MiB on a GPU, and on a CPU 2 MiB, which
+# fit into a cache.
 SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19
-CHUNKS_OF_A_TRACE = 64  # maximum number of chunks on the meta device
+CHUNKS_OF_A_TRACE = 64  # maximum number of chunks per sequence on the meta device
 
 
 # ----------------------------------------------------------------------------------- full sequences
@@ -129,7 +130,8 @@ class _Chunked(torch.autograd.Function):
             queries, *pair = map(_batch_first, (q[rows], k[keys], v[keys]))
             part, lse[:, :, rows] = forward(rows.start - keys.start, Causal(*how), queries, *pair)
             y[rows] = part.permute(2, 0, 1, 3)
-        # Autograd must not see a view: it forbids in-place changes of a view made in a Function.
+        # The result must not be a view, because autograd forbids in-place changes of a view that
+        # was made in a Function.
         out: Tensor = torch.ops.aten._unsafe_view(y, (s, b, -1))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = how
@@ -163,7 +165,8 @@ def _chunks(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
     most = SCORES_ON_CPU if _on_cpu(q) else SCORES
     count = min(max(16, most // (b * a * min(s, 2 * window))), max(window, 64))
     # On the meta device memory does not limit the chunks, but each operation takes a fraction of a
-    # millisecond to trace. So long sequences are divided into at most CHUNKS_OF_A_TRACE chunks.
+    # millisecond to trace. Therefore every sequence is divided into at most CHUNKS_OF_A_TRACE
+    # chunks.
     count = max(count, -(-s // CHUNKS_OF_A_TRACE)) if q.is_meta else count
     for first in range(0, s, count):
         last = min(s, first + count)
@@ -195,7 +198,7 @@ def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tup
     square, mask = _visible(q, k, offset, causal.window)
     y, lse = _FLASH(q, k, v, 0.0, square, attn_mask=mask, scale=causal.scale)
     if mask is not None and _has_masked_query(q, k, offset, causal.window):
-        # For queries that attend to no key, torch returns 0 instead of minus infinity.
+        # For queries that attend to no key, torch returns a log-sum-exp of 0, not minus infinity.
         lse = lse.masked_fill(mask.isneginf().all(-1), -torch.inf)
     return y, lse
 
@@ -206,13 +209,17 @@ def backward(
     """Returns the contributions of some queries and some keys to the gradients of q, k and v.
 
     Args:
-        offset: as in `forward`; `causal`, `q`, `k` and `v` are also arguments of `forward`.
+        offset: as in `forward`.
+        causal: as in `forward`.
         dy: gradient of the output [b a n d].
+        q: as in `forward`.
+        k: as in `forward`.
+        v: as in `forward`.
         y: output of these queries over all their keys, not only `k`.
         lse: log-sum-exp of these queries over all their keys.
     """
-    # For queries that attend to no key, lse becomes 0, because exp(-inf - 0) is 0, whereas
-    # exp(-inf + inf) is NaN.
+    # For a query that attends to no key, score and lse are -inf. lse is replaced by 0, so that
+    # exp(score - lse) is exp(-inf) = 0 and not exp(-inf + inf) = NaN.
     lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
     if not _is_flash(q, v, causal):
         return _plain_backward(offset, causal, dy, q, k, v, y, lse)
@@ -237,7 +244,7 @@ def merge_(y: Tensor, lse: Tensor, more_y: Tensor, more_lse: Tensor) -> None:
 def _is_flash(q: Tensor, v: Tensor, causal: Causal) -> bool:
     """Returns whether torch's flash attention computes a block.
 
-    For 16-bit dtypes it is not used, because plain matrix products are faster on CPUs.
+    Flash attention is not used for 16-bit dtypes, because plain matrix products are faster on CPUs.
     """
     return (
         _on_cpu(q) and q.dtype.itemsize >= 4 and not causal.softcap and q.shape[-1] == v.shape[-1]
@@ -261,8 +268,8 @@ def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tens
 def _has_masked_query(q: Tensor, k: Tensor, offset: int, window: int) -> bool:
     """Returns whether some query attends to no key.
 
-    It is enough to check the first and the last query: if any query attends to no key, one of these
-    two does not either.
+    Only the first and the last query are checked: if any query attends to no key, the first or the
+    last query does not attend to a key either.
     """
     return offset < 0 or 0 < window <= offset + q.shape[2] - k.shape[2]
 
@@ -326,7 +333,7 @@ def _scores(q: Tensor, k: Tensor, offset: int, causal: Causal) -> tuple[Tensor, 
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """Returns x [b a n d] as [b k (g n) d]: the g = a / k heads of each key head as one matrix."""
+    """Returns x [b a n d] as [b k (g n) d]: the g = a / k heads with one key head form a matrix."""
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 

@@ -148,8 +148,8 @@ def vocab_parallel_cross_entropy(
 # targets: int64 [n], global ids. Targets outside the vocabulary have loss 0.
 # first: global id of the shard's first column.
 
-# maximum bytes of a row in shared memory, so that two thread blocks fit on a multiprocessor (sm_90
-# has 228 KiB, of which each block reserves 1 KiB)
+# Maximum size of a row in shared memory, in bytes: two thread blocks must fit on a multiprocessor.
+# sm_90 has 228 KiB of shared memory, of which each block reserves 1 KiB.
 ROW_IN_SHARED_MEMORY = 112 << 10
 OF_WARPS = 128  # bytes of shared memory that `whole` needs in addition to the row
 
@@ -283,7 +283,8 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        scale_(gradient, dloss.float())  # dloss is 1 if the loss is the root of the backward
+        # If the loss is the root of the backward, dloss is 1, and `scale_` reads no gradient.
+        scale_(gradient, dloss.float())
         return gradient.view(ctx.shape), *(None,) * 6
 
 

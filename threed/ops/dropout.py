@@ -26,7 +26,7 @@ class Draw:
     Attributes:
         seed: seed of the run.
         name: global name of the dropout layer.
-        step: number of the step.
+        step: number of the training step.
         samples: int64 [b], global sample indices.
         positions: positions of the activation's rows in their sequences.
         p: probability of zeroing an element.
@@ -69,8 +69,8 @@ def dropout(
 ) -> Tensor:
     """Returns the same as `reference`, in bf16. Launches one kernel per range of positions.
 
-    The backward is the same call without bias and residual. No layer passes a bias or a residual
-    yet.
+    The gradient of x is `dropout` of the output's gradient, without bias and residual. No layer
+    passes a bias or a residual yet.
     """
     ranges = [edge for part in draw.positions.ranges for edge in part]
     stream = (*rng.key(draw.seed, draw.name), draw.step & 0xFFFFFFFF)

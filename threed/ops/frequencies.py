@@ -1,6 +1,7 @@
 """Frequencies of rotary positions.
 
-They can be scaled for longer sequences, and can be limited to the first part of each head.
+The frequencies can be scaled for longer sequences. The rotation can be limited to the first part of
+each head.
 
     theta = frequencies(10000.0, size, scaling=scaling, positions=131072)
     inverse(theta, size, length, device)               # radians per position, fp32 [d/2]
@@ -32,9 +33,10 @@ class Frequencies(NamedTuple):
         turned: number of elements of a head that are rotated, from its first element.
         kind: type of scaling ("linear", "llama3", "yarn" or "longrope"), or "default" for none.
         factor: scaling factor.
-        low: low_freq_factor of llama3; for yarn, pairs up to this number keep their frequency.
-        high: high_freq_factor of llama3; for yarn, the frequencies of pairs from this number on are
-            divided by `factor`.
+        low: for llama3, its low_freq_factor. For yarn, the number of a pair: pairs up to this
+            number keep their frequency.
+        high: for llama3, its high_freq_factor. For yarn, the number of a pair: from this number on,
+            the frequencies of pairs are divided by `factor`.
         original: number of positions before scaling.
         short: factors of longrope for sequences up to `original`.
         long: factors of longrope for longer sequences.
@@ -164,8 +166,8 @@ def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tenso
 def _by_wavelength(plain: Tensor, theta: Frequencies) -> Tensor:
     """Applies llama3's scaling.
 
-    Frequencies of long waves are divided by the factor, and short waves are unchanged; between the
-    two, the divided and the kept frequency are interpolated.
+    Low frequencies (long waves) are divided by the factor. High frequencies (short waves) are kept.
+    Between the two ranges, the divided and the kept frequency are interpolated.
     """
     wave = 2 * math.pi / plain
     longest, shortest = theta.original / theta.low, theta.original / theta.high

@@ -1,11 +1,11 @@
 """Fused CPU kernels.
 
 The kernels for GELU, SwiGLU and cross entropy (csrc/cpu/fused.cpp) make one pass over memory. They
-take contiguous fp32 or bf16 tensors and compute in fp32. Their results depend neither on the number
-of threads nor on the instruction set.
+take contiguous fp32 or bf16 tensors and compute in fp32. Their results are the same for every
+number of threads and every instruction set.
 
-On processors with AMX tiles there are also matrix products of bf16 that are accumulated in fp32
-(csrc/cpu/products.cpp), and the backward of causal attention over short sequences
+On processors with AMX tiles, the module also has matrix products of bf16 that are accumulated in
+fp32 (csrc/cpu/products.cpp), and the backward of causal attention over short sequences
 (csrc/cpu/attention.cpp).
 """
 
@@ -98,7 +98,7 @@ def row_numbers(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def softmax_gradient_(
     x: Tensor, columns: int, logarithm: Tensor, loss: Tensor, target: Tensor
 ) -> None:
-    """Overwrites logits x with their gradient: x = softmax(x) * loss, minus `loss` at the targets.
+    """Overwrites logits x with their gradient, (softmax(x) - one_hot(target)) * loss.
 
     softmax(x) is computed as e^(x - logarithm).
 
@@ -107,7 +107,7 @@ def softmax_gradient_(
         columns: number of columns without padding.
         logarithm: log-sum-exp of each row, fp32 [...].
         loss: gradient of each row's loss, fp32 [...].
-        target: column of the target, int64 [...]; below 0 if the row has none.
+        target: column of the target, int64 [...]. Below 0: the target is not in these columns.
     """
     _check("softmax_gradient_", x)
     rows = (logarithm, loss)

@@ -71,7 +71,8 @@ def problem(where: torch.device) -> str:
 
 def _probe(where: torch.device) -> None:
     """Doubles eight numbers on a device. Raises RuntimeError if the result is wrong."""
-    with _disable_current_modes(), torch.inference_mode():  # because the caller may trace
+    # without the modes of a trace, so that the kernel really runs even if the caller is traced
+    with _disable_current_modes(), torch.inference_mode():
         x = torch.ones(8, dtype=torch.bfloat16, device=where)
         factor = torch.full((), 2.0, device=where)
         start("scale", x, factor, x.numel(), 1)
@@ -123,7 +124,8 @@ class Operator:
     launches: Callable[..., int]
 
 
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # freeing it would unregister the operators
+# kept in a global variable, because freeing the library would unregister its operators
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")
 OPERATORS: dict[str, Operator] = {}
 
 

@@ -1,6 +1,7 @@
 """Lion (arXiv 2302.06675, algorithm 2) on a flat slice of the parameters.
 
-A step is the sign of an interpolated momentum, with decoupled weight decay.
+A step moves each weight by the learning rate, in the direction of the sign of an interpolation
+between momentum and gradient. Weight decay is decoupled.
 
 There are two implementations: a reference, and a fast update by torch's fused SGD kernel. The fast
 update is possible because both halves of Lion are plain SGD steps: the weights take a step along

@@ -6,13 +6,13 @@
     by.add_product_(dw, dy.t(), x, fresh=...)   adds to the gradient's buffer dw
     dw = by.product(dy.t(), x)                  returns a new tensor
 
-Other implementations (fp8, for example) are other instances of `Matmul`.
+A different implementation, such as fp8, is an instance of `Matmul` with its own functions.
 
-oneDNN is used for fp32 on AMD processors with AVX-512. Otherwise torch would call MKL, which runs
-only a 256-bit kernel on processors of other vendors than Intel. oneDNN, which torch ships and uses
-for narrower types, compiles a kernel for the processor. On a Zen 5 core, oneDNN reaches 225 GFLOP/s
-and MKL 97. The choice depends only on processor, dtype and device, not on a measurement. So all
-ranks make the same choice, and a resumed run makes it again.
+oneDNN is used for fp32 on AMD processors with AVX-512. On these processors torch by default calls
+MKL, which runs only a 256-bit kernel on processors of vendors other than Intel. oneDNN, which torch
+ships and uses for narrower types, compiles a kernel for the processor. On a Zen 5 core, oneDNN
+reaches 225 GFLOP/s and MKL 97. The choice depends only on processor, dtype and device, not on a
+measurement. So all ranks make the same choice, and a resumed run makes it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from threed.ops import fused_cpu, launch
 
 @functools.cache
 def _onednn_is_faster() -> bool:
-    """Returns whether this is an AMD processor with AVX-512, and this torch has oneDNN."""
+    """Returns whether oneDNN is faster than MKL here: on AMD processors with AVX-512.
+
+    Returns False if this torch has no oneDNN.
+    """
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -58,7 +61,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
     flat = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
-    # Autograd must not see a view: the loss overwrites its logits in place.
+    # The result must not be a view for autograd: the loss overwrites its logits in place, which
+    # autograd rejects for a view.
     out: Tensor = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], len(weight)))
     return out
 
@@ -72,29 +76,31 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Returns the product of a [m k] and b [k n], without autograd: [m n]."""
     if not _by_onednn(a, b, default_device().type if a.is_meta else ""):
         return torch.mm(a, b)
-    # oneDNN repacks its second operand, not the first, so a tall, transposed `a` is passed second.
+    # Before a product, oneDNN copies its second operand to a faster layout, but not the first. If
+    # `a` is transposed in memory and larger than b, it is passed second: a b = (b^T a^T)^T.
     swapped = a.stride(0) == 1 and len(a) > b.shape[1]
     return linear(b.t(), a).t() if swapped else linear(a, b.t())
 
 
 def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
-    """Returns whether a kernel adds a b to a sum of dtype `to` without first rounding the product.
+    """Returns whether a kernel adds the product a b to a tensor of dtype `to` without rounding it.
 
-    a [m k] and b [k n] are the factors of the product a b.
+    Otherwise the product would first be rounded to the dtype of a [m k] and b [k n].
     """
     if to != torch.float32 or a.dtype not in (torch.bfloat16, torch.float16):
         return False
     if launch.on_gpu(a):
-        return hasattr(torch.ops.aten.addmm, "dtype_out")  # since torch 2.11
+        return hasattr(torch.ops.aten.addmm, "dtype_out")  # torch has this overload since 2.11
     return fused_cpu.adds_products(a, b)
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
     """Computes out += a b, or out = a b if `fresh`.
 
-    If out is wider than a and b, the product is first rounded to the dtype of a and b, unless
-    `widens` is true. On the meta device the function allocates the same tensors as on the default
-    device.
+    If out has a wider dtype than a and b, there are two cases. If `widens` returns True, the
+    product is added without rounding. Otherwise it is first rounded to the dtype of a and b. On the
+    meta device the function allocates the same tensors as on the default device, so that a cost
+    trace counts them.
 
     Args:
         out: [m n].
@@ -123,7 +129,7 @@ def _add_widened_(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 class Matmul:
     """The matrix products of a linear layer.
 
-    The default of each attribute is this module's function with the attribute's name.
+    By default, each attribute is the function of this module with the same name.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear

@@ -18,7 +18,7 @@ from torch import Tensor
 from threed.core import device
 from threed.ops import launch, sums
 
-LARGEST = 16384  # maximum number of elements per row
+LARGEST = 16384  # maximum number of elements per row that the kernels support
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer:
 def fits(x: Tensor, *vectors: Tensor | None) -> bool:
     """Returns whether the kernel supports x [... h] and weights [h].
 
-    Weights may be unaligned views of a buffer, which the kernel does not support.
+    A weight that is a view of a buffer may be unaligned. The kernel does not support such a weight.
     """
     h = x.shape[-1]
     if h % 8 or not 0 < h <= LARGEST or x.numel() >= h << 31 or not launch.ready(x):

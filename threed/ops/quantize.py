@@ -46,9 +46,10 @@ def packed(integers: Tensor, bits: int) -> Tensor:
 def unpacked(q: Tensor, bits: int) -> Tensor:
     """Unpacks uint8 [... k 256*bits/8] to integers int8 [... k 256].
 
-    A block consists of 32 packs of eight numbers. Group i of 16 bytes holds the packs i and i + 16
-    (in 4 bits: i, i + 8, i + 16 and i + 24). In 4 bits a byte holds two numbers: the low half is
-    the first number plus 8, the high half the second number in two's complement.
+    A block consists of 32 packs of eight numbers. In the packed block, group i of 16 bytes holds
+    the packs i and i + 16 (in 4 bits: i, i + 8, i + 16 and i + 24). In 4 bits a byte holds two
+    numbers: the low half is the first number plus 8, the high half is the second number in two's
+    complement.
     """
     packs = 16 // bits
     rows = q.unflatten(-1, (32 // packs, packs, bits)).transpose(-3, -2)

@@ -53,8 +53,8 @@ def _fused(
 ) -> None:
     g = g.to(p.dtype)
     scale, lr = None, now.lr
-    # The kernel divides the gradient by the scale. It reads scale and learning rate as fp32, so the
-    # gradient of an fp64 p is scaled separately.
+    # The kernel divides the gradient by the scale, so it gets the reciprocal. It reads the scale as
+    # fp32, which is too coarse for an fp64 p: the other branch scales the gradient itself.
     if p.dtype == torch.float32:
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:

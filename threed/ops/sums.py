@@ -20,7 +20,7 @@ PER_PROCESSOR = 2  # thread blocks per multiprocessor
 
 
 def row_blocks(x: Tensor) -> int:
-    """Returns the number of partial sums into which the rows of x [n h] are divided."""
+    """Returns the number of groups of rows of x [n h]. Each group gets its own partial sum."""
     return max(1, min(PER_PROCESSOR * device.processors(x.device), -(-len(x) // ROWS_OF_A_BLOCK)))
 
 
@@ -56,12 +56,11 @@ class Parts:
 
 
 def add_parts(first: Parts, second: Parts | None = None) -> None:
-    """Adds up the partial sums of one or two results. Launches one kernel.
+    """Adds up one or two sets of partial sums, each into its own `out`. Launches one kernel.
 
     Args:
-        first: partial sums and output of the first result.
-        second: partial sums and output of the second result, of the same shapes; None if there is
-            only one result.
+        first: the first set.
+        second: the second set, with the shapes of the first; None if there is only one set.
     """
     wanted = "fp32 parts [k h] and out [h], 16-byte aligned, h a multiple of 4"
     for one in (first,) if second is None else (first, second):

@@ -8,8 +8,9 @@
     memory.remove()                             after the run has finished successfully
 
 If torchrun restarts the ranks, on the same or another number of machines, they resume from the
-newest step for which the remaining machines together have a complete state. A file in the run
-folder (`node_memory.Epochs`) records which copies may be loaded.
+newest step for which the remaining machines together have a complete state. Each launch or restart
+of the ranks is called a start. A file in the run folder (`node_memory.Epochs`) counts the starts
+and records which copies may be loaded.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Memory:
     """The copies of a run in memory. All methods are collective unless stated otherwise.
 
     Args:
-        engine: the engine.
+        engine: engine with the state to copy.
         folder: the run folder.
 
     Raises:
@@ -63,9 +64,9 @@ class Memory:
 
     Attributes:
         every: number of steps between copies; 0 for no copies.
-        taken: (epoch, step) of the copy that this start resumed from, or None. The epoch is the
-            number of the start that wrote the copy.
-        problem: reason why the newest finished copy failed, or "".
+        taken: (epoch, step) of the copy from which the ranks resumed, or None. The epoch is the
+            number of the start in which the copy was written.
+        problem: error message of the newest finished copy; "" if it succeeded.
     """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
@@ -76,13 +77,14 @@ class Memory:
         self.room = Room(copies=False)
         self._writing: Copy | None = None
         self._slot = 0  # slot (0 or 1) to which the next copy is written
-        self._first = True  # True until a copy of this start is complete
-        self.taken: tuple[int, int] | None = None  # (epoch, step) of the copy resumed from
-        self.problem = ""  # error of the last copy that has ended, or "" if it succeeded
+        self._first = True  # True as long as this process has not completed a copy
+        self.taken: tuple[int, int] | None = None
+        self.problem = ""
         self._reported = ""
         self._restarted = False
         if not self.every:
-            if self.world.index == 0:  # without this file, copies of earlier starts are not loaded
+            # Removes the record of copies, so that a later start loads no copies of earlier starts.
+            if self.world.index == 0:
                 (folder / RECORD).unlink(missing_ok=True)
             return
         self.record = Epochs.of(folder, self.world)
@@ -95,7 +97,7 @@ class Memory:
             and engine.config.checkpoint.resume != "auto"
             and self.machines.first
         ):
-            self.place.keep()  # removes old copies, which a restart would otherwise find
+            self.place.keep()  # removes copies of earlier starts; a restart would load them
 
     def _begin_folder(self) -> bool:
         """Creates this machine's folder in memory on the first rank of the machine.
@@ -136,15 +138,15 @@ class Memory:
 
         Raises:
             CheckpointError: on every rank, if the copy is incomplete or cannot be loaded.
-            RunFolderError: if the copy is of another model or optimizer.
+            RunFolderError: if the copy is of a different model or optimizer.
         """
         if found.problem:
             raise CheckpointError(f"step {found.step} is incomplete in memory: {found.problem}")
         engine = self.engine
         differences = resuming.model_differences(found.manifest, engine.config)
         differences += resuming.optimizer_differences(found.manifest, engine.config)
-        # As for checkpoints, a difference is an error, because a start from scratch would delete
-        # the copy.
+        # A difference is an error, as for checkpoints. If the run started from scratch instead, it
+        # would delete the copy.
         if differences:
             raise RunFolderError(
                 f"step {found.step} of this run is in memory, and {'; '.join(differences)}"
@@ -157,7 +159,7 @@ class Memory:
         return extra
 
     def begin(self, note: Callable[[str], None]) -> None:
-        """Removes the copies that this start did not load, and prepares to save.
+        """Removes all copies except the one that was loaded, and prepares to save.
 
         Args:
             note: function that prints a line on rank 0.
@@ -202,16 +204,17 @@ class Memory:
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def save_if_due(self, step: int, extra: Callable[[], Mapping[str, Any]]) -> None:
-        """Starts a copy of the state if `step` is a multiple of `every` and was not skipped.
+        """Begins to copy the state if `step` is a multiple of `every`; a thread writes the copy.
 
-        First waits for the previous copy.
+        If the step was skipped, does nothing, so that the copy of an earlier step is kept, as with
+        checkpoints. If the previous copy is still being written, waits until it is finished.
 
         Args:
             step: the number of finished steps.
-            extra: function that returns the additional state to copy; checkpoints save the same.
+            extra: function that returns the additional state, as it is saved in a checkpoint.
         """
         if not self.every or step % self.every or self.engine.bad_steps():
-            return  # after a skipped step, keeps the copy of an earlier step, as checkpoints do
+            return
         self.save(self.engine.counters(extra()))
         if self.problem and self.problem != self._reported:
             self._reported = self.problem
@@ -220,10 +223,10 @@ class Memory:
             )
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Starts a copy of the current state, after waiting for the previous copy.
+        """Waits until the previous copy is finished, and begins to copy the current state.
 
         Args:
-            state: the counters of the run.
+            state: counters of the run and additional state, as they are saved in a checkpoint.
         """
         self._end()
         engine, began, save = self.engine, time.perf_counter(), [self.record.epoch, state["steps"]]
@@ -236,7 +239,7 @@ class Memory:
         self._writing.start(engine.optimizer, self.room, now=engine.wraps_module)
 
     def _end(self) -> None:
-        """Waits until the newest copy has finished on all ranks. Collective."""
+        """Waits until the newest copy has finished on all ranks; sets `problem`. Collective."""
         copy = self._writing
         if copy is None:
             return
@@ -246,7 +249,7 @@ class Memory:
         self.problem = problems[0] if problems else ""
         if problems:
             return
-        if self._first:  # a copy of this start is complete; copies of earlier starts are obsolete
+        if self._first:  # now that one copy is complete, removes the copies of earlier starts
             if self.machines.first:
                 self.place.keep(copy.save)
             collectives.barrier(self.world)
@@ -260,7 +263,7 @@ class Memory:
         Args:
             patience: maximum wait in seconds, after which the copy is stopped; None for no limit.
         """
-        if (writing := self._writing) is not None:  # read once: another thread may reset it
+        if (writing := self._writing) is not None:  # read once: another thread may set it to None
             writing.give_up(patience)
 
     @contextmanager
@@ -322,7 +325,7 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
 
     Raises:
         CheckpointError: if there are checkpoints, but none of them can be loaded.
-        RunFolderError: if the newest copy in memory is of another model or optimizer.
+        RunFolderError: if the newest copy in memory is of a different model or optimizer.
     """
     requested, world = engine.config.checkpoint.resume, engine.topology.axis("world")
     first = collectives.exchange(after_restart(folder, requested), world)[0]

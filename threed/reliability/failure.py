@@ -25,13 +25,13 @@ from pathlib import Path
 from threed.reliability import heartbeat
 from threed.reliability.heartbeat import Beat, first_three, process_state, when, who
 
-# Parts of the error messages of gloo, NCCL and torch's store after another process has died.
+# Parts of the messages of errors that gloo, NCCL and torch's store raise if another process died.
 _LOST = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process exited",
     "communicator was aborted", "connection was likely closed", "connection refused", "recvvalue failed",
 )  # fmt: skip
-PATIENCE_S = 3.0  # seconds to wait until the process of a killed rank has ended
-REFUSAL_S = 5.0  # seconds to wait until the first rank of a machine has reported an error
+PATIENCE_S = 3.0  # maximum seconds to wait until the process of a killed rank has ended
+REFUSAL_S = 5.0  # maximum seconds to wait until the machine's first rank has written its message
 
 
 class LostContact(Exception):
@@ -46,6 +46,8 @@ def lost(error: BaseException) -> bool:
 
 def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
     """Returns a line per killed rank that this rank reports.
+
+    A rank reports the killed ranks directly after it on its machine (see the module's docstring).
 
     Args:
         folder: the folder of the heartbeats.
@@ -78,8 +80,8 @@ def wait_for_names(
 
     Returns:
         The result of `named` once it is not empty. An empty list once a rank of this machine has
-        reported its own failure. If neither happens within `patience` seconds, rank 0 returns lines
-        about other ranks (`_elsewhere`), and the other ranks return an empty list.
+        reported its own failure. If `patience` seconds pass before that, rank 0 returns lines about
+        other ranks (`_elsewhere`), and the other ranks return an empty list.
     """
     end = time.monotonic() + patience
     while not (found := named(folder, rank, world_size)) and time.monotonic() < end:

@@ -103,7 +103,7 @@ def read_all(folder: str | Path) -> list[Beat]:
 
 
 def siblings(rank: int, world_size: int) -> Iterator[int]:
-    """Returns the other ranks of this machine, beginning with the next one.
+    """Returns the other ranks of this machine: first all higher ones, then all lower ones.
 
     The ranks are computed from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE. If these variables are
     not set, all ranks are assumed to be on this machine.

@@ -115,7 +115,7 @@ class Run:
 
     @classmethod
     def here(cls, job: str | None) -> Run:
-        """Returns the record of this process."""
+        """Returns the `Run` that describes this process."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return cls(platform.node(), os.getpid(), job, attempt)
 

@@ -43,7 +43,7 @@ class Preempted(Exception):
 
 
 class Stop:
-    """The common decision of all ranks whether the run is to stop; `bool(stop)` is the decision.
+    """Decides together with all other ranks whether to stop the run; `bool(stop)` is the decision.
 
     Args:
         axis: axis of all ranks.
@@ -51,7 +51,7 @@ class Stop:
         asked: function that returns why this rank is to stop ("SIGTERM", ...), or "".
 
     Attributes:
-        reason: the signal or time limit that stops the run, with the rank that received it; "" as
+        reason: the signal or time limit that stops the run, with the rank that reported it; "" as
             long as the run is not to stop.
     """
 
@@ -148,9 +148,9 @@ def begin(folder: Path, job: str | None, axis: Axis) -> None:
     """Removes the `preempted.json` of an earlier run, or stops this attempt. Collective.
 
     Raises:
-        Preempted: on every rank, if an earlier attempt of this job with as many ranks was
-            preempted. With another number of ranks this attempt continues, because an elastic job
-            was then restarted after the loss of a machine.
+        Preempted: on every rank, if an earlier attempt of this job with the same number of ranks
+            was preempted. With a different number of ranks this attempt continues, because the job
+            is elastic and was restarted after the loss of a machine.
     """
     text = ""
     if axis.index == 0:

@@ -90,7 +90,7 @@ def deterministic() -> Iterator[None]:
 
 
 class Record:
-    """Hashes a rank's results in one step, as observer of the executor and the gradient reducer.
+    """Observes the executor and the gradient reducer, and hashes this rank's results in one step.
 
     Attributes:
         forward: hash of the activations for the next stage, and of the losses; int64 scalar.
@@ -134,7 +134,7 @@ class Recheck:
     """Runs the steps of an engine, and a bad step twice. The host waits for every step.
 
     Args:
-        engine: the engine.
+        engine: engine that runs the steps.
         note: function that prints a line.
     """
 
@@ -190,7 +190,7 @@ class Recheck:
         all_ranks = collectives.exchange(own, topology.axis("world"))
         places = [topology.grid.coordinates(rank) for rank in range(topology.world)]
         plan = self.engine.blueprint.pipeline.plan
-        # Whether each pipeline rank s has stage s and no other stage.
+        # True if each pipeline rank s has stage s and no other stage.
         in_turn = plan.chunks == 1 and not plan.placement
         ranks = culprits([found for found, *_ in all_ranks], places, in_turn)
         head = f"step {first.step} was computed twice"

@@ -60,7 +60,7 @@ class Signals:
             # An ignored signal stays ignored; for example, `nohup` ignores SIGHUP.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, lambda *_: None)
-                signal.siginterrupt(number, False)  # the system restarts interrupted system calls
+                signal.siginterrupt(number, False)  # system calls continue after the signal
         return self
 
     def __exit__(self, *_: object) -> None:

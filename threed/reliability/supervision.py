@@ -42,7 +42,7 @@ REPORTED = (CheckpointError, RunFolderError, SwapError, Preempted, BadStepsError
 
 
 class Supervision:
-    """Supervises this rank inside the block. The constructor is collective.
+    """Supervises this rank inside its `with` block. The constructor is collective.
 
     Args:
         folder: the run folder.

@@ -15,8 +15,8 @@ its watchdog
 4. writes torch's record of its recent collectives to `rank-N.collectives.json`, and exits with code
    124, like timeout(1). torchrun then restarts the run if it has restarts left.
 
-The watchdog reads heartbeats only if the run hangs. Then the lowest marked rank reads all of them.
-Every other rank reads the heartbeats of lower ranks, up to the first one that is marked.
+The watchdog reads heartbeats of other ranks only if the run hangs. The lowest marked rank reads all
+heartbeats. Every other rank reads the heartbeats of lower ranks, up to the first marked one.
 
 If a rank has not marked its heartbeat, the rank before it on the same machine sends it SIGUSR2, and
 then kills it. On SIGUSR2, faulthandler, which needs no Python thread, writes the stacks of the
@@ -110,7 +110,8 @@ class Watchdog:
         self._write_stacks()
         time.sleep(ANSWER_S)
         write_error_file(self._print(elapsed) if self._is_lowest() else self._wait_for_report())
-        with contextlib.suppress(Exception):  # `flight_record` calls a private function of torch
+        # `flight_record` calls a private function of torch, which may fail in other versions.
+        with contextlib.suppress(Exception):
             record = self._stacks.with_suffix(".collectives.json")
             record.write_bytes(collectives.flight_record())
         about = self.heart.folder, self.heart.rank, self.world_size
@@ -157,9 +158,10 @@ class Watchdog:
 def judge(beats: Sequence[Beat], world_size: int) -> str:
     """Returns a line with the ranks that made a run hang.
 
-    These are the ranks to which the first of the following criteria applies: the rank has no
-    heartbeat; its heartbeat is not marked; it does not wait in a collective; its step is the
-    earliest. The last two criteria are skipped if they apply to all ranks.
+    Four criteria are tried in this order: the rank has no heartbeat; its heartbeat is not marked;
+    it does not wait in a collective; its step is the earliest. The first criterion that some rank
+    meets decides: all ranks that meet it are returned. The last two criteria are skipped if all
+    ranks meet them.
 
     Args:
         beats: the last beat of each rank that has one.

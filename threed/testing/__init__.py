@@ -5,8 +5,8 @@
     assert report.same, report
     results = run_ranks(4, work, arg)                     # work(arg) on 4 gloo ranks of this machine
 
-`threed verify FILE.py:NAME` runs `same_everywhere` from the command line; docs/guide/verify.md explains
-both.
+`threed verify FILE.py:NAME` runs `same_everywhere` from the command line. docs/guide/verify.md
+explains the function and the command.
 """
 
 from threed.testing.compare import Results, differences, results_of

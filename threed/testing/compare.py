@@ -38,8 +38,8 @@ class Results:
         losses: loss per step.
         norms: gradient norm per step.
         weights: weights by global name.
-        moments: optimizer states by part and global name. With 2BW and delayed updates, they
-            include the parameters before the last update as one more part.
+        moments: for each optimizer state, its tensors by global name of the parameter. With 2BW and
+            delayed updates, the parameters before the last update are one more state.
         buffers: persistent buffers by global name.
     """
 
@@ -51,7 +51,7 @@ class Results:
 
     @property
     def parts(self) -> dict[str, dict[str, Tensor]]:
-        """For each part (the weight, and each moment by its name), the tensors by global name."""
+        """Tensors by part and global name. A part is the weight, or one of the optimizer states."""
         return {WEIGHT: self.weights, **self.moments}
 
 
@@ -60,8 +60,8 @@ class Finding:
     """A difference from the results of one process.
 
     Attributes:
-        kind: "loss", "norm", "shards" (elements that no rank or several ranks own), "buffer", or
-            the part of the state: the weight, or one of the optimizer's states.
+        kind: "loss", "norm", "shards" (elements that no rank or several ranks own) or "buffer". For
+            a weight or an optimizer state, the name of this part, as in `Results.parts`.
         what: description of the difference.
         largest: largest absolute difference of an element, or NaN.
         parameter: global name of the parameter or buffer, or "".
@@ -104,16 +104,18 @@ def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
 def differences(
     engine: Engine, metrics: Sequence[StepMetrics], truth: Results, tolerance: float
 ) -> list[Finding]:
-    """Finishes the last step, and returns the differences of this rank's results. Collective.
-
-    Buffers are compared only if `truth` has buffers, because their values may depend on how a batch
-    is divided. The parameters before the last update are also compared only if `truth` has them.
+    """Finishes the last step, and compares this rank's results with one process. Collective.
 
     Args:
         engine: engine after the steps.
         metrics: metrics of all steps.
-        truth: results of one process.
+        truth: results of one process. Buffers, and the parameters before the last update, are
+            compared only if `truth` has them. The caller leaves out buffers that depend on how a
+            batch is divided.
         tolerance: largest difference; relative for losses and norms, absolute for all others.
+
+    Returns:
+        A finding per value that differs by more than the tolerance.
 
     Raises:
         ValueError: if the optimizers have different states.
@@ -132,7 +134,14 @@ def differences(
 def scalars(
     kind: str, got: Sequence[float], want: Sequence[float], tolerance: float
 ) -> Iterator[Finding]:
-    """Yields the steps in which a scalar differs by more than a relative tolerance."""
+    """Yields a finding for each step in which a scalar differs by more than a relative tolerance.
+
+    Args:
+        kind: kind of the findings, "loss" or "norm".
+        got: the scalar per step.
+        want: the scalar per step in one process.
+        tolerance: largest difference relative to `want`.
+    """
     for step, (value, right) in enumerate(zip(got, want, strict=True), start=1):
         if not abs(value - right) <= tolerance * abs(right):
             what = f"{value:.12g} in step {step}, {right:.12g} on one process"
@@ -142,7 +151,10 @@ def scalars(
 def unequal(
     engine: Engine, truth: Mapping[str, Mapping[str, Tensor]], tolerance: float
 ) -> Iterator[Finding]:
-    """Yields this rank's shards of weights and moments that differ from `truth`."""
+    """Yields a finding for each of this rank's shards of weights and moments that differs.
+
+    The shards are compared with the full tensors in `truth`.
+    """
     for record, values in read(engine.optimizer, records(engine.optimizer)):
         if record.part == PREVIOUS and PREVIOUS not in truth:
             continue
@@ -158,7 +170,7 @@ def unequal(
 def unequal_buffers(
     engine: Engine, truth: Mapping[str, Tensor], tolerance: float
 ) -> Iterator[Finding]:
-    """Yields this rank's persistent buffers that differ from `truth`."""
+    """Yields a finding for each of this rank's persistent buffers that differs from `truth`."""
     for name, place in engine.buffers.persistent().items() if truth else ():
         got, want = place.value, truth.get(name)
         if got is None or want is None or got.shape != want.shape:

@@ -25,7 +25,7 @@ from threed.testing.ranks import RanksFailed
 from threed.testing.watch import INPUT_GRADIENT, OUTPUT, Key
 from threed.zero.records import WEIGHT
 
-# The maximum number of parameters in a list.
+# The maximum number of parameters or buffers that are reported for one kind of difference.
 MOST = 8
 # (name of the layer, names of its parameters) of each layer.
 Layers = Sequence[tuple[str, list[str]]]
@@ -176,8 +176,11 @@ class Explainer:
     def _backward(
         self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], early: bool
     ) -> Iterator[About]:
-        """Yields the origin of a difference in the backward: the last layer whose input gradient
-        differs. Before it, yields the differing parameters of all later layers."""
+        """Yields the differences that the backward shows.
+
+        These are first the differing parameters of the layers after the origin, then the origin,
+        which is the last layer whose input gradient differs.
+        """
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)
         gradient = next((part for part in self.truth["first"]["moments"] if part != WEIGHT), "")
@@ -206,9 +209,10 @@ class Explainer:
             number: index of the layer.
             parameters: names of parameters that differ.
             what: name of the value at the boundary.
-            partial: explanation if the tensor ranks have partial sums.
-            residual: boundary whose value a residual connection adds to this boundary's value. If
-                tensor ranks have partial sums, each of them has added this value.
+            partial: the explanation to use if the tensor ranks have partial sums.
+            residual: boundary whose value a residual connection adds to this boundary's value. With
+                partial sums, every tensor rank has added this value, so their sum contains it once
+                per tensor rank.
         """
         key, of_ranks = next((key, ranks) for key, ranks in between.items() if key[1] == number)
         name = self.layers[number][0] if number < len(self.layers) else None
@@ -319,7 +323,7 @@ def report_of(error: RanksFailed) -> dict[str, Any] | None:
 
 
 def explain_lost_ranks(error: RanksFailed, timeout: float) -> tuple[str | None, str]:
-    """Explains ranks that died or hang.
+    """Explains why ranks died or hang.
 
     Args:
         error: error of `run_ranks`.
@@ -345,7 +349,9 @@ def explain_lost_ranks(error: RanksFailed, timeout: float) -> tuple[str | None, 
 
 
 def repeated(found: Seen, layers: Layers) -> Iterator[About]:
-    """Yields the difference of two trainings of one process with different random numbers.
+    """Explains the differences between two trainings of one process with different random numbers.
+
+    Yields one difference, the first layer and parameter that differ, unless the trainings agree.
 
     Args:
         found: differences between the two trainings.

@@ -2,9 +2,9 @@
 
     results = run_ranks(4, work, arg)      # work(arg) on 4 ranks; results in rank order
 
-Starting the ranks takes some tenths of a second. `work` must be a module-level function or an
-object of a module-level class, because it, its arguments and its result are pickled. A program that
-calls this needs `if __name__ == "__main__":`.
+Starting the ranks takes some tenths of a second. `work`, its arguments and its result are pickled,
+so `work` must be a module-level function or an object of a module-level class. A program that calls
+`run_ranks` needs `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Trains a model in every topology, and compares the results with training on one process.
 
-First one process trains some steps as the reference. It repeats this training with another seed of
-torch's global random generators, because the results must not depend on them. Then every topology
-trains on forked gloo ranks, from the same weights on the same batches. Every rank compares its
-shards with the reference.
+One process trains some steps as the reference, and repeats this training with another seed of
+torch's global random generators, because the results must not depend on these generators. Then
+every topology trains on forked gloo ranks, from the same weights on the same batches. Every rank
+compares its shards with the reference.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Report:
 
         Args:
             topology: name of the topology.
-            found: layer, parameter, description and size of each difference.
+            found: (layer, parameter, description, largest absolute difference) of each difference.
         """
         for layer, parameter, what, size in found:
             largest = size if math.isfinite(size) else None
@@ -145,7 +145,7 @@ class Report:
 
 
 class _Broken(PicklableError):
-    """Raised on a rank whose training failed. `run_ranks` sends its `report` to the parent."""
+    """Raised on a rank whose training failed. Its attribute `report` is sent to the parent."""
 
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
@@ -321,7 +321,7 @@ def _train(
     task: _Task, parsed: dict[str, int], seed: int, look: Callable[[str, Engine, list[StepMetrics]], Any],
     truth: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Watch]:  # fmt: skip
-    """Trains on the ranks of this world.
+    """Trains the model in one topology. Called on every rank of the topology.
 
     Args:
         task: arguments of the training.
@@ -329,7 +329,7 @@ def _train(
         seed: seed of torch's global random numbers.
         look: called as look("first", engine, metrics) after the first step, and with "last" after
             the last step.
-        truth: data of the reference process; empty in that process.
+        truth: results of the reference training; empty in the reference training itself.
 
     Returns:
         A dict with the results of `look` ("first", "last"), the layers and the batches; and the
@@ -361,14 +361,14 @@ def _train(
             raise DataError("the loss of step 1 is NaN")
         first = look(
             "first", engine, metrics
-        )  # also finishes the step, so that `watch` records all its backwards before it stops
+        )  # `look` finishes the step, so all its backwards are recorded before `watch.stop()`
         watch.stop()
         metrics += [engine.step(share(batch, topology)) for batch in batches[1:]]
         last = look("last", engine, metrics)
         return {"first": first, "last": last, "layers": layers, "batches": batches}, watch
     except DataError as error:
-        # The engine raises DataError only after the step, so `at()` is not the faulty layer.
-        # Report the first layer with a non-finite output instead.
+        # The engine raises DataError only after the step, when `at()` is the layer that ran last.
+        # So the first layer with a non-finite output is reported instead.
         raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error
@@ -386,8 +386,8 @@ def _batch(
         task: arguments of the training.
         config: the resolved configuration.
         step: number of the step.
-        before: the reference's batches, with which the batch is compared; None compares it with
-            the result of a second call of the user's function.
+        before: batches of the reference training, by step, to compare the batch with. None: calls
+            the user's function a second time and compares the two results.
     """
     batch, rows, call = (
         task.batch(config, step),
@@ -415,11 +415,12 @@ def _shape(value: Any) -> list[int] | None:
 
 
 def _seed(seed: int) -> None:
-    """Seeds the global random generators that a user's code may use.
+    """Seeds the global random generators of torch, `random` and numpy, which user code may use.
 
-    Before the model is built, all ranks use the same seed, so that initial values are equal. Before
-    training each rank uses another seed, so that a forward that uses random numbers gives different
-    results and is detected.
+    It is called twice per training. Before the model is built, all ranks pass the same seed, so
+    that they get equal initial values. Before the first step, each rank passes a different seed. If
+    the user's forward draws random numbers, its results then differ from the reference, and the
+    comparison reports it.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -429,8 +430,8 @@ def _seed(seed: int) -> None:
 def _layers(model: Any) -> Layers:
     """Returns the layers of a model, each with the global names of its parameters and buffers.
 
-    An `nn.Module` without `slicing` is one layer. For an object without `layers` the result is
-    empty; the engine raises an error for such an object.
+    An `nn.Module` without the attribute `slicing` counts as one layer. For an object without the
+    method `layers`, the result is empty; the engine later rejects such an object with an error.
     """
     if isinstance(model, nn.Module) and not hasattr(model, "slicing"):
         own = (*model.named_parameters(), *model.named_buffers())
@@ -468,7 +469,8 @@ def _train_reference(task: _Task) -> Seen:
 def _train_and_compare(task: _Task, parsed: dict[str, int]) -> Seen:
     """Trains on all ranks of a topology. Returns this rank's differences from the reference."""
     truth, usual = _load(task.file), task.config.train.micro_batch
-    # Buffers with statistics, such as running means, depend on how the batch is divided.
+    # Buffers with statistics, such as running means, depend on how the batch is divided. So buffers
+    # are not compared if the topology divides it in another way than the reference.
     divided = parsed.get("dp", 1) > 1 or parsed.get("micro", usual) != usual
 
     def look(when: str, engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:

@@ -31,8 +31,8 @@ class Watch:
 
     Args:
         engine: engine with the layers.
-        truth: values recorded on one process. If an output has neither the recorded shape nor the
-            shape of a shard of the recorded value, RuntimeError is raised.
+        truth: values recorded on one process. Every output must have the shape of the recorded
+            value, or of a shard of it; otherwise RuntimeError is raised.
 
     Attributes:
         seen: recorded values, by key (see the module's docstring).
@@ -78,7 +78,8 @@ class Watch:
         layer.register_forward_hook(after)
 
     def _note(self, what: str, number: int) -> None:
-        # Synchronizes the tensor ranks, so that mismatched collectives hang in the faulty layer.
+        # Synchronizes the tensor ranks after each layer. If ranks call different collectives, the
+        # run then hangs in the faulty layer and not in a later one.
         if self._recording:
             collectives.all_gather(torch.zeros(1), self.tensor)
         self.at = self.names[number]

@@ -23,7 +23,7 @@ class Start:
         step: number of completed optimizer steps.
         samples: number of sequences consumed by these steps.
         tokens: number of tokens consumed by these steps. It is not always `samples` times
-            `model.seq`, because an earlier run may have had another sequence length.
+            `model.seq`, because an earlier run may have had a different sequence length.
         saved: whether a checkpoint of this step exists on disk.
         extra: entries of the checkpoint other than the engine's state; see `elastic.resume`.
     """
@@ -114,14 +114,14 @@ class Callback:
         """Called before the first step, after a checkpoint has been loaded.
 
         Args:
-            run: the run.
+            run: the run: its engine, data, folder and other objects.
         """
 
     def before_step(self, run: Run, step: int) -> None:
         """Called after the batch of a step has been fetched.
 
         Args:
-            run: the run.
+            run: the run: its engine, data, folder and other objects.
             step: number of the step, counted from 1.
         """
 
@@ -129,7 +129,7 @@ class Callback:
         """Called after the update.
 
         Args:
-            run: the run.
+            run: the run: its engine, data, folder and other objects.
             metrics: metrics of the step; reading a value waits for the device.
             row: metrics to log for the step, by name. Callbacks add to it. An empty row is not
                 logged.
@@ -139,5 +139,5 @@ class Callback:
         """Called after the last step, before the final report. Not called if a step raised.
 
         Args:
-            run: the run.
+            run: the run: its engine, data, folder and other objects.
         """

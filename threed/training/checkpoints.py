@@ -97,7 +97,7 @@ class Checkpoints(Callback):
         self.bad_steps.compare(saving=True)
         run.beat("save")
         self.wait()
-        run.beat("save")  # restarts the watchdog's time limit, which applies to each save
+        run.beat("save")  # a new phase, so that the watchdog's time limit applies to this save only
         self.owner.check()
         path = self.path(step)
         extra = {**self._extra(), **self.bad_steps.take_delayed()}
@@ -132,7 +132,7 @@ class Checkpoints(Callback):
         return self.run.folder / "checkpoints" / f"step-{step}"
 
     def _extra(self) -> Mapping[str, Any]:
-        """Returns the additional entries of a checkpoint that the next run and exports read."""
+        """Returns additional entries for a checkpoint, which a resumed run and exports read."""
         run, text = self.run, self.run.data.tokenizer
         tokenizer = {"tokenizer": text.files, "fingerprint": text.fingerprint, "eot": text.eot}
         origin = {"data_sha256": run.data.sha256, "hf": run.start.extra.get("hf")}

@@ -41,7 +41,7 @@ def finish(
     """Samples text, draws figures, exports the last checkpoint, and prints paths. Collective.
 
     Args:
-        run: the run.
+        run: the run: its engine, data, folder and other objects.
         checkpoints: callback that has saved the last checkpoint.
         peak: callback that has measured the peak memory.
         spans: actions of the last logged step, per pipeline rank (`StepLog.spans`).
@@ -76,7 +76,7 @@ def finish(
 
 
 def sample_text(engine: Engine, data: Data, count: int) -> str:
-    """Returns a prompt and its continuation by the model, or the reason why it failed. Collective.
+    """Returns a prompt with the model's continuation, or why sampling failed. Collective.
 
     Args:
         engine: engine with the model.
@@ -119,7 +119,7 @@ def draw(
     A disk error is only reported, because the run already has its checkpoint.
 
     Args:
-        run: the run.
+        run: the run: its engine, data, folder and other objects.
         forecast: forecast of the run.
         spans: actions of the last logged step, per pipeline rank (`StepLog.spans`).
         memory: predicted and measured bytes per rank (see `monitor.figures`).

@@ -26,7 +26,7 @@ class StepLog(Callback):
     """Adds the metrics of training to the rows of logged steps.
 
     Args:
-        run: the run.
+        run: the run: its engine, data, folder and other objects.
         save_seconds: function that returns the seconds spent on checkpoints since its last call.
 
     Attributes:

@@ -13,7 +13,7 @@ This package is internal.
 from __future__ import annotations
 
 # isort: off
-from threed.config.architectures import gpt as gpt  # this order is the order in --help and messages
+from threed.config.architectures import gpt as gpt  # --help and messages have the imports' order
 from threed.config.architectures import llama as llama
 from threed.config.architectures import mistral as mistral
 from threed.config.architectures import qwen2 as qwen2

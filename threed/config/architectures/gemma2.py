@@ -31,7 +31,7 @@ GEMMA2 = record.register(
         fixed=record.GEMMA_FIXED,
         accepted=frozenset(
             {"hidden_act", "sliding_window_size"}
-        ),  # keys of early versions, which transformers does not read
+        ),  # transformers ignores these keys of early configurations
         takes=record.ROTARY | record.GEMMA | {"attention_softcap", "logit_softcap"},
         defaults=record.HEAD_SIZE
         | {"tied": True, "window": 4096, "attention_softcap": 50.0, "logit_softcap": 30.0},

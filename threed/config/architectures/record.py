@@ -73,8 +73,8 @@ class Architecture:
         hf_class: the class in `architectures` of the Hugging Face configuration.
         rules: the tensors of the Hugging Face layout.
         keys: Hugging Face configuration keys that have an equivalent model key.
-        fixed: Hugging Face configuration keys with a required value. They are written; reading
-            another value is an error.
+        fixed: Hugging Face configuration keys with a required value. This value is written; a file
+            with another value cannot be read.
         written: Hugging Face configuration keys that are written with a fixed value, and ignored
             when read.
         accepted: Hugging Face configuration keys that are ignored when read, because they do not

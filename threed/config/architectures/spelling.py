@@ -36,7 +36,7 @@ def read(record: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the model keys of a Hugging Face configuration.
 
     Args:
-        record: the architecture.
+        record: architecture of the model.
         config: the object in config.json.
 
     Raises:
@@ -254,7 +254,7 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
     """Returns the Hugging Face configuration of a model.
 
     Args:
-        record: the architecture.
+        record: architecture of the model.
         keys: all model keys, resolved.
     """
     table: dict[str, Any] = {"architectures": [record.hf_class], "model_type": record.model_type}
@@ -305,8 +305,8 @@ def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
             for name, value in old.items()
             if name in ("type", "short_factor", "long_factor")
         }
-        # transformers 4 does not support these two keys. With an empty `rest`, no rope_scaling is
-        # written.
+        # The format of transformers 4 has no `factor` and no `attention_factor`. If one of them is
+        # set, `rest` becomes empty, so that no rope_scaling is written.
         rest = {} if "factor" in rest or "attention_factor" in rest else rest
     if record.local:
         table["rope_local_base_freq"] = keys["rope_local_theta"]
