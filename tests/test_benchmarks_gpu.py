@@ -571,6 +571,22 @@ def test_results_of_pytest_are_counted(tmp_path: Path) -> None:
     assert failures == ["a::y: assert 1 == 2", "b::w: no"]
 
 
+def test_the_stage_collects_every_test_that_needs_a_gpu() -> None:
+    """`pytest -m gpu` in all of tests/ takes 15 s to collect, so the stage names the files."""
+    marked = {
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("*.py")
+        if "mark.gpu" in path.read_text()
+    }
+    named = [ROOT / path for path in tests.PATHS]
+    assert all(path.exists() for path in named)
+    here = Path(__file__).relative_to(ROOT)
+    missing = [
+        path for path in marked - {here} if not any((ROOT / path).is_relative_to(n) for n in named)
+    ]
+    assert not missing, f"add to PATHS of benchmarks/gpu_stages/tests.py: {missing}"
+
+
 def test_ways_of_training_fill_the_world() -> None:
     for world in (1, 2, 4, 8):
         for name, way in nccl.ways(world).items():

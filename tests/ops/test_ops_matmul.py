@@ -17,7 +17,7 @@ from threed.config import ModelConfig
 from threed.layers import LanguageModelHead, MicroBatch, Slicing
 from threed.layers.linear import Product
 from threed.models import build
-from threed.ops import matmul
+from threed.ops import launch, matmul
 from threed.ops.matmul import Matmul
 
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_linear_pointwise"}
@@ -90,3 +90,20 @@ def test_a_product_elsewhere_would_be_seen() -> None:
     with Watched() as watched:
         gradients(1, 1, None)
     assert watched.found.keys() == {"none"}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_plan_for_gpus_uses_no_addmm_that_some_torch_lacks_on_the_meta_device(
+    fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device, torch 2.11 fails in `addmm` with `out_dtype`: no run on a GPU got past its plan."""
+
+    def as_in_torch_2_11(*args: Any, **keywords: Any) -> None:
+        raise TypeError("unsupported operand type(s) for *: 'torch.dtype' and 'Tensor'")
+
+    monkeypatch.setattr(launch, "on_gpu", lambda x: True)
+    monkeypatch.setattr(torch, "addmm", as_in_torch_2_11)
+    a, b = (torch.empty(n, m, dtype=torch.bfloat16, device="meta") for n, m in ((8, 4), (4, 6)))
+    out = torch.empty(8, 6, device="meta")
+    assert matmul.widens(a, b, torch.float32)
+    matmul.add_product_(out, a, b, fresh=fresh)
