@@ -80,8 +80,9 @@ class Odd(nn.Module):
 
 
 def make(name: str, seed: int = 0) -> nn.Module:
-    """Returns the model `name` with the same fp64 weights in each call, on the current default
-    device.
+    """Returns the model `name` with the same fp64 weights in each call.
+
+    Inside `torch.device("meta")` it is on the meta device.
     """
     torch.manual_seed(seed)
     models: dict[str, Any] = {

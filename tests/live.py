@@ -34,8 +34,7 @@ class Live(TorchDispatchMode):
         return out
 
     def _look_at(self, values: Iterable[Any]) -> None:
-        """Records the storages of the tensors among arguments or results, including those in
-        lists."""
+        """Records the storages of tensors among arguments or results, and of tensors in lists."""
         for value in values:
             if isinstance(value, Tensor):
                 if value.device.type != "meta":
@@ -85,8 +84,9 @@ class Live(TorchDispatchMode):
         return sum(self.settled())
 
     def bytes_now(self) -> int:
-        """Returns the bytes of all live storages now, including messages that gloo has not released
-        yet.
+        """Returns the bytes of all live storages at this moment.
+
+        They include messages that gloo has not released yet.
         """
         return sum(self.sizes())
 

@@ -41,9 +41,7 @@ class AttnBackend(enum.Enum):
 
 
 def model_of(args: dict[str, Any]) -> ModelConfig:
-    """Returns the threed configuration for Megatron-LM's `args`, written independently of the
-    importer.
-    """
+    """Returns the threed configuration for Megatron-LM's `args`, without using the importer."""
     gated = args["swiglu"]
     keys = {
         "arch": "llama" if gated else "gpt", "layers": 4, "hidden": 24, "heads": 6, "kv_heads": 2 if gated else 6,
@@ -164,8 +162,7 @@ Pieces = list[tuple[list[int], Tensor]]  # for each box: its start per dimension
 def pieces(
     tensors: dict[str, Tensor], gated: bool, numbered: bool = False
 ) -> Iterator[tuple[str, Pieces, torch.Size]]:
-    """Yields this rank's part of each tensor: its key, its boxes, and the shape of the full
-    tensor."""
+    """Yields this rank's part of each tensor: its key, its boxes, and the full tensor's shape."""
     import torch.distributed as dist
 
     rank, tp = dist.get_rank(), dist.get_world_size()
