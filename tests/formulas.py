@@ -32,8 +32,7 @@ MASK_BYTES = 1  # masks are booleans: of dropout, and of tokens in a vocabulary 
 
 
 def all_gather(full: int, ranks: int) -> int:
-    """Returns the bytes sent if every rank gets all `full` bytes, and already had one part of
-    them."""
+    """Returns the bytes sent if every rank gets all `full` bytes, of which it had one part."""
     return full * (ranks - 1) // ranks
 
 
@@ -85,8 +84,9 @@ class Cost:
         return max(self.sizes, default=self.parameters)
 
     def sliced(self, resident: int) -> int:
-        """Returns the elements of parameters with at least `resident` elements, which ZeRO-3
-        shards.
+        """Returns the elements of the parameters that ZeRO-3 shards.
+
+        These are parameters with at least `resident` elements.
         """
         return sum(size for size in self.sizes or (self.parameters,) if size >= resident)
 
@@ -174,9 +174,7 @@ class Decoder:
         return max(self.element_bytes, 4)
 
     def share(self, size: int) -> int:
-        """Returns this rank's part of `size`, which is split over the tensor ranks as evenly as
-        possible.
-        """
+        """Returns this rank's part of `size`, split over the tensor ranks as evenly as possible."""
         return size * (self.tensor_rank + 1) // self.tensor - size * self.tensor_rank // self.tensor
 
 
@@ -327,8 +325,9 @@ def _norm_bytes(dims: Decoder, kind: str, tokens: int, width: int, input_kept: b
 
 
 def _kept_and_rebuilt(dims: Decoder) -> tuple[int, int]:
-    """Returns the bytes that a block stores, and the most bytes that one operation recomputes at
-    once.
+    """Returns the bytes that a block stores, and the bytes that it recomputes at once.
+
+    The second number is the largest one of all recomputed operations.
     """
     parts = {
         "attention": _attention_bytes(dims),
@@ -372,8 +371,9 @@ def _activation_bytes(dims: Decoder) -> int:
 
 
 def _normed_bytes(dims: Decoder) -> int:
-    """Returns the bytes that a norm stores, plus those of the (gathered) input of the next
-    projection.
+    """Returns the bytes that a norm and the next projection store.
+
+    The projection stores its (gathered) input.
     """
     return _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden) + _hidden_bytes(
         dims, dims.tokens
@@ -451,8 +451,9 @@ def decoder(
 
 
 def in_turn(microbatches: int) -> tuple[Action, ...]:
-    """Returns the compute actions of a rank without a pipeline: F and B of each micro-batch in
-    turn.
+    """Returns the compute actions of a rank without a pipeline.
+
+    They are the forward and the backward of each micro-batch in turn.
     """
     return tuple(
         Action(kind, microbatch) for microbatch in range(microbatches) for kind in (Kind.F, Kind.B)
