@@ -55,7 +55,8 @@ class ParallelModel:
         embedding = layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing)
         blocks = [ParallelBlock(f"blocks.{i}", c, slicing) for i in range(c.layers)]
         norm = layers.RMSNorm("head.norm", c.hidden, slicing)
-        # The head is tied: its weight has the name of the embedding's table. They may be on different stages.
+        # The head is tied: its weight has the name of the embedding's table. Head and embedding may be on
+        # different stages.
         head = layers.LanguageModelHead(
             "head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing
         )
