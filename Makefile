@@ -1,15 +1,15 @@
 # make train   set up, then train a small GPT on 4 ranks: 2 tensor-parallel x 2 pipeline    (ARGS="--train.steps 50" for more flags)
-# make test    set up, then run the tests: TEST_JOBS files at a time, then those that need the machine alone (ARGS="-k layers")
-# make test-fast   the same without the slow ones: about two minutes
+# make test    set up, then run the tests: TEST_JOBS files at a time, then the tests marked `alone` (ARGS="-k layers")
+# make test-fast   set up, then run the tests except slow ones and those marked `alone`: about two minutes
 # make test-lowest   the fast tests with the oldest torch and pydantic that pyproject.toml allows, in .venv-lowest
 # make check   set up, then check format, lint and types
 # make docs    set up, then build the documentation site: open site/index.html
 # make bench   set up, then run the benchmarks
-# make clean   remove the virtual environment and what tools left behind; runs/ stays
+# make clean   remove the virtual environments, built files and caches; runs/ is kept
 #
-# The set-up makes .venv with PYTHON. A torch >= 2.10 that PYTHON can import (a CUDA build, say) is used as it is; else the torch
-# of constraints.txt is installed (TORCH_ARGS="--index-url URL" picks another source of wheels). Tools run as
-# `python -m`, for one that PYTHON has already puts no script into .venv.
+# The set-up creates .venv with the interpreter PYTHON. If PYTHON can import torch >= 2.10 (for example a CUDA build), .venv
+# uses that installation; otherwise the torch of constraints.txt is installed (TORCH_ARGS="--index-url URL" selects another
+# source of wheels). Tools run as `python -m NAME`, because a tool that is already installed for PYTHON has no script in .venv.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -17,9 +17,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-# One thread a rank unless the caller knows better: ranks share the cores.
+# Ranks share the cores, so each gets one thread, unless the caller sets another number.
 export OMP_NUM_THREADS ?= 1
-# Tests start a hundred processes: each would compile the sources anew where Python is told to write no bytecode.
+# Tests start a hundred processes. Without files of bytecode, each of them would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 11))
@@ -28,10 +28,10 @@ TORCH_HOME := import pathlib, torch; print(pathlib.Path(torch.__file__).resolve(
 SITE       := import sysconfig; print(sysconfig.get_path("purelib"))
 TORCHRUN   := import sys; from torch.distributed.run import main; sys.exit(main())
 
-# Files stay together, for what their tests share, and begin in the order of tests/conftest.py: the longest first.
+# All tests of a file run in one process, because they share fixtures. The longest files start first (tests/conftest.py).
 TEST_JOBS ?= 2
 PARALLEL  := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
-# pytest's status where a selection leaves a phase without tests
+# Accepts pytest's exit code 5: ARGS may select no test for one of the two phases.
 OR_NONE   := || [ $$? -eq 5 ]
 
 .PHONY: train test test-fast test-lowest check docs bench clean setup
@@ -46,7 +46,7 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not grid and not alone and not slow" $(ARGS)
 
-# A Python with the oldest torch, which the set-up then uses as it is.
+# Installs the oldest torch in a separate environment, whose Python the set-up then uses, together with that torch.
 LOWEST := $(shell sed -n 's/^    "\(torch\|pydantic\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml)
 test-lowest:
 	@[ -x .venv-lowest-torch/bin/python ] || $(PYTHON) -m venv .venv-lowest-torch
@@ -75,7 +75,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
-# The .pth line makes the torch visible also where PYTHON is itself in a virtual environment; torchrun must run this venv's python.
+# The .pth file makes torch visible even if PYTHON itself is in a virtual environment. torchrun must use the python of this .venv.
 .PHONY: .venv-with-torch
 .venv-with-torch:
 	$(PYTHON) -m venv --system-site-packages $(VENV)
@@ -84,7 +84,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -c 'import torch; print("using the torch that is there:", torch.__version__, torch.__file__)'
 
-# torch by its exact version first: left to a range, pip takes the newest, with gigabytes of CUDA libraries.
+# Installs the exact version of torch first: for a range, pip would install the newest, with gigabytes of CUDA libraries.
 .PHONY: .venv-of-its-own
 .venv-of-its-own:
 	$(PYTHON) -m venv $(VENV)

@@ -1,15 +1,19 @@
-"""One AdamW step on the CPU: this package's kernel beside torch's, DeepSpeed's and torch.compile's.
+"""Compares AdamW on the CPU: threed's kernel, torch's, DeepSpeed's and torch.compile's.
 
     python benchmarks/adam.py --numel 200000000 --threads 2
     python benchmarks/adam.py --numel 50000000 --threads 1 --huge-pages --rounds 10
 
-full    bf16 gradients in, fp32 p, m and v, a bf16 copy of p out: what mixed-precision training with its optimizer on
-        the host does. Whoever cannot read or write bf16 widens and narrows in passes of its own.
-step    fp32 gradients, no copy: the optimizer's call alone.
+There are two measurements:
 
-Both are set against 28 bytes a parameter, the least that `full` can move. All contenders work on the same tensors, in
-turn, and after each of them in every round the rate of an update in place (c += a, 12 bytes an element) is measured.
-Rates are those of the best repetition, as for STREAM. A JSON record a contender goes to the terminal.
+    full: bf16 gradients, fp32 p, m and v, and a bf16 copy of p, as in mixed-precision training with
+        the optimizer on the host. An implementation without bf16 support converts in separate
+        passes.
+    step: fp32 gradients and no copy: only the call of the optimizer.
+
+Bandwidths are computed with 28 bytes per parameter, the least that `full` can transfer. All
+implementations update the same tensors in turn. In every round, after each of them, the bandwidth
+of an in-place addition is measured (c += a, 12 bytes per element). Results are for the fastest
+repetition, as in STREAM. A JSON record per implementation is printed.
 """
 
 from __future__ import annotations
@@ -41,13 +45,13 @@ from threed.ops.adam import Adam  # noqa: E402
 from threed.ops.update import StepScalars  # noqa: E402
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
-CHUNK = 10_000_000  # parameters a tensor
-STREAM = 64 * 2**20  # elements of the bandwidth's arrays
-LEAST_BYTES = 28  # a parameter: p, m, v read and written, bf16 read, bf16 written
+CHUNK = 10_000_000  # parameters per tensor
+STREAM = 64 * 2**20  # elements per array of the in-place addition
+LEAST_BYTES = 28  # per parameter: p, m and v are read and written, bf16 is read, bf16 is written
 
 
 class Arrays:
-    """Parameters, moments, gradients and copies, in pieces; seeded, so that two are alike."""
+    """Parameters, moments, gradients and copies, as lists of tensors with seeded values."""
 
     def __init__(self, numel: int, huge: bool) -> None:
         self.huge = huge
@@ -63,7 +67,7 @@ class Arrays:
             wide.copy_(narrow)
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory of torch's allocator, or on huge pages."""
+        """Returns an uninitialized tensor, from torch's allocator or in huge pages."""
         return (
             host_buffer(size * dtype.itemsize).view(dtype)
             if self.huge
@@ -72,7 +76,7 @@ class Arrays:
 
 
 class Threed:
-    """csrc/cpu/adam.cpp."""
+    """threed's kernel, csrc/cpu/adam.cpp."""
 
     def __init__(self, arrays: Arrays) -> None:
         if native.library("cpu") is None:
@@ -89,16 +93,16 @@ class Threed:
             self.rule.update(p, g, (m, v), now, DECAY, out)
 
     def step(self) -> None:
-        """The optimizer alone."""
+        """Runs only the optimizer, without conversions."""
         self._update(self.arrays.g32, [None] * len(self.arrays.p))
 
     def full(self) -> None:
-        """bf16 in, bf16 out."""
+        """Runs the update with bf16 gradients and a bf16 copy."""
         self._update(self.arrays.g16, self.arrays.p16)
 
 
 class TorchFused:
-    """torch.optim.AdamW(fused=True), with a pass before and one behind it."""
+    """torch.optim.AdamW(fused=True), with a conversion before and after it."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -109,21 +113,21 @@ class TorchFused:
             self.optimizer.state[param] = {"step": self.first_step(), "exp_avg": m, "exp_avg_sq": v}
 
     def make(self) -> Any:
-        """The optimizer."""
+        """Returns the optimizer."""
         return torch.optim.AdamW(
             self.params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
         )
 
     def first_step(self) -> Any:
-        """Its counter's start."""
+        """Returns the initial value of the optimizer's counter."""
         return torch.zeros(())
 
     def step(self) -> None:
-        """The optimizer alone."""
+        """Runs only the optimizer, without conversions."""
         self.optimizer.step()
 
     def full(self) -> None:
-        """Gradients widened, the step, parameters narrowed."""
+        """Converts gradients to fp32, runs the optimizer, and converts parameters to bf16."""
         for wide, narrow in zip(self.arrays.g32, self.arrays.g16, strict=True):
             wide.copy_(narrow)
         self.optimizer.step()
@@ -132,12 +136,15 @@ class TorchFused:
 
 
 class DeepSpeed(TorchFused):
-    """DeepSpeedCPUAdam, with the same passes around it. Compiled at its first use; TORCH_EXTENSIONS_DIR keeps it."""
+    """DeepSpeedCPUAdam, with the same conversions.
+
+    It is compiled at its first use; TORCH_EXTENSIONS_DIR is the folder for the result.
+    """
 
     def make(self) -> Any:
-        """The optimizer; ImportError without DeepSpeed."""
+        """Returns the optimizer; raises ImportError without DeepSpeed."""
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # for ninja
+        # so that ninja is found
         os.environ["PATH"] = (
             f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         )
@@ -147,12 +154,12 @@ class DeepSpeed(TorchFused):
             return DeepSpeedCPUAdam(self.params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
     def first_step(self) -> int:
-        """Its counter is a number."""
+        """Returns the initial value of the optimizer's counter, a number."""
         return 0
 
 
 class Compiled:
-    """Plain formulas through torch.compile, which fuses the widening and the narrowing too."""
+    """The formulas in torch.compile, which also fuses the conversions."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays, self.steps = arrays, 0
@@ -193,7 +200,7 @@ CONTENDERS: dict[str, Callable[[Arrays], Any]] = {
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Sends what libraries print, C++ compilers included, to stderr."""
+    """Context manager: output of libraries and compilers to stdout goes to stderr instead."""
     sys.stdout.flush()
     out = os.dup(1)
     os.dup2(2, 1)
@@ -206,14 +213,17 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of one call."""
+    """Returns the seconds of one call."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def chosen(names: list[str], arrays: Arrays) -> dict[str, Any]:
-    """The contenders that can run here, the others named aloud; all must take the same steps from the same start."""
+    """Returns the implementations that can run here, and prints the names of the others.
+
+    It also checks that all of them compute the same update from the same start.
+    """
     found, wanted = {}, None
     for name in names:
         small = Arrays(10_007, huge=False)
@@ -238,7 +248,11 @@ def measure(
     streams: tuple[Tensor, Tensor],
     wait: Callable[[], None],
 ) -> tuple[dict[str, Any], float]:
-    """Seconds of every contender's calls, and of the best update in place, in turns; wait() before each."""
+    """Measures all implementations in turn.
+
+    Returns:
+        The seconds of each implementation's calls, and of the fastest in-place addition.
+    """
     a, c = streams
     times: dict[str, Any] = {name: {"step": [], "full": [], "foreign": []} for name in contenders}
     updates = []
@@ -259,7 +273,14 @@ def measure(
 def record(
     name: str, times: dict[str, list[float]], update: float, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """A contender's figures; `update` in GB/s, `foreign_cores` what others used while it did its best `full`."""
+    """Returns an implementation's record.
+
+    Args:
+        name: name of the implementation.
+        times: seconds of its calls.
+        update: bandwidth of the in-place addition, in GB/s.
+        args: the command line.
+    """
     foreign = times["foreign"][times["full"].index(min(times["full"]))]
     found: dict[str, Any] = {
         "impl": name, "numel": args.numel, "threads": args.threads, "huge_pages": args.huge_pages,
@@ -278,7 +299,7 @@ def record(
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -304,7 +325,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints a record a contender."""
+    """Measures, and prints a record per implementation."""
     args = parsed(argv)
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
@@ -314,7 +335,9 @@ def main(argv: list[str] | None = None) -> int:
         arrays.empty(STREAM, torch.float32).fill_(1),
         arrays.empty(STREAM, torch.float32).fill_(1),
     )
-    measure(contenders, 1, streams, lambda: None)  # compiles, and touches every page
+    measure(
+        contenders, 1, streams, lambda: None
+    )  # a first round compiles the code, and touches all pages of memory
     end = time.monotonic() + args.patience
     times, best = measure(
         contenders, args.rounds, streams, lambda: host.wait_until_quiet(args.quiet, end)

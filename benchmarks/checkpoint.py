@@ -1,20 +1,22 @@
-"""What a checkpoint costs: until the call returns, in updates that wait, in the steps beside it, until it is on disk.
+"""Measures how long saves and loads of checkpoints take, and how much they delay training.
 
     python benchmarks/checkpoint.py --folder /nvme/runs --rounds 5                    # 50 million parameters, AdamW
-    python benchmarks/checkpoint.py --layers 40 --hidden 1024 --optimizer sgd         # 504 million, the weights alone
+    python benchmarks/checkpoint.py --layers 40 --hidden 1024 --optimizer sgd         # 504 million, only weights
 
-The ways come in turn, on the same bytes: this package's `save` and `start_save`; torch's DCP, `save` and `async_save`
-(also with staging buffers that are kept); torch.save; safetensors; and one copy in memory (`memcpy`), both of whose
-sides were touched before. One JSON record a way, medians and ranges over rounds:
+The methods save the same bytes in turn: threed's `save` and `start_save`; torch's DCP, `save` and
+`async_save` (also with staging buffers that are kept); torch.save; safetensors; and one copy in
+memory (`memcpy`), whose source and destination were touched before. One JSON record per method has
+medians and ranges over the rounds:
 
-    blocked_s   until the call has returned; for `start_save` also what updates waited (`Save.blocked_s`)
-    durable_s   until every byte is flushed to the disk, while nothing else is done
-    load_s      from the disk, for its pages are dropped from the cache before, into tensors that are there: this
-                package's into a new engine, as a resume does; `load_used_s` into one that has trained, of which nothing
-                is overwritten before all is checked
+    blocked_s: until the call returns; for `start_save` also the waits of updates
+        (`Save.blocked_s`).
+    durable_s: until all bytes are flushed to the disk, while nothing else runs.
+    load_s: load from the disk into existing tensors, after the pages were dropped from the cache.
+        threed loads into a new engine, as in a resume. `load_used_s` is a load into an engine that
+        has trained, in which nothing is overwritten before everything is checked.
 
-The record `steps` has the seconds of steps beside a save, of steps without, and the processor's seconds that the write
-takes of its own; and for how long training stood still for it.
+The record `steps` has the seconds of steps with and without a save, the CPU seconds of the thread
+that writes, and the time for which training waited.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ VOCAB = 256
 
 
 def engine_of(args: argparse.Namespace) -> Engine:
-    """An engine with 12 h² parameters a block, in fp32."""
+    """Returns an engine with 12 h² parameters per block, in fp32."""
     config = resolve(
         Config.model_validate({
             "model": {"layers": args.layers, "hidden": args.hidden, "heads": args.hidden // 64, "seq": args.seq},
@@ -71,7 +73,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
 
 
 def step(engine: Engine) -> float:
-    """Seconds of a step."""
+    """Runs a step and returns its seconds."""
     draw = torch.Generator().manual_seed(engine.steps)
     model, train = engine.config.model, engine.config.train
     tokens = torch.randint(0, VOCAB, (train.global_batch, model.seq), generator=draw)
@@ -85,7 +87,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def flush(path: Path) -> None:
-    """Has the disk have it."""
+    """Flushes the files of a checkpoint to the disk."""
     for place in (*files_of(path), path, path.parent):
         handle = os.open(place, os.O_RDONLY)
         os.fsync(handle)
@@ -93,7 +95,7 @@ def flush(path: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Drops a checkpoint's pages from the cache."""
+    """Drops the pages of a checkpoint from the page cache."""
     for file in files_of(path):
         handle = os.open(file, os.O_RDONLY)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -101,7 +103,7 @@ def forget(path: Path) -> None:
 
 
 def seconds_of(load: Callable[[Path], object], path: Path) -> float:
-    """Seconds of a load from the disk."""
+    """Returns the seconds of a load from the disk."""
     gc.collect()
     forget(path)
     began = time.perf_counter()
@@ -110,8 +112,10 @@ def seconds_of(load: Callable[[Path], object], path: Path) -> float:
 
 
 class Peers:
-    """What others do with the same bytes: a dict of tensors of their own. Each returns when the call does, with what
-    waits for the rest."""
+    """Other methods, which save the same bytes from a dict of tensors.
+
+    Each returns when its call returns; the result is a function that waits for the end of the save.
+    """
 
     def __init__(self, engine: Engine) -> None:
         named = read(engine.optimizer, records(engine.optimizer))
@@ -127,7 +131,7 @@ class Peers:
         return sum(tensor.nbytes for tensor in self.state.values())
 
     def memcpy(self) -> float:
-        """Seconds of one copy of all bytes, by one thread."""
+        """Returns the seconds of one copy of all bytes by one thread."""
         first = not self.twin
         self.twin = self.twin or {
             name: torch.zeros_like(tensor) for name, tensor in self.state.items()
@@ -183,7 +187,7 @@ def _uploaded(answer: Any) -> Callable[[], object]:
 
 
 def steps_beside(engine: Engine, path: Path, seconds: dict[str, list[float]]) -> None:
-    """Steps without a save, and steps while one is written."""
+    """Measures steps without a save, and steps during a save."""
     before, began = host.stamp(), 2
     alone = [step(engine) for _ in range(began)]
     between = host.stamp()
@@ -214,7 +218,7 @@ def record(name: str, seconds: dict[str, list[float]], **more: Any) -> None:
 
 
 def main() -> None:
-    """Measures all ways in turn."""
+    """Measures all methods in turn."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -237,7 +241,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.flush()
-    os._exit(0)  # DCP's threads may abort a process that exits the long way
+    os._exit(0)  # because DCP's threads may abort the process in a normal exit
 
 
 def _measure(args: argparse.Namespace, folder: Path) -> None:
@@ -268,7 +272,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> None:
             if args.only is not None and name not in args.only:
                 continue
             gc.collect()
-            os.sync()  # nothing of the last way's is left to be written
+            os.sync()  # writes all remaining data of the previous method
             before, began = host.stamp(), time.perf_counter()
             wait = save(path)
             found[name]["blocked_s"].append(time.perf_counter() - began)

@@ -5,7 +5,8 @@
 
 For each engine of `benchmarks/engines.py` two process groups train the same model at the same time, one per checkout.
 They take turns: a block of steps of one, then a block of the other, and the order alternates. The ratio of a pair of
-blocks is the speed of the new checkout divided by that of the old one. Reports the median ratio and its 95 % interval.
+blocks is the speed of the new checkout divided by the speed of the old one. The program prints the median ratio and its
+95 % interval.
 """
 
 from __future__ import annotations

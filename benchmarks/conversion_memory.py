@@ -1,10 +1,11 @@
-"""The most memory that `threed convert` takes, in every direction, and whether the bits come back.
+"""Measures the peak memory of `threed convert` in every direction, and compares the results.
 
     python -m benchmarks.conversion_memory --gib 2                       # a Llama of 2 GiB in fp32
-    python -m benchmarks.conversion_memory --gib 2 --arch gpt            # whose matrices are transposed
+    python -m benchmarks.conversion_memory --gib 2 --arch gpt            # a GPT-2, whose matrices are transposed
 
-A folder of random weights is made; each conversion then runs in a process of its own, whose anonymous memory (RssAnon
-of /proc/self/status: not what is mapped of files) is looked at every 5 ms. One JSON record a conversion on stdout.
+The program writes a folder of random weights. Each conversion then runs in a separate process,
+whose anonymous memory (RssAnon in /proc/self/status, which excludes mapped files) is read every 5
+ms. After a conversion back, all bits must be the same. One JSON record per conversion is printed.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ STEPS = (
 
 @dataclass(frozen=True)
 class RandomTensor:
-    """A tensor that is drawn as it is read."""
+    """A tensor whose random values are generated when it is read."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
     def read(self, start: tuple[int, ...], out: Tensor) -> None:
-        """Numbers that follow from the name and the place."""
+        """Fills `out` with values that are a function of the name and the position."""
         text = f"{self.name} {start}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
         out.copy_(torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)) * 0.02)
 
 
 class RandomSource:
-    """The weights of a model, drawn as they are read."""
+    """The weights of a model, which are generated when they are read."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.shapes = native_shapes(entries(model))
@@ -67,7 +68,10 @@ class RandomSource:
 
 
 def model_of(arch: str, gib: float) -> ModelConfig:
-    """A model of about so many GiB in fp32, whose embedding is an eighth of a GiB for each of them."""
+    """Returns a model of about `gib` GiB in fp32.
+
+    Its embedding has an eighth of this size.
+    """
     keys = {
         "arch": arch,
         "hidden": 2048,
@@ -85,7 +89,7 @@ def model_of(arch: str, gib: float) -> ModelConfig:
 
 
 def peak_while(src: Path, dst: Path, to: str, dtype: str | None) -> dict[str, float]:
-    """Converts; MiB of anonymous memory before and at most, and seconds."""
+    """Runs a conversion; returns MiB of anonymous memory before it and at its peak, and seconds."""
     found, over = [anonymous_mib()], threading.Event()
 
     def look() -> None:
@@ -107,13 +111,13 @@ def peak_while(src: Path, dst: Path, to: str, dtype: str | None) -> dict[str, fl
 
 
 def anonymous_mib() -> float:
-    """RssAnon of this process."""
+    """Returns the anonymous memory of this process (RssAnon), in MiB."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]) / 1024
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """The sha256 of every tensor of a folder."""
+    """Returns the sha256 of every tensor in a folder."""
     return {
         name: digest
         for file in sorted(folder.glob("*.safetensors"))
@@ -132,7 +136,7 @@ def _hashes(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """All conversions."""
+    """Runs and measures all conversions."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--arch", default="llama")

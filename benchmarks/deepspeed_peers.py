@@ -1,9 +1,10 @@
-"""DeepSpeed's ZeRO stages 0 to 3 as peers, and its offload: its own defaults but for what the comparison fixes.
+"""DeepSpeed as a peer: ZeRO stages 0 to 3 and offload, with its defaults where possible.
 
-    pip install --no-deps --no-build-isolation deepspeed      # with hjson, py-cpuinfo, msgpack, einops and ninja
+    pip install --no-deps --no-build-isolation deepspeed      # also needs hjson, py-cpuinfo, msgpack, einops and ninja
 
-It is imported when an engine is made. Its CPU Adam and its async_io (which needs libaio's header) are compiled at first
-use, a minute or two each, into TORCH_EXTENSIONS_DIR; the next run finds them there.
+DeepSpeed is imported when an engine is created. Its CPU Adam and its async_io (which needs the
+header of libaio) are compiled at first use, which takes a minute or two each, into
+TORCH_EXTENSIONS_DIR; later runs use the result.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from benchmarks.peers import Peer
 from benchmarks.reference import ADAM, GPTConfig
 from benchmarks.suites import MODES, Offload
 
-# What its swapping ran best with here, of what was tried: sub-groups of 8 to 110 million, blocks of 0.25 to 8 MiB, 8 to
-# 128 of them under way, 1 to 4 threads. By default it overlaps nothing: all is one sub-group.
-SUB_GROUP = 50_000_000  # elements that are updated at a time
+# The fastest settings for swapping on this machine. Tried were sub-groups of 8 to 110 million elements, blocks of 0.25 to
+# 8 MiB, 8 to 128 blocks in flight, and 1 to 4 threads. By default there is only one sub-group, so nothing overlaps.
+SUB_GROUP = 50_000_000  # elements that are updated together
 AIO = {"block_size": 2**20, "queue_depth": 32, "intra_op_parallelism": 1, "overlap_events": True}
 BUFFERS = {
     "optimizer": 12,
     "params": 32,
-}  # four of the sub-group that comes and of the one at work, three that go
-LIVE = 32_000_000  # parameters gathered at a time; by default all of them would stay in memory
+}  # four for the next sub-group and for the current one, three for the previous one
+LIVE = 32_000_000  # most parameters that are gathered at once; by default all would stay in memory
 
 
 class DeepSpeed0(Peer):
-    """Stage 0: gradients summed in one piece after the backward."""
+    """Stage 0: all gradients are summed together after the backward."""
 
     stage = 0
     offload = Offload(0)
 
     @classmethod
     def load(cls) -> Any:
-        """The library; ImportError says how to get it."""
+        """Imports DeepSpeed; the ImportError contains the command that installs it."""
         if importlib.util.find_spec("deepspeed") is None:
             raise ImportError(
                 f"DeepSpeed is not installed; see {__file__}, or leave its engines out with --only"
@@ -60,7 +61,7 @@ class DeepSpeed0(Peer):
         settings = {
             "train_micro_batch_size_per_gpu": args.batch // self.size // self.offload.microbatches,
             "gradient_accumulation_steps": self.offload.microbatches,
-            "gradient_clipping": 0.0,  # nobody clips here; DeepSpeed would, to norm 1
+            "gradient_clipping": 0.0,  # no engine clips here; DeepSpeed's default is 1
             "optimizer": {"type": "AdamW", "params": dict(ADAM)},
             "zero_optimization": {"stage": self.stage, **self._places(config, args)},
             "bf16": {"enabled": self.offload.dtype == "bf16"},
@@ -76,7 +77,10 @@ class DeepSpeed0(Peer):
 
     @contextlib.contextmanager
     def _own_linear(self) -> Iterator[None]:
-        """Stage 3 replaces `torch.nn.functional.linear` for the whole process; the other engines want torch's."""
+        """Context manager: keeps torch's `torch.nn.functional.linear` outside of this engine.
+
+        Stage 3 replaces the function for the full process, but the other engines need torch's.
+        """
         others, F.linear = F.linear, self.linear
         try:
             yield
@@ -84,7 +88,7 @@ class DeepSpeed0(Peer):
             self.linear, F.linear = F.linear, others
 
     def _places(self, config: GPTConfig, args: Any) -> dict[str, Any]:
-        """What `zero_optimization` says about where the state lives."""
+        """Returns the keys of `zero_optimization` for the location of the states."""
         o, found = self.offload, dict[str, Any]()
         if o.optimizer != "none":
             found["offload_optimizer"] = {"device": o.optimizer}
@@ -124,7 +128,7 @@ class DeepSpeed0(Peer):
                 loss = reference.loss_of(self.engine(rows), labels)
                 self.engine.backward(loss)
                 began = time.perf_counter()
-                self.engine.step()  # updates after the last one
+                self.engine.step()  # updates only after the last micro-batch
                 self.update_s += time.perf_counter() - began
                 losses.append(loss.detach())
         return torch.stack(losses).mean()
@@ -143,7 +147,7 @@ class DeepSpeed2(DeepSpeed0):
 
 
 class DeepSpeed3(DeepSpeed0):
-    """Stage 3; by default it keeps small parameters, and those that it will soon use again, gathered."""
+    """Stage 3; by default, small parameters and those that are used again soon stay gathered."""
 
     stage = 3
 

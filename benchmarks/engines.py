@@ -1,10 +1,11 @@
-"""threed as a benchmarked engine, with models of its own layers and around any module; every engine by its name.
+"""threed as a benchmarked engine, with models of its own layers and with any module.
 
     engine = ENGINES["threed_tp"](GPTConfig(), args)        # args: .batch, .microbatches
     loss = engine.step(x, y)                                 # one optimizer step on the global batch [b s]
 
-Same model, initial weights, data and AdamW as the peers, no clipping. Each class takes `(config, args)` and nothing
-else, so that another harness can use it as FILE.py:Class.
+ENGINES contains all engines, peers included, by name. All have the same model, initial weights,
+data and AdamW, and none clips. A class takes only `(config, args)`, so that another program can use
+it as FILE.py:Class.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 ROOT = str(Path(__file__).resolve().parents[1])
-if ROOT not in sys.path:  # loaded by path, from elsewhere
+if ROOT not in sys.path:  # this file was loaded by its path, from another folder
     sys.path.insert(0, ROOT)
 
 from benchmarks import reference  # noqa: E402
@@ -39,30 +40,40 @@ from threed.schedules.simulation import replay, span_and_bubble  # noqa: E402
 
 
 class Engine(Protocol):
-    """What is timed. loss_ranks: the ranks whose mean loss is the global batch's.
+    """The interface of a benchmarked engine.
 
-    Where `--settle` is asked for, update_s: seconds of the last step from the end of its last backward to its return.
+    Attributes:
+        loss_ranks: the ranks whose mean loss is the loss of the global batch.
+        update_s: with `--settle`, the seconds of the last step from the end of its last backward to
+            its return.
     """
 
     loss_ranks: list[int]
 
     def step(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """One optimizer step on the global batch [b s], of which each rank takes its share; this rank's loss if any."""
+        """Runs one optimizer step on the global batch [b s], of which each rank takes its part.
+
+        Returns:
+            This rank's loss, or None if the rank has none.
+        """
 
     def finish(self) -> None:
-        """Waits for what the last step left under way; inside the timed region, at the end of a block of steps."""
+        """Waits for all unfinished work of the last step.
+
+        It is called at the end of a timed block of steps, and its time counts.
+        """
 
 
 class ThreeD:
-    """threed in one configuration; dp is what pp and tp leave of the world.
+    """threed in one configuration; the number of data ranks follows from pp, tp and the world size.
 
-    microbatches: for pipelines, `args.microbatches`; without one a rank takes its share in one piece, as peers do, or
-    in as many as its `offload` says.
+    With a pipeline, the number of micro-batches is `args.microbatches`. Without one it is
+    `offload.microbatches`, by default 1, as for the peers.
     """
 
     pp, tp, sequence, schedule, zero = 1, 1, False, "1f1b", 1
     compile = False
-    offload = Offload(0)  # where state lives; the stage is `zero`
+    offload = Offload(0)  # location of the states; its stage is not used, but `zero`
 
     def __init__(self, config: GPTConfig, args: Any) -> None:
         topology = Topology(pp=self.pp, tp=self.tp)
@@ -70,7 +81,7 @@ class ThreeD:
         self.share, self.loss_ranks = topology.axis("dp").index, [0]
 
     def build(self, config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Trainer:
-        """The engine, with the peers' initial weights in it."""
+        """Returns the engine, with the peers' initial weights."""
         trainer = make_trainer(config, topology, settings)
         trainer.load_full_state_dict(renamed(reference.initial_weights(config), config.n_head))
         return trainer
@@ -119,7 +130,7 @@ class ThreeD:
 
     @property
     def traffic(self) -> dict[str, int]:
-        """Bytes this rank has sent so far, by axis, as threed counts them."""
+        """Bytes that this rank has sent so far over each axis, from threed's counters."""
         return dict(self.trainer.topology.traffic)
 
 
@@ -130,7 +141,7 @@ class Zero0(ThreeD):
 
 
 class Blocks(Zero0):
-    """Its blocks through torch.compile."""
+    """Data parallelism, with blocks compiled by torch.compile."""
 
     compile = True
 
@@ -152,7 +163,7 @@ class Zero3(ThreeD):
 
 
 class WithLoss(nn.Module):
-    """The reference model and its loss as one module, which is what an engine around any module takes."""
+    """The reference model and its loss in one module, for `threed.Engine(module)`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -163,7 +174,7 @@ class WithLoss(nn.Module):
 
 
 class Wrapped0(ThreeD):
-    """threed around the very module that the peers train, torch's own layers and kernels in it."""
+    """threed with the same torch module as the peers."""
 
     zero = 0
 
@@ -173,25 +184,25 @@ class Wrapped0(ThreeD):
 
 
 class Wrapped1(Wrapped0):
-    """The same with ZeRO-1."""
+    """The same module with ZeRO-1."""
 
     zero = 1
 
 
 class Wrapped2(Wrapped0):
-    """The same with ZeRO-2."""
+    """The same module with ZeRO-2."""
 
     zero = 2
 
 
 class Wrapped3(Wrapped0):
-    """The same with ZeRO-3."""
+    """The same module with ZeRO-3."""
 
     zero = 3
 
 
 def _offloading(name: str, base: type[ThreeD]) -> dict[str, type[ThreeD]]:
-    """An engine for every mode of offloading."""
+    """Returns an engine for every mode of offload, by name."""
     return {
         f"{name}{kind}": type(f"{name}{kind}", (base,), {"zero": offload.stage, "offload": offload})
         for kind, offload in MODES.items()
@@ -205,19 +216,19 @@ class TP2(ThreeD):
 
 
 class TP2Sequence(TP2):
-    """The same with sequence parallelism."""
+    """Tensor parallelism over two ranks, with sequence parallelism."""
 
     sequence = True
 
 
 class PP2(ThreeD):
-    """1F1B over two stages; it keeps the spans of its steps."""
+    """1F1B over two stages; it records the times of the actions of its steps."""
 
     pp = 2
 
     def __init__(self, config: GPTConfig, args: Any) -> None:
         super().__init__(config, args)
-        # of each step, and the seconds of its update
+        # the actions of each step, and the seconds of its update
         self.recorded: list[tuple[list[Span], float]] = []
         self.trainer.record()
 
@@ -227,10 +238,12 @@ class PP2(ThreeD):
         return loss
 
     def expected(self) -> dict[str, float]:
-        """The shortest step if messages took no time, and the bubble beside the one that was measured. Collective.
+        """Returns the shortest step if messages took no time, and bubbles. Collective.
 
-        Every step's plan is played out with the times that its own actions took; medians over the steps. An update
-        takes what it takes the rank that comes last to it, the others wait.
+        The plan of every step is simulated with the measured times of its actions; the results are
+        medians over the steps. In the simulation the update takes as long as on the rank that
+        begins it last, because the other ranks wait for that rank. The bubbles are that of the
+        simulation and the measured one.
         """
         plan, seconds, bubbles = self.trainer.blueprint.pipeline.plan, [], []
         mine = [
@@ -256,20 +269,20 @@ class PP2(ThreeD):
 
 
 def _scheduled() -> dict[str, type[PP2]]:
-    """An engine over two stages for every schedule."""
+    """Returns an engine over two stages for every schedule, by name."""
     return {
         f"threed_{name}": type(f"threed_{name}", (PP2,), {"schedule": name}) for name in SCHEDULES
     }
 
 
 class ThreeD222(ThreeD):
-    """1F1B x ZeRO-1 x tensor parallelism, two of each."""
+    """1F1B, ZeRO-1 and tensor parallelism, each over two ranks."""
 
     pp = tp = 2
 
 
 class ThreeD222Sequence(ThreeD222):
-    """The same with sequence parallelism."""
+    """The same topology with sequence parallelism."""
 
     sequence = True
 

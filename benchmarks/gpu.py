@@ -1,18 +1,21 @@
-"""Everything that is to be known of a GPU, in one command of about 20 minutes; a file of figures a stage.
+"""Runs all measurements on a GPU, in about 20 minutes; every stage writes a file of figures.
 
-    python benchmarks/gpu.py                           # all stages; without a CUDA device it says so and exits 0
-    python benchmarks/gpu.py                           # again: goes on where it was stopped, a finished stage stays
-    python benchmarks/gpu.py --only kernels step       # some; --list names them
-    python benchmarks/gpu.py --again kernels           # measures a finished stage anew
-    python benchmarks/gpu.py --only table              # the tables for docs/reference/performance.md, from the files alone
-    python benchmarks/gpu.py --device cpu --small      # a rehearsal of every stage, on a CPU, in tiny shapes
+    python benchmarks/gpu.py                           # all stages; without a CUDA device it prints this and exits with 0
+    python benchmarks/gpu.py                           # again: continues after the finished stages
+    python benchmarks/gpu.py --only kernels step       # some stages; --list prints their names
+    python benchmarks/gpu.py --again kernels           # repeats a finished stage
+    python benchmarks/gpu.py --only table              # the tables for docs/reference/performance.md, from the files
+    python benchmarks/gpu.py --device cpu --small      # a rehearsal of every stage on a CPU, with tiny shapes
 
-Every stage is a process of its own with a time limit (`benchmarks/gpu_stages`), which writes OUT/NAME.json as it has
-figures and OUT/NAME.log. One that fails, crashes or hangs is recorded so, with its message, and the others go on. The
-folder may be copied anywhere: the tables need nothing else. Exit code 0 where every stage of the call is done or had no
-time, 1 where one failed, 2 for a call that cannot be.
+Every stage is a process with a time limit (`benchmarks/gpu_stages`). It writes its figures to
+OUT/NAME.json as soon as it has them, and its output to OUT/NAME.log. If a stage fails, crashes or
+hangs, its record contains this and the message, and the next stages still run. The folder OUT may
+be copied: the tables need nothing else.
 
-Written without a GPU at hand: how long stages take is a guess, their limits are not.
+Exit codes: 0 if every stage of the call is done or had no time, 1 if a stage failed, 2 if the
+command is invalid.
+
+No GPU was available when this was written, so the expected times of stages are estimates.
 """
 
 from __future__ import annotations
@@ -37,13 +40,18 @@ if str(ROOT) not in sys.path:
 from benchmarks.gpu_stages import record  # noqa: E402
 from benchmarks.gpu_stages.record import CorruptRecord  # noqa: E402
 
-TOKEN = "THREED_GPU_STAGE"  # every process of a stage has it in its environment, whatever session it moves to
-PATIENCE = 20.0  # seconds for killed processes to end
+TOKEN = "THREED_GPU_STAGE"  # in the environment of every process of a stage, in any session
+PATIENCE = 20.0  # seconds to wait until killed processes have ended
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A stage. expected: seconds that it is guessed to take, without which it is not begun; limit: it is ended then."""
+    """A stage.
+
+    Attributes:
+        expected: estimated seconds; the stage does not start if less time is left.
+        limit: seconds after which the stage is ended.
+    """
 
     name: str
     what: str
@@ -56,7 +64,7 @@ class Planned:
         return [sys.executable, "-m", self.module or f"benchmarks.gpu_stages.{self.name}"]
 
 
-# The most important first: where --minutes is short, the last ones are left out. The tables always have time.
+# The most important stages come first. If --minutes is too short for all, the last ones are left out, except `table`.
 STAGES = (
     Planned("build", "compiles the kernels; versions, clocks, power, ECC", 60, 300),
     Planned(
@@ -86,11 +94,11 @@ STAGES = (
 
 
 class UsageError(ValueError):
-    """A call that cannot be."""
+    """Raised for an invalid command line."""
 
 
 def chosen(names: Sequence[str] | None, stages: Sequence[Planned]) -> list[Planned]:
-    """The stages of these names, in their own order; all without names."""
+    """Returns the stages with these names, in their usual order; without names, all stages."""
     known = [stage.name for stage in stages]
     if unknown := [name for name in names or () if name not in known]:
         raise UsageError(f"no such stage: {', '.join(unknown)}; there are {', '.join(known)}")
@@ -98,7 +106,7 @@ def chosen(names: Sequence[str] | None, stages: Sequence[Planned]) -> list[Plann
 
 
 def finished(folder: Path, stage: Planned) -> bool:
-    """Whether a stage need not run; a corrupt file is told of, and set aside."""
+    """Returns whether a stage need not run again. A corrupt file is reported and moved aside."""
     try:
         found = record.read(folder, stage.name)
     except CorruptRecord as error:
@@ -117,13 +125,13 @@ def say(stage: str, text: str) -> None:
 
 
 def run(stage: Planned, folder: Path, flags: Sequence[str], limit: float) -> str:
-    """Runs a stage for at most `limit` seconds, with an end of its record in every case; its status."""
+    """Runs a stage for at most `limit` seconds, completes its record, and returns its status."""
     token, log = uuid.uuid4().hex, folder / f"{stage.name}.log"
     folder.mkdir(parents=True, exist_ok=True)
     began, before = time.monotonic(), _changed(folder, stage)
     interrupt: KeyboardInterrupt | None = None
     with log.open("w") as file:
-        # A session of its own: Ctrl-C comes here alone, and what is left of the stage is ended below.
+        # The stage is in a separate session, so that only this process receives Ctrl-C. Its processes are ended below.
         process = subprocess.Popen(
             [*stage.command, "--out", str(folder), "--seconds", f"{max(limit - 10, limit / 2):.0f}", *flags], cwd=ROOT,
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
@@ -155,14 +163,14 @@ def _python_path() -> str:
 
 
 def _changed(folder: Path, stage: Planned) -> int:
-    """When the stage's file was last written."""
+    """Returns the time at which the stage's file was last written, in ns; 0 without a file."""
     with contextlib.suppress(FileNotFoundError):
         return record.path_of(folder, stage.name).stat().st_mtime_ns
     return 0
 
 
 def _reason(code: int, log: Path) -> str:
-    """What a process that failed said last."""
+    """Returns the last message of a failed process."""
     how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
     lines = log.read_text(errors="replace").strip().splitlines()
     return f"{how}: {lines[-1][:400] if lines else '(it said nothing)'}"
@@ -171,9 +179,9 @@ def _reason(code: int, log: Path) -> str:
 def _end(
     stage: Planned, folder: Path, status: str, message: str, seconds: float, before: int, rehearsal: bool
 ) -> str:  # fmt: skip
-    """Sets right what the record of a stage that ended says; keeps its figures."""
+    """Completes the record of a stage that has ended, and keeps its figures."""
     found: dict[str, Any] | None = None
-    if _changed(folder, stage) != before:  # else the file is an earlier run's
+    if _changed(folder, stage) != before:  # otherwise the file is from an earlier run
         with contextlib.suppress(CorruptRecord):
             found = record.read(folder, stage.name)
     if (
@@ -197,8 +205,11 @@ def _end(
 
 
 def kill(token: str) -> None:
-    """Ends every process whose environment has this token, and those that they start meanwhile; gives up on what does
-    not end, as a process may not that waits inside a driver."""
+    """Kills every process whose environment contains the token, and the processes that they start.
+
+    Processes that do not end are ignored after a while: a process that waits in a driver cannot be
+    killed.
+    """
     wanted, end = f"{TOKEN}={token}".encode(), time.monotonic() + PATIENCE
     while time.monotonic() < end:
         pids = [
@@ -213,7 +224,7 @@ def kill(token: str) -> None:
 
 
 def _has(pid: int, wanted: bytes) -> bool:
-    """Whether a living process has this in its environment; a dead one that waits for its parent has none."""
+    """Returns whether a living process has this in its environment."""
     try:
         return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -224,7 +235,7 @@ def _has(pid: int, wanted: bytes) -> bool:
 
 
 def conduct(args: argparse.Namespace, stages: Sequence[Planned] = STAGES) -> int:
-    """Runs the stages that are asked for and not finished; the exit code."""
+    """Runs the requested stages that are not finished; returns the exit code."""
     again = _again(args, stages)
     wanted = [stage for stage in stages if stage in again or stage in chosen(args.only, stages)]
     if any(stage.name != "table" for stage in wanted):
@@ -256,14 +267,14 @@ def conduct(args: argparse.Namespace, stages: Sequence[Planned] = STAGES) -> int
 
 
 def _again(args: argparse.Namespace, stages: Sequence[Planned]) -> list[Planned]:
-    """The stages to be measured anew: those named, or without names all that are asked for."""
+    """Returns the stages to repeat: those of `--again`, or without names all requested stages."""
     if args.again is None:
         return []
     return chosen(args.again, stages) if args.again else chosen(args.only, stages)
 
 
 def _check_folder(folder: Path, small: bool, stages: Sequence[Planned]) -> None:
-    """Refuses to mix a rehearsal's figures with others."""
+    """Raises UsageError if figures of a rehearsal and of a real run would be in one folder."""
     for stage in stages:
         with contextlib.suppress(CorruptRecord):
             found = record.read(folder, stage.name)
@@ -277,7 +288,7 @@ def _check_folder(folder: Path, small: bool, stages: Sequence[Planned]) -> None:
 
 
 def _leave_out(stage: Planned, args: argparse.Namespace, left: float) -> None:
-    """Records that a stage had no time; figures of an earlier run stay."""
+    """Records that there was no time for a stage; figures of an earlier run remain."""
     say(stage.name, f"not run: no time ({max(left, 0):.0f} s left, {stage.expected:.0f} expected)")
     found: dict[str, Any] | None = None
     with contextlib.suppress(CorruptRecord):
@@ -333,7 +344,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def show(folder: Path) -> None:
-    """Names the stages, and how far each is."""
+    """Prints the stages and their states."""
     for stage in STAGES:
         try:
             found = record.read(folder, stage.name)
@@ -357,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.device == "cuda" and args.only != ["table"] and not _has_gpu():
             print("no CUDA device (a rehearsal: --device cpu --small)")
             return 0
-        # a missing package is named once here, not by every stage
+        # a missing package is reported here once, instead of by every stage
         from threed.config import schema as schema
 
         return conduct(args)
@@ -370,11 +381,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_gpu() -> bool:
-    import torch  # not above: the tables and --list need none
+    import torch  # imported here because the tables and --list work without torch
 
     return torch.cuda.is_available()
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stage that runs, too
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # so that SIGTERM also ends the running stage
     sys.exit(main())

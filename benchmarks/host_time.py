@@ -1,11 +1,13 @@
-"""The host's time in a step: threed beside plain PyTorch, and ZeRO-3 beside FSDP2, on tensors too small to matter.
+"""Measures the host's time per step: threed and plain PyTorch, ZeRO-3 and FSDP2.
 
     python benchmarks/host_time.py                     # four engines in turn, in one process
-    python benchmarks/host_time.py --profile threed    # where the time of one goes
+    python benchmarks/host_time.py --profile threed    # a profile of one engine
 
-The process group is torch's fake one: collectives return at once. What is left is what Python and torch's dispatcher
-take for a layer and a micro-batch, which on a GPU must be less than its kernels do. A step is a forward and a backward
-of each micro-batch and an update; blocks of steps alternate, the ratio is the median over rounds.
+The tensors are so small that computing on them takes no time, and torch's fake process group makes
+collectives return at once. So the measured time is that of Python and torch's dispatcher per layer
+and micro-batch. On a GPU it must be less than the time of the kernels. A step has a forward and a
+backward of each micro-batch, and an update. Blocks of steps alternate; the ratio is the median over
+the rounds.
 """
 
 from __future__ import annotations
@@ -41,13 +43,16 @@ RANKS = 8
 
 
 def batch(config: GPTConfig, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels [rows s]."""
+    """Returns tokens and labels, [rows s]."""
     ids = torch.randint(config.vocab, (rows, config.seq_len + 1))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def plain(config: GPTConfig, micros: int, shard: bool = False) -> Step:
-    """Plain PyTorch, which adds up the gradients of micro-batches; shard: with FSDP2, which reduces every one."""
+    """Returns the step of plain PyTorch, which accumulates the gradients of micro-batches.
+
+    With `shard`, it uses FSDP2, which reduces the gradients in every micro-batch.
+    """
     model: Any = reference.build(config)
     if shard:
         mesh = init_device_mesh("cpu", (RANKS,))
@@ -67,7 +72,10 @@ def plain(config: GPTConfig, micros: int, shard: bool = False) -> Step:
 
 
 def threed(config: GPTConfig, micros: int, stage: int, **run: Any) -> Step:
-    """threed's engine; it keeps gradients in full at stage 0, and reduces every micro-batch at stage 3."""
+    """Returns the step of threed's engine.
+
+    At stage 0 it accumulates full gradients; at stage 3 it reduces them in every micro-batch.
+    """
     settings = {
         "train": {"global_batch": micros * RANKS, "micro_batch": 1, "grad_clip": 0.0},
         "zero": {"stage": stage, "resident": 0},
@@ -97,7 +105,7 @@ def main() -> None:
     parser.add_argument("--profile", choices=MAKERS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    # a CPU's matter: a call of it costs 30 µs, which large products repay
+    # switches oneDNN off: its call takes 30 µs on a CPU, which pays off only for large products
     matmul._by_onednn = lambda *_: False
     config = GPTConfig(args.layers, 32, 2, 8, 128)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())

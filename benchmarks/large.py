@@ -1,12 +1,13 @@
-"""A model that does not fit, trains: states on an NVMe drive, the whole program under a hard memory limit.
+"""Trains a model that does not fit into memory: states on a drive, under a hard memory limit.
 
     python benchmarks/large.py --folder /nvme/swap                     # 1.46 billion parameters in 6 GiB, on one rank
     python benchmarks/large.py --layers 8 --hidden 1024 --limit-gib 2  # smaller
 
-Three runs of one configuration: with everything on the drive, under the limit; without offload, under the same limit,
-which must fail; and a control of the same depth and an eighth of the width, resident, whose loss must fall as well. The
-limit is that of a memory cgroup (page cache counts; needs to write to /sys/fs/cgroup), else of the address space. One
-JSON record a run on stdout: loss of each step, seconds of its phases, peak memory, and what the planner said.
+There are three runs: with all states on the drive, under the limit; the same without offload, which
+must fail; and a control with the same depth and an eighth of the width, in memory, whose loss must
+also fall. The limit is that of a memory cgroup, which includes the page cache and needs write
+access to /sys/fs/cgroup; otherwise it is a limit of the address space. One JSON record per run is
+printed: the loss of each step, the seconds of its phases, the peak memory, and the forecast.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class Limit:
-    """A memory limit for a child: a cgroup (version 1 or 2), or where none can be made the address space."""
+    """A memory limit for a child process.
+
+    It is a cgroup (version 1 or 2), or a limit of the address space if no cgroup can be created.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -47,14 +51,14 @@ class Limit:
             self.kind = "address space"
 
     def enter(self) -> None:
-        """In the child, before it runs anything."""
+        """Applies the limit; called in the child before it runs anything."""
         if self.kind == "cgroup":
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
         else:
             resource.setrlimit(resource.RLIMIT_AS, (self.nbytes, self.nbytes))
 
     def leave(self) -> int | None:
-        """Removes the group; the most memory that was in use in it."""
+        """Removes the cgroup, and returns its peak memory in bytes, or None."""
         if self.kind != "cgroup":
             return None
         peak = int((self.group / self.peak_file).read_text())
@@ -63,7 +67,7 @@ class Limit:
 
 
 def child(args: argparse.Namespace) -> None:
-    """Trains a few steps; a line of JSON on stdout."""
+    """Trains a few steps, and prints a line of JSON."""
     import torch
 
     from threed import models
@@ -100,7 +104,7 @@ def child(args: argparse.Namespace) -> None:
         "planned_gib": Forecast.of(config, 1).ranks[0].bytes["peak"] / GIB,
     }  # fmt: skip
     data = open_data(None, "bytes", 0.05, args.seq, config.train.seed)
-    # the same one in every step: a few steps must make its loss fall
+    # every step uses the same batch, so that its loss falls within a few steps
     batch = data.train.batch(0, args.batch)
     for _ in range(args.steps):
         began = time.perf_counter()
@@ -113,7 +117,7 @@ def child(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, what: str, limit: Limit | None, *flags: str) -> dict[str, Any]:
-    """One child; what it reported, or how it ended."""
+    """Runs a child process; returns its record, or how it ended."""
     command = [sys.executable, __file__, "--child", *flags]
     shared = ("folder", "layers", "seq", "batch", "steps", "bucket_mib", "dtype", "lr", "threads")
     for name in shared:
@@ -136,7 +140,7 @@ def run(args: argparse.Namespace, what: str, limit: Limit | None, *flags: str) -
 
 
 def main() -> int:
-    """Runs the three and prints their records."""
+    """Runs the three runs and prints their records."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,13 @@
-"""Bytes of tensors in this process: those alive now, and the most alive at once during a step.
+"""Measures the bytes of tensors in this process: now, and the peak of a step.
 
     live_mib()                     # every storage that Python can reach, gradients included
-    peak_mib(step)                 # the same at its highest while step() runs
+    peak_mib(step)                 # the peak while step() runs
 
-A walk over Python's objects misses buffers that C++ alone holds; the allocator's record, which the peak adds, has the
-allocations of the calling thread (backward runs there on a CPU). Resident memory (`benchmarks.host`) misses nothing,
-but counts libraries, thread stacks and what the allocator keeps too. DeepSpeed reserves large buffers and touches
-little of them: they count here and not there.
+`live_mib` visits Python's objects, so it misses buffers that only C++ holds. The peak adds the
+allocator's record of the calling thread, in which a backward on a CPU runs. Resident memory
+(`benchmarks.host`) misses nothing, but includes libraries, thread stacks and unused memory of the
+allocator. DeepSpeed reserves large buffers and uses only a small part of them: they count here, but
+not in resident memory.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 def live_mib() -> float:
-    """The storages of all tensors that Python can reach."""
-    # type(): wakes no lazy proxy
+    """Returns the size of the storages of all tensors that Python can reach, in MiB."""
+    # type(), because isinstance would load lazy modules
     found = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
     found += [t.grad for t in found if t.is_leaf and t.grad is not None]
     storages: dict[int, int] = {}
     for tensor in found:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        tensor = getattr(tensor, "_local_tensor", tensor)  # if it is a DTensor
         if tensor.device.type == "cpu" and not _is_traced(tensor):
-            with torch._C.DisableTorchFunctionSubclass():  # a sharded parameter has one number
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # for sharded parameters, whose storage has only one element
                 storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values()) / 2**20
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory; torch.compile leaves such behind."""
+    """Returns whether a tensor has no memory, like those that torch.compile leaves behind."""
     return (
         is_fake(tensor)
         or isinstance(tensor, FunctionalTensor)
@@ -46,7 +49,7 @@ def _is_traced(tensor: Tensor) -> bool:
 
 
 def peak_mib(step: Callable[[], object]) -> float:
-    """The most bytes of tensors alive at once during step()."""
+    """Returns the largest size of all live tensors during step(), in MiB."""
     before = live_mib()
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         step()

@@ -1,14 +1,15 @@
-"""What the I/O engine moves to and from a drive, beside fio, plain O_DIRECT from Python and DeepSpeed's async_io.
+"""Measures threed's I/O to a drive, fio, O_DIRECT from Python, and DeepSpeed's async_io.
 
     python benchmarks/nvme.py --dir /nvme                       # 10 rounds of 2 GiB; JSON lines, a table on stderr
     python benchmarks/nvme.py --dir /nvme --rounds 20 --only threed fio_libaio o_direct
-    python benchmarks/nvme.py --dir /nvme --fresh               # new files in every round: writing allocates, too
+    python benchmarks/nvme.py --dir /nvme --fresh               # new files in every round, so that writes allocate
 
-Every contender has a file of its own and overwrites it, as swapping does; the contenders take turns within a round, in
-another order each time, and a first round is not counted. Reads are checked. Of every contender: the median and the
-range of GB/s, CPU seconds a GB. Of threed and every peer: the median over the rounds of the ratio of their speeds in
-one round, with its 95 % bootstrap interval. fio and DeepSpeed are left out, by name, where they are not installed
-(apt-get install fio libaio-dev; pip install deepspeed).
+Every program has one file and overwrites it, as swapping does. The programs run in turn within a
+round, in a random order each time; the first round is not counted. Reads are checked. The results
+are the median and the range of GB/s and the CPU seconds per GB of each program, and the median over
+the rounds of the ratio of threed's speed to the peer's, with a 95 % bootstrap interval. If fio or
+DeepSpeed is not installed (apt-get install fio libaio-dev; pip install deepspeed), a message names
+it.
 """
 
 from __future__ import annotations
@@ -52,20 +53,20 @@ class Contender:
         self.open()
 
     def open(self) -> None:
-        """Makes the files; not timed."""
+        """Creates the files; not timed."""
         self.folder.mkdir(exist_ok=True)
 
     def close(self) -> None:
-        """Removes them."""
+        """Removes the files."""
         shutil.rmtree(self.folder)
 
     def run(self, operation: str) -> None:
-        """What is timed: every buffer is written, or read."""
+        """Writes or reads all buffers; this is timed."""
         raise NotImplementedError
 
 
 class Threed(Contender):
-    """Our engine: all transfers submitted, then waited for."""
+    """threed's I/O engine: submits all transfers, then waits for them."""
 
     def open(self) -> None:
         super().open()
@@ -85,7 +86,7 @@ class Threed(Contender):
 
 
 class Direct(Contender):
-    """One thread of Python, O_DIRECT, 8 MiB a call, from memory on huge pages."""
+    """One thread of Python with O_DIRECT, 8 MiB per call, from memory in huge pages."""
 
     def open(self) -> None:
         super().open()
@@ -136,13 +137,13 @@ class DeepSpeed(Contender):
 
 
 class DeepSpeed4(DeepSpeed):
-    """The same with four threads and 8 MiB blocks."""
+    """DeepSpeed's async_io with four threads and blocks of 8 MiB."""
 
     block, threads = 8 * MIB, 4
 
 
 class Fio(Contender):
-    """fio's own clock and CPU count, 1 MiB blocks, 32 of them under way where its engine can."""
+    """fio, with its own time and CPU measurement: blocks of 1 MiB, up to 32 in flight."""
 
     def run(self, operation: str) -> None:
         size = sum(buffer.nbytes for buffer in self.buffers)
@@ -163,7 +164,7 @@ CONTENDERS: dict[str, type[Contender]] = {
 
 
 def chosen(names: list[str]) -> Iterator[str]:
-    """Those that can run here; the others are named."""
+    """Yields the programs that can run here, and prints the names of the others."""
     missing = {
         "fio": shutil.which("fio") is None,
         "deepspeed": importlib.util.find_spec("deepspeed") is None,
@@ -176,13 +177,13 @@ def chosen(names: list[str]) -> Iterator[str]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its threads, the kernel's workers for it included."""
+    """Returns the CPU seconds of this process, including the kernel's workers for it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def measure(contender: Contender, operation: str) -> dict[str, float]:
-    """One run: GB/s, CPU seconds a GB, and how many cores others used meanwhile."""
+    """Measures one run: GB/s, CPU seconds per GB, and the cores that other processes used."""
     size = sum(buffer.nbytes for buffer in contender.buffers) / 1e9
     checked = operation == "read" and not isinstance(contender, Fio)
     for buffer in contender.buffers if checked else []:
@@ -206,11 +207,11 @@ Rounds = dict[str, dict[str, list[dict[str, float]]]]
 
 
 def play(contenders: dict[str, Contender], rounds: int, fresh: bool) -> Rounds:
-    """What was measured of each, in each operation, round by round; the first round is left out."""
+    """Runs the rounds; returns the measurements of all but the first, by program and operation."""
     found: Rounds = {name: {operation: [] for operation in OPERATIONS} for name in contenders}
     names, shuffle = list(contenders), random.Random(0).shuffle
     for turn in range(rounds + 1):
-        # what one leaves in the drive's caches must not always meet the same next one
+        # in a new order, because data in the drive's cache affect the next program
         shuffle(names)
         for name in names:
             for operation in OPERATIONS:
@@ -225,19 +226,19 @@ def play(contenders: dict[str, Contender], rounds: int, fresh: bool) -> Rounds:
 
 
 def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the median."""
+    """Returns the 95 % bootstrap interval of the median."""
     pick: Callable[[], list[float]] = lambda: random.choices(values, k=len(values))  # noqa: E731
     medians = sorted(statistics.median(pick()) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def speeds(found: Rounds, name: str, operation: str) -> list[float]:
-    """GB/s of each round."""
+    """Returns the GB/s of each round."""
     return [record["gb_s"] for record in found[name][operation]]
 
 
 def summary(found: Rounds) -> Iterator[dict[str, Any]]:
-    """A record a contender, then ratios of threed to every peer."""
+    """Yields a record per program, then the ratios of threed to every peer."""
     for name, operations in found.items():
         record: dict[str, Any] = {"contender": name}
         for operation, runs in operations.items():
@@ -269,7 +270,7 @@ def summary(found: Rounds) -> Iterator[dict[str, Any]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The records as Markdown."""
+    """Returns the records as Markdown."""
     lines = [
         "| contender | write GB/s | read GB/s | CPU s/GB write | read | foreign cores |",
         "|---" * 6 + "|",

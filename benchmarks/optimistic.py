@@ -1,12 +1,13 @@
-"""What an update that waits for nobody saves: steps of a zero-bubble plan whose stages sleep, with and without it.
+"""Measures the gain of `--parallel.optimistic-step`, for a zero-bubble plan whose stages sleep.
 
-    python benchmarks/optimistic.py                                   # 4 ranks on gloo, 10 steps each way
+    python benchmarks/optimistic.py                                   # 4 ranks on gloo, 10 steps with and without
     python benchmarks/optimistic.py --stages 2 --unit 0.05 --json
 
-Every forward and input gradient of a tiny model takes `unit` seconds longer, and so does every weight gradient: the
-plan's times are those sleeps, also where four ranks share two cores. The plan has ZB-H2's form (arXiv 2401.10241,
-section 3.2): no rank waits within a step, and rank r ends r units of time later than the first. Beside the measured
-seconds a step stand the simulated ones, with a flush between steps and without any.
+Every forward, input gradient and weight gradient of a tiny model sleeps for `unit` seconds, so the
+times of the plan are these sleeps, even if four ranks share two cores. The plan is like ZB-H2
+(arXiv 2401.10241, section 3.2): no rank waits within a step, and rank r ends r units of time later
+than the first. The program also prints the simulated seconds per step, with a flush between steps
+and without.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# first: what it says is there must not depend on what is registered here
+# imported first, so that the known names do not include the schedule that is registered here
 from threed import models, schedules
 from threed.config import Config
 from threed.config import checks as checks
@@ -40,12 +41,12 @@ NAME, VOCAB, SEQ, ROWS = "filled", 61, 16, 2
 
 
 def filled(stages: int, microbatches: int) -> Plan:
-    """Split backwards without a bubble where F, I and W take equally long.
+    """Returns a plan with split backwards and without a bubble if F, I and W take equally long.
 
-    Each rank does what is ready, an I before an F before a W, and has at most 2 (stages - rank) - 1 micro-batches
-    between their F and their I, and 2 stages - 1 between their F and their W.
+    A rank runs a ready I first, else a ready F, else a W. It has at most 2 (stages - rank) - 1
+    micro-batches between F and I, and at most 2 stages - 1 between F and W.
     """
-    forwards, inputs, weights = ([0] * stages for _ in range(3))  # done so far
+    forwards, inputs, weights = ([0] * stages for _ in range(3))  # number of actions done so far
     ranks: list[list[Action]] = [[] for _ in range(stages)]
     while min(weights) < microbatches:
         before = list(forwards), list(inputs)
@@ -70,19 +71,19 @@ schedules.register(NAME, filled)
 
 
 def config_of(stages: int, microbatches: int, optimistic: bool) -> Config:
-    """A tiny model with a block a stage."""
+    """Returns the configuration of a tiny model with one block per stage."""
     config = Config.model_validate({
         "parallel": {"pp": stages, "optimistic_step": optimistic, "partition": "uniform"},
         "model": {"layers": 2 * stages, "hidden": 16, "heads": 2, "seq": SEQ, "tied": False},
         "train": {"global_batch": ROWS * microbatches, "micro_batch": ROWS, "grad_clip": 1e6},
     })  # fmt: skip
-    # a name that only this process knows
+    # set afterwards, because the check of a configuration does not know this name
     parallel = config.parallel.model_copy(update={"schedule": NAME})
     return resolve(config.model_copy(update={"parallel": parallel}), VOCAB, stages)
 
 
 def engine_of(config: Config, unit: float) -> Engine:
-    """An engine whose forwards, input gradients and weight gradients each take `unit` seconds longer."""
+    """Returns an engine whose F, I and W each sleep for `unit` seconds."""
     topology = Topology(pp=config.parallel.pp)
     engine = Engine(models.build(config.model, Slicing(topology.axis("tp"))), topology, config)
     handlers = engine.executor._handlers
@@ -102,11 +103,11 @@ def engine_of(config: Config, unit: float) -> Engine:
 
 
 def seconds_of_steps(config: Config, unit: float, steps: int) -> float:
-    """The time from when all ranks begin until all have done these steps."""
+    """Returns the seconds from the start of all ranks until all have finished the steps."""
     engine, draw = engine_of(config, unit), torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (config.train.global_batch, SEQ + 1), generator=draw)
     batch = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-    engine.step(batch)  # shapes, tables, what is learnt
+    engine.step(batch)  # a first step, which exchanges shapes and creates buffers
     engine.optimizer.wait()
     barrier(engine.topology.axis("world"))
     began = time.perf_counter()
@@ -118,7 +119,7 @@ def seconds_of_steps(config: Config, unit: float, steps: int) -> float:
 
 
 def simulated(plan: Plan, unit: float, steps: int) -> tuple[float, float]:
-    """Seconds of as many steps, with a flush after each and without any."""
+    """Returns the seconds of the steps in a simulation, with a flush after each and without."""
     costs = Costs(unit, unit, unit)
     alone = schedules.simulate(plan, costs).makespan
     later = [
@@ -134,7 +135,7 @@ def simulated(plan: Plan, unit: float, steps: int) -> tuple[float, float]:
 
 
 def compare(stages: int, microbatches: int, unit: float, steps: int) -> dict[str, Any]:
-    """Seconds a step: measured each way, the slowest rank's, and simulated."""
+    """Returns the seconds per step: measured both ways on the slowest rank, and simulated."""
     flushed, free = simulated(filled(stages, microbatches), unit, steps)
     measured = {
         optimistic: max(
@@ -152,7 +153,7 @@ def compare(stages: int, microbatches: int, unit: float, steps: int) -> dict[str
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Prints a table, or JSON."""
+    """Measures, and prints a table or JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

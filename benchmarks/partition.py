@@ -1,13 +1,14 @@
-"""What a partition by measured times gains, beside what its simulation predicts: a model with one slow layer.
+"""Measures the gain of a partition by measured times, for a model with one slow layer.
 
-    python benchmarks/partition.py                        # 2 ranks, two minutes where nobody else uses the cores
+    python benchmarks/partition.py                        # 2 ranks, two minutes on an idle machine
     python benchmarks/partition.py --blocks 10 --slow 7   # another model
-    python benchmarks/partition.py --nap 20 --quiet 2     # on a busy machine: blocks sleep, and hardly compute
+    python benchmarks/partition.py --nap 20 --quiet 2     # on a busy machine: blocks sleep instead of computing
 
-One block takes three times as long as its FLOPs say: it does its work three times, which a trace does not see. Engines
-cut by uniform, balanced and measured train in turn in one process group, blocks of steps in rounds as in
-`benchmarks/worker.py`; a gain is the median over rounds. What is predicted is a step's forwards and backwards, so those
-are timed as well as whole steps.
+One block takes three times as long as its FLOPs suggest: it does its work three times, which the
+count of FLOPs does not see. Engines with the partitions uniform, balanced and measured train in
+turn in one process group, in rounds of blocks of steps as in `benchmarks/worker.py`. A gain is the
+median over the rounds, and is printed next to the predicted one. The prediction is for forwards and
+backwards, so these are timed as well as full steps.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ COLUMNS = (
     "cut", "layers", "step ms", "passes ms", "predicted gain", "measured, passes", "95 %", "off by, points",
     "measured, steps", "95 %",
 )  # fmt: skip
-TIMES = 3  # as long as a block's FLOPs say
-VOCAB, SEQ, WIDTH = 1024, 256, (256, 32)  # of a model that computes, and of one that sleeps
+TIMES = 3  # factor by which the slow block is slower than its FLOPs suggest
+VOCAB, SEQ, WIDTH = 1024, 256, (256, 32)  # width of a model that computes, and of one that sleeps
 
 
 class Nap(torch.autograd.Function):
-    """The identity, which sleeps: so long forward, twice as long backward."""
+    """The identity; it sleeps in the forward, and twice as long in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -65,7 +66,10 @@ class Nap(torch.autograd.Function):
 
 
 class Repeated(nn.Module):
-    """A block that does its work several times: the mean of the same output, so the model is the same."""
+    """A block that does its work several times.
+
+    Its output is the mean of the equal results, so the model does not change.
+    """
 
     def __init__(self, block: nn.Module, times: int, nap: float) -> None:
         super().__init__()
@@ -81,7 +85,11 @@ class Repeated(nn.Module):
 
 
 class OneSlow(Decoder):
-    """A decoder of which one block is slow; nap: what every block sleeps."""
+    """A decoder with one slow block.
+
+    Args:
+        nap: seconds that every block sleeps.
+    """
 
     slow, nap = 0, 0.0
 
@@ -96,7 +104,10 @@ class OneSlow(Decoder):
 
 
 class Engine:
-    """An engine of one partition, as `benchmarks.worker` runs it. update_s: what is no forward or backward."""
+    """An engine with one partition, for `benchmarks.worker`.
+
+    `update_s` is the part of a step that is neither forward nor backward.
+    """
 
     def __init__(self, cut: str, args: argparse.Namespace, topology: Topology) -> None:
         config = Config.model_validate({
@@ -120,9 +131,9 @@ class Engine:
 
 
 def work(args: argparse.Namespace) -> dict[str, Any] | None:
-    """On one rank: trains the three in turn; on rank 0, the record."""
+    """Runs on every rank: trains the three engines in turn; returns the record on rank 0."""
     torch.set_num_threads(1)
-    # rank 0 waits for quiet
+    # the timeout includes the time for which rank 0 waits for an idle machine
     dist.init_process_group("gloo", timeout=timedelta(minutes=5, seconds=args.patience))
     topology = Topology(pp=2)
     engines = {cut: Engine(cut, args, topology) for cut in CUTS}
@@ -171,8 +182,10 @@ def work(args: argparse.Namespace) -> dict[str, Any] | None:
 def measured(
     engine: Engine, batches: Any, args: argparse.Namespace, end: float
 ) -> tuple[float, float] | None:
-    """Milliseconds of a step, and of its forwards and backwards: medians of a block of steps. None where patience is
-    over."""
+    """Runs a block of steps; returns median milliseconds of a step, and of forwards and backwards.
+
+    Returns None if the machine was not idle before `end`.
+    """
     steps = block(engine, batches, args, end)
     if steps is None:
         return None
@@ -181,7 +194,10 @@ def measured(
 
 
 def summary(cut: str, rounds: list[dict[str, Any]], predicted: Any) -> dict[str, Any]:
-    """How many times faster than this cut the measured one is, by whole steps and by passes, with 95 % intervals."""
+    """Returns the speed of the measured partition divided by that of another one.
+
+    There is a ratio for full steps and one for forwards and backwards, each with a 95 % interval.
+    """
     ratios = [[found[cut][part] / found["measured"][part] for found in rounds] for part in range(2)]
     return {
         "step_ms": statistics.median(found[cut][0] for found in rounds),
@@ -193,7 +209,7 @@ def summary(cut: str, rounds: list[dict[str, Any]], predicted: Any) -> dict[str,
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
+    """Returns the record as Markdown."""
     lines = [
         f"{record['processor']}, torch {record['torch']}, {record['rounds']} rounds; {record['text']}", "",
         f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|",

@@ -1,8 +1,9 @@
-"""The torch-native peers: each trains the reference model on the same global batch as `benchmarks.engines` does.
+"""The torch-native peers, which train the reference model on the same global batches.
 
-DDP, FSDP2 and ZeroRedundancyOptimizer (data), DTensor tensor parallelism with and without sequence parallelism; those
-with pipelines are in `pipelines.py`. An engine takes the model's shapes and the run's `args` (`batch`, the global batch
-in sequences, and `microbatches`).
+They are DDP, FSDP2 and ZeroRedundancyOptimizer (data parallelism), and DTensor (tensor parallelism
+with and without sequence parallelism); those with pipelines are in `pipelines.py`. An engine is
+created from the shapes of the model and `args`: `batch`, the sequences in the global batch, and
+`microbatches`.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ from benchmarks.reference import ADAM, GPTConfig
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor itself."""
+    """Returns this rank's part of a DTensor; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def optimizers(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """AdamW by torch's fused kernel, one for each device mesh among the parameters: a fused call takes one only."""
+    """Returns an AdamW with torch's fused kernel for each device mesh of the parameters.
+
+    The fused kernel supports only parameters of one mesh.
+    """
     groups: dict[str, list[nn.Parameter]] = {}
     for p in params:
         groups.setdefault(str(getattr(p, "device_mesh", None)), []).append(p)
@@ -45,19 +49,23 @@ def optimizers(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
 
 
 class Peer:
-    """A model and its optimizers. step(x, y): one optimizer step on the global batch [b s], this rank's loss or None.
+    """A model and its optimizers.
 
-    loss_ranks: the ranks whose mean loss is the global one.
+    `step(x, y)` runs one optimizer step on the global batch [b s], and returns this rank's loss or
+    None.
+
+    Attributes:
+        loss_ranks: the ranks whose mean loss is the loss of the global batch.
     """
 
     loss_ranks: list[int]
     optimizers: list[torch.optim.Optimizer]
 
     def finish(self) -> None:
-        """Waits for what a step left under way: nothing here."""
+        """Waits for unfinished work of a step; there is none here."""
 
     def update(self) -> None:
-        """The optimizer's step."""
+        """Runs the step of the optimizers."""
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -73,7 +81,7 @@ class Single(Peer):
         self.optimizers = optimizers(self.model.parameters())
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as this engine trains it."""
+        """Returns the model in the form that this engine trains."""
         return model
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -84,7 +92,7 @@ class Single(Peer):
 
 
 class Compiled(Single):
-    """One process, the whole model through torch.compile."""
+    """One process, with the full model in torch.compile."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         model.compile(fullgraph=True)
@@ -103,11 +111,11 @@ class DDP(Single):
 
 
 class DDPAgain(DDP):
-    """The same once more: beside DDP in one run it says what noise looks like."""
+    """DDP a second time; its ratio to DDP in the same run shows the noise."""
 
 
 class TorchZero1(DDP):
-    """DistributedDataParallel whose AdamW states are split by whole parameters (ZeRO-1)."""
+    """DistributedDataParallel with AdamW states divided by whole parameters (ZeRO-1)."""
 
     def __init__(self, config: GPTConfig, args: Any) -> None:
         super().__init__(config, args)
@@ -122,7 +130,7 @@ class TorchZero1(DDP):
 
 
 class FSDP2(DDP):
-    """fully_shard on every block and the rest; parameters are freed after the forward (ZeRO-3)."""
+    """fully_shard on every block and on the rest, with resharding after the forward (ZeRO-3)."""
 
     reshard = True
 
@@ -135,7 +143,7 @@ class FSDP2(DDP):
 
 
 class FSDP2Keep(FSDP2):
-    """The same without reshard: parameters stay gathered until the backward has used them (ZeRO-2)."""
+    """FSDP2 without resharding (ZeRO-2): parameters stay gathered until the backward."""
 
     reshard = False
 
@@ -161,7 +169,7 @@ class TPSequence(TP):
 
 
 def slice_by_tensor(part: Any, mesh: DeviceMesh, sequence: bool) -> None:
-    """Heads, MLP and vocabulary split over the mesh; the logits stay split, for `loss_parallel`."""
+    """Splits heads, MLP and vocabulary over the mesh; logits stay split, for `loss_parallel`."""
     between = Shard(1) if sequence else Replicate()
     top: dict[str, Any] = {}
     if part.first:

@@ -1,4 +1,7 @@
-"""torch.distributed.pipelining as benchmarked engines: its schedules, alone and over data and tensor parallelism."""
+"""torch.distributed.pipelining as benchmarked engines.
+
+It runs alone, and with data and tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,15 @@ from benchmarks.reference import GPTConfig
 
 
 class Pipeline(Peer):
-    """torch.distributed.pipelining with equal numbers of blocks a stage; over dp (fully_shard) and tp when asked.
+    """torch.distributed.pipelining with equal numbers of blocks per stage.
 
-    chunks, vee: stages a rank, round the ranks or down and up again. Tied weights are not its business: first and last
-    stage hold a copy each, and their gradients are summed here.
+    It can be combined with data parallelism (fully_shard) and tensor parallelism. torch does not
+    support tied weights here: the first and the last stage hold a replica each, and this class sums
+    their gradients.
+
+    Attributes:
+        chunks: stages per rank.
+        vee: whether the stages are placed as a V instead of round-robin.
     """
 
     schedule: Any = pipelining.Schedule1F1B
@@ -71,7 +79,7 @@ class Pipeline(Peer):
                 fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
 
     def _tie(self, first: Tensor, last: Tensor) -> Any:
-        """The group of this rank and its twin at the pipeline's other end, None in between."""
+        """Returns the group of the ranks at both ends of the pipeline, or None on other ranks."""
         mine = None
         for pair in zip(first.flatten().tolist(), last.flatten().tolist(), strict=True):
             group = dist.new_group(sorted(set(pair)))
@@ -104,7 +112,7 @@ class PipelineGPipe(Pipeline):
 
 
 class PipelineInterleaved(Pipeline):
-    """Interleaved 1F1B over two stages a rank."""
+    """Interleaved 1F1B with two stages per rank."""
 
     schedule, chunks = pipelining.ScheduleInterleaved1F1B, 2
 
@@ -128,13 +136,13 @@ class PipelineDualPipeV(PipelineZBV):
 
 
 class Composed(Pipeline):
-    """pipelining 1F1B x fully_shard x DTensor, two of each."""
+    """1F1B, fully_shard and DTensor, each over two ranks."""
 
     dp, tp = 2, 2
 
 
 class ComposedSequence(Composed):
-    """The same with sequence parallelism."""
+    """The same topology with sequence parallelism."""
 
     sequence = True
 

@@ -1,10 +1,10 @@
-"""How long does a plan take: to build, to play out, to lower? CPU time of this process, the best of several.
+"""Measures the CPU time of building, simulating and lowering plans; the best of several runs.
 
     python benchmarks/plans.py                              # 16 stages and 64 micro-batches, 64 and 512
     python benchmarks/plans.py --sizes 8,32 --schedules v-min
 
-"build and simulate" is what a choice of schedule costs; of zb-auto it is the slowest of three draws of random times of
-the stages. "lower" adds the communication.
+"build and simulate" is the cost of trying a schedule; for zb-auto it is the slowest of three sets
+of random times of the stages. "lower" adds the communication.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from threed.schedules.registry import plans_by_times  # noqa: E402
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:
-    """The least CPU time that this takes."""
+    """Returns the least CPU time of several calls, in seconds."""
     found = []
     for _ in range(repeats):
         began = time.process_time()
@@ -35,14 +35,14 @@ def seconds_of(work: Callable[[], object], repeats: int) -> float:
 
 
 def random_costs(stages: int, seed: int) -> Costs:
-    """Times of unequal stages."""
+    """Returns random times of stages."""
     draw = random.Random(seed)
     forward, back, weight = (tuple(draw.uniform(0.5, 1.5) for _ in range(stages)) for _ in range(3))
     return Costs(forward, back, weight, send=0.1)
 
 
 def row(name: str, stages: int, microbatches: int, repeats: int) -> str:
-    """A line of the table."""
+    """Returns a row of the table."""
     draws = [random_costs(stages, seed) for seed in range(3)] if plans_by_times(name) else [None]
 
     def plan(costs: Costs | None) -> Plan:

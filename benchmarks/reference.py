@@ -1,11 +1,11 @@
-"""The model that every benchmarked engine trains: a GPT-2 style decoder in plain PyTorch, its weights and its data.
+"""The model of all benchmarked engines: a GPT-2 in plain PyTorch, its weights and its data.
 
-    python -m benchmarks.reference        # train it on one process: the yardstick for loss and tokens/s
+    python -m benchmarks.reference        # trains it on one process: the reference for loss and tokens/s
 
-Pre-norm blocks, learned positions, tied input and output embedding, tanh GELU, causal attention. The packed QKV
-projection is laid out (head, {q,k,v}, head size): a permutation of rows that makes a contiguous split of them a split
-by heads, which tensor parallelism by DTensor needs. `GPT` may be any contiguous range of blocks, with or without
-embedding and head, so that the same class is a pipeline stage.
+The model has norms before attention and MLP, learned positions, a tied embedding, tanh GELU and
+causal attention. The rows of the packed QKV projection are ordered as (head, {q,k,v}, head size),
+so that a contiguous split is a split by heads, as DTensor needs it. A `GPT` can be any contiguous
+range of blocks, with or without embedding and head, so the same class is also a pipeline stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shapes; the defaults are the model of `docs/reference/performance.md`."""
+    """The shapes of the model; the defaults are the model in `docs/reference/performance.md`."""
 
     n_layer: int = 8
     d_model: int = 256
@@ -32,12 +32,12 @@ class GPTConfig:
 
     @property
     def parameters(self) -> int:
-        """How many there are; the tied table once."""
+        """The number of parameters; the tied table counts once."""
         c = self.d_model
         return self.n_layer * (12 * c * c + 13 * c) + (self.vocab + self.seq_len + 2) * c
 
     def flops_per_token(self) -> float:
-        """Matrix-multiply FLOPs of one token forward and backward, causal attention at half its square."""
+        """Matrix-product FLOPs per token in forward and backward; causal attention counts half."""
         c = self.d_model
         return (
             6 * (self.n_layer * 12 * c * c + self.vocab * c) + 6 * self.n_layer * self.seq_len * c
@@ -45,17 +45,19 @@ class GPTConfig:
 
 
 PRESETS = {
-    "tiny": GPTConfig(2, 64, 4, 64, 512),  # to try the benchmarks themselves
+    "tiny": GPTConfig(2, 64, 4, 64, 512),  # for tests of the benchmarks
     "small": GPTConfig(),
-    "base": GPTConfig(12, 512),  # 42 M parameters: with one sequence a rank, communication weighs
+    "base": GPTConfig(
+        12, 512
+    ),  # 42 M parameters: with one sequence per rank, communication is a large part
     "200m": GPTConfig(
         16, 1024, 16, 128
-    ),  # 210 M parameters: with one short sequence a rank, the update weighs
+    ),  # 210 M parameters: with one short sequence per rank, the update is a large part
 }
 
 
 class Attention(nn.Module):
-    """x [b s h] -> [b s h], of as many heads as `qkv` holds."""
+    """x [b s h] -> [b s h]; the size of `qkv` determines the number of heads."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -98,7 +100,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Blocks [lo, hi) of the model; first: with the embedding, tokens [b s] come in; last: logits [b s v] go out."""
+    """Blocks [lo, hi) of the model.
+
+    Args:
+        first: whether it has the embedding, so that its input is tokens [b s].
+        last: whether it has the head, so that its output is logits [b s v].
+    """
 
     def __init__(
         self,
@@ -121,7 +128,7 @@ class GPT(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes head and embedding one parameter, where both are here."""
+        """Makes head and embedding one parameter, if this part has both."""
         if self.first and self.last:
             self.head.weight = self.wte.weight
 
@@ -134,7 +141,7 @@ class GPT(nn.Module):
 
 
 def initial_weights(config: GPTConfig, seed: int = 0) -> dict[str, Tensor]:
-    """The whole model's weights by the names of `GPT`, the same on every rank."""
+    """Returns the full model's weights by the names of `GPT`, the same on every rank."""
     draw = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in GPT(config).named_parameters()}
@@ -155,7 +162,7 @@ def initial_weights(config: GPTConfig, seed: int = 0) -> dict[str, Tensor]:
 def build(
     config: GPTConfig, lo: int = 0, hi: int | None = None, first: bool = True, last: bool = True
 ) -> GPT:
-    """The model or a part of it, with its initial weights."""
+    """Returns the model or a part of it, with the initial weights."""
     model, weights = GPT(config, lo, hi, first, last), initial_weights(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -164,12 +171,16 @@ def build(
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean token loss of logits [b s v]."""
+    """Returns the mean token loss of logits [b s v]."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def batches(config: GPTConfig, count: int, rows: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [rows s], learnable: half of them follow a fixed successor table, half are Zipf noise."""
+    """Returns tokens and targets [rows s] that can be learned.
+
+    Half of the targets follow a fixed table of successors, half are random with a Zipf
+    distribution.
+    """
     draw = torch.Generator().manual_seed(seed)
     successor = torch.randperm(config.vocab, generator=draw)
     frequency = 1.0 / torch.arange(1, config.vocab + 1, dtype=torch.float64)
@@ -186,7 +197,7 @@ def batches(config: GPTConfig, count: int, rows: int, seed: int = 1) -> list[tup
 
 
 def main() -> None:
-    """Trains on one process and prints loss and speed of every step."""
+    """Trains on one process, and prints the loss and the speed of every step."""
     config = GPTConfig()
     model = build(config)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)

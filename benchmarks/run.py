@@ -1,16 +1,17 @@
-"""threed beside its peers: tokens/s, CPU time, bytes moved, peak memory, on one machine. See `docs/reference/performance.md`.
+"""Compares threed with its peers on one machine; see `docs/reference/performance.md`.
 
-    python benchmarks/run.py                                         # all without a drive: 1.5 hours on 2 cores
-    python benchmarks/run.py --suites zero                           # ZeRO beside DDP, FSDP2, torch, DeepSpeed
+    python benchmarks/run.py                                         # all suites without a drive: 1.5 hours on 2 cores
+    python benchmarks/run.py --suites zero                           # ZeRO, and DDP, FSDP2, torch, DeepSpeed
     python benchmarks/run.py --suites zero --only ddp threed_zero2   # two engines of it
-    python benchmarks/run.py --suites offload --folder /nvme         # offload beside DeepSpeed's: 20 GiB of memory
-    python benchmarks/run.py --suites accumulate --folder /nvme      # 8 micro-batches a step, all state on the drive
-    python benchmarks/run.py --quick                                 # fewer rounds, time only
-    python benchmarks/run.py --show benchmarks/results/X.jsonl       # the tables of a former run
+    python benchmarks/run.py --suites offload --folder /nvme         # offload, and DeepSpeed's: 20 GiB of memory
+    python benchmarks/run.py --suites accumulate --folder /nvme      # 8 micro-batches per step, all states on the drive
+    python benchmarks/run.py --quick                                 # fewer rounds, only times
+    python benchmarks/run.py --show benchmarks/results/X.jsonl       # the tables of an earlier run
 
-The engines of a suite (`benchmarks/suites.py`) run in turn in one process group, whenever the machine is quiet; then
-each runs alone for memory and bytes. A name such as `offload-cpu` stands for all suites that begin so. Records go to
-benchmarks/results/<time>.jsonl, Markdown tables to the terminal.
+The engines of a suite (`benchmarks/suites.py`) run in turn in one process group, whenever the
+machine is idle. Then each runs alone, to measure its memory and the bytes that it sends. A name
+such as `offload-cpu` selects all suites that begin with it. Records are written to
+benchmarks/results/<time>.jsonl, and Markdown tables are printed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from benchmarks.suites import FP32_STAGES, STAGES, SUITES, Suite, wire_mib  # no
 def launched(
     ranks: int, words: list[str], environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `words` on that many ranks, by torchrun."""
+    """Runs a command on `ranks` ranks with torchrun."""
     command = [
         sys.executable,
         "-m",
@@ -50,8 +51,14 @@ def launched(
 
 
 def measure(suite: Suite, engines: list[str], flags: list[str]) -> dict[str, Any]:
-    """Runs the worker on the suite's ranks and reads its record; RuntimeError with its last words when it fails."""
-    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja, for what is compiled
+    """Runs the worker on the suite's ranks and returns its record.
+
+    Raises:
+        RuntimeError: with the end of its output, if the worker fails.
+    """
+    tools = (
+        f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # to find ninja
+    )
     environment = {**os.environ, "PATH": tools, "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"OMP_NUM_THREADS": str(suite.threads), "PYTHONWARNINGS": "ignore"}
     own = [*suite.options, "--threads", str(suite.threads)]
@@ -67,7 +74,7 @@ def measure(suite: Suite, engines: list[str], flags: list[str]) -> dict[str, Any
 
 
 def chosen(suite: Suite, args: argparse.Namespace) -> list[str]:
-    """The suite's engines that are asked for and can run here, those left out said aloud."""
+    """Returns the requested engines of a suite that can run here, and prints why others cannot."""
     names = [name for name in suite.engines if not args.only or name in args.only]
     if importlib.util.find_spec("deepspeed") is None:
         missing = [name for name in names if name.startswith("deepspeed")]
@@ -80,13 +87,13 @@ def chosen(suite: Suite, args: argparse.Namespace) -> list[str]:
 
 
 def run_suite(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A suite's interleaved record, then those of its engines alone."""
+    """Runs a suite; returns the record of its engines in turn, then those of each engine alone."""
     with tempfile.TemporaryDirectory(prefix="threed-swap-", dir=args.folder) as folder:
         return records_of(name, args, folder)
 
 
 def records_of(name: str, args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
-    """The same; folder: where engines may swap to."""
+    """Does the same as `run_suite`; `folder` is for the swap files of engines."""
     suite, names = SUITES[name], chosen(SUITES[name], args)
     flags = ["--quiet", str(args.quiet), "--patience", str(args.patience), "--folder", folder]
     flags += ["--torch-matmul"] if args.torch_matmul else []
@@ -106,18 +113,18 @@ def records_of(name: str, args: argparse.Namespace, folder: str) -> list[dict[st
 
 
 def heading(columns: str) -> list[str]:
-    """The first two lines of a Markdown table."""
+    """Returns the first two lines of a Markdown table."""
     names = columns.split(", ")
     return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
 
 
 def line(record: dict[str, Any], engine: str, *cells: str) -> str:
-    """A line of a table, which begins with what ran."""
+    """Returns a line of a table, which begins with the suite and the engine."""
     return f"| {record['suite']} | {record['world']} | {engine} | {STAGES.get(engine, '–')} | {' | '.join(cells)} |"
 
 
 def speed_table(records: list[dict[str, Any]]) -> list[str]:
-    """Time, one line an engine; ratios are to the first engine of the suite."""
+    """Returns the table of times, with ratios to the suite's first engine."""
     columns = "suite, ranks, engine, ZeRO stage, tokens/s, speed ratio, 95 %, CPU ms a token, CPU ratio, CPU 95 %"
     lines = heading(f"{columns}, losses differ by, rounds")
     for record in records:
@@ -134,8 +141,12 @@ def speed_table(records: list[dict[str, Any]]) -> list[str]:
 
 
 def bound_table(records: list[dict[str, Any]]) -> list[str]:
-    """What pipelines would reach if messages took no time, how much of a peer's gap to it is closed (of the peer with
-    the same schedule, else the first engine), and their bubbles beside those of the plan with the times measured."""
+    """Returns the table of pipelines: speed without messages, gap closed, bubbles.
+
+    The speed is what a pipeline would reach if messages took no time. The gap is that of a peer to
+    this speed: of the peer with the same schedule, or of the first engine. The bubbles are the
+    measured one, and that of the plan with the measured times.
+    """
     columns = "suite, ranks, engine, ZeRO stage, tokens/s, if messages took no time, gap closed"
     lines = heading(f"{columns}, bubble %, expected %")
     for record in records:
@@ -160,7 +171,10 @@ def bound_table(records: list[dict[str, Any]]) -> list[str]:
 
 
 def update_table(records: list[dict[str, Any]]) -> list[str]:
-    """What comes after the last backward, until all that it began is done; ratios to the suite's first engine."""
+    """Returns the table of the times after the last backward, until all results are stored.
+
+    Ratios are to the suite's first engine.
+    """
     lines = heading(
         "suite, ranks, engine, ZeRO stage, update s, times faster, 95 %, step s, rounds"
     )
@@ -176,7 +190,7 @@ def update_table(records: list[dict[str, Any]]) -> list[str]:
 
 
 def memory_table(records: list[dict[str, Any]]) -> list[str]:
-    """Memory of the fullest rank and bytes of all ranks, one line an engine."""
+    """Returns the table of the memory of the fullest rank, and the bytes sent by all ranks."""
     columns = "suite, ranks, engine, ZeRO stage, peak RSS above base MiB, peak of live tensors MiB, live between steps MiB"
     columns += ", loopback MiB a step, formula MiB, ratio, counted MiB a step"
     lines = heading(f"{columns}, read from the drive MiB a step, written to it MiB a step")
@@ -199,7 +213,7 @@ def memory_table(records: list[dict[str, Any]]) -> list[str]:
 
 
 def tables(records: list[dict[str, Any]]) -> str:
-    """The records as Markdown."""
+    """Returns the records as Markdown."""
     together, alone = ([r for r in records if ("results" in r) is kind] for kind in (True, False))
     lines = speed_table(together) if together else []
     if updates := [record for record in together if record.get("settle")]:
@@ -212,7 +226,7 @@ def tables(records: list[dict[str, Any]]) -> str:
 
 
 def named(text: str) -> list[str]:
-    """The suite of that name, or those whose names begin with it."""
+    """Returns the suite with this name, or all suites whose names begin with it."""
     found = [text] if text in SUITES else [name for name in SUITES if name.startswith(f"{text}-")]
     if not found:
         raise argparse.ArgumentTypeError(f"{text}: the suites are {', '.join(SUITES)}")

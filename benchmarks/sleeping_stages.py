@@ -1,12 +1,14 @@
-"""Does the executor keep to the simulated times? Stages that sleep, through the real executor and gloo, beside torch's.
+"""Compares the times of threed's executor, and torch's, with the simulation; stages sleep.
 
-    python benchmarks/sleeping_stages.py --stages 4 8            # every schedule; torch's where it has the schedule
+    python benchmarks/sleeping_stages.py --stages 4 8            # every schedule; torch's if it has the schedule
     python benchmarks/sleeping_stages.py --stages 4 --schedules zb-h1 --unit-ms 40
 
-A stage's forward, its backward for the input and that for the weights sleep for given times (per micro-batch over all
-chunks of a rank), and pass on tensors of `--elements`: so that many ranks fit on few cores, and what is left is the
-executor's order, its waits and its messages. The span is the longest time of one rank from its first action to its
-last, over `--rounds` steps of each engine in turn; figures are medians.
+The real executor and gloo are used. In a stage, the forward, the backward for the input and the
+backward for the weights sleep for given times (per micro-batch, on all chunks of a rank together),
+and send tensors with `--elements` elements. So many ranks can run on few cores, and the measured
+times show the executor's order, waits and messages. The span of a step is the longest time of one
+rank from its first action to its last. Steps of both engines alternate; figures are medians over
+`--rounds` steps.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ Step = Callable[[], tuple[float, float]]
 
 
 class Sleeper:
-    """A stage of the executor that sleeps, and hands on `elements` numbers."""
+    """A stage of the executor that sleeps, and returns `elements` numbers."""
 
     def __init__(self, costs: Costs, chunk: int, rank: int, plan: Plan, elements: int) -> None:
         of = {kind: schedules.Action(schedules.Kind(kind), 0, chunk) for kind in "FBI"}
@@ -61,7 +63,7 @@ class Sleeper:
         self.elements, self.layers = elements, [self]
 
     def reset(self, ended: int | None = None) -> None:
-        """Begins a step; there is nothing to drop."""
+        """Begins a step; there is no state to discard."""
 
     def forward(self, microbatch: int, x: Tensor | None, micro: MicroBatch, keep: bool) -> Tensor:
         time.sleep(self.times["F"])
@@ -73,7 +75,7 @@ class Sleeper:
 
 
 class SleepingWeights:
-    """What a W does: it sleeps for as long as the weights' gradients take."""
+    """The work of a W: it sleeps for the time of the weight gradients."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -87,7 +89,7 @@ class SleepingWeights:
 
 
 def ours(name: str, microbatches: int, costs: Costs, elements: int) -> Step:
-    """A step of the executor on this rank."""
+    """Returns a function that runs a step of threed's executor on this rank."""
     topology = Topology(pp=dist.get_world_size())
     rank, plan = topology.rank, schedules.build(name, topology.pp, microbatches)
     topology.prepare(
@@ -113,7 +115,7 @@ def ours(name: str, microbatches: int, costs: Costs, elements: int) -> Step:
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps on the way forward and back, and calls `awake` after the way back."""
+    """Sleeps in forward and backward, and calls `awake` at the end of the backward."""
 
     @staticmethod
     def forward(
@@ -131,7 +133,11 @@ class Sleep(torch.autograd.Function):
 
 
 class SleepingModule(nn.Module):
-    """x * w: the way of x sleeps for the forward and the input's gradient, that of w for the weight's gradient."""
+    """x * w.
+
+    The path of x sleeps for the forward and for the input gradient, the path of w for the weight
+    gradient.
+    """
 
     def __init__(self, forward: float, backward_input: float, backward_weight: float) -> None:
         super().__init__()
@@ -152,7 +158,7 @@ class SleepingModule(nn.Module):
 
 
 def torchs(name: str, microbatches: int, costs: Costs, elements: int) -> Step:
-    """A step of torch's schedule on this rank."""
+    """Returns a function that runs a step of torch's schedule on this rank."""
     kind, chunks, vee = TORCH[name]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     numbers = (
@@ -186,7 +192,7 @@ def torchs(name: str, microbatches: int, costs: Costs, elements: int) -> Step:
 
 
 def span_of(step: Step) -> float:
-    """The longest span of a rank in one step, in seconds."""
+    """Returns the span of a step on the rank with the longest span, in seconds."""
     dist.barrier()
     began, ended = step()
     longest = torch.tensor([ended - began], dtype=torch.float64)
@@ -197,12 +203,12 @@ def span_of(step: Step) -> float:
 def measure(
     name: str, microbatches: int, costs: Costs, elements: int, rounds: int
 ) -> list[list[float]]:
-    """Spans of our executor and, where it has the schedule, of torch's, in turn."""
+    """Returns the spans of threed's executor, and of torch's if it has the schedule, in turn."""
     steps = [ours(name, microbatches, costs, elements)]
     if name in TORCH:
         steps.append(torchs(name, microbatches, costs, elements))
     for step in steps:
-        span_of(step)  # connections, and the forms of messages
+        span_of(step)  # a first step, which creates connections and exchanges shapes of messages
     found: list[list[float]] = [[] for _ in steps]
     for _ in range(rounds):
         for step, mine in zip(steps, found, strict=True):

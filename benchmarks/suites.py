@@ -1,4 +1,4 @@
-"""What is set beside what: suites of engines that run interleaved, and what ZeRO's formulas say they send."""
+"""Suites of engines that are compared with each other, and ZeRO's formula for bytes sent."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Suite:
-    """Engines side by side on so many ranks; the first is what the others are measured against.
+    """Engines that run in turn; the first is the reference of the others.
 
-    options: the worker's flags for the model and the batch. parity: by how much, relatively, the losses of the first
-    steps may differ. threads: of a rank.
+    Attributes:
+        ranks: number of ranks.
+        engines: names of the engines.
+        options: flags of the worker for the model and the batch.
+        parity: largest relative difference between the losses of the first steps.
+        threads: number of threads per rank.
     """
 
     ranks: int
@@ -22,9 +26,15 @@ class Suite:
 
 @dataclass(frozen=True)
 class Offload:
-    """What of the training state an engine keeps where, and in which number format it computes.
+    """The location of an engine's training states, and its dtype.
 
-    microbatches: of a rank in a step. order: threed's way through them, `--zero.order`.
+    Attributes:
+        stage: the ZeRO stage.
+        optimizer: location of the optimizer states: none, cpu or nvme.
+        params: location of the parameters.
+        dtype: dtype of weights and activations.
+        microbatches: micro-batches per rank and step.
+        order: threed's `--zero.order`.
     """
 
     stage: int
@@ -89,16 +99,16 @@ SUITES = {
     "zero4": Suite(4, (*TORCH, *DEEPSPEED[1:], *OURS)),
 }
 
-# Modes of offloading: of which stage, to where. On a machine without a GPU "cpu" is where everything is anyway: what is
-# compared is the way it takes. Parameters on a drive in fp32 are not among them: DeepSpeed 0.19.8 keeps them there in
-# bf16, and trains something else.
+# Modes of offload: the stage and the location. On a machine without a GPU, all states are in host memory anyway, so the
+# modes with "cpu" compare only the implementations. There is no mode for fp32 parameters on a drive, because DeepSpeed
+# 0.19.8 stores them in bf16 there, so its results differ.
 OFFLOADS = {
     "2_cpu": Offload(2, "cpu"), "2_cpu_bf16": Offload(2, "cpu", dtype="bf16"),
     "3_cpu": Offload(3, "cpu", "cpu"), "3_cpu_bf16": Offload(3, "cpu", "cpu", "bf16"),
     "3_nvme": Offload(3, "nvme", "cpu"), "3_nvme_bf16": Offload(3, "nvme", "cpu", "bf16"),
     "3_nvme_all_bf16": Offload(3, "nvme", "nvme", "bf16"),
 }  # fmt: skip
-# The same in 8 micro-batches of 512 tokens, which need the parameters again and again.
+# All states on the drive, with 8 micro-batches of 512 tokens, each of which reads the parameters again.
 _ALL = OFFLOADS["3_nvme_all_bf16"]
 ACCUMULATED = {
     "3_nvme_all_bf16_by_micro": replace(_ALL, microbatches=8),
@@ -109,11 +119,15 @@ _MAKERS = ("deepspeed", "threed_zero", "wrapped_zero")
 
 
 def _beside_deepspeed(kind: str, ranks: int) -> tuple[str, Suite]:
-    """A mode of offloading by DeepSpeed and by threed; a step ends when all offloaded state is written back."""
+    """Returns the suite of a mode of offload, with DeepSpeed and threed.
+
+    A step ends when all offloaded states are written back.
+    """
     stage, place, *rest = kind.split("_")
     engines = tuple(f"{maker}{kind}" for maker in _MAKERS)
     options = ("--preset", "200m", "--batch", str(ranks), "--warmup", "3", "--settle")
-    # Of bf16 one rounding: DeepSpeed's fp32 masters begin as the rounded weights, and its gradients are bf16.
+    # In bf16 losses may differ by one rounding: DeepSpeed's fp32 masters start as the rounded weights, and its gradients
+    # are bf16.
     suite = Suite(
         ranks,
         engines,
@@ -132,7 +146,7 @@ SUITES["accumulate-nvme"] = Suite(
     ("--preset", "200m", "--batch", "32", "--warmup", "2", "--steps", "1", "--settle"), 2**-8, threads=2,
 )  # fmt: skip
 
-# The ZeRO stage of every data-parallel engine: what it keeps a slice of, by its own account.
+# The ZeRO stage of every data-parallel engine, according to its documentation.
 STAGES = {
     "ddp": 0, "ddp_again": 0, "torch_zero1": 1, "fsdp2_keep": 2, "fsdp2": 3,
     "deepspeed0": 0, "deepspeed1": 1, "deepspeed2": 2, "deepspeed3": 3,
@@ -144,8 +158,9 @@ FP32_STAGES = {engine: stage for engine, stage in STAGES.items() if "bf16" not i
 
 
 def wire_mib(stage: int, parameters: int, ranks: int) -> float:
-    """MiB that all ranks together send in a step of one micro-batch, fp32.
+    """Returns the MiB that all ranks together send in a step of one micro-batch in fp32.
 
-    A rank sends 2 (stage 3: 3) times the parameters x (N-1)/N (Rajbhandari et al. 2020, ZeRO, section 7).
+    A rank sends 2 (N-1)/N times the number of parameters, or 3 (N-1)/N times at stage 3
+    (Rajbhandari et al. 2020, ZeRO, section 7).
     """
     return (3 if stage == 3 else 2) * 4 * parameters * (ranks - 1) / 2**20

@@ -1,10 +1,11 @@
-"""How well the optimizer's step on NVMe overlaps: the pipelined step beside its I/O alone and its arithmetic alone.
+"""Measures how well the optimizer's I/O to NVMe and its arithmetic overlap.
 
     python benchmarks/swap.py --folder /nvme/swap --rounds 10          # 200 million parameters, fp32 states
 
-Three ways in turn, over the same buckets: `pipelined` reads bucket i + 1 and writes i - 1 while it updates i; `io`
-reads and writes the same without updating; `compute` updates states that are in memory. One JSON record: medians,
-ranges, GB/s of the drive, and how near the pipelined step comes to the longer of the other two.
+Three methods run in turn over the same buckets: `pipelined` reads bucket i + 1 and writes bucket i
+- 1 while it updates bucket i; `io` reads and writes without an update; `compute` updates states in
+memory. The JSON record has medians, ranges, the GB/s of the drive, and the longer of the times of
+`io` and `compute` divided by that of `pipelined`.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ from threed.zero.reductions import Gradient  # noqa: E402
 
 
 def nothing(*_: Any) -> None:
-    """An update without arithmetic."""
+    """An update that does nothing."""
 
 
 def engine_of(args: argparse.Namespace, place: str) -> Engine:
-    """An engine of so many blocks of width 1024, 12.6 million parameters each, its states in a place."""
+    """Returns an engine with blocks of width 1024 (12.6 million parameters each).
+
+    `place` is the location of its states.
+    """
     where = {"offload_optimizer": place, "nvme_path": args.folder if place == "nvme" else None}
     config = resolve(
         Config.model_validate({
@@ -63,7 +67,7 @@ def engine_of(args: argparse.Namespace, place: str) -> Engine:
 
 
 def step(engine: Engine, update: Callable[..., None], number: int) -> float:
-    """Seconds of an update of all buckets, until everything is on the drive."""
+    """Updates all buckets; returns the seconds until all states are on the drive."""
     one = torch.ones((), dtype=torch.float64)
     gradients = [Gradient(bucket.grad, one) for bucket in engine.layout.buckets]
     tier = engine.layout.policy.optimizer_tier
@@ -78,7 +82,7 @@ def step(engine: Engine, update: Callable[..., None], number: int) -> float:
 
 
 def main() -> None:
-    """Measures the three in turn."""
+    """Measures the three methods in turn."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,11 @@
-"""What each switch for memory saves and costs: peak memory and step time of one model, a process a setting.
+"""Measures the effect of each memory key: peak memory and step time of one model.
 
     python benchmarks/switches.py --folder /nvme/swap              # on one rank: about five minutes on 2 cores
-    python benchmarks/switches.py --ranks 2                        # tensor-parallel over two, for sliced activations
+    python benchmarks/switches.py --ranks 2                        # tensor parallelism over two ranks, for sliced activations
 
-One line of JSON a setting: the highest resident memory above what the process had before the model, the planner's peak,
-and the median seconds of a step's phases. Settings are run in turn, so read times on a machine that does nothing else.
+Each setting runs in a new process. It prints a line of JSON: the peak resident memory minus the
+memory before the model was built, the peak in the forecast, and the median seconds of a step's
+phases. Settings do not alternate, so run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SLICED = (
 
 
 def child(args: argparse.Namespace, flags: list[str]) -> None:
-    """Trains a few steps with the flags of training; rank 0 prints a record."""
+    """Trains a few steps with the training flags; rank 0 prints a record."""
     import torch
 
     from threed import models
@@ -88,7 +89,7 @@ def child(args: argparse.Namespace, flags: list[str]) -> None:
 
 
 def measure(args: argparse.Namespace, setting: str) -> dict[str, Any]:
-    """The record of a setting."""
+    """Returns the record of a setting."""
     shape = f"--model.layers {args.layers} --model.hidden {args.hidden} --model.heads 12 --model.seq 512"
     train = "--train.global-batch 4 --train.micro-batch 4 --zero.bucket-mib 16"
     flags = f"{shape} {train} --parallel.tp {args.ranks} {setting}".replace(
@@ -114,7 +115,7 @@ def measure(args: argparse.Namespace, setting: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the settings, or is one of them."""
+    """Runs the settings; in a child process, runs one setting."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -16,7 +16,7 @@ from threed.layers import Slicing
 
 
 def make_trainer(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Engine:
-    """threed's engine on a model of its own layers of the reference model's shapes."""
+    """Returns threed's engine, for a model of its own layers with the reference model's shapes."""
     full = complete(config, topology, settings)
     slicing = Slicing(
         topology.axis("tp"), bool(full.parallel.sequence), full.train.seed, full.zero.tile
@@ -25,9 +25,9 @@ def make_trainer(config: GPTConfig, topology: Topology, settings: dict[str, Any]
 
 
 def complete(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Config:
-    """The settings with the reference model's shapes and the peers' AdamW at a constant learning rate, resolved.
+    """Returns the resolved configuration for the reference model and the peers' AdamW.
 
-    What the settings say of `optim` goes before.
+    The learning rate is constant. Values of `optim` in the settings override these values.
     """
     shapes = {
         "layers": config.n_layer,
@@ -38,7 +38,7 @@ def complete(config: GPTConfig, topology: Topology, settings: dict[str, Any]) ->
     everything = {
         "match": "*",
         "weight_decay": ADAM["weight_decay"],
-    }  # the peers decay norms and biases too
+    }  # like the peers, which also decay norms and biases
     optim = {
         **ADAM,
         "warmup": 0,
@@ -57,7 +57,10 @@ NAMES = {
 
 
 def renamed(weights: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """The reference model's weights by threed's global names; packed (head, {q,k,v}, head size) rows taken apart."""
+    """Returns the reference model's weights under threed's names.
+
+    The packed rows (head, {q,k,v}, head size) are separated.
+    """
     found = {}
     for name, value in weights.items():
         *path, module, kind = name.split(".")

@@ -1,11 +1,12 @@
-"""One rank of a measurement; `benchmarks/run.py` starts it under torchrun. Rank 0 prints one line of JSON.
+"""One rank of a measurement; `benchmarks/run.py` starts it with torchrun.
 
     torchrun --nproc-per-node 2 -m benchmarks.worker --engines threed_tp              # one engine: memory and bytes
-    torchrun --nproc-per-node 2 -m benchmarks.worker --engines ddp fsdp2 threed_zero3 # several: time, in turn
+    torchrun --nproc-per-node 2 -m benchmarks.worker --engines ddp fsdp2 threed_zero3 # several engines in turn: time
 
-Several engines train in turn in one process group, a block of steps each; every round begins with another of them. A
-step's time is that of its slowest rank, its CPU time that of all threads of all ranks. It counts only if processes
-other than ours used less than `--quiet` cores meanwhile; a block with too few such steps is run again at once.
+Rank 0 prints one line of JSON. Several engines train in turn in one process group, a block of steps
+each; every round begins with another engine. The time of a step is that of its slowest rank, and
+its CPU time is that of all threads of all ranks. A step counts only if other processes used less
+than `--quiet` cores during it. A block with too few such steps is repeated.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ from benchmarks import host, memory, reference
 from benchmarks.engines import ENGINES, Engine
 from threed.ops import matmul
 
-# Seconds, cores that other processes used, CPU seconds of all ranks, seconds after the last backward (with --settle).
+# (seconds, cores that other processes used, CPU seconds of all ranks, seconds after the last backward if --settle)
 Step = tuple[float, float, float, float]
 Batch = tuple[Tensor, Tensor]
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's value."""
+    """Returns every rank's value."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def load(name: str) -> None:
-    """Imports what an engine needs beyond torch, which is no state of the engine's."""
+    """Imports the packages that an engine needs, so that they do not count as its memory."""
     getattr(ENGINES[name], "load", lambda: None)()
 
 
 def warm(engine: Engine, batches: list[Batch]) -> list[float]:
-    """Runs the batches; the global loss of each: the mean over the ranks that hold one."""
+    """Runs the batches; returns the loss of each, the mean over the ranks that have one."""
     losses = []
     for batch in batches:
         loss = engine.step(*batch)
@@ -60,7 +61,11 @@ def warm(engine: Engine, batches: list[Batch]) -> list[float]:
 
 
 def timed(engine: Engine, batches: list[Batch], settle: bool = False) -> list[Step]:
-    """Runs the batches. Ranks start together and then run free, as in training; settle: every step is finished."""
+    """Runs the batches and returns the steps.
+
+    Ranks start together, and then run without further waits, as in training. With `settle`, each
+    step is finished before the next.
+    """
     dist.barrier()
     updating, stamps = 0.0, [(*host.stamp(), 0.0)]
     for number, (x, y) in enumerate(batches, 1):
@@ -81,19 +86,23 @@ def timed(engine: Engine, batches: list[Batch], settle: bool = False) -> list[St
 
 
 def meet_when_quiet(cores: float, end: float) -> bool:
-    """All ranks go on together once nobody uses the cores; whether it is still before `end`, by rank 0's clock."""
+    """Waits on all ranks until the machine is idle.
+
+    Returns:
+        Whether this was before `end`, by rank 0's clock.
+    """
     if dist.get_rank() == 0:
         host.wait_until_quiet(cores, end)
     return bool(gather(time.monotonic() < end)[0])
 
 
 def median_ms(steps: list[Step], field: int = 0) -> float:
-    """The median of one field of the steps, in milliseconds."""
+    """Returns the median of one field of the steps, in milliseconds."""
     return 1e3 * statistics.median(step[field] for step in steps)
 
 
 def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, Any]:
-    """Memory and bytes of one engine."""
+    """Returns the memory and the bytes of one engine."""
     (name,) = args.engines
     load(name)
     gc.collect()
@@ -126,14 +135,17 @@ def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, 
         "counted_mib": {axis: sum(row.get(axis, 0) for row in traffic) / 2**20 for axis in traffic[0]},
         "base_rss_mib": gather(base), "build_mib": gather(built), "peak_mib": gather(peak),
         "live_mib": gather(live), "live_peak_mib": gather(live_peak),
-        "drive_mib": [sum(ranks) for ranks in zip(*gather(swapped), strict=True)],  # read, written
+        "drive_mib": [sum(ranks) for ranks in zip(*gather(swapped), strict=True)],  # [read, written]
     }  # fmt: skip
 
 
 def block(
     engine: Engine, batches: list[Batch], args: argparse.Namespace, end: float
 ) -> list[Step] | None:
-    """The undisturbed steps of a block of which at least half are; None when there was none before `end`."""
+    """Returns the undisturbed steps of a block, in which at least half are undisturbed.
+
+    Returns None if there is no such block before `end`.
+    """
     while True:
         steps = [step for step in timed(engine, batches, args.settle) if step[1] <= args.quiet]
         if len(steps) >= (len(batches) + 1) // 2:
@@ -145,7 +157,11 @@ def block(
 def run_rounds(
     engines: dict[str, Engine], batches: list[Batch], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The rounds: each engine's steps by name. Raises RuntimeError when patience ends before the first is whole."""
+    """Returns each engine's steps in each round, by name.
+
+    Raises:
+        RuntimeError: if the time is over before the first round is complete.
+    """
     names, end = list(engines), time.monotonic() + args.patience
     rounds: list[dict[str, Any]] = []
     meet_when_quiet(args.quiet, end)
@@ -166,7 +182,10 @@ def run_rounds(
 
 
 def run_several(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, Any]:
-    """Engines in turn in one process group; each one's speed and CPU time against the first's, by round."""
+    """Runs engines in turn in one process group.
+
+    Returns each engine's speed and CPU time, and their ratios to those of the first, by round.
+    """
     engines: dict[str, Engine] = {}
     for name in args.engines:
         load(name)
@@ -174,7 +193,7 @@ def run_several(args: argparse.Namespace, config: reference.GPTConfig) -> dict[s
     batches = reference.batches(config, args.warmup + args.steps, args.batch)
     losses = {name: warm(engine, batches[: args.warmup]) for name, engine in engines.items()}
     gc.collect()
-    gc.freeze()  # what idle engines hold must not slow the collections of the one that runs
+    gc.freeze()  # so that garbage collections of the running engine do not visit objects of other engines
     rounds = run_rounds(engines, batches[args.warmup :], args)
     results = {name: summary(name, args, config, rounds, losses) for name in args.engines}
     tokens = args.batch * config.seq_len
@@ -192,7 +211,10 @@ def summary(
     rounds: list[dict[str, Any]],
     losses: Any,
 ) -> dict[str, Any]:
-    """One engine's figures, and their ratios to the first engine's: speed over speed, CPU time over CPU time."""
+    """Returns one engine's figures, and its ratios to the first engine.
+
+    There are ratios of speeds and of CPU times.
+    """
     first, tokens = args.engines[0], args.batch * config.seq_len
     mine = [step for found in rounds for step in found[name]]
     speed = [median_ms(found[first]) / median_ms(found[name]) for found in rounds]
@@ -210,7 +232,10 @@ def summary(
 
 
 def update_of(name: str, first: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a step takes after its last backward, and how many times faster than the first engine's that is."""
+    """Returns the seconds of a step after its last backward.
+
+    Also returns how many times as fast this part is as the first engine's.
+    """
     faster = [median_ms(found[first], 3) / median_ms(found[name], 3) for found in rounds]
     return {
         "update_ms": median_ms([step for found in rounds for step in found[name]], 3),
@@ -220,7 +245,7 @@ def update_of(name: str, first: str, rounds: list[dict[str, Any]]) -> dict[str, 
 
 
 def bootstrap(values: list[float], draws: int = 2000) -> tuple[float, float]:
-    """The 95 % interval of the median."""
+    """Returns the 95 % bootstrap interval of the median."""
     draw = torch.Generator().manual_seed(0)
     picks = torch.randint(len(values), (draws, len(values)), generator=draw)
     medians = sorted(statistics.median(values[i] for i in row) for row in picks.tolist())
@@ -228,12 +253,12 @@ def bootstrap(values: list[float], draws: int = 2000) -> tuple[float, float]:
 
 
 def largest_difference(a: list[float], b: list[float]) -> float:
-    """The largest relative difference of two loss curves."""
+    """Returns the largest relative difference between two lists of losses."""
     return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
 
 
 def parse() -> argparse.Namespace:
-    """The worker's own flags; `run.py` passes them on."""
+    """Parses the worker's flags; `run.py` passes them on."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -275,13 +300,13 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     answer = os.dup(1)
-    os.dup2(2, 1)  # some engines talk on stdout, which is for the record
+    os.dup2(2, 1)  # some engines print to stdout, which must contain only the record
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.threads)
     if args.torch_matmul:
         matmul._onednn_is_faster = lambda: False  # type: ignore[assignment]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # rank 0 waits for quiet
+    # the timeout includes the time for which rank 0 waits for an idle machine
     dist.init_process_group("gloo", timeout=timedelta(minutes=5, seconds=args.patience))
     config = reference.PRESETS[args.preset]
     try:
@@ -301,7 +326,7 @@ def main() -> None:
         os.write(answer, (json.dumps({**vars(args), **run, **found}) + "\n").encode())
     sys.stdout.flush()
     dist.barrier()
-    os._exit(0)  # engines differ in how they leave; nothing is left to wait for
+    os._exit(0)  # without the exit handlers of engines, because no work is left
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Our zero-bubble schedules beside those of sail-sg/zero-bubble-pipeline-parallelism, at equal costs.
+"""Compares threed's zero-bubble schedules with those of sail-sg at equal costs.
 
-    python -m benchmarks.zero_bubble_peers CHECKOUT                  CHECKOUT is a working tree of that repository
+    python -m benchmarks.zero_bubble_peers CHECKOUT                  CHECKOUT is a checkout of their repository
     python -m benchmarks.zero_bubble_peers CHECKOUT --stages 4 8 --times 1 2
 
-Only their schedulers are imported, as they are; nothing of Megatron is. Every plan of theirs is turned into one of ours
-and played out by the same simulator: its makespan and peak are 1. zb-auto gets the memory that their plan really used
-as its limit. The fixed schedules are compared at equal times, the others at all of COSTS, which their V-Half and V-Min
-take no notice of.
+The repository is sail-sg/zero-bubble-pipeline-parallelism. Only its schedulers are imported,
+unchanged, and no part of Megatron. Each of their plans is converted to a plan of threed and
+simulated by threed's simulator. Results are threed's makespan and peak divided by theirs. The
+memory limit of zb-auto is the memory that their plan uses. The fixed schedules are compared for
+equal times only, the others for all of COSTS; their V-Half and V-Min ignore the times.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from threed.schedules.plan_checks import legal
 
 PACKAGE = "megatron.core.pipeline_parallel.zerobubble.scheduler"
 KINDS = {"F": Kind.F, "B": Kind.I, "W": Kind.W}
-# F, I, W and a message: equal; nearly; two measured ones of arXiv 2401.10241, table 9; long messages; short W
+# F, I, W and a message: equal; nearly equal; two measurements of arXiv 2401.10241, table 9; long messages; short W
 COSTS = (
     (10.0, 10.0, 10.0, 0.0), (10.0, 12.0, 12.0, 0.2), (18.522, 18.086, 9.337, 0.601), (29.718, 29.444, 19.927, 0.527),
     (10.0, 10.0, 10.0, 1.0), (10.0, 12.0, 8.0, 2.0), (10.0, 14.0, 10.0, 5.0), (10.0, 10.0, 4.0, 0.0),
@@ -36,7 +37,7 @@ COSTS = (
 
 
 def schedulers(checkout: Path) -> dict[str, Any]:
-    """Their modules by name. Raises SystemExit where `checkout` is not their repository."""
+    """Returns their modules by name; raises SystemExit if `checkout` is not their repository."""
     folder = checkout.joinpath(*PACKAGE.split("."))
     if not (folder / "zbv_greedy.py").is_file():
         raise SystemExit(
@@ -44,12 +45,12 @@ def schedulers(checkout: Path) -> dict[str, Any]:
             "https://github.com/sail-sg/zero-bubble-pipeline-parallelism"
         )
     parts = PACKAGE.split(".")
-    # packages without their __init__, which would import Megatron
+    # creates the packages without running their __init__, which would import Megatron
     for count in range(1, len(parts) + 1):
         package = types.ModuleType(".".join(parts[:count]))
         package.__path__ = [str(checkout.joinpath(*parts[:count]))]
         sys.modules[package.__name__] = package
-    solver = types.ModuleType("pulp")  # asked only for the value of a number
+    solver = types.ModuleType("pulp")  # a replacement, of which only the value of a number is used
     vars(solver)["value"] = lambda number: number
     sys.modules.setdefault("pulp", solver)
     return {
@@ -58,12 +59,12 @@ def schedulers(checkout: Path) -> dict[str, Any]:
 
 
 class Case(NamedTuple):
-    """One schedule of theirs and what ours is to be compared with it."""
+    """One of their schedules and the schedule of threed to compare it with."""
 
     name: str
     theirs: Callable[[dict[str, Any], int, int, Costs], Plan]
     ours: Callable[[int, int, Costs, float], Plan]
-    fixed: bool = False  # theirs does not look at costs: compared at equal ones only
+    fixed: bool = False  # their schedule ignores costs, so it is compared only for equal costs
 
 
 def _converted(
@@ -152,7 +153,7 @@ CASES = (
 
 
 class Result(NamedTuple):
-    """Ours by theirs."""
+    """threed's values divided by theirs."""
 
     where: str
     makespan: float
@@ -167,11 +168,11 @@ def compare(
     times: Sequence[float],
     costs: Sequence[Costs],
 ) -> Iterator[Result]:
-    """One result per size and cost."""
+    """Yields one result per size and costs."""
     for p in stages:
         for m in dict.fromkeys(max(1, math.ceil(p * factor)) for factor in times):
             for cost in costs[:1] if case.fixed else costs:
-                with contextlib.redirect_stdout(io.StringIO()):  # they print
+                with contextlib.redirect_stdout(io.StringIO()):  # their code prints
                     plan = case.theirs(modules, p, m, cost)
                 theirs = simulate(plan, cost)
                 peak = max(theirs.peak_activations)
@@ -186,7 +187,7 @@ def compare(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table, and every case that is more than 1 % behind."""
+    """Prints the table, and every case in which threed is more than 1 % slower."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

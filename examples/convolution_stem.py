@@ -3,8 +3,9 @@
 python examples/convolution_stem.py
 torchrun --standalone --nproc-per-node 2 examples/convolution_stem.py --parallel.tp 2
 
-The model reads bytes. The stem combines each byte with the bytes just before it, so that the first blocks need not do
-this. Its channels are split over tensor ranks, and its weight has three dimensions. docs/guide/own_models.md explains it.
+The model reads bytes. The convolution (the stem) combines each byte with the bytes just before it, so that the first
+blocks need not do this. Its channels are split over tensor ranks, and its weight has three dimensions.
+docs/guide/own_models.md explains this example.
 """
 
 from __future__ import annotations

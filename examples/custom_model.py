@@ -1,4 +1,4 @@
-"""A custom model built from `threed.layers`, for any topology. All training flags work here too.
+"""A custom model built from `threed.layers`, which trains in any topology. The program has all training flags.
 
 python examples/custom_model.py
 torchrun --standalone --nproc-per-node 2 examples/custom_model.py --parallel.tp 2
@@ -55,7 +55,8 @@ class ParallelModel:
         embedding = layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing)
         blocks = [ParallelBlock(f"blocks.{i}", c, slicing) for i in range(c.layers)]
         norm = layers.RMSNorm("head.norm", c.hidden, slicing)
-        # Tied head: it has the name of the embedding's table. The two may be on different stages.
+        # The head is tied: its weight has the name of the embedding's table. Head and embedding may be on
+        # different stages.
         head = layers.LanguageModelHead(
             "head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing
         )

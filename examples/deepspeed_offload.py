@@ -3,9 +3,10 @@
 python examples/deepspeed_offload.py
 torchrun --standalone --nproc-per-node 2 examples/deepspeed_offload.py examples/ds_offload.json
 
-ds_offload.json offloads parameters and optimizer states to a drive (runs/swap; set it to a folder on your NVMe). If you
-set a device to "cpu" or "none", the losses stay the same (on one rank, "none" rounds differently). The model is built
-on the meta device, so its full parameters are never in memory at once. The program downloads no files.
+ds_offload.json offloads parameters and optimizer states to the folder runs/swap: set nvme_path to a folder on your NVMe
+drive. If you set a device to "cpu" or "none", the losses stay the same, except for rounding with "none" on one rank.
+The model is built on the meta device, so that its full parameters are never in memory at once. The program downloads no
+files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STEPS, SEQ = 20, 128
 
 
 def build_model(vocab: int) -> torch.nn.Module:
-    """Returns the model on the meta device. The engine initializes its parameters slice by slice."""
+    """Returns a Llama on the meta device, where the engine initializes its parameters slice by slice."""
     shapes = {
         "hidden_size": 128,
         "intermediate_size": 384,

@@ -4,7 +4,8 @@ python examples/latent_attention.py
 torchrun --standalone --nproc-per-node 2 examples/latent_attention.py --parallel.tp 2
 
 arXiv 2405.04434, section 2.1: the keys and values of all heads are computed from a small latent vector per position,
-and all heads share one rotary key. Here, queries are not compressed. docs/guide/own_models.md explains it.
+and all heads share one rotary key. Unlike in DeepSeek-V2, queries are not compressed. docs/guide/own_models.md explains
+this example.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from threed.config import ModelConfig
 class LatentAttention(nn.Module):
     """x [s b h] -> [s b h] (both [s/t b h] if sequences are split).
 
-    There are a heads. Queries and keys have d dimensions without and r dimensions with rotary positions; values have d
-    dimensions. rank is the size of the latent vector.
+    There are a heads. The queries and keys of a head have d dimensions without and r dimensions with rotary positions.
+    Its values have d dimensions. rank is the size of the latent vector.
     """
 
     recompute = layers.Recompute()

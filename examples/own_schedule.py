@@ -6,7 +6,7 @@
     python examples/own_schedule.py --stages 4 --microbatches 8        prints makespans and bubbles
 
 A schedule is a function (stages, microbatches) -> Plan. A plan lists the compute actions of each rank in order.
-Communication is added automatically.
+threed adds the communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from threed.schedules import Action, Costs, Kind, Plan
 def gpipe_late(stages: int, microbatches: int) -> Plan:
     """GPipe with a split backward: all forwards, then all input gradients, then all weight gradients.
 
-    A rank is idle for (stages - 1) (F + I), compared with (stages - 1) (F + I + W) for GPipe. The memory is the same.
+    With F, I and W the times of the three kinds of actions, a rank is idle for (stages - 1) (F + I). Under GPipe it is
+    idle for (stages - 1) (F + I + W). Both need the same memory.
     """
     kinds = (Kind.F, Kind.I, Kind.W)
     actions = tuple(
@@ -32,7 +33,7 @@ def gpipe_late(stages: int, microbatches: int) -> Plan:
 
 @schedules.schedule("timed")
 def timed(stages: int, microbatches: int) -> Plan:
-    """zb-auto with given costs, and memory for six micro-batches per rank."""
+    """zb-auto for given times of the actions, and memory for six micro-batches per rank."""
     return schedules.zb_auto(stages, microbatches, Costs(1.0, 1.2, 0.8, send=0.1), limit=6)
 
 

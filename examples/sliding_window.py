@@ -3,8 +3,8 @@
 python examples/sliding_window.py
 torchrun --standalone --nproc-per-node 2 examples/sliding_window.py --parallel.tp 2
 
-The window is from Mistral 7B (arXiv 2310.06825, section 2), its alternation with full attention from Gemma 2 (arXiv
-2408.00118, section 2), and ALiBi from arXiv 2108.12409. docs/guide/own_models.md explains the two cores.
+The window is from Mistral 7B (arXiv 2310.06825, section 2). The alternation of blocks with and without a window is from
+Gemma 2 (arXiv 2408.00118, section 2), and ALiBi is from arXiv 2108.12409. docs/guide/own_models.md explains both kinds.
 """
 
 from __future__ import annotations

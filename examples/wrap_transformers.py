@@ -4,8 +4,8 @@ python examples/wrap_transformers.py
 torchrun --standalone --nproc-per-node 2 examples/wrap_transformers.py
 torchrun --standalone --nproc-per-node 4 examples/wrap_transformers.py --zero.stage 2 --zero.shard-size 2
 
-The model is built on the meta device and trained under ZeRO-3 by default, so that no rank ever holds all of it. Losses
-are the same for every stage and number of ranks. The program downloads no files.
+By default, the model is built on the meta device and trained under ZeRO-3, so that no rank ever holds all parameters.
+Losses are the same for every ZeRO stage and number of ranks. The program downloads no files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ try:
 except ImportError:
     sys.exit("this example needs the package transformers: pip install transformers")
 
-# Defaults of this program; flags override them. The default of zero.resident would keep all these parameters full.
+# Defaults of this program; flags override them. zero.resident is lower than usual: with its usual default, all
+# parameters of this small model would stay unsharded.
 DEFAULTS = {
     "model": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128},
     "zero": {"stage": 3, "resident": 1000},
@@ -34,9 +35,9 @@ DEFAULTS = {
 
 
 def build_model(c: ModelConfig) -> torch.nn.Module:
-    """Returns the model on the meta device. The engine initializes its parameters slice by slice.
+    """Returns a GPT-2 on the meta device, where the engine initializes its parameters slice by slice.
 
-    Dropout is disabled, since its masks would depend on the rank.
+    Dropout is disabled, because its masks would depend on the number of ranks.
     """
     shapes = {
         "vocab_size": c.vocab,

@@ -1,8 +1,8 @@
-"""Trains a GPT in three dimensions.
+"""Trains a GPT with pipeline, tensor and data parallelism.
 
 torchrun --standalone --nproc-per-node 4 pretrain/gpt.py --preset tiny --parallel.tp 2 --parallel.pp 2
-python pretrain/gpt.py --help                                  # every key, its meaning and default
-python pretrain/gpt.py --preset tiny --dry-run --world-size 4  # check, and print what it would take
+python pretrain/gpt.py --help                                  # all keys, their meanings and defaults
+python pretrain/gpt.py --preset tiny --dry-run --world-size 4  # checks, and prints memory and traffic
 """
 
 from __future__ import annotations

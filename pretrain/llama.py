@@ -1,8 +1,8 @@
-"""Trains a Llama (with `--model.qk-norm true` a Qwen3) in three dimensions.
+"""Trains a Llama, or a Qwen3 (`--model.qk-norm true`), with pipeline, tensor and data parallelism.
 
 torchrun --standalone --nproc-per-node 4 pretrain/llama.py --preset llama-tiny --parallel.tp 2 --parallel.pp 2
-python pretrain/llama.py --help                                  # every key, its meaning and default
-python pretrain/llama.py --preset llama-tiny --dry-run --world-size 4  # check, and print what it would take
+python pretrain/llama.py --help                                  # all keys, their meanings and defaults
+python pretrain/llama.py --preset llama-tiny --dry-run --world-size 4  # checks, and prints memory and traffic
 """
 
 from __future__ import annotations

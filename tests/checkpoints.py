@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: a few more steps, and the state of a rank to compare."""
+"""Helpers for tests of checkpoints: more training steps, and a rank's state for comparisons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from threed.zero.records import read, records
 
 
 def train(engine: Engine, count: int) -> list[float]:
-    """The losses of `count` more steps."""
+    """Runs `count` more steps, and returns their losses."""
     rows = engine.config.train.global_batch
     return [
         engine.step(share(batch(engine.steps, rows), engine.topology)).loss for _ in range(count)
@@ -21,13 +21,13 @@ def train(engine: Engine, count: int) -> list[float]:
 
 
 def state_of(engine: Engine) -> list[tuple[str, str, Tensor]]:
-    """A copy of every box of weight and moments on this rank."""
+    """Returns a copy of every box of weights and moments on this rank."""
     found = read(engine.optimizer, records(engine.optimizer))
     return [(r.part, r.piece.name, values.clone()) for r, values in found]
 
 
 def distance(one: list[tuple[str, str, Tensor]], other: list[tuple[str, str, Tensor]]) -> float:
-    """The largest difference of two states of one topology."""
+    """Returns the largest absolute difference between two states of the same topology."""
     assert [a[:2] for a in one] == [b[:2] for b in other]
     return max(
         (float((a[2] - b[2]).abs().max()) for a, b in zip(one, other, strict=True)), default=0.0
@@ -35,5 +35,5 @@ def distance(one: list[tuple[str, str, Tensor]], other: list[tuple[str, str, Ten
 
 
 def hashes_of(file: Path) -> dict[str, str | None]:
-    """What a manifest says of a file's contents."""
+    """Returns the hashes of a file's contents that are stored in its manifest."""
     return {"tree": tree_hash(file), "sum": checksum(file)}

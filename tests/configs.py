@@ -1,4 +1,4 @@
-"""Small configurations for equivalence tests, their batches, and how one is run."""
+"""Small configurations for equivalence tests, their batches, and functions that train them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ from threed.layers import Slicing, embedding
 from threed.testing import Results as Result
 from threed.testing import results_of as result_of
 
-VOCAB = 53  # no tensor-parallel size divides it
+VOCAB = 53  # a prime number, so no tensor-parallel size divides it
 SEQ = 16
-STEPS = 2  # the second reads what the first wrote: weights, moments, what was learnt
+STEPS = 2  # the second step uses the weights and moments that the first has written
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. `rows` is the global batch; `microbatches` how many each data rank runs."""
+    """One configuration of a training run.
+
+    `microbatches` is the number of micro-batches per step and data rank. Most other fields have the
+    names and values of keys of the configuration.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -49,25 +53,28 @@ class Case:
     tile: int = 1
     offload_optimizer: str = "none"
     offload_params: str = "none"
-    recompute: str = "none"  # none | full | selective | ... of RECOMPUTE
+    recompute: str = "none"  # a key of RECOMPUTE
     layers: int = 3
     partition: str | tuple[int, ...] = "balanced"
     order: str = "micro"
-    pad: int = 0  # rows of vocabulary tables are padded to a multiple of this; 0: as for tables of this size
+    pad: int = 0  # vocabulary tables are padded to a multiple of this; 0: usual padding
 
     @property
     def rows(self) -> int:
-        """Sequences in the global batch: 6 a data rank for 3 micro-batches, 10 for 10, else 8."""
+        """The number of sequences in the global batch."""
         return self.dp * {3: 6, 10: 10}.get(self.microbatches, 8)
 
     @property
     def world(self) -> int:
-        """How many ranks it takes."""
+        """The number of ranks."""
         return self.pp * self.dp * self.tp
 
     @property
     def truth(self) -> Case:
-        """The same training on one process in one micro-batch."""
+        """The case with the expected results: the same training on one process.
+
+        It has one micro-batch per step.
+        """
         single = replace(
             self, pp=1, dp=1, tp=1, sequence=False, zero=0, schedule="1f1b", microbatches=1
         )
@@ -154,7 +161,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def config_of(case: Case) -> Config:
-    """The resolved configuration of a case."""
+    """Returns the resolved configuration of a case."""
     rows = -case.microbatches if case.microbatches < 0 else case.rows
     count = 1 if case.microbatches < 0 else case.microbatches
     places = (case.offload_optimizer, case.offload_params, case.recompute)
@@ -169,24 +176,27 @@ def config_of(case: Case) -> Config:
             "tile": case.tile, "order": case.order,
             "offload_optimizer": case.offload_optimizer, "offload_params": case.offload_params,
             "nvme_path": tempfile.gettempdir() if "nvme" in places else None,
-            "resident": 0,  # slice everything: the default keeps parameters as small as these whole
+            "resident": 0,  # shard all parameters: with the default, such small ones would stay full
         },
         "precision": {"dtype": case.dtype},
         "recompute": RECOMPUTE[case.recompute],
         "model": {"layers": case.layers, "hidden": 32, "seq": SEQ, "dropout": case.dropout, **MODELS[case.model]},
         "train": {"global_batch": rows, "micro_batch": rows // case.dp // count, "steps": 10, "grad_clip": 0.5},
-        # eps: Adam amplifies rounding where gradients are near zero; two right summation orders differ by 7e-5 in a
-        # weight with 1e-8 in fp32.
+        # Adam amplifies rounding errors if a gradient is near zero: in fp32 with eps 1e-8, two valid orders of summation
+        # differ by 7e-5 in a weight. Hence the larger eps in fp32.
         "optim": {"warmup": 2, "lr": 3e-3, "eps": 1e-8 if case.dtype == "fp64" else 1e-5},
     })  # fmt: skip
-    if case.schedule in looping.OWN:  # a name that only this process knows
+    if case.schedule in looping.OWN:  # the check of a configuration rejects these
         parallel = config.parallel.model_copy(update={"schedule": case.schedule})
         config = config.model_copy(update={"parallel": parallel})
     return resolve(config, VOCAB, case.world)
 
 
 def batch(step: int, rows: int) -> dict[str, Tensor]:
-    """The global batch of a step; a tenth of the labels is not counted, unevenly over the rows."""
+    """Returns the global batch of a step.
+
+    About a tenth of the labels is negative, so not counted, with a different share in each row.
+    """
     draw = torch.Generator().manual_seed(1000 * rows + step)
     ids = torch.randint(0, VOCAB, (rows, SEQ + 1), generator=draw)
     labels = ids[:, 1:].masked_fill(
@@ -196,19 +206,19 @@ def batch(step: int, rows: int) -> dict[str, Tensor]:
 
 
 def share(full: dict[str, Tensor], topology: Topology) -> dict[str, Tensor]:
-    """This data rank's rows of a global batch."""
+    """Returns this data rank's rows of a global batch."""
     index = topology.axis("dp").index
     return {key: value.chunk(topology.dp)[index] for key, value in full.items()}
 
 
 @functools.cache
 def topology_of(pp: int, tp: int) -> Topology:
-    """One topology a world and shape: groups are made once."""
+    """Returns the topology of a shape. It is created once per world, because it creates groups."""
     return Topology(pp=pp, tp=tp)
 
 
 def engine_of(config: Config, **keywords: object) -> Engine:
-    """The engine of a configuration in this world."""
+    """Returns the engine of a configuration on this rank."""
     topology = topology_of(config.parallel.pp, config.parallel.tp)
     slicing = Slicing(
         topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
@@ -218,7 +228,10 @@ def engine_of(config: Config, **keywords: object) -> Engine:
 
 @contextmanager
 def padded_to(rows: int) -> Iterator[None]:
-    """Tables of words that are built meanwhile are padded to a multiple of so many rows, however small; 0: as ever."""
+    """Context manager: vocabulary tables built inside are padded to a multiple of `rows` rows.
+
+    This includes tables that are too small for the usual padding. 0 means the usual padding.
+    """
     if not rows:
         yield
         return
@@ -229,7 +242,11 @@ def padded_to(rows: int) -> Iterator[None]:
 def compare_in_worlds(
     cases: Sequence[Case], compare: Callable[[Sequence[Case]], list[str]]
 ) -> None:
-    """Runs `compare`, on every rank, in a world for each shape of the cases: AssertionError with all that it finds."""
+    """Runs `compare` on every rank of one world per shape of the cases.
+
+    Raises:
+        AssertionError: with all differences that `compare` returned.
+    """
     wrong: list[str] = []
     for shape in sorted({(case.pp, case.dp, case.tp) for case in cases}):
         mine = [case for case in cases if (case.pp, case.dp, case.tp) == shape]
@@ -239,7 +256,7 @@ def compare_in_worlds(
 
 
 def trained(case: Case, **keywords: object) -> tuple[Engine, list[StepMetrics]]:
-    """The engine after the steps of a case, and what they gave."""
+    """Trains a case, and returns its engine and the metrics of its steps."""
     config = config_of(case)
     with padded_to(case.pad):
         engine = engine_of(config, **keywords)
@@ -248,5 +265,5 @@ def trained(case: Case, **keywords: object) -> tuple[Engine, list[StepMetrics]]:
 
 
 def train(case: Case, **keywords: object) -> Result:
-    """The steps of a case."""
+    """Trains a case, and returns its results."""
     return result_of(*trained(case, **keywords))

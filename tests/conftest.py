@@ -1,4 +1,4 @@
-"""What holds for all tests: one thread a rank, nothing downloads, GPU tests skip themselves."""
+"""Settings of all tests: one thread per rank, no downloads, no GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Inductor takes the instructions that the processor has, and does not compile a program of each to try them.
+# Inductor uses the processor's instruction set without first compiling a test program for each instruction set.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# No deadline: machines that share cores stall. Repeatable in CI, where nobody can look at a failing example.
-# test modules that need it skip themselves, see TOOLS
+# Hypothesis has no deadline, because a machine with other work may stall. In CI its examples are the same in each run.
+# If it is missing, the modules that need it are skipped (TOOLS).
 with contextlib.suppress(ModuleNotFoundError):
     from hypothesis import settings
 
     settings.register_profile("threed", deadline=None, derandomize="CI" in os.environ)
     settings.load_profile("threed")
 
-# What some tests need and a machine that trains may lack: without it their modules are skipped.
+# Packages that only some tests need. If one is missing, the modules that import it are skipped.
 TOOLS = ("einops", "hatchling", "hypothesis", "matplotlib", "tokenizers", "transformers", "wandb")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where tests marked `alone` are selected, files that have none are not imported: it takes longer than the tests."""
+    """Ignores files without tests marked `alone` if only such tests are selected.
+
+    Importing these files would take longer than the tests.
+    """
     selects_alone = config.option.markexpr.startswith("alone")
     if (
         selects_alone
@@ -45,8 +48,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skips a module that cannot be imported because one of TOOLS is not installed, with the command that installs
-    it."""
+    """Skips a module that needs a missing package of TOOLS, with the command that installs it."""
     report = yield
     missing = (
         re.search(r"ModuleNotFoundError: .*?'(\w+)'", str(report.longrepr))
@@ -60,8 +62,10 @@ def pytest_make_collect_report(
 
 
 def keep_to_a_core() -> None:
-    """Where there are as many workers as cores, each has one for itself and the ranks it starts: they wait for each
-    other more than they work, and waking one on another core takes 9 % more in all."""
+    """Binds this worker and the ranks that it starts to one core, if there are enough workers.
+
+    Ranks mostly wait for each other. Waking a rank on another core makes the tests take 9 % longer.
+    """
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     cores = sorted(getattr(os, "sched_getaffinity", lambda _: ())(0))
     if worker and int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= len(cores) > 1:
@@ -70,11 +74,12 @@ def keep_to_a_core() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     keep_to_a_core()
-    if config.option.markexpr != "gpu":  # else ranks that share a machine would fight over one GPU
+    if config.option.markexpr != "gpu":  # otherwise all ranks of a test would use the same GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-# The files that take longest, longest first: they begin first, so that two workers end together; all are slow.
+# The files that take longest, in falling order of time. They start first, so that all workers end at about the same
+# time. All their tests are marked `slow`.
 LONGEST = (
     "test_benchmarks_gpu", "test_equivalence", "test_compile", "test_bytes", "test_faults", "test_elastic",
     "test_wrapped_access", "test_diagnostics", "test_elastic_agents", "test_fuzz", "test_wheel", "test_late",
@@ -91,7 +96,7 @@ LONGEST = (
     "test_zero_wrapped_edges", "test_vocabulary_padding", "test_checkpoint_native",
     "test_partition_measured",
 )  # fmt: skip
-# Those that come next; which of their tests are slow they say themselves.
+# The files that start after those of LONGEST. They mark their slow tests themselves.
 NEXT = (
     "test_checkpoint_beside", "test_bad_numbers", "test_faults_machines", "test_checkpoint_matrix",
     "test_faults_disks", "test_interop_pickles", "test_run_folder", "test_two_bw", "test_zero_early",
@@ -102,7 +107,7 @@ NEXT = (
 )  # fmt: skip
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate((*LONGEST, *NEXT))}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
@@ -121,12 +126,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What all test modules imported stays to the end: collections need not look at it again, which takes them most of
-    a second each."""
+    """Excludes the objects of all imported modules from garbage collection.
+
+    They exist until the end, and a collection that visits them takes most of a second.
+    """
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def truth() -> dict[tuple[str, ...], list[tuple[int, float]]]:
-    """The losses of runs that nothing happened to, by the flags of their topology, once `fault_runs` has asked."""
+    """Losses of runs without a fault, by the flags of their topology.
+
+    `fault_runs` adds the losses of a topology when a test needs them.
+    """
     return {}

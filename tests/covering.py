@@ -1,8 +1,8 @@
-"""Covering sets of configurations: few and cheap cases in which every pair of settings that can meet does meet.
+"""Covering sets: few and cheap cases that contain every possible pair of two settings' values.
 
 space = Space(SETTINGS, make, cost)
-cases = space.covering(seed=0)        # every pair of settings
-cases = space.touching(seed=0)        # every setting, for what other tests look at by pairs
+cases = space.covering(seed=0)        # contain every pair of values
+cases = space.touching(seed=0)        # contain every value; for tests whose pairs other tests cover
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ Pair = tuple[object, ...]
 class Space(Generic[Case]):
     """All cases of some settings.
 
-    settings: what each may be. make: the case of one value each, in which what has no meaning is set to one value, so
-    that duplicates are seen; None where there is no such case. A case has its settings as attributes, and is hashable.
-    cost: what a case takes, in any unit. shape: what else there is to cover, one thing a case. together: of how many
-    settings the values are to meet.
+    Attributes:
+        settings: name of each setting -> its values.
+        make: returns the case for one value per setting, or None if there is no such case. It sets
+            settings without effect to a fixed value, so that equal cases are recognized. A case is
+            hashable, and has the settings as attributes.
+        cost: returns the cost of a case, in any unit.
+        shape: returns another property of a case; every value of it is covered too.
+        together: number of settings whose combinations of values are covered; 2 means pairs.
     """
 
     settings: Mapping[str, Sequence[object]]
@@ -37,13 +41,16 @@ class Space(Generic[Case]):
     together: int = 2
 
     def pairs(self, case: Case) -> set[Pair]:
-        """The pairs of settings that a case covers, and its shape."""
+        """Returns the combinations of values that a case covers, and its shape."""
         items = [(name, getattr(case, name)) for name in self.settings]
         meeting = itertools.combinations(items, self.together)
         return {("shape", self.shape(case)), *(tuple(itertools.chain(*some)) for some in meeting)}
 
     def drawn(self, draw: random.Random, fixed: Values, count: int) -> Iterator[Case]:
-        """Cases at random, but for some settings; as many draws as `count`, which may come to nothing."""
+        """Yields up to `count` random cases, with given values of some settings.
+
+        There are `count` draws; a draw for which `make` returns None yields no case.
+        """
         for _ in range(count):
             case = self.make(
                 {name: draw.choice(options) for name, options in self.settings.items()}
@@ -53,8 +60,11 @@ class Space(Generic[Case]):
                 yield case
 
     def attained(self, draw: random.Random, count: int) -> dict[Pair, list[Case]]:
-        """Every pair that some case covers, and such cases; `count` draws for each two values of two settings."""
-        # in the order of drawing: a set's differs from process to process
+        """Returns every pair that some case covers, with the cases that cover it.
+
+        The cases are drawn at random, `count` times for each combination of two settings' values.
+        """
+        # a dict, because its order is the same in every process
         cases = dict[Case, None]()
         for (a, first), (b, second) in itertools.combinations(self.settings.items(), 2):
             for one, other in itertools.product(first, second):
@@ -66,14 +76,15 @@ class Space(Generic[Case]):
         return found
 
     def touching(self, seed: int) -> list[Case]:
-        """Very few cases, in which every setting has every value once, and every shape occurs."""
+        """Returns very few cases in which every value of every setting and every shape occurs."""
         return replace(self, together=1).covering(seed)
 
     def covering(self, seed: int, count: int = 12, sample: int = 400) -> list[Case]:
-        """Returns few and cheap cases that cover every pair that any case does.
+        """Returns few and cheap cases that cover every pair that any case covers.
 
-        Greedy: of a random sample the case with most new pairs for its cost. Then each case, the most expensive first,
-        is replaced with the cheapest one that covers the pairs that no other case covers.
+        The search is greedy: from a random sample, it takes the case with the most new pairs per
+        cost. Then it goes through the cases, the most expensive first, and replaces each by the
+        cheapest case that covers the pairs that only this case covers.
         """
         draw = random.Random(seed)
         pairs, cost = functools.cache(self.pairs), functools.cache(self.cost)
@@ -87,7 +98,12 @@ class Space(Generic[Case]):
         return self._cheaper(chosen, found)
 
     def _cheaper(self, cases: list[Case], found: Mapping[Pair, list[Case]]) -> list[Case]:
-        """Returns cases that cover the same pairs; `found` has the candidates by pair."""
+        """Returns cheaper cases that cover the same pairs as `cases`.
+
+        Args:
+            cases: the cases to replace.
+            found: for every pair, all known cases that cover it.
+        """
         pairs = functools.cache(self.pairs)
         cost = functools.cache(self.cost)
         times, chosen = Counter(pair for case in cases for pair in pairs(case)), list(cases)

@@ -1,10 +1,14 @@
-"""Writes checkpoints with DeepSpeed's own engine, on CPUs: what `threed convert --allow-pickle` reads.
+"""Writes checkpoints with DeepSpeed's engine on CPUs, for tests of `threed convert --allow-pickle`.
 
     torchrun --standalone --nproc-per-node 2 tests/deepspeed_checkpoints.py OUT
 
-OUT/NAME is as `engine.save_checkpoint` leaves it, beside a config.json; OUT/NAME.safetensors has what the engine itself
-says of every parameter (weight, exp_avg, exp_avg_sq), its script zero_to_fp32 of the weights (script), and the engine
-of the weights one step later (next). OUT/NAME-universal is what its ds_to_universal makes of some.
+OUT/NAME is a checkpoint of `engine.save_checkpoint`, with a config.json.
+
+OUT/NAME.safetensors has the expected values of every parameter: weight, exp_avg and exp_avg_sq from
+the engine; the weight according to DeepSpeed's script zero_to_fp32 (script); and the weight one
+step later (next).
+
+OUT/NAME-universal is the output of DeepSpeed's ds_to_universal for some of the checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ UNIVERSAL = ("gpt2-1-fp32", "llama-3-bf16")
 FP16 = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 3}
 CASES: dict[
     str, tuple[str, int, bool, dict[str, Any]]
-] = {  # model, stage, bf16, more of the configuration
+] = {  # model, stage, whether bf16, more keys of the configuration
     "gpt2-1-fp32": ("gpt2", 1, False, {}),
     "llama-2-fp32": ("llama", 2, False, {}),
     "elastic-1-fp32": ("gpt2", 1, False, {"elastic_checkpoint": True}),
@@ -50,7 +54,7 @@ CASES: dict[
 
 
 def make(name: str) -> nn.Module:
-    """A small model with odd sizes: GPT-2 ties its embedding, Llama does not."""
+    """Returns a small model with unusual sizes. GPT-2 has a tied embedding, Llama does not."""
     torch.manual_seed(0)
     if name == "gpt2":
         sizes = {
@@ -79,12 +83,12 @@ def make(name: str) -> nn.Module:
 
 
 def batch(step: int) -> Tensor:
-    """The tokens of a step [rows seq], of all ranks."""
+    """Returns the tokens of a step for all ranks, [rows seq]."""
     return torch.randint(VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(step))
 
 
 def write(deepspeed: Any, out: Path, name: str) -> None:
-    """Trains some steps and saves."""
+    """Trains a few steps and saves the checkpoint and the expected values."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -101,7 +105,7 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
         "steps_per_print": 10**9,
     }  # fmt: skip
     if name == "llama-1-bf16":
-        # another optimizer of theirs, with other files
+        # selects another optimizer of DeepSpeed, which writes other files
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if name.endswith("fp16"):
         settings["fp16"] = FP16
@@ -122,13 +126,13 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
 
     def collect(part: str, read: Any) -> None:
         if "round_robin_gradients" in more:
-            return  # 0.19.8 reads what belongs to other parameters there: not what rounds to the module's weights
+            return  # DeepSpeed 0.19.8 returns values of other parameters here, which do not match the module's weights
         for key, parameter in engine.module.named_parameters():
             value = read(parameter) if parameter.requires_grad and stage else None
             if value is not None:
                 found[f"{part}/{key}"] = value.detach().clone()
 
-    if 0 < stage < 3:  # 0.19.8 links the states before there are any
+    if 0 < stage < 3:  # DeepSpeed 0.19.8 links the optimizer states before they exist
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     collect("weight", safe_get_full_fp32_param)
@@ -145,7 +149,7 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
     collect("next", safe_get_full_fp32_param)
     if rank == 0:
         model.config.save_pretrained(out / name)
-        # 0.19.8's script refuses the files of that optimizer
+        # DeepSpeed 0.19.8's script refuses the files of that optimizer
         known = stage and name != "llama-1-bf16"
         script = get_fp32_state_dict_from_zero_checkpoint(str(out / name)) if known else {}
         found |= {f"script/{key}": value.clone() for key, value in script.items()}
@@ -155,7 +159,7 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
 
 
 def scales(scaler: Any) -> list[float]:
-    """The loss scale at a save and after each further update, of which none overflows."""
+    """Returns the loss scale at the save, and after each further update, if none overflows."""
     found = []
     for _ in range(8):
         found.append(float(scaler.cur_scale))
@@ -164,7 +168,7 @@ def scales(scaler: Any) -> list[float]:
 
 
 def make_universal(folder: Path, out: Path) -> None:
-    """Converts with DeepSpeed's own tool."""
+    """Converts a checkpoint with DeepSpeed's ds_to_universal."""
     from deepspeed.checkpoint import ds_to_universal
 
     words = ["--input_folder", str(folder), "--output_folder", str(out), "--inject_missing_state"]
@@ -183,7 +187,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     for name in CASES:
         write(deepspeed, out, name)
-        torch.nn.functional.linear = linear  # stage 3 replaces it
+        torch.nn.functional.linear = linear  # DeepSpeed's stage 3 has replaced this function
     if dist.get_rank() == 0:
         for name in UNIVERSAL:
             make_universal(out / name / f"global_step{STEPS}", out / f"{name}-universal")

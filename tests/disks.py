@@ -1,7 +1,7 @@
-"""Small disks for tests, which really fill up or refuse to be written: where the tests may mount, as root may.
+"""Small file systems for tests of full and failing disks; they need the permission to mount.
 
 with tmpfs(folder, "2m"): ...
-with ext4(folder, 8): ...           # an image in a file beside, through a loop device
+with ext4(folder, 8): ...           # in an image file next to the folder, through a loop device
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ def _command(*words: str) -> None:
 
 
 def _release(place: Path, image: Path | None = None) -> None:
-    """Takes a disk away, once nobody uses it any more: what would be mounted again meanwhile is the same one."""
+    """Unmounts a file system after its last use.
+
+    It waits for the last use, because a file system that is still in use would be mounted again by
+    the next test.
+    """
     end = time.monotonic() + 60
     while (
         subprocess.run(["umount", str(place)], capture_output=True).returncode
@@ -47,7 +51,7 @@ def _is_used(image: Path) -> bool:
 
 @contextmanager
 def tmpfs(place: Path, size: str) -> Iterator[Path]:
-    """A disk in memory, mounted at `place` while entered."""
+    """Context manager: a file system in memory, mounted at `place`."""
     place.mkdir(parents=True)
     _command("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place))
     try:
@@ -58,8 +62,15 @@ def tmpfs(place: Path, size: str) -> Iterator[Path]:
 
 @contextmanager
 def ext4(place: Path, mib: int, *, made: bool = False) -> Iterator[Path]:
-    """A file system on a loop device, which refuses to be written once an error in it was found. made: it was there
-    before, and is checked."""
+    """Context manager: an ext4 on a loop device, mounted at `place`.
+
+    After an error the file system becomes read-only.
+
+    Args:
+        place: mount point.
+        mib: size in MiB.
+        made: whether the image file already exists; the file system is then checked and repaired.
+    """
     place.mkdir(parents=True, exist_ok=True)
     image = place.with_name(place.name + ".img")
     if made:

@@ -1,12 +1,15 @@
-"""Runs with a fault under torchrun, for tests: how they are started, what must come of them, and a row for each.
+"""Runs with an injected fault under torchrun, for tests: how to start, check and repeat them.
 
     seen = run(Case("killed", "rank=1 step=6 at=forward do=SIGKILL", says="rank 1 .* was killed"), folder, truth)
     repeat("killed", tmp_path, lambda folder: run(case, folder, truth))
 
-FAULT_REPEATS says how often a case is run, FAULT_RESULTS names a file of results. Repeats that the file has are not run
-again, so that many can be spread over several sessions: tests/data/faults.jsonl has those so far. A row has case,
-repeat, date, exit code, the line that says what happened, seconds of the run, seconds from a fault to the message that
-names a rank that hangs, and the steps of the checkpoints that were there.
+The environment variable FAULT_REPEATS is the number of repeats of a case. FAULT_RESULTS is the path
+of a file with results. Repeats that the file already contains are not run again, so they can be
+spread over several sessions; tests/data/faults.jsonl has the results so far.
+
+A row of results has the case, the number of the repeat, the date, the exit code, the message about
+the fault, the seconds of the run, the seconds from the fault to the message that names a hanging
+rank, and the steps of the remaining checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ STEPS = 12
 FLAGS = [
     "--preset", "tiny", "--model.layers", "2", "--model.hidden", "32", "--model.seq", "32", "--train.global-batch", "4",
     "--log.every", "1", "--train.eval-samples", "4", "--data.path", "text.txt", "--optim.warmup", "2",
-    "--checkpoint.async", "false",  # else a save may still be written; those with it say so
+    "--checkpoint.async", "false",  # the default of these tests; some cases set it to true
     "--checkpoint.every", "4", "--checkpoint.keep", "9", "--train.eval-every", "6", "--log.wandb", "off",
     "--checkpoint.export-hf", "false", "--train.sample-tokens", "2", "--train.steps", str(STEPS),
 ]  # fmt: skip
@@ -45,17 +48,28 @@ TWO, FOUR = ("--parallel.pp", "2"), ("--parallel.pp", "2", "--parallel.tp", "2")
 COPIES = ("--parallel.dp", "4", "--zero.stage", "0", "--train.micro-batch", "1")
 SLICED = ("--parallel.tp", "2", "--parallel.dp", "2", "--zero.stage", "3")
 BESIDE = ("--checkpoint.async", "true")
-# losses of runs that nothing happened to, by topology
+# (step, loss) of runs without a fault, by the flags of their topology
 Truth = dict[tuple[str, ...], list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A fault, as `tests/faulty.py` reads it, and what must come of it.
+    """A fault and the expected outcome of the run.
 
-    code: torchrun's; -9: it was killed. says: a pattern of exactly one line. saved: the newest checkpoint's step right
-    after; a later one may have come where it is a range. restarts: torchrun's, which then recovers by itself. first:
-    flags of a run without the fault that comes before.
+    Attributes:
+        name: name of the case.
+        fault: value of FAULT (`tests/faulty.py`).
+        says: pattern that exactly one line of the output matches.
+        code: expected exit code of torchrun; -9 if torchrun is killed.
+        saved: lowest and highest possible step of the newest checkpoint right after the fault.
+        restarts: value of torchrun's `--max-restarts`; the job then recovers by itself.
+        topology: flags of the topology.
+        flags: further flags of the run.
+        launcher: further options of torchrun.
+        first: flags of a run without the fault that is started before; none if empty.
+        rank_code: exit code of a rank that torchrun's report must contain; None if not checked.
+        preempted: whether `preempted.json` is expected.
+        always: whether the case also runs outside of the grid.
     """
 
     name: str
@@ -83,7 +97,10 @@ class Case:
 
 
 def params(cases: Sequence[Any]) -> list[Any]:
-    """The parameters of a test of each case, by its `name`: CI runs those of `always`, the grid the others."""
+    """Returns pytest parameters for cases, with their names as ids.
+
+    Cases with `always` run in every test run, the others only with the grid.
+    """
     return [
         pytest.param(case, id=case.name, marks=() if case.always else pytest.mark.grid)
         for case in cases
@@ -91,7 +108,10 @@ def params(cases: Sequence[Any]) -> list[Any]:
 
 
 def environment(folder: Path, fault: str = "") -> dict[str, str]:
-    """What a run knows; figures take seconds, and only faults after the last step are about them."""
+    """Returns the environment variables of a run.
+
+    Figures are switched off unless the fault is after the last step, because they take seconds.
+    """
     kept = {
         key: value
         for key, value in os.environ.items()
@@ -116,7 +136,7 @@ def prepare(folder: Path) -> Path:
 
 
 def torchrun(world: int, *words: str) -> list[str]:
-    """The command line that starts this many ranks with `words`, as a user does."""
+    """Returns the command that starts `world` ranks with torchrun."""
     return [
         sys.executable,
         "-m",
@@ -131,7 +151,13 @@ def torchrun(world: int, *words: str) -> list[str]:
 def launched(
     case: Case, folder: Path, before: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a case by torchrun; `before`: words before the command, such as `unshare -m`."""
+    """Runs a case with torchrun.
+
+    Args:
+        case: the case.
+        folder: working folder of the run.
+        before: words in front of the command, such as `unshare -m`.
+    """
     line = torchrun(case.world, "--max-restarts", str(case.restarts), *case.launcher, SCRIPT)
     line = [*before, *line, *FLAGS, *case.topology, *case.flags]
     return subprocess.run(
@@ -145,7 +171,7 @@ def launched(
 
 
 def again(case: Case, folder: Path, *flags: str) -> str:
-    """Runs a case's command once more, without its fault; what was said."""
+    """Runs the command of a case again, without the fault, and returns its output."""
     done = run_script(
         case.world, [SCRIPT, *FLAGS, *case.topology, *flags], folder, environment(folder)
     )
@@ -168,7 +194,7 @@ def uninterrupted(truth: Truth, case: Case, folder: Path) -> list[tuple[int, flo
 
 
 def saved(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a run folder, each of which is whole."""
+    """Returns the steps of the checkpoints in a run folder; fails if one of them is incomplete."""
     paths = sorted(
         (folder / "runs" / "tiny" / "checkpoints").glob("step-*"), key=lambda path: path.name
     )
@@ -180,8 +206,8 @@ def saved(folder: Path) -> list[int]:
 
 
 def line_of(said: str, pattern: str) -> str:
-    """The one line that a pattern fits."""
-    # torchrun repeats in its report what ranks leave for it, after "traceback : "
+    """Returns the only line that matches a pattern; fails if there is another number of them."""
+    # torchrun's report repeats the messages of ranks after "traceback : "; these lines are not counted.
     lines = [
         line for line in said.splitlines() if re.search(pattern, line) and "traceback :" not in line
     ]
@@ -190,7 +216,7 @@ def line_of(said: str, pattern: str) -> str:
 
 
 def check(case: Case, folder: Path, done: subprocess.CompletedProcess[str]) -> str:
-    """Exit codes, the message, and what is on disk; returns the line that says what happened."""
+    """Checks exit codes, message and files of a run, and returns the message about the fault."""
     said = done.stdout + done.stderr
     assert done.returncode == case.code or (
         case.code == 1 and launcher_aborted(case, done.returncode, said)
@@ -213,8 +239,11 @@ def check(case: Case, folder: Path, done: subprocess.CompletedProcess[str]) -> s
 
 
 def launcher_aborted(case: Case, code: int, said: str) -> bool:
-    """Whether torchrun got a signal, ended its ranks as it should, and then was aborted by a thread of its store while
-    its interpreter ended: seen rarely (torch 2.13). Ranks leave by another way."""
+    """Returns whether torchrun was aborted by a thread of its store while its interpreter ended.
+
+    This happens rarely (torch 2.13), after torchrun has received a signal and ended its ranks
+    correctly. Ranks do not exit in this way.
+    """
     end = said.partition("SignalException: Process")[2]
     return (
         "do=launcher-" in case.fault
@@ -232,7 +261,7 @@ def check_nothing_lives(folder: Path) -> None:
 
 
 def named_after(folder: Path) -> float | None:
-    """Seconds from a fault to the report of a hang."""
+    """Returns the seconds from a fault to the report of the hang; None without a report."""
     report, fired = folder / "runs" / "tiny" / "hang.txt", list(folder.glob("fired-*"))
     return (
         round(report.stat().st_mtime - fired[0].stat().st_mtime, 1)
@@ -242,7 +271,7 @@ def named_after(folder: Path) -> float | None:
 
 
 def run(case: Case, folder: Path, truth: Truth) -> dict[str, Any]:
-    """One run of a case, and its recovery; what was seen."""
+    """Runs a case and its recovery, checks both, and returns the row of results."""
     expected, began = uninterrupted(truth, case, folder / "straight"), time.monotonic()
     prepare(folder / "run")
     if case.first:
@@ -258,7 +287,7 @@ def run(case: Case, folder: Path, truth: Truth) -> dict[str, Any]:
     if losses(folder / "run") != expected:
         assert not case.restarts
         again(case, folder / "run")
-    assert losses(folder / "run") == expected  # exactly
+    assert losses(folder / "run") == expected  # bit for bit
     assert not (folder / "run" / "runs" / "tiny" / "preempted.json").exists()
     return row(done.returncode, line, seconds, steps, named_after(folder / "run"))
 
@@ -266,7 +295,7 @@ def run(case: Case, folder: Path, truth: Truth) -> dict[str, Any]:
 def row(
     code: int, says: str, seconds: float, steps: Sequence[int], named_s: float | None = None
 ) -> dict[str, Any]:
-    """What the results say of a run."""
+    """Returns the row of results of a run."""
     return {
         "exit": code,
         "seconds": round(seconds, 1),
@@ -288,7 +317,7 @@ def done_before(file: Path | None) -> dict[str, int]:
 
 
 def repeat(name: str, place: Path, once: Callable[[Path], dict[str, Any]]) -> None:
-    """Does a case as often as is asked for, each time in a folder of its own, and keeps what was seen."""
+    """Runs a case FAULT_REPEATS times, each in a new folder, and stores the results."""
     file = Path(os.environ["FAULT_RESULTS"]) if "FAULT_RESULTS" in os.environ else None
     for number in range(done_before(file).get(name, 0), int(os.environ.get("FAULT_REPEATS", "1"))):
         seen = once(place / str(number))

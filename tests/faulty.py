@@ -1,13 +1,20 @@
-"""`pretrain/gpt.py` with one fault in it, for tests: a rank does something in a step, at a place in the code.
+"""Runs `pretrain/gpt.py` with an injected fault, for tests.
 
-FAULT="rank=1 step=6 at=forward do=SIGKILL" python -m torch.distributed.run … tests/faulty.py --preset tiny …
+    FAULT="rank=1 step=6 at=forward do=SIGKILL" python -m torch.distributed.run … tests/faulty.py --preset tiny …
 
-Ranks are "1", "0,1" or "all"; `at` is a key of PLACES; `do` is the name of a signal, which the rank sends to itself,
-or to its launcher after "launcher-"; or a key of ACTIONS; or "hold-" and the name of a file, until which is there it
-waits. It happens once, in the first attempt of a job, and in the
-others too with `always=yes`; with `each=yes` in every step from that one on. When is written into `fired-RANK`. At the
-places of a save `step` is the checkpoint's. Several faults are parted by semicolons. CLOCK="1:7200" has the clock of
-rank 1 two hours ahead. VISIBLE_S is how long ranks wait for a file of another machine.
+The words of FAULT; several faults are separated by semicolons:
+
+    rank: the ranks with the fault: "1", "0,1" or "all".
+    step: the step in which it happens. At the places of a save, the step of the checkpoint.
+    at: the place in the code, a key of PLACES or SAVE.
+    do: a key of ACTIONS or one of DAMAGES; or the name of a signal, which the rank sends to itself,
+        or with the prefix "launcher-" to its launcher; or "hold-FILE", which waits until FILE
+        exists.
+    always=yes: the fault also happens after a restart of the job. Otherwise only in its first attempt.
+    each=yes: the fault happens in every step from `step` on. Otherwise only once.
+
+The time of the fault is written to `fired-RANK`. CLOCK="1:7200" sets the clock of rank 1 two hours
+ahead. VISIBLE_S is how long ranks wait for a file of another machine, in seconds.
 """
 
 from __future__ import annotations
@@ -60,7 +67,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "load": (Engine, "load"),
     "build": (build, "_compile"),
 }
-# Of a save, in order. The second one of `copy`: in the middle.
+# The places of a save, in order. A fault at `copy` happens at the second call, in the middle of the copy.
 SAVE: dict[str, tuple[Any, str]] = {
     "prepare": (Saver, "prepare"),
     "copy": (Snapshot, "_into"),
@@ -87,7 +94,7 @@ def plant() -> None:
 
 
 def twice() -> None:
-    """Gets SIGTERM twice, while it would never come to the end of its step."""
+    """Sends this process SIGTERM twice, and sleeps, so that the step does not end."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(4)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -95,7 +102,7 @@ def twice() -> None:
 
 
 def fill() -> None:
-    """Takes all space of the disk that the runs are on."""
+    """Writes a file that takes all free space of the disk with the run folders."""
     with BALLAST.open("ab", buffering=0) as file:
         for size in (2**20, 2**16, 2**12):
             with contextlib.suppress(OSError):
@@ -104,7 +111,7 @@ def fill() -> None:
 
 
 def free() -> None:
-    """Gives the space back, once this rank's part of a save beside training has ended."""
+    """Deletes the file of `fill` after this rank's part of an asynchronous save has ended."""
     for thread in threading.enumerate():
         if thread.name == "checkpoint":
             thread.join()
@@ -112,7 +119,7 @@ def free() -> None:
 
 
 def let_another_die() -> None:
-    """Waits until another rank was killed, and a little longer."""
+    """Waits until another rank has had its fault, and half a second longer."""
     end = time.monotonic() + 60
     while not any(path.name != f"fired-{os.environ['RANK']}" for path in Path().glob("fired-*")):
         assert time.monotonic() < end
@@ -121,20 +128,20 @@ def let_another_die() -> None:
 
 
 def break_disk() -> None:
-    """Reports an error to the file system of the runs, an ext4 that then refuses to be written."""
+    """Triggers an error of the ext4 with the run folders, which then becomes read-only."""
     device = os.stat("runs").st_dev
     name = Path(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")).name
     Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("a test")
 
 
 def set_clock(seconds: float) -> None:
-    """Has the clock of this process so far ahead, as if somebody had set it."""
+    """Adds `seconds` to the results of `time.time` in this process."""
     real = time.time
     time.time = lambda: real() + seconds
 
 
 def damage(do: str, engine: Engine) -> None:
-    """Changes values on rank 1, of which the other ranks know nothing."""
+    """Changes values on rank 1 without an error, as faulty hardware would."""
     from tests.pipeline import test_step
     from tests.reliability import test_bad_numbers
 
@@ -159,7 +166,7 @@ DAMAGES = ("nan-weight", "nan-gradient", "flip-parameter", "flip-moment", "flip-
 ACTIONS: dict[str, Callable[[], object]] = {
     "raise": plant,
     "sleep": lambda: time.sleep(600),
-    "spin": lambda: ctypes.PyDLL(None).sleep(600),  # in C, with the lock that Python's threads need
+    "spin": lambda: ctypes.PyDLL(None).sleep(600),  # sleeps in C and holds Python's lock
     "ENOSPC": lambda: fail(errno.ENOSPC),
     "EIO": lambda: fail(errno.EIO),
     "EROFS": lambda: fail(errno.EROFS),
@@ -175,7 +182,12 @@ ACTIONS: dict[str, Callable[[], object]] = {
 
 
 def act(do: str, args: tuple[Any, ...]) -> None:
-    """Does what a fault says. args: of the call in whose place it happens."""
+    """Performs the action of a fault.
+
+    Args:
+        do: the word `do` of the fault.
+        args: arguments of the call before which the fault happens.
+    """
     if do in DAMAGES:
         damage(do, args[0])
     elif do in ACTIONS:
@@ -191,7 +203,7 @@ def act(do: str, args: tuple[Any, ...]) -> None:
 
 
 def saved_step(args: tuple[Any, ...]) -> int | None:
-    """The step of the checkpoint that a call of a save is about."""
+    """Returns the step of the checkpoint in the arguments of a call during a save, or None."""
     for value in args:
         value = Path(value.name) if isinstance(value, FileIO) else getattr(value, "path", value)
         value = value[0] if isinstance(value, list) and value else value
@@ -201,7 +213,7 @@ def saved_step(args: tuple[Any, ...]) -> int | None:
 
 
 def plant_fault(fault: str) -> None:
-    """Puts a fault into this process, if it is of its rank and attempt."""
+    """Installs a fault in this process if the fault is for this rank and attempt."""
     said = dict(word.split("=") for word in fault.split())
     rank = os.environ.get("RANK", "0")
     if said["rank"] != "all" and rank not in said["rank"].split(","):
@@ -226,7 +238,7 @@ def plant_fault(fault: str) -> None:
         )
         lasting = "each" in said or of_save or "always" in said
         due = step >= int(said["step"]) if lasting else step == int(said["step"])
-        due = due and not (said["at"] == "prune" and not args[1])  # there is nothing to delete
+        due = due and not (said["at"] == "prune" and not args[1])  # this call deletes nothing
         state["calls"] += due
         late = said["at"] in LATER and state["calls"] < 2
         if due and not late and (not state["fired"] or "each" in said):
@@ -240,7 +252,7 @@ def plant_fault(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    if "FAULT_NO_FIGURES" in os.environ:  # seconds of matplotlib
+    if "FAULT_NO_FIGURES" in os.environ:  # matplotlib takes seconds
         final_report.draw = lambda *about: []
     ownership.VISIBLE_S = float(os.environ.get("VISIBLE_S", ownership.VISIBLE_S))
     clock_of, _, ahead = os.environ.get("CLOCK", "").partition(":")

@@ -1,13 +1,18 @@
-"""What every layer of a decoder costs one tensor rank, by published formulas: an oracle that runs no layer.
+"""Costs of a decoder's layers on one tensor rank, computed from published formulas.
 
-Use: `transformer_costs(Decoder(hidden=4096, heads=32, ffn=16384, vocab=50304, seq=2048), layers=32)` gives a `Cost` for
-the embedding, each block, and the head; `communication_bytes` what a rank that holds some of them sends in a step.
+`transformer_costs(Decoder(hidden=4096, heads=32, ffn=16384, vocab=50304, seq=2048), layers=32)`
+returns a `Cost` for the embedding, each block, and the head. `communication_bytes` returns the
+bytes that a rank with some of these layers sends per step. No layer is run, so tests can compare
+the results with the planner's.
 
-Counted are matmuls at 2mnk FLOPs, attention over the full s x s square (no causal discount, as in PaLM, arXiv
-2204.02311, appendix B); norms, activation functions and softmax are not. Activation bytes are what autograd keeps for
-the backward of this code's layers, where attention keeps its inputs, its output and one number per row, never the s x s
-scores. Letters: b micro-batch, s sequence, h hidden, a heads, k kv heads, d head size, f feed-forward, v vocabulary, t
-tensor ranks.
+Matrix products are counted with 2mnk FLOPs, and attention over the full s x s square (without a
+discount for causal masks, as in PaLM, arXiv 2204.02311, appendix B). Norms, activation functions
+and softmax are not counted. Activation bytes are the bytes that autograd stores for the backward of
+threed's layers; attention stores its inputs, its output and one number per row, but not the s x s
+scores.
+
+Letters: b micro-batch, s sequence, h hidden size, a heads, k key/value heads, d head size, f
+feed-forward width, v vocabulary size, t tensor ranks.
 """
 
 from __future__ import annotations
@@ -20,38 +25,43 @@ from threed.planner.gathering import gathering
 from threed.schedules.action import Action, Kind
 
 INDEX_BYTES = 8  # token ids are int64
-MASK_BYTES = 1  # booleans: dropout, tokens held by a vocabulary shard
+MASK_BYTES = 1  # masks are booleans: of dropout, and of tokens in a vocabulary shard
 
 
-# Bytes one rank sends in a collective over some ranks, as a bandwidth-optimal ring does it (arXiv 1910.02054, 7.1).
+# Bytes that one rank sends in a collective with a bandwidth-optimal ring (arXiv 1910.02054, section 7.1).
 
 
 def all_gather(full: int, ranks: int) -> int:
-    """Bytes sent when every rank gets all `full` bytes, of which it had one part."""
+    """Returns the bytes sent if every rank gets all `full` bytes, of which it had one part."""
     return full * (ranks - 1) // ranks
 
 
 def reduce_scatter(full: int, ranks: int) -> int:
-    """Bytes sent when `full` bytes are summed and every rank keeps one part."""
+    """Returns the bytes sent if `full` bytes are summed and every rank keeps one part."""
     return full * (ranks - 1) // ranks
 
 
 def all_reduce(full: int, ranks: int) -> int:
-    """Bytes sent when `full` bytes are summed and every rank gets all of it."""
+    """Returns the bytes sent if `full` bytes are summed and every rank gets the full sum."""
     return 2 * full * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one pipeline layer costs one tensor rank; per micro-batch, except what concerns parameters.
+    """Costs of one pipeline layer on one tensor rank, per micro-batch unless stated otherwise.
 
-    activation_bytes: kept from forward to backward; offloaded_bytes: likewise, but not on the device. working_bytes:
-    held only while the layer's backward runs (an estimate). output_bytes: what is handed to the next layer. tp_bytes:
-    sent to the other tensor ranks in forward and backward. partial_elements: gradients to be summed over tensor ranks
-    once a step, as elements this rank sends.
-    tied_parameters: those of `parameters` that are one tensor wherever layers with such parameters share a stage.
-    sizes: elements of each of its parameters on this rank, `parameters` in sum; empty: one parameter.
-    backward_reads: whether its backward needs its weights (that of a look-up does not).
+    Attributes:
+        activation_bytes: bytes stored from the forward to the backward.
+        offloaded_bytes: the same, but not on the device.
+        working_bytes: bytes needed only while the layer's backward runs (an estimate).
+        output_bytes: bytes of the output.
+        tp_bytes: bytes sent to the other tensor ranks in forward and backward.
+        partial_elements: elements that this rank sends per step to sum gradients over the tensor
+            ranks.
+        tied_parameters: the part of `parameters` that layers of one stage share with each other.
+        sizes: elements of each parameter on this rank; their sum is `parameters`. Empty means one
+            parameter.
+        backward_reads: whether the backward needs the weights (a look-up does not).
     """
 
     name: str
@@ -70,27 +80,34 @@ class Cost:
 
     @property
     def largest(self) -> int:
-        """Elements of its largest parameter."""
+        """The number of elements of the largest parameter."""
         return max(self.sizes, default=self.parameters)
 
     def sliced(self, resident: int) -> int:
-        """Elements of its parameters that have `resident` elements or more: those that ZeRO-3 keeps as slices."""
+        """Returns the elements of the parameters that ZeRO-3 shards.
+
+        These are parameters with at least `resident` elements.
+        """
         return sum(size for size in self.sizes or (self.parameters,) if size >= resident)
 
     @property
     def flops(self) -> int:
-        """FLOPs of forward and backward."""
+        """The FLOPs of forward and backward."""
         return self.flops_forward + self.flops_backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The dimensions of a decoder-only transformer as one tensor rank sees it.
+    """The dimensions of a decoder-only transformer on one tensor rank.
 
-    element_bytes: of the compute dtype. positions: how many learned ones (0: rotary or none). tensor, tensor_rank: t
-    and which of them; the vocabulary and f need not be divisible by t. sequence: between matmuls each tensor rank
-    holds s/t positions. fused_norm: RMSNorm keeps its input only; torch's composed one also keeps the normalized
-    input, both at least in fp32. recompute: operations that blocks compute again (attention, activation, norm).
+    Attributes:
+        element_bytes: bytes per element of the compute dtype.
+        positions: number of learned positions; 0 for rotary or no positions.
+        tensor, tensor_rank: t, and this rank's index. Vocabulary and f need not be divisible by t.
+        sequence: whether each tensor rank holds only s/t positions between matrix products.
+        fused_norm: whether RMSNorm stores only its input. torch's composed one also stores the
+            normalized input; both are at least fp32.
+        recompute: operations that blocks recompute (attention, activation, norm).
     """
 
     hidden: int
@@ -123,53 +140,56 @@ class Decoder:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
+        """The number of tokens of a micro-batch."""
         return self.seq * self.micro_batch
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of which this rank holds the activations between blocks."""
+        """The number of tokens whose activations between blocks are on this rank."""
         return self.tokens // self.tensor if self.scattered else self.tokens
 
     @property
     def head_size(self) -> int:
-        """d."""
+        """The head size d."""
         return self.head_dim or self.hidden // self.heads
 
     @property
     def query_width(self) -> int:
-        """Features of this rank's query heads, a/t * d."""
+        """The features of this rank's query heads, a/t * d."""
         return self.heads // self.tensor * self.head_size
 
     @property
     def kv_width(self) -> int:
-        """Features of this rank's key heads, k/t * d; with fewer kv heads than ranks each holds one."""
+        """The features of this rank's key heads, k/t * d; at least one head per rank."""
         return max((self.kv_heads or self.heads) // self.tensor, 1) * self.head_size
 
     @property
     def kv_sharers(self) -> int:
-        """How many tensor ranks hold the same kv head."""
+        """The number of tensor ranks that hold the same key/value head."""
         return max(self.tensor // (self.kv_heads or self.heads), 1)
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of the numbers that are never narrower than fp32: statistics, and what softmax works in."""
+        """Bytes per element of statistics and of softmax, which are at least fp32."""
         return max(self.element_bytes, 4)
 
     def share(self, size: int) -> int:
-        """This rank's part of `size`, cut over the tensor ranks as evenly as can be."""
+        """Returns this rank's part of `size`, split over the tensor ranks as evenly as possible."""
         return size * (self.tensor_rank + 1) // self.tensor - size * self.tensor_rank // self.tensor
 
 
 def transformer_costs(dims: Decoder, layers: int) -> list[Cost]:
-    """Costs of the model's pipeline layers in order: embedding, `layers` blocks, head."""
+    """Returns the costs of the pipeline layers in order: embedding, `layers` blocks, head."""
     block = block_cost(dims)
     blocks = [replace(block, name=f"blocks.{index}") for index in range(layers)]
     return [embedding_cost(dims), *blocks, head_cost(dims)]
 
 
 def embedding_cost(dims: Decoder) -> Cost:
-    """Word vectors, cut by vocabulary, and learned positions, if any; a look-up has no FLOPs."""
+    """Returns the cost of word vectors, split by vocabulary, and of learned positions.
+
+    A look-up has no FLOPs.
+    """
     output = _hidden_bytes(dims, dims.local_tokens)
     words, positions = dims.share(dims.vocab) * dims.hidden, dims.positions * dims.hidden
     return Cost(
@@ -189,10 +209,11 @@ def embedding_cost(dims: Decoder) -> Cost:
 
 
 def block_cost(dims: Decoder) -> Cost:
-    """Norm, attention, norm, feed-forward, each half added to its input.
+    """Returns the cost of a block: norm, attention, norm and feed-forward, with two residuals.
 
-    Four all-reduces of s b h elements travel per micro-batch, or with sequence parallelism their halves, the same bytes
-    (arXiv 2205.05198, section 4.2.2).
+    Per micro-batch, four all-reduces of s b h elements are needed. With sequence parallelism, an
+    all-gather and a reduce-scatter replace each, with the same number of bytes (arXiv 2205.05198,
+    section 4.2.2).
     """
     heads = 2 * dims.query_width + 2 * dims.kv_width
     wide = dims.share(dims.ffn) * (3 if dims.gated else 2)
@@ -217,10 +238,11 @@ def block_cost(dims: Decoder) -> Cost:
 
 
 def head_cost(dims: Decoder) -> Cost:
-    """Final norm, projection to the vocabulary, and cross entropy on its shards.
+    """Returns the cost of the last norm, the projection to the vocabulary, and cross entropy.
 
-    Cross entropy keeps the exponentials of the logits, in their own memory or, from 16-bit ones, in an fp32 copy, and
-    exchanges three numbers per token (maximum, sum, the target's logit).
+    Cross entropy stores the exponentials of the logits: in the memory of the logits, or in an fp32
+    copy if the logits have 16 bits. The ranks exchange three numbers per token: maximum, sum, and
+    the target's logit.
     """
     vocab, norm = dims.share(dims.vocab), sum(_norm_sizes(dims))
     forward = 2 * dims.tokens * dims.hidden * vocab
@@ -259,7 +281,11 @@ def _norm_sizes(dims: Decoder) -> tuple[int, ...]:
 
 
 def _block_sizes(dims: Decoder) -> tuple[int, ...]:
-    """Query, key and value are one parameter, unless ranks share kv heads; gate and up are one."""
+    """Returns the elements of each parameter of a block.
+
+    Query, key and value are one parameter, unless ranks share key/value heads; gate and up are one
+    parameter.
+    """
     q, kv, f, h = dims.query_width, dims.kv_width, dims.share(dims.ffn), dims.hidden
     projections = (q, 2 * kv) if dims.kv_sharers > 1 else (q + 2 * kv,)
     outputs = (*projections, f * (2 if dims.gated else 1))
@@ -270,7 +296,11 @@ def _block_sizes(dims: Decoder) -> tuple[int, ...]:
 
 
 def _block_partial_elements(dims: Decoder) -> int:
-    """Parameters that every tensor rank holds, where each saw part of the sequence or of the heads only."""
+    """Returns the elements of a block's parameters whose gradients are partial sums.
+
+    Every tensor rank holds these parameters, but applies them only to a part of the sequence or of
+    the heads.
+    """
     between = 2 * sum(_norm_sizes(dims)) + 2 * dims.hidden * dims.bias if dims.scattered else 0
     shared = 2 * dims.kv_width * (dims.hidden + dims.bias)
     return all_reduce(between + 2 * dims.head_size * dims.qk_norm, dims.tensor) + all_reduce(
@@ -279,10 +309,11 @@ def _block_partial_elements(dims: Decoder) -> int:
 
 
 def _norm_bytes(dims: Decoder, kind: str, tokens: int, width: int, input_kept: bool = False) -> int:
-    """What a norm keeps: its input, unless another operation keeps it anyway, and statistics per row.
+    """Returns the bytes that a norm stores.
 
-    Torch's composed RMSNorm works in fp32 at least: it keeps a 16-bit input as an fp32 copy, and the normalized input
-    too.
+    They are its input, unless another operation stores it anyway, and statistics per row. torch's
+    composed RMSNorm computes in fp32 or wider: it stores a 16-bit input as an fp32 copy, and also
+    the normalized input.
     """
     elements, kept_input = tokens * width, 0 if input_kept else dims.element_bytes
     if kind == "layernorm":
@@ -294,7 +325,10 @@ def _norm_bytes(dims: Decoder, kind: str, tokens: int, width: int, input_kept: b
 
 
 def _kept_and_rebuilt(dims: Decoder) -> tuple[int, int]:
-    """Bytes that a block keeps, and the most that an operation rebuilds at once of those that are computed again."""
+    """Returns the bytes that a block stores, and the bytes that it recomputes at once.
+
+    The second number is the largest one of all recomputed operations.
+    """
     parts = {
         "attention": _attention_bytes(dims),
         "activation": _activation_bytes(dims),
@@ -313,9 +347,10 @@ def _kept_and_rebuilt(dims: Decoder) -> tuple[int, int]:
 
 
 def _attention_bytes(dims: Decoder) -> int:
-    """What attention keeps besides the packed projection of q, k and v: its output (which is also the input of the
-    output projection) and one number per row and head. Rotary positions and q/k norms make new q and k, while v keeps
-    the projection alive.
+    """Returns the bytes that attention stores in addition to the packed projection of q, k and v.
+
+    They are its output (the input of the output projection) and one number per row and head. Rotary
+    positions and norms of q and k create new tensors q and k, while v keeps the projection alive.
     """
     tokens, q, kv = dims.tokens, dims.query_width, dims.kv_width
     elements = tokens * (2 * q + kv if dims.rotary or dims.qk_norm else q)
@@ -328,23 +363,35 @@ def _attention_bytes(dims: Decoder) -> int:
 
 
 def _activation_bytes(dims: Decoder) -> int:
-    """The activation function's output; gated: silu(gate) and the product."""
+    """Returns the bytes that the activation function stores: its output.
+
+    If it is gated, these are silu(gate) and the product.
+    """
     return dims.tokens * dims.share(dims.ffn) * (2 if dims.gated else 1) * dims.element_bytes
 
 
 def _normed_bytes(dims: Decoder) -> int:
-    """What a norm keeps, and the (gathered) input of the projection that follows it."""
+    """Returns the bytes that a norm and the next projection store.
+
+    The projection stores its (gathered) input.
+    """
     return _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden) + _hidden_bytes(
         dims, dims.tokens
     )
 
 
 def fully_recomputed(cost: Cost, sliced: int = 1, buffers: int = 0) -> Cost:
-    """The cost of a layer that keeps its input only (of its output's size) and runs its forward again before the
-    backward.
+    """Returns the cost of a layer with full recompute.
 
-    sliced: inputs are, over so many tensor ranks, and gathered again, one ahead of the layer that runs. buffers: so
-    many inputs are on their way at once to and from elsewhere; 0: they stay on the device.
+    The layer stores only its input, which has the size of its output, and runs its forward again
+    before the backward.
+
+    Args:
+        cost: the cost without recompute.
+        sliced: number of tensor ranks over which inputs are sliced. Inputs are gathered again, one
+            ahead of the running layer.
+        buffers: number of inputs that are transferred at once from and to their storage; 0 means
+            that they stay on the device.
     """
     kept = -(-cost.output_bytes // sliced)
     passing = buffers * kept + (2 * cost.output_bytes if sliced > 1 else 0)
@@ -359,22 +406,29 @@ def fully_recomputed(cost: Cost, sliced: int = 1, buffers: int = 0) -> Cost:
 
 
 def stage_parameters(costs: Sequence[Cost]) -> int:
-    """Parameters of the layers of one stage on one tensor rank; tied ones count once. Of a whole model: its size."""
+    """Returns the parameters of a stage's layers on one tensor rank; tied ones count once.
+
+    For all layers, this is the size of the model.
+    """
     tied = [cost.tied_parameters for cost in costs if cost.tied_parameters]
     return sum(cost.parameters for cost in costs) - sum(tied) + max(tied, default=0)
 
 
 def sliced_parameters(costs: Sequence[Cost], resident: int) -> int:
-    """Those of `stage_parameters` that ZeRO-3 keeps as slices: of parameters with `resident` elements or more."""
+    """Returns the part of `stage_parameters` that ZeRO-3 shards.
+
+    These are parameters with at least `resident` elements.
+    """
     tied = [cost.tied_parameters for cost in costs if cost.tied_parameters >= max(resident, 1)]
     return sum(cost.sliced(resident) for cost in costs) - sum(tied) + max(tied, default=0)
 
 
 def train_flops_per_token(dims: Decoder, layers: int) -> float:
-    """Model FLOPs of forward and backward for one token, the basis of MFU: 6 per matmul weight + 12 l a d s.
+    """Returns the model FLOPs of forward and backward per token, for the MFU.
 
-    The whole model, whatever t is, without recomputation, attention in full (arXiv 2204.02311, appendix B; unlike
-    there the projection to the vocabulary is counted and the embedding look-up is not).
+    They are 6 per weight of matrix products, plus 12 l a d s, for the full model without
+    recomputation and with full attention (arXiv 2204.02311, appendix B). Unlike there, the
+    projection to the vocabulary is counted, and the embedding is not.
     """
     whole = replace(dims, tensor=1, tensor_rank=0, sequence=False)
     return sum(cost.flops for cost in transformer_costs(whole, layers)) / whole.tokens
@@ -384,7 +438,7 @@ def decoder(
     config: ModelConfig, *, micro_batch: int, tensor: int = 1, tensor_rank: int = 0, sequence: bool = False,
     element_bytes: int = 4,
 ) -> Decoder:  # fmt: skip
-    """The dimensions of a resolved model as one tensor rank sees them."""
+    """Returns the dimensions of a resolved model on one tensor rank."""
     gpt = config.arch == "gpt"
     return Decoder(
         hidden=config.hidden, heads=config.heads, ffn=config.ffn or 4 * config.hidden, vocab=config.vocab or 0,
@@ -397,14 +451,20 @@ def decoder(
 
 
 def in_turn(microbatches: int) -> tuple[Action, ...]:
-    """The compute actions of a rank without a pipeline: each micro-batch's forward and backward."""
+    """Returns the compute actions of a rank without a pipeline.
+
+    They are the forward and the backward of each micro-batch in turn.
+    """
     return tuple(
         Action(kind, microbatch) for microbatch in range(microbatches) for kind in (Kind.F, Kind.B)
     )
 
 
 def gathered_by(number: int, layer: Cost, resident: int) -> dict[int, int]:
-    """Elements of what a layer gathers: of its own, and of the table that tied layers share (-1)."""
+    """Returns the elements that a layer gathers, by group.
+
+    Its own parameters have the layer's number, and the table that tied layers share has the key -1.
+    """
     shared = layer.tied_parameters if layer.tied_parameters >= resident else 0
     return {
         key: size for key, size in ((number, layer.sliced(resident) - shared), (-1, shared)) if size
@@ -428,15 +488,26 @@ def communication_bytes(
     tied_elsewhere: bool = False,
     parameters: int | None = None,
 ) -> dict[str, int]:
-    """Bytes sent per step over tp, pp, dp and cp by a rank that holds these layers.
+    """Returns the bytes that a rank with these layers sends per step over tp, pp, dp and cp.
 
-    shards, replicas: data-parallel ranks that share one set of slices, and how many such sets there are. reduce_bytes:
-    of a gradient element on its way. resident, prefetch: under ZeRO-3 parameters with fewer elements stay whole, and so
-    many layers are gathered ahead. actions: what the rank does, on which ZeRO-3's gathers depend (`plan.ranks[rank]`);
-    default: each micro-batch's forward and backward in turn. input_bytes: what this stage receives per micro-batch, and
-    so the size of the gradient it sends back; 0 on the first stage. last: whether the stage ends the model.
-    tied_elsewhere: its tied parameters have a copy on another stage, with which their gradient is summed. parameters:
-    default what the layers say.
+    Args:
+        layers: costs of the rank's layers.
+        microbatches: number of micro-batches.
+        shards: number of data ranks that share a set of slices.
+        replicas: number of such sets.
+        param_bytes: bytes per parameter element.
+        reduce_bytes: bytes per gradient element that is sent.
+        zero_stage: the ZeRO stage.
+        resident: under ZeRO-3, parameters with fewer elements stay full.
+        prefetch: number of layers that are gathered ahead.
+        actions: the rank's actions (`plan.ranks[rank]`), on which the gathers of ZeRO-3 depend; by
+            default F and B of each micro-batch in turn.
+        input_bytes: bytes that the stage receives per micro-batch, which is also the size of the
+            gradient that it sends back; 0 on the first stage.
+        last: whether the stage is the last of the model.
+        tied_elsewhere: whether another stage has a replica of the tied parameters, with whose
+            gradient it is summed.
+        parameters: number of parameters; by default the sum over the layers.
     """
     count = stage_parameters(layers) if parameters is None else parameters
     partial = sum(layer.partial_elements for layer in layers)
@@ -478,12 +549,13 @@ def data_parallel_bytes(
     microbatches: int = 1,
     gathered: int | None = None,
 ) -> int:
-    """Bytes sent to sum the gradients over data-parallel ranks and to give all of them the parameters.
+    """Returns the bytes sent to sum gradients over data ranks and to distribute the parameters.
 
-    Stage 0 all-reduces gradients; stages 1 to 3 reduce-scatter them over `shards` (stage 1 once, 2 and 3 for every
-    micro-batch), all-reduce the slices over `replicas` once, and all-gather parameters in their own dtype: stages 1 and
-    2 once, stage 3 `gathered` elements in all (default: every parameter in every forward and backward). Over one shard
-    all stages are stage 0.
+    Stage 0 all-reduces gradients. Stages 1 to 3 reduce-scatter them over `shards` (stage 1 once,
+    stages 2 and 3 in every micro-batch), all-reduce the slices over `replicas` once, and all-gather
+    parameters in their own dtype: stages 1 and 2 once, stage 3 `gathered` elements in all (by
+    default, every parameter in every forward and backward). With one shard, all stages are equal to
+    stage 0.
     """
     if zero_stage == 0 or shards == 1:
         return all_reduce(parameters * reduce_bytes, shards * replicas)
@@ -500,5 +572,8 @@ def data_parallel_bytes(
 
 
 def _slice(elements: int, zero_stage: int, shards: int) -> int:
-    """What a rank still sums over other axes: its slice, once ZeRO has scattered the gradients, or everything."""
+    """Returns the elements that a rank sums over other axes.
+
+    They are its slice if ZeRO has scattered the gradients, otherwise all elements.
+    """
     return -(-elements // shards) if zero_stage >= 1 else elements

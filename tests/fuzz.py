@@ -1,10 +1,11 @@
-"""Random configurations against one process: each trains the same, or is refused by name.
+"""Compares random configurations with one process: each trains the same, or is refused.
 
-    python -m tests.fuzz --seeds 0 100       # a line for each seed, then counts; exit code 1 unless all are well
+    python -m tests.fuzz --seeds 0 100       # a line for each seed, then counts; exit code 0 if all are the same or refused
 
-A seed draws topology, schedule (also random legal plans), ZeRO, offload, recompute, compilation, optimizer, model,
-frozen parts, and whether evaluations and comparisons of replicas come between steps. Losses, norms, weights, moments
-and evaluations are compared in fp64, to 1e-9: the order of sums is all that differs.
+A seed determines topology, schedule (including random legal plans), ZeRO, offload, recompute,
+compilation, optimizer, model, frozen parts, and whether evaluations and comparisons of replicas run
+between steps. Losses, norms, weights, moments and evaluations are compared in fp64 with a tolerance
+of 1e-9, because only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -48,14 +49,21 @@ OWN = [
     "used-twice",
     "frozen-middle",
 ]
-WELL = {"same", "refused"}  # kinds of outcomes
+WELL = {"same", "refused"}  # the kinds of outcomes that are correct
 Keys = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a seed draws. keys: the configuration, by group. model: a name of `tests.configs.MODELS`, or of
-    `tests.users_models`. frozen: the parts of blocks that are. looks: evaluations and comparisons between steps."""
+    """The random choices of a seed.
+
+    Attributes:
+        world: number of ranks.
+        keys: the configuration, by group.
+        model: a name of `tests.configs.MODELS` or of `tests.users_models`.
+        frozen: which parts of blocks are frozen.
+        looks: whether evaluations and comparisons of replicas run between steps.
+    """
 
     world: int
     keys: dict[str, Keys]
@@ -65,7 +73,10 @@ class Trial:
 
     @property
     def truth(self) -> Trial:
-        """The same training on one process, in one micro-batch; by the rule of 2bw, or of delayed updates, if asked."""
+        """The same training on one process, in one micro-batch.
+
+        It follows the rule of 2bw or of delayed updates if the trial uses them.
+        """
         parallel: Keys = {"schedule": "2bw"} if self.keys["parallel"]["schedule"] == "2bw" else {}
         late = {"stage": 1, "offload_optimizer": "cpu", "delayed_update": True}
         zero: Keys = late if self.keys["zero"].get("delayed_update") else {"stage": 0}
@@ -82,7 +93,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: same, refused, different, crash or hang; of these `WELL` are as they should be."""
+    """The outcome of a trial.
+
+    Attributes:
+        kind: same, refused, different, crash or hang; the kinds in WELL are correct.
+    """
 
     kind: str
     why: str = ""
@@ -119,7 +134,7 @@ def draw(seed: int) -> Trial:
 
 
 def _parallel(d: random.Random, pp: int, tp: int) -> tuple[Keys, int]:
-    """Returns keys, and micro-batches of a data rank."""
+    """Returns the keys of the topology, and the number of micro-batches per data rank."""
     name = d.choice(SCHEDULES) if pp > 1 else d.choice(["1f1b", "gpipe", "2bw"])
     count = d.choice([pp, 2 * pp, 2 * pp, 2 * pp + 1, 5]) if pp > 1 else d.choice([1, 2, 3, 5])
     keys: Keys = {"schedule": name, "sequence": tp > 1 and d.random() < 0.6}
@@ -175,7 +190,10 @@ def _recompute(d: random.Random, tp: int) -> Keys:
 
 
 def _run(d: random.Random, model: str) -> Keys:
-    """Compilation of blocks, which the models of `tests.users_models` do not declare."""
+    """Returns the keys for compiling blocks.
+
+    There are none for models of `tests.users_models`, which are not compilable.
+    """
     if model in MODELS and d.random() < 0.15:
         return {"compile": True, "compile_backend": "aot_eager"}
     return {}
@@ -209,7 +227,7 @@ def _model(d: random.Random, model: str) -> Keys:
 
 
 class Frozen:
-    """A model with frozen parts: every second block, or the MLPs of all."""
+    """A model with frozen parts: every second block, or the MLPs of all blocks."""
 
     def __init__(self, model: models.Model, part: str) -> None:
         self.model, self.part, self.slicing, self.hidden = model, part, model.slicing, model.hidden
@@ -225,7 +243,7 @@ class Frozen:
 
 
 def engine_of(trial: Trial) -> Engine:
-    """Returns the engine of a trial in this world."""
+    """Returns the engine of a trial on this rank."""
     config = resolve(Config.model_validate(trial.keys), VOCAB, trial.world)
     topology = topology_of(config.parallel.pp, config.parallel.tp)
     slicing = Slicing(
@@ -251,17 +269,17 @@ def train(trial: Trial) -> tuple[Engine, list[StepMetrics], list[float]]:
 
 
 def find_truth(trial: Trial, file: Path) -> None:
-    """Writes what one process gives."""
+    """Writes the results of a trial on one process to a file."""
     engine, metrics, evaluated = train(trial)
     torch.save({"results": vars(results_of(engine, metrics)), "evaluated": evaluated}, file)
 
 
 def compare(trial: Trial, file: Path) -> list[str]:
-    """Returns, on every rank, what differs from one process."""
+    """Returns this rank's differences from the results of one process."""
     engine, metrics, evaluated = train(trial)
     truth = torch.load(file)
     found = differences(engine, metrics, Results(**truth["results"]), TOLERANCE)
-    # The gradient of a key's bias is zero but for rounding, of which Lion takes the sign.
+    # The gradient of a key's bias consists only of rounding errors, and Lion uses its sign. So these biases are not compared.
     noise = "key.bias" if trial.keys["optim"]["name"] == "lion" else " "
     texts = [str(one) for one in found if not one.parameter.endswith(noise)]
     pairs = zip(evaluated, truth["evaluated"], strict=True)
@@ -273,7 +291,7 @@ def compare(trial: Trial, file: Path) -> list[str]:
 
 
 def outcome(trial: Trial, folder: Path) -> Outcome:
-    """Returns what becomes of a trial."""
+    """Runs a trial and returns its outcome."""
     try:
         if problems := find_problems(Config.model_validate(trial.keys), trial.world):
             return Outcome("refused", "; ".join(problems))
@@ -292,7 +310,7 @@ def outcome(trial: Trial, folder: Path) -> Outcome:
 
 
 def main() -> int:
-    """Tries the seeds of the command line."""
+    """Runs the trials of the seeds on the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,9 @@
-"""Real ranks in tests: `threed.testing.run_ranks`, with what tests need imported once, in the warm parent.
+"""Real ranks in tests: `threed.testing.run_ranks`, whose parent process has imported everything.
 
-results = run_ranks(4, work, arg)      # work(arg) on 4 ranks; what each returned, in rank order
+    results = run_ranks(4, work, arg)      # calls work(arg) on 4 ranks; returns their results in rank order
 
-One world runs many configurations: topologies are made once per world. `run_script` runs a program on such ranks.
+The ranks are forked from this parent, so they need no imports. Run many configurations in one call,
+because a topology is created once per world. `run_script` runs a program on such ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from threed.testing.ranks import _context, preload
 from threed.testing.ranks import run_ranks as run_ranks
 
-# torch.testing.assert_close needs DTensor where there is a process group: a second of work.
+# If there is a process group, torch.testing.assert_close imports DTensor, which takes a second.
 preload(
     "tests.configs", "pytest", "hypothesis", "torch.distributed.tensor", "threed.trainer", "einops", "tests.warm"
 )  # fmt: skip
@@ -36,10 +37,13 @@ def run_script(
     environment: Mapping[str, str],
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script, or a module by "-m", on `world` ranks in `folder`, as torchrun would; what all of them printed.
+    """Runs a script, or a module after "-m", on `world` ranks in `folder`, as torchrun would.
 
-    The processes come from the warm parent, which spares each the three seconds of its imports; what a start of its own
-    is about goes through torchrun. The exit code is the first that is not 0.
+    The processes are forked from the parent that has imported everything, which saves three seconds
+    of imports per rank. Tests of the launch itself use torchrun instead.
+
+    Returns:
+        The output of all ranks, and as exit code the first that is not 0.
     """
     with tempfile.TemporaryDirectory() as said:
         known = {**environment, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -79,10 +83,15 @@ def run_script(
 
 
 def free_port() -> int:
-    """A port that nobody listens on. Not one that the system gives away: until rank 0 listens there, it might give the
-    same to another process, whose connections come and go."""
+    """Returns a port on which no process listens.
+
+    It is not from the range from which the system assigns ports to connections: otherwise another
+    process could get the same port before rank 0 listens on it.
+    """
     while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)  # tests seed the common one
+        port = random.SystemRandom().randrange(
+            10_000, 30_000
+        )  # the default generator is seeded by tests, so all would get the same port
         with socket.socket() as free:
             if free.connect_ex(("localhost", port)):
                 return port
@@ -95,7 +104,7 @@ def _script(words: list[str], folder: str, environment: dict[str, str], said: st
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    gc.freeze()  # a collection would read, and so copy, all that is shared with the parent
+    gc.freeze()  # a garbage collection would write to, and so copy, the memory that is shared with the parent
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

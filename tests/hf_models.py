@@ -1,4 +1,4 @@
-"""Tiny unmodified `transformers` models, their batches, and the plain PyTorch training they are compared with."""
+"""Tiny models of `transformers`, their batches, and training in plain PyTorch for comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from threed.models.wrapped import Wrapped, loss_of
 from threed.testing.ranks import preload
 
-# transformers finds its models when they are asked for: seconds, once in the warm parent instead of in every rank.
+# transformers imports the module of a model at its first use, which takes seconds. Here the parent of the ranks does it.
 preload(
     "tests.hf_models",
     *(
@@ -43,11 +43,12 @@ T5 = {
 
 
 class Odd(nn.Module):
-    """What modules do that frameworks stumble over.
+    """A module with structures that frameworks often handle wrongly.
 
-    A block that runs twice, weights taken from other modules (an embedding's for the head, a block's for the root), one
-    that is never used, a scalar, one used in every second step only, and with `span` several blocks in one reentrant
-    checkpoint. By `whim` ranks even differ in what they use.
+    A block runs twice. Weights belong to other modules (the head uses an embedding's, the root
+    module a block's). One weight is never used, one is a scalar, and one is used only in every
+    second step. With `span`, several blocks are in one reentrant checkpoint. With `whim`, the ranks
+    even use different weights.
     """
 
     def __init__(self, span: bool = False, whim: bool = False) -> None:
@@ -79,7 +80,10 @@ class Odd(nn.Module):
 
 
 def make(name: str, seed: int = 0) -> nn.Module:
-    """The model `name`, with the same fp64 weights every time; on the meta device where that is the current one."""
+    """Returns the model `name` with the same fp64 weights in each call.
+
+    Inside `torch.device("meta")` it is on the meta device.
+    """
     torch.manual_seed(seed)
     models: dict[str, Any] = {
         "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
@@ -98,7 +102,11 @@ def make(name: str, seed: int = 0) -> nn.Module:
 
 
 def batch(step: int, rows: int) -> dict[str, Tensor]:
-    """A global batch; some labels are not counted, unevenly over the rows. Each row begins with the step's number."""
+    """Returns a global batch of a step.
+
+    Some labels are negative, with a different share in each row. Each row begins with the number of
+    the step.
+    """
     draw = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(1, VOCAB, (rows, LENGTH), generator=draw)
     ids[:, 0] = step + 1
@@ -109,8 +117,14 @@ def batch(step: int, rows: int) -> dict[str, Tensor]:
 def train_plainly(
     model: nn.Module, steps: int, rows: int, pieces: int, *, lr: float = 3e-3, clip: float = 0.5
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, gradient norms and weights of torch's own AdamW; each of `pieces` mean losses weighs by its labels."""
-    wrapped = Wrapped(model)  # for the number of items in a loss only
+    """Trains with torch's AdamW.
+
+    The mean losses of the `pieces` micro-batches are weighted by their numbers of valid labels.
+
+    Returns:
+        The loss and the gradient norm of each step, and the weights after the last step.
+    """
+    wrapped = Wrapped(model)  # only to count the items of a loss
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed, rest = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -126,7 +140,9 @@ def train_plainly(
             loss = loss_of(model(**part)) * (n / whole)
             loss.backward()
             losses[-1] += float(loss.detach())
-        for p in trained:  # what was never used has no gradient, and torch leaves it alone
+        for (
+            p
+        ) in trained:  # a weight that was never used has no gradient, and torch does not update it
             p.grad = torch.zeros_like(p) if p.grad is None and p in optimizer.state else p.grad
         norms.append(float(nn.utils.clip_grad_norm_(trained, clip)))
         optimizer.step()

@@ -1,6 +1,6 @@
-"""Writes docs/reference/configuration.md: every key of the configuration, as `threed.config` has them.
+"""Writes docs/reference/configuration.md: all keys of the configuration.
 
-python -m tests.keys         # after a key came, went, or means something else
+python -m tests.keys         # after a key or its help text has changed
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ folder, or another framework's checkpoint by way of `threed convert`), only the 
 
 
 def rows(group: str) -> Iterator[str]:
-    """The lines of a group's table."""
+    """Yields the lines of a group's table."""
     defaults = getattr(Config(), group)
     for name, info in GROUPS[group].model_fields.items():
         value, own = takes(info).replace("|", "\\|"), getattr(defaults, name)
@@ -54,7 +54,7 @@ def rows(group: str) -> Iterator[str]:
 
 
 def missing(group: str, name: str) -> str:
-    """What of a key is refused so far."""
+    """Returns which values of a key are not supported yet."""
     for refusal in REFUSALS:
         if (refusal.group, refusal.field) == (group, name):
             return f". *Not yet: other values than `{_plain(refusal.works)}`*"
@@ -66,7 +66,7 @@ def _plain(values: tuple[object, ...]) -> str:
 
 
 def resuming() -> Iterator[str]:
-    """The lines of the section on resumes."""
+    """Yields the lines of the section on resumes."""
     yield RESUMES
     yield "| difference | on a resume | why, or what to do |\n|---|---|---|"
     for rule in RULES:
@@ -76,7 +76,7 @@ def resuming() -> Iterator[str]:
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """Returns the page as Markdown."""
     parts = [HEAD]
     for group, model in GROUPS.items():
         parts += [

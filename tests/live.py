@@ -1,4 +1,4 @@
-"""Bytes of tensor storages that are alive, whoever holds them: seen as they are made, kept by weak reference."""
+"""Measures the bytes of all live tensor storages, through weak references."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Live(TorchDispatchMode):
-    """While entered, takes notice of every storage that an operation makes or touches."""
+    """A dispatch mode that records every storage that an operation reads or creates inside it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, StorageWeakRef] = {}
-        self._size: dict[int, int] = {}  # when it was last seen
-        self.made = 0  # bytes of those seen for the first time, or larger than before
+        self._size: dict[int, int] = {}  # bytes of each storage when it was last seen
+        self.made = 0  # bytes of new storages, and of growth of known ones
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else every operation here goes through torch's compiler first
+        return (
+            False  # otherwise torch's compiler would process every operation inside the mode first
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -32,7 +34,7 @@ class Live(TorchDispatchMode):
         return out
 
     def _look_at(self, values: Iterable[Any]) -> None:
-        """Tensors among arguments or results, which operations have in lists at most."""
+        """Records the storages of tensors among arguments or results, and of tensors in lists."""
         for value in values:
             if isinstance(value, Tensor):
                 if value.device.type != "meta":
@@ -42,14 +44,14 @@ class Live(TorchDispatchMode):
                     known = self._seen.get(storage._cdata)
                     if known is None or known.expired():
                         self._seen[key], self._size[key] = StorageWeakRef(storage), 0
-                    # memory may be freed, and allocated again
+                    # a storage's memory may have been freed and allocated again
                     self.made += max(0, nbytes - self._size[key])
                     self._size[key] = nbytes
             elif not isinstance(value, str) and isinstance(value, Iterable):
                 self._look_at(value)
 
     def sizes(self) -> list[int]:
-        """Bytes of every storage that is alive and has any, in falling order."""
+        """Returns the bytes of every live storage that is not empty, in falling order."""
         found = []
         for key, ref in list(self._seen.items()):
             storage = None if ref.expired() else torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -62,9 +64,12 @@ class Live(TorchDispatchMode):
         return sorted(found, reverse=True)
 
     def settled(self) -> list[int]:
-        """The sizes once they have been the same for a fifth of a second. gloo's threads let go of a message a moment
-        after it was waited for: beside other work its storages were still there at once in 78 of 3000 sums, and in none
-        50 ms later. A process without a group has nothing to wait for."""
+        """Returns the sizes once they have stayed the same for 0.2 s.
+
+        gloo's threads release a message shortly after it was waited for: on a busy machine, 78 of
+        3000 sums still had their storages right after the wait, and none had them 50 ms later.
+        Without a process group there is nothing to wait for.
+        """
         if not dist.is_initialized():
             return self.sizes()
         end, found = time.monotonic() + 0.2, self.sizes()
@@ -75,20 +80,23 @@ class Live(TorchDispatchMode):
         return found
 
     def bytes(self) -> int:
-        """The sum of the sizes once they are settled."""
+        """Returns the bytes of all live storages once they have settled."""
         return sum(self.settled())
 
     def bytes_now(self) -> int:
-        """The sum of the sizes at this moment, with messages that gloo is done with and has not let go of."""
+        """Returns the bytes of all live storages at this moment.
+
+        They include messages that gloo has not released yet.
+        """
         return sum(self.sizes())
 
 
 class Peak(Live):
-    """Looks after every operation; `most` is the largest sum of sizes there was."""
+    """Measures after every operation; `most` is the largest number of live bytes so far."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = self._bound = 0  # no sum of sizes since the last look is above the bound
+        self.most = self._bound = 0  # upper bound of the live bytes since the last measurement
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)

@@ -1,16 +1,16 @@
-"""Schedules for tests of several chunks on a rank: a plain 1F1B over two chunks, looping or V-shaped.
+"""Schedules with several chunks per rank, for tests: a simple 1F1B over two chunks.
 
-looping   rank r holds stages r and r + p of the model: it ends on the last rank
-vee       rank r holds stages r and 2p - 1 - r: it ends on rank 0, where it begins
+    looping   rank r holds the stages r and r + p of the model; the last stage is on the last rank
+    vee       rank r holds the stages r and 2p - 1 - r; the first and the last stage are on rank 0
 
-split-vee and split-1f1b have every backward in two, the weights' gradients later.
+split-vee and split-1f1b split every backward, and compute the gradients of weights later.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import threed.config.checks  # noqa: F401  first: what it says is there must not depend on the order of tests
+import threed.config.checks  # noqa: F401  before `register` below, so that the known names do not depend on the order of tests
 from threed import schedules
 from threed.schedules import Action, Kind, Plan
 
@@ -19,20 +19,25 @@ CHUNKS = 2
 
 
 def looping(stages: int, microbatches: int) -> Plan:
-    """Two chunks a rank, in the order of ranks twice."""
+    """A plan with two chunks per rank: micro-batches pass the ranks twice, in the same order."""
     return plan_of("looping", tuple((rank, rank + stages) for rank in range(stages)), microbatches)
 
 
 def vee(stages: int, microbatches: int) -> Plan:
-    """Two chunks a rank, down the ranks and up again."""
+    """A plan with two chunks per rank: micro-batches pass down the ranks and up again."""
     return plan_of(
         "vee", tuple((rank, CHUNKS * stages - 1 - rank) for rank in range(stages)), microbatches
     )
 
 
 def plan_of(name: str, placement: Placement, microbatches: int) -> Plan:
-    """Every rank runs a backward where it can; else a forward, until so many micro-batches are open as its distance
-    from the model's end asks for, first those of the first `stages` micro-batches, chunk by chunk."""
+    """Returns a plan for any placement.
+
+    A rank runs a backward if one is ready. Otherwise it runs a forward, unless the number of its
+    micro-batches in progress has reached a limit, which grows with the rank's distance from the
+    last rank. Of several forwards it runs those of the first `stages` micro-batches first, chunk by
+    chunk.
+    """
     p, total = len(placement), CHUNKS * len(placement)
     home = {
         stage: (rank, chunk)
@@ -60,7 +65,9 @@ def plan_of(name: str, placement: Placement, microbatches: int) -> Plan:
             elif coming and open_[rank] <= CHUNKS * (p - rank - 1) + (CHUNKS - 1) * p:
                 _, s, m = min(coming)
                 ran.append((rank, Kind.F, s, m))
-        if not ran:  # every rank is full: one more forward somewhere goes on
+        if (
+            not ran
+        ):  # all ranks have reached their limits: the first possible forward runs all the same
             rank, s, m = min(
                 (home[s][0], s, m) for s, m in forwards if s == 0 or (s - 1, m) in made
             )
@@ -74,7 +81,13 @@ def plan_of(name: str, placement: Placement, microbatches: int) -> Plan:
 
 
 def split(plan: Plan, name: str, late: int) -> Plan:
-    """The same with every backward in two, and weights' gradients so many backwards later."""
+    """Returns a plan with split backwards.
+
+    Args:
+        plan: a plan with full backwards.
+        name: name of the new plan.
+        late: number of backwards by which each computation of weight gradients is delayed.
+    """
     ranks = []
     for actions in plan.ranks:
         order, waiting = list[Action](), list[Action]()
@@ -89,12 +102,12 @@ def split(plan: Plan, name: str, late: int) -> Plan:
 
 
 def split_vee(stages: int, microbatches: int) -> Plan:
-    """The V in split backwards."""
+    """The plan `vee` with split backwards."""
     return split(vee(stages, microbatches), "split-vee", 2)
 
 
 def split_1f1b(stages: int, microbatches: int) -> Plan:
-    """1F1B in split backwards."""
+    """1F1B with split backwards."""
     return split(schedules.one_f_one_b(stages, microbatches), "split-1f1b", 1)
 
 

@@ -1,6 +1,7 @@
-"""Writes checkpoints as Megatron-LM lays them out, from weights by our names, for `threed convert --allow-pickle`.
+"""Writes checkpoints in Megatron-LM's format, for tests of `threed convert --allow-pickle`.
 
-Megatron itself needs a GPU to train; layouts are those of its sources (`threed.interop.megatron.checkpoint` names them).
+Megatron-LM itself needs a GPU to train. The layouts follow its sources, which
+`threed.interop.megatron.checkpoint` names.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ GPT = {
 
 
 class AttnBackend(enum.Enum):
-    """An enumeration, as settings of Megatron's have."""
+    """An enumeration like those in Megatron-LM's settings."""
 
     auto = 5
 
 
 def model_of(args: dict[str, Any]) -> ModelConfig:
-    """The same model in our keys, said by hand."""
+    """Returns the threed configuration for Megatron-LM's `args`, without using the importer."""
     gated = args["swiglu"]
     keys = {
         "arch": "llama" if gated else "gpt", "layers": 4, "hidden": 24, "heads": 6, "kv_heads": 2 if gated else 6,
@@ -64,14 +65,20 @@ def model_of(args: dict[str, Any]) -> ModelConfig:
 
 
 def weights_of(model: ModelConfig) -> dict[str, Tensor]:
-    """Random weights in bf16, by our names."""
+    """Returns random bf16 weights under threed's names."""
     draw = torch.Generator().manual_seed(1)
     shapes = native_shapes(entries(model))
     return {name: torch.randn(shape, generator=draw).bfloat16() for name, shape in shapes.items()}
 
 
 def whole(weights: dict[str, Tensor], model: ModelConfig, engine: bool) -> dict[str, Tensor]:
-    """Tensors by Megatron's names, of the whole model; engine: as Transformer Engine names norms."""
+    """Returns the full model's tensors under Megatron-LM's names.
+
+    Args:
+        weights: weights under threed's names.
+        model: the configuration.
+        engine: whether norms have the names of Transformer Engine.
+    """
     attention, mlp = ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
     norms = (attention, mlp) if engine else ("input_layernorm.", "pre_mlp_layernorm.")
     groups, head = model.kv_heads or model.heads, model.head_dim
@@ -112,10 +119,11 @@ def write_dist(
     Each rank has its share of a tensor's columns or rows, and every other layer of the tensors that all ranks hold.
 
     Args:
-        numbered: layers have numbers in their names, and the halves of a gated linear_fc1 have names of their own.
-        engine: norms have the names of Transformer Engine.
-        entry: `common_state` is an entry, as of core 0.19, and not the file common.pt.
-        more: tensors to add or to put in the place of others.
+        numbered: whether names contain the number of the layer, and the two halves of a gated
+            linear_fc1 have separate names.
+        engine: whether norms have the names of Transformer Engine.
+        entry: whether `common_state` is an entry, as in core 0.19, and not the file common.pt.
+        more: tensors to add, or to use instead of others.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -135,7 +143,7 @@ def write_dist(
         state["args"] = settings
     elif entry:
         state["common_state/shard_0_1"] = [common]
-    # as Megatron: lists stay whole
+    # like Megatron-LM, which does not flatten lists
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(out), planner=planner)
     if rank == 0:
@@ -148,13 +156,13 @@ def write_dist(
     return out
 
 
-Pieces = list[tuple[list[int], Tensor]]  # the first element along every dimension, and a box
+Pieces = list[tuple[list[int], Tensor]]  # for each box: its start per dimension, and its values
 
 
 def pieces(
     tensors: dict[str, Tensor], gated: bool, numbered: bool = False
 ) -> Iterator[tuple[str, Pieces, torch.Size]]:
-    """What this rank has of each tensor of the whole model: its key, boxes, and the shape of the whole."""
+    """Yields this rank's part of each tensor: its key, its boxes, and the full tensor's shape."""
     import torch.distributed as dist
 
     rank, tp = dist.get_rank(), dist.get_world_size()
@@ -202,7 +210,7 @@ def pieces(
 
 
 def by_layer(tensors: dict[str, Tensor], numbered: bool) -> dict[str, list[Tensor]]:
-    """Tensors with those of all layers together."""
+    """Groups tensors: those of all layers under one key."""
     found: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
         words = name.split(".")
@@ -213,7 +221,7 @@ def by_layer(tensors: dict[str, Tensor], numbered: bool) -> dict[str, list[Tenso
 
 
 def sharded(parts: Pieces, size: torch.Size, rank: int, dtype: torch.dtype) -> Any:
-    """A tensor of which this rank has some boxes, as Megatron makes it for torch."""
+    """Returns a sharded tensor with this rank's boxes, as Megatron-LM creates it for torch."""
     import torch.distributed as dist
     from torch.distributed._shard.sharded_tensor import (
         Shard,

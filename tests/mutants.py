@@ -1,14 +1,18 @@
-"""Do the tests notice? Makes small changes of meaning and runs the tests that cover each. By hand, not by pytest.
+"""Mutation test: changes the meaning of single statements, and runs the tests that cover each.
 
     python tests/mutants.py --map --folder DIR                  # once: which test runs which statement (40 min)
-    python tests/mutants.py --seed 0 --count 80 --jobs 2 --folder DIR      # then: the changes (about an hour)
+    python tests/mutants.py --seed 0 --count 80 --jobs 2 --folder DIR      # then the changes (about an hour)
 
-The changes are generated (`tests/mutations.py`) and drawn by the seed: as many of each area, and within it each kind of
-change in turn, one a statement. A change runs the tests that cover its statement, likeliest first, until one fails
-('killed') or stops answering ('timeout'); first a minute of them, then, if all pass, the others. Both commands go on
-where they were stopped: the folder keeps what is known, keyed by the change and the source of its function. `--retry`
-runs survivors again. Survivors that were looked at are listed with the reason in `tests/mutants.toml`, those of
-equal meaning apart.
+Run it manually; pytest does not collect it. `tests/mutations.py` generates the changes. The seed
+selects the same number of changes in each area, all kinds of changes in turn, and at most one per
+statement. For each change, the tests that cover its statement run, beginning with those that most
+likely detect it, until one fails ('killed') or hangs ('timeout'). At first tests of a minute in
+total run; if all pass, the others follow.
+
+Both commands continue where they were stopped: the folder stores the results, by the change and the
+source of its function. `--retry` runs the surviving changes again. `tests/mutants.toml` lists the
+survivors that a person has examined, with reasons, and separately those that do not change the
+meaning.
 """
 
 from __future__ import annotations
@@ -50,11 +54,11 @@ AREAS = {
     "checkpoint": ["checkpoint/*.py"],
     "planner": ["planner/*.py"],
 }
-MARKED = "not grid and not gpu and not alone"  # `alone`: measures what others beside it disturb
+MARKED = "not grid and not gpu and not alone"  # tests marked `alone` measure values that other processes disturb
 FIRST, ALL = (
     60.0,
     400.0,
-)  # seconds of tests, as the map measured them, before and after a change survived the first
+)  # seconds of tests (as measured for the map) in the first round, and in the second after a change has survived
 HITS = "HITS_OF_TESTS"
 RECORDER = f'''"""Marks of `tests/mutants.py`: one byte a statement, in a file that all processes of a test share."""
 import mmap, os
@@ -67,13 +71,17 @@ with open(os.environ["{HITS}"], "r+b") as file:
 
 
 def pytest_configure(config: Any) -> None:
-    """With `-p tests.mutants` and a file of marks, pytest records what each test ran."""
+    """Registers the recorder, with `-p tests.mutants` and a file of marks."""
     if HITS in os.environ:
         config.pluginmanager.register(_Recorder(Path(os.environ[HITS])))
 
 
 class _Recorder:
-    """A line of JSON for every test: its name, seconds, whether it passed, and the numbers of the marks it left."""
+    """Writes a line of JSON per test.
+
+    It has the test's name, its seconds, whether it passed, and the numbers of the marks that it
+    executed.
+    """
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
@@ -101,7 +109,7 @@ class _Recorder:
 
 
 def sources() -> dict[str, list[str]]:
-    """The files of each area, from the root."""
+    """Returns the source files of each area, relative to the root."""
     package = ROOT / "threed"
     return {
         area: [
@@ -114,7 +122,7 @@ def sources() -> dict[str, list[str]]:
 
 
 def copy_tree(to: Path) -> None:
-    """A fresh copy of what git knows or would add, compiled; its byte code is checked by hash, not by time."""
+    """Copies the files that git tracks or would add to a new folder, and compiles them."""
     shutil.rmtree(to, ignore_errors=True)
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
@@ -124,7 +132,10 @@ def copy_tree(to: Path) -> None:
 
 
 def compile_tree(tree: Path) -> None:
-    """Byte code that is checked by hash, not by time: files here change within a second and back."""
+    """Compiles a tree to byte code that is validated by hash, not by time.
+
+    Files of the tree change and change back within a second, which a validation by time would miss.
+    """
     command = [
         sys.executable,
         "-m",
@@ -139,7 +150,7 @@ def compile_tree(tree: Path) -> None:
 
 
 def mark_tree(tree: Path) -> list[str]:
-    """A copy of the tree with marks in it; the names of the marked statements."""
+    """Adds marks to a copy of the tree; returns the names of the marked statements."""
     copy_tree(tree)
     names: list[str] = []
     for path in itertools.chain(*sources().values()):
@@ -152,7 +163,7 @@ def mark_tree(tree: Path) -> list[str]:
 
 
 def map_file(folder: Path, tree: Path, names: list[str], test: Path, slot: int) -> str:
-    """Runs a test file with marks and writes down which test ran which statement; what to tell."""
+    """Runs a test file with marks, stores which test ran which statement, and returns a message."""
     hits = folder / f"hits{slot}"
     hits.write_bytes(bytes(len(names)))
     hits.with_suffix(".jsonl").write_text("")
@@ -175,13 +186,13 @@ def map_file(folder: Path, tree: Path, names: list[str], test: Path, slot: int) 
 
 
 def test_files() -> list[Path]:
-    """Returns the test files but those of the CUDA emulator and the simulated accelerator."""
+    """Returns the test files, except those of the CUDA emulator and the simulated accelerator."""
     files = (ROOT / "tests").rglob("test_*.py")
     return [path for path in files if path.parent.name not in ("cuda", "accelerator")]
 
 
 def make_map(folder: Path, jobs: int) -> None:
-    """Maps every test file that changed since it was last mapped."""
+    """Maps every test file that has changed since it was last mapped."""
     tests = sorted(test_files(), key=lambda path: path.stat().st_size)
     missing = [test for test in tests if read_map(folder, test) is None]
     if not missing:
@@ -206,7 +217,10 @@ def make_map(folder: Path, jobs: int) -> None:
 
 
 def at_once(work: Callable[[Any], Any], items: list[Any], jobs: int) -> Iterator[Any]:
-    """What work(item) gives for each, as they come. Where it is stopped, what runs is ended and the rest not begun."""
+    """Yields work(item) for each item in the order of completion, with `jobs` items at a time.
+
+    If the caller stops, running items are ended, and the others are not started.
+    """
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
@@ -223,7 +237,7 @@ def map_path(folder: Path, test: Path) -> Path:
 
 
 def read_map(folder: Path, test: Path) -> dict[str, Any] | None:
-    """What a test file runs; None when it is not known, or was of another text."""
+    """Returns the map of a test file; None if there is none, or if the file has changed since."""
     path = map_path(folder, test)
     known = json.loads(path.read_text()) if path.is_file() else None
     return known if known and known["hash"] == hash_of(test) else None
@@ -246,7 +260,7 @@ RUNNING: set[subprocess.Popen[str]] = set()
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kills a process and those that it started."""
+    """Kills a process and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -255,8 +269,11 @@ def end(process: subprocess.Popen[str]) -> None:
 def run_pytest(
     tree: Path, arguments: list[str], limit: float, more: dict[str, str]
 ) -> tuple[int | None, float, str]:
-    """Runs pytest in a copy of the tree, ends all its processes; its exit status (None past the limit), seconds, and
-    the end of what it printed."""
+    """Runs pytest in a copy of the tree, and then ends all its processes.
+
+    Returns:
+        The exit code (None if the time limit was reached), the seconds, and the end of the output.
+    """
     with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as temporary:
         settings = {
             **os.environ, "PYTHONPATH": str(tree), "TMPDIR": temporary, "PYTHONDONTWRITEBYTECODE": "1", "CI": "1",
@@ -285,7 +302,7 @@ def run_pytest(
 
 
 def draw(seed: int, count: int) -> list[Mutant]:
-    """As many changes of each area."""
+    """Returns the changes that a seed selects, the same number in each area."""
     areas = sources()
     shares = [count // len(areas) + (number < count % len(areas)) for number in range(len(areas))]
     return [
@@ -296,8 +313,11 @@ def draw(seed: int, count: int) -> list[Mutant]:
 
 
 def draw_of(area: str, paths: list[str], seed: int, count: int) -> list[Mutant]:
-    """Changes of an area's files, of each kind in turn, at most one a statement. The place of a change in the draw
-    depends on itself alone, so that edits elsewhere leave it there."""
+    """Returns the changes of an area's files: all kinds in turn, at most one per statement.
+
+    The position of a change in the random order depends only on the change, so edits elsewhere do
+    not affect it.
+    """
     kinds: dict[str, list[Mutant]] = {}
     texts = {path: (ROOT / path).read_text() for path in paths}
     for mutant in itertools.chain(*itertools.starmap(find, texts.items())):
@@ -323,14 +343,14 @@ def draw_of(area: str, paths: list[str], seed: int, count: int) -> list[Mutant]:
 
 @dataclass
 class Covering:
-    """The tests that run each statement, of the maps of all test files."""
+    """The tests that run each statement, from the maps of all test files."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     statements: dict[str, set[str]] = field(default_factory=lambda: collections.defaultdict(set))
     functions: dict[str, set[str]] = field(default_factory=lambda: collections.defaultdict(set))
 
     def add(self, known: dict[str, Any]) -> None:
-        """A test file's map; tests that failed with the marks in place are left out."""
+        """Adds the map of a test file, without the tests that failed with the marks."""
         names = [record["test"] if record["passed"] else None for record in known["tests"]]
         self.seconds |= {
             record["test"]: record["seconds"] for record in known["tests"] if record["passed"]
@@ -343,13 +363,21 @@ class Covering:
             self.functions[f"{path}::"] |= tests
 
     def keep(self, there: set[str]) -> None:
-        """Forgets tests that are gone: pytest ends with an error where one is asked for, as if a change had died."""
+        """Removes tests that no longer exist.
+
+        If pytest is asked for a missing test, it ends with an error, which would count as a
+        detected change.
+        """
         for tests in (*self.statements.values(), *self.functions.values()):
             tests &= there
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """The tests that cover a change, likeliest and quickest first: those that run what few run of its function (a
-        refusal, say) before others. Of its function, or module, where the statement is not one that the map knows."""
+        """Returns the tests that cover a change, in the order in which they are run.
+
+        The tests that most likely detect the change and the fastest ones come first; tests that run
+        rarely executed statements of the function (such as a refusal) come before others. If the
+        map does not contain the statement, the tests of its function or module are returned.
+        """
         function = mutant.statement.rpartition("::")[0]
         found = self.statements.get(mutant.statement) or self.functions.get(function, set())
         beside = [
@@ -382,7 +410,10 @@ class Covering:
 
 
 def by_files(tests: list[str]) -> list[str]:
-    """The same tests, each file's together, where its first stands: a file's fixtures are made once."""
+    """Groups tests by file, in the order of each file's first test.
+
+    So the fixtures of a file are created only once.
+    """
     files: dict[str, list[str]] = {}
     for test in tests:
         files.setdefault(test.partition("::")[0], []).append(test)
@@ -390,7 +421,7 @@ def by_files(tests: list[str]) -> list[str]:
 
 
 def try_tests(tree: Path, tests: list[str], seconds: dict[str, float]) -> tuple[str, str]:
-    """'survived', 'killed' or 'timeout', and by what."""
+    """Returns 'survived', 'killed' or 'timeout', and the test that detected the change."""
     if not tests:
         return "survived", ""
     each, together = max(seconds[test] for test in tests), sum(seconds[test] for test in tests)
@@ -409,7 +440,10 @@ def try_tests(tree: Path, tests: list[str], seconds: dict[str, float]) -> tuple[
 
 
 def judge(tree: Path, mutant: Mutant, covering: Covering) -> dict[str, Any]:
-    """What becomes of a change: first a minute of its tests, then others."""
+    """Runs the tests of a change and returns the result.
+
+    The tests of the second round run only if those of the first round pass.
+    """
     start, used, tests = time.monotonic(), 0.0, covering.tests(mutant)
     text = (ROOT / mutant.path).read_text()
     (tree / mutant.path).write_text(apply(text, mutant))
@@ -438,7 +472,7 @@ def judge(tree: Path, mutant: Mutant, covering: Covering) -> dict[str, Any]:
 def run(
     mutants: list[Mutant], covering: Covering, folder: Path, jobs: int, retry: bool
 ) -> dict[str, dict[str, Any]]:
-    """Judges the changes that are not known yet; all their results."""
+    """Judges the changes without a stored result; returns the results of all changes."""
     path = folder / "results.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     known = {record["key"]: record for record in map(json.loads, lines)}
@@ -476,7 +510,7 @@ def run(
 
 
 def looked_at() -> dict[tuple[str, ...], dict[str, Any]]:
-    """Survivors with what a person found: by file, function, operator, before and after."""
+    """Returns the examined survivors, by file, function, operator, old and new text."""
     path = ROOT / "tests" / "mutants.toml"
     listed = tomllib.loads(path.read_text()).get("survivor", []) if path.is_file() else []
     return {
@@ -486,7 +520,11 @@ def looked_at() -> dict[tuple[str, ...], dict[str, Any]]:
 
 
 def report(mutants: list[Mutant], known: dict[str, dict[str, Any]]) -> float:
-    """Prints the table and the survivors; the share that died of those that mean something else."""
+    """Prints the table and the survivors.
+
+    Returns:
+        The share of detected changes among the changes that change the meaning.
+    """
     notes, rows = looked_at(), dict[str, collections.Counter[str]]()
     areas = {path: area for area, paths in sources().items() for path in paths}
     told: dict[str, list[str]] = {"equivalent": [], "survived": []}
@@ -515,7 +553,7 @@ def report(mutants: list[Mutant], known: dict[str, dict[str, Any]]) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description="Do the tests notice small changes of meaning?")
     parser.add_argument(
         "--folder",

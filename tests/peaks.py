@@ -1,4 +1,4 @@
-"""The most bytes of live storages in a step, measured on real ranks."""
+"""Measures the peak of live storage bytes in a training step, on real ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from threed.layers import Slicing
 
 
 def config_of(world: int, **groups: dict[str, Any]) -> Config:
-    """A small model's configuration, with these keys in place of the defaults."""
+    """Returns the configuration of a small model.
+
+    Args:
+        world: number of ranks.
+        groups: keys that differ from the defaults, by group.
+    """
     base: dict[str, dict[str, Any]] = {
         "model": {"layers": 8, "hidden": 256, "heads": 8, "seq": 128, "vocab": 1000},
         "train": {"micro_batch": 2, "steps": 10},
@@ -29,7 +34,7 @@ def config_of(world: int, **groups: dict[str, Any]) -> Config:
 
 
 def measure(config: Config) -> int:
-    """This rank's peak in its third step."""
+    """Returns this rank's peak in its third step, in bytes."""
     p = config.parallel
     with Peak() as peak:
         topology = Topology(pp=p.pp, tp=p.tp)
@@ -48,5 +53,5 @@ def measure(config: Config) -> int:
 
 
 def measure_all(configs: list[Config]) -> list[int]:
-    """The same of several."""
+    """Returns this rank's peaks for several configurations, in bytes."""
     return [measure(config) for config in configs]

@@ -1,8 +1,9 @@
-"""Draws docs/images/: the schedules, and the dark colors of the pictures that are drawn by hand.
+"""Draws docs/images/: pictures of schedules, and the dark colors of manually drawn pictures.
 
-python -m tests.pictures         # after threed/schedules/gantt.py, threed/core/svg_style.py or a picture changed
+    python -m tests.pictures         # after threed/schedules/gantt.py, threed/core/svg_style.py or a picture has changed
 
-A picture drawn by hand has the light colors of `threed.core.svg_style`, and an element `<style></style>`.
+A manually drawn picture uses the light colors of `threed.core.svg_style` and contains an element
+`<style></style>`.
 """
 
 from __future__ import annotations

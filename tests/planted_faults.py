@@ -1,4 +1,7 @@
-"""Models with one fault each, in the block `blocks.1`: what `threed verify` must find. As a user's file would be."""
+"""Models with one fault each, in `blocks.1`, which `threed verify` must find.
+
+The models are written like a user's file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from threed.layers import MicroBatch, Slicing
 
 
 class Block(nn.Module):
-    """x + mlp(norm(x)), and what a fault makes of it."""
+    """x + mlp(norm(x)); subclasses add a fault."""
 
     def __init__(self, name: str, c: ModelConfig, slicing: Slicing) -> None:
         super().__init__()
@@ -28,7 +31,7 @@ class Block(nn.Module):
         )
         self.down: nn.Module = layers.RowLinear(f"{name}.mlp.down", 2 * c.hidden, c.hidden, slicing)
         self.level: Tensor
-        self.register_buffer("level", torch.zeros(()))  # persistent: compared too
+        self.register_buffer("level", torch.zeros(()))  # persistent, so that it is compared too
         self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
         self.register_buffer("counts", torch.tensor([1, 2]))
         self.register_buffer("flags", torch.tensor([True, False]))
@@ -39,7 +42,7 @@ class Block(nn.Module):
 
 
 class Gain(nn.Module):
-    """x * weight, with a record of its own."""
+    """x * weight, with a custom sharding record."""
 
     def __init__(self, name: str, width: int, replicated: str | None, partial: str | None) -> None:
         super().__init__()
@@ -51,7 +54,10 @@ class Gain(nn.Module):
 
 
 class MissingPartial(Block):
-    """The weight of a layer that sees a part of the sequence; its record does not say so."""
+    """A weight whose gradient is partial, because its layer sees only a part of the sequence.
+
+    The fault: its record lacks `partial`.
+    """
 
     def __init__(self, name: str, c: ModelConfig, slicing: Slicing) -> None:
         super().__init__(name, c, slicing)
@@ -59,7 +65,7 @@ class MissingPartial(Block):
 
 
 class PartialTooMany(Block):
-    """A weight whose gradient every tensor rank has, marked as partial all the same."""
+    """A weight whose full gradient every tensor rank computes, but whose record has `partial`."""
 
     def __init__(self, name: str, c: ModelConfig, slicing: Slicing) -> None:
         super().__init__(name, c, slicing)
@@ -67,7 +73,7 @@ class PartialTooMany(Block):
 
 
 class MissingSum(Block):
-    """A row-parallel product whose parts are not summed."""
+    """A row-parallel product whose partial results are not summed over the tensor ranks."""
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         y = self.up(self.norm(x)).relu()
@@ -75,7 +81,7 @@ class MissingSum(Block):
 
 
 class MissingCopy(Block):
-    """A column-parallel product whose input's gradients are not summed."""
+    """A column-parallel product that does not sum its input's gradients over the tensor ranks."""
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         y = F.linear(self.norm(x), self.up.weight, self.up.bias).relu()  # type: ignore[arg-type]
@@ -83,7 +89,7 @@ class MissingCopy(Block):
 
 
 class WrongSlice(Block):
-    """Learned positions of which every rank takes the first, whatever its part of the sequence."""
+    """Learned positions of which every rank uses the first ones, for any part of the sequence."""
 
     def __init__(self, name: str, c: ModelConfig, slicing: Slicing) -> None:
         super().__init__(name, c, slicing)
@@ -103,21 +109,24 @@ class WrongSlice(Block):
 
 
 class TorchsDropout(Block):
-    """Dropout of torch's generator."""
+    """Dropout that uses torch's random number generator."""
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         return F.dropout(super().forward(x, micro), 0.1)
 
 
 class InPlace(Block):
-    """A layer that changes its input."""
+    """A layer that changes its input in place."""
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         return super().forward(x.mul_(2), micro)
 
 
 class InPlaceUnseen(Block):
-    """The same where autograd does not see it: only what runs again gives it away."""
+    """A layer that changes its input in place without autograd detecting it.
+
+    Only a second run of the layer, as in recomputation, gives a different result.
+    """
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         x.data.mul_(2)
@@ -147,7 +156,7 @@ class OutputOfTheRank(Block):
 
 
 class DoubledName(Block):
-    """Two norms of one name."""
+    """Two norms with the same name."""
 
     def __init__(self, name: str, c: ModelConfig, slicing: Slicing) -> None:
         super().__init__(name, c, slicing)
@@ -158,7 +167,7 @@ class DoubledName(Block):
 
 
 class SlicingWithoutAxis(Block):
-    """Layers that were not told of the tensor ranks."""
+    """Layers that are built with a `Slicing` without the axis of the tensor ranks."""
 
     def __init__(self, name: str, c: ModelConfig, slicing: Slicing) -> None:
         super().__init__(name, c, Slicing())
@@ -173,7 +182,7 @@ class SomeRanksOnly(Block):
 
 
 class StateOfItsOwn(Block):
-    """A layer that counts its runs, and computes with the count."""
+    """A layer that counts its runs and uses the count in its computation."""
 
     def __init__(self, name: str, c: ModelConfig, slicing: Slicing) -> None:
         super().__init__(name, c, slicing)
@@ -185,7 +194,7 @@ class StateOfItsOwn(Block):
 
 
 class BufferOfTheRank(Block):
-    """A buffer that holds something else on every tensor rank, and that nothing reads."""
+    """A buffer that differs between the tensor ranks and is never read."""
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         self.level = self.level + self.slicing.tp.index
@@ -193,7 +202,7 @@ class BufferOfTheRank(Block):
 
 
 class EndsOnOneRank(Block):
-    """A process that ends in the middle of a step."""
+    """A process that exits in the middle of a step."""
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self.slicing.tp.index:
@@ -202,7 +211,7 @@ class EndsOnOneRank(Block):
 
 
 class NoNumber(Block):
-    """What one tensor rank adds is no number."""
+    """One tensor rank adds a NaN."""
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         y = super().forward(x, micro)
@@ -210,7 +219,7 @@ class NoNumber(Block):
 
 
 class Model:
-    """Embedding, three blocks of which the second has a fault, head."""
+    """A model of an embedding, three blocks and a head; the second block has a fault."""
 
     fault: type[Block] = Block
 
@@ -232,7 +241,7 @@ class Model:
 
 
 def with_fault(fault: type[Block]) -> type[Model]:
-    """The model with that fault, as a class that ranks can import."""
+    """Returns the model with a fault, as a class that ranks can import."""
     made = type(f"Model{fault.__name__}", (Model,), {"fault": fault, "__module__": __name__})
     globals()[made.__name__] = made
     return made

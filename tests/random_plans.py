@@ -1,9 +1,9 @@
-"""Random legal schedules: any order of forwards and backwards that does not stall, on any placement of stages.
+"""Random legal schedules: forwards and backwards in any order that does not stall.
 
     --parallel.schedule tests/random_plans.py:first
 
-A plan may have one or two chunks a rank, stages on ranks in any order, and backwards in one part, in two, or of both
-kinds.
+A plan has one or two chunks per rank, with any placement of the stages. Its backwards are full, or
+split, or some of each.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from threed.schedules import Action, Kind, Plan
 from threed.schedules.deadlock_check import validate
 
 TRIES = 400
-# (stage, micro-batch) -> 0; 1 after F; 2 after I; 3 after B or W
+# (stage, micro-batch) -> 0 at first, 1 after F, 2 after I, 3 after B or W
 Progress = dict[tuple[int, int], int]
 
 
 def random_plan(seed: int, stages: int, microbatches: int) -> Plan:
-    """Returns the first plan drawn for a seed that can run."""
+    """Returns the first of a seed's random plans that can run."""
     for turn in range(TRIES):
         plan = _drawn(random.Random(f"{seed} {stages} {microbatches} {turn}"), stages, microbatches)
         try:
@@ -54,7 +54,7 @@ def _drawn(draw: random.Random, stages: int, microbatches: int) -> Plan:
 
 
 def _placement(draw: random.Random, stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the stages of each rank: round after round, or in any order."""
+    """Returns the stages of each rank: round-robin, or in a random order."""
     numbers = list(range(chunks * stages))
     if draw.random() < 0.4:
         return tuple(tuple(numbers[rank::stages]) for rank in range(stages))

@@ -23,7 +23,7 @@ from threed.planner.forecast import Forecast
 
 PRESETS = ("llama3-8b", "mistral-7b", "qwen3-8b", "gemma3-12b", "qwen3-32b", "llama3-70b")
 WORLDS = (8, 64, 512)
-# Of an H100 SXM: FLOP/s in bf16, and assumed bytes per second over NVLink (a machine with 8 GPUs)
+# H100 SXM: FLOP/s in bf16, and assumed bytes per second over NVLink (a machine with 8 GPUs)
 # and over a network of 400 Gbit/s per GPU, two thirds and four fifths of the nominal speeds.
 PEAK, NVLINK, NETWORK = 989e12, 300e9, 40e9
 HEAD = """| preset | GPUs | topology | peak, GB | on the host, GB | s per step | MFU |
@@ -33,7 +33,7 @@ HEAD = """| preset | GPUs | topology | peak, GB | on the host, GB | s per step |
 
 @contextmanager
 def on_h100() -> Iterator[None]:
-    """Forecasts in the block are for a GPU, also on a machine without one.
+    """Context manager: forecasts inside are for a GPU, even on a machine without one.
 
     They are for torch's operations, which take more memory than the kernels of `csrc/cuda`.
     """
@@ -57,10 +57,10 @@ def peak(made: Forecast) -> float:
 
 
 def seconds(made: Forecast) -> float:
-    """Returns the time of a step, without the update of the weights.
+    """Returns the time of a step in seconds, without the update of the weights.
 
-    Compute at `EFFICIENCY` of the peak, the pipeline's bubble included, plus messages. Under ZeRO-3
-    gathers and reductions overlap with compute.
+    It is the time of compute at `EFFICIENCY` of the peak, including the pipeline's bubble, plus the
+    time of messages. Under ZeRO-3, gathers and reductions overlap with compute.
     """
     sends = {axis: max(rank.sends[axis] for rank in made.ranks) for axis in ("tp", "pp", "dp")}
     across = NVLINK if len(made.ranks) <= 8 else NETWORK
@@ -70,7 +70,7 @@ def seconds(made: Forecast) -> float:
 
 
 def topology(config: Config) -> str:
-    """Returns the topology in words, such as `tp 2 × dp 4, ZeRO-1`."""
+    """Returns the description of a topology, such as `tp 2 × dp 4, ZeRO-1`."""
     p, zero, r = config.parallel, config.zero, config.recompute
     axes = [(axis, getattr(p, axis)) for axis in ("pp", "dp", "tp")]
     parts = [" × ".join(f"{axis} {size}" for axis, size in axes if size > 1)]
@@ -82,7 +82,7 @@ def topology(config: Config) -> str:
 
 
 def row(name: str, made: Forecast) -> str:
-    """Returns the line of a forecast in the table."""
+    """Returns the row of a forecast in the table."""
     world, taken = len(made.ranks), seconds(made)
     tokens = made.config.train.global_batch * made.config.model.seq
     mfu = made.flops_per_token * tokens / (taken * world * PEAK)

@@ -1,6 +1,6 @@
-"""GPT-2 and Llama/Qwen3 in plain PyTorch, sharing no code with threed: what the engine is compared to.
+"""GPT-2 and Llama/Qwen3 in plain PyTorch, without code of threed, for comparisons with the engine.
 
-Weights carry the engine's global names, so that a state dict goes straight from one to the other.
+Weights have the engine's global names, so a state dict of one can be loaded into the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
 
 
 def turn(x: Tensor, theta: float) -> Tensor:
-    """Rotary positions on [b a s d]; the angles are fp32, as Hugging Face computes them."""
+    """Applies rotary positions to x [b a s d], with fp32 angles, like Hugging Face."""
     d = x.shape[-1]
     frequency = 1.0 / theta ** (torch.arange(0, d, 2).float() / d)
     angle = torch.arange(x.shape[-2]).float()[:, None] * frequency[None, :]
@@ -97,7 +97,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """tokens [b s] -> logits [b s v]. positions: how many learned ones, or None."""
+    """A decoder: tokens [b s] -> logits [b s v].
+
+    Args:
+        positions: number of learned positions, or None.
+    """
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class Decoder(nn.Module):
         return self.out(self.head["norm"](x))
 
     def take(self, weights: dict[str, Tensor]) -> None:
-        """Takes weights by the engine's names; all of them, and nothing else."""
+        """Loads weights by the engine's names; all names must match."""
         mine = self.named()
         assert mine.keys() == weights.keys(), mine.keys() ^ weights.keys()
         for name, param in mine.items():
@@ -135,7 +139,10 @@ class Decoder(nn.Module):
             param.data = weights[name].clone()
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Parameters by the engine's names: a tied one once, the untied projection as head.weight."""
+        """Returns the parameters by the engine's names.
+
+        A tied parameter has one entry; an untied output projection is named head.weight.
+        """
         return {
             "head.weight" if name == "out.weight" else name: param
             for name, param in self.named_parameters()
@@ -143,7 +150,7 @@ class Decoder(nn.Module):
 
 
 def gpt(*, vocab: int, h: int, layers: int, heads: int, seq: int, tied: bool) -> Decoder:
-    """GPT-2."""
+    """Returns a GPT-2."""
     blocks = [
         Block(
             (nn.LayerNorm(h), nn.LayerNorm(h)),
@@ -167,7 +174,7 @@ def llama(
     qk_norm: bool,
     theta: float = 1e4,
 ) -> Decoder:
-    """Llama; with `qk_norm` Qwen3."""
+    """Returns a Llama, or a Qwen3 if `qk_norm`."""
     blocks = [
         Block(
             (RMSNorm(h, 1e-5), RMSNorm(h, 1e-5)),

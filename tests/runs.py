@@ -1,4 +1,4 @@
-"""The real trainer in ranks of the harness: a tiny model on a tiny text, a run in a fraction of a second."""
+"""Runs the real trainer in ranks of the harness: a tiny model on a tiny text, in under a second."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def configuration(folder: Path, data: Data, /, world: int, **groups: dict[str, Any]) -> Config:
-    """TINY with other values in some groups, as the run `folder`/run."""
+    """Returns TINY with other values in some groups, for a run in the folder `folder`/run."""
     said = {"run": {"dir": str(folder / "run"), "name": "run"}, **TINY}
     said = {
         name: {**said.get(name, {}), **groups.get(name, {})} for name in said.keys() | groups.keys()
@@ -44,10 +44,10 @@ def configuration(folder: Path, data: Data, /, world: int, **groups: dict[str, A
 
 
 def open_text(folder: Path) -> Data:
-    """Numbers and their squares; ranks may call it at the same time."""
+    """Returns a text of numbers and their squares as data; ranks may call this at the same time."""
     text, mine = folder / "text.txt", folder / f"text-{os.getpid()}.tmp"
     mine.write_text("".join(f"line {n} has the square {n * n}\n" for n in range(500)))
-    # the first one's stays: another rank may be reading it
+    # an existing file is not replaced, because another rank may be reading it
     with contextlib.suppress(FileExistsError):
         text.hardlink_to(mine)
     mine.unlink()
@@ -55,11 +55,13 @@ def open_text(folder: Path) -> Data:
 
 
 def run(folder: Path, data: Data, /, world: int = 1, **groups: dict[str, Any]) -> str:
-    """Trains to the end as a command line would; what this rank printed. Collective."""
+    """Trains to the end like the command line, and returns this rank's output. Collective."""
     engine = engine_of(configuration(folder, data, world, **groups))
     with contextlib.redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
-        # seconds of matplotlib; test_pretrain.py looks at the figures
+        # figures take seconds, and are tested in test_pretrain.py
         patch.setattr(final_report, "draw", lambda *about: [])
         Trainer(engine, data, ["pretrain/gpt.py"]).run()
-    collectives.barrier(engine.topology.axis("world"))  # rank 0 writes on after the others are done
+    collectives.barrier(
+        engine.topology.axis("world")
+    )  # rank 0 writes files after the other ranks have finished
     return said.getvalue()

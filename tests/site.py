@@ -62,7 +62,7 @@ def write(folder: Path = SOURCES) -> None:
 
 
 def generated() -> Iterator[tuple[str, str]]:
-    """The places and texts of the pages that are not in the repository."""
+    """Yields the paths and texts of the pages that are not files of the repository."""
     yield "reference/cli.md", command_line()
     yield "api/index.md", packages()
     for package in PACKAGES:
@@ -73,10 +73,10 @@ def generated() -> Iterator[tuple[str, str]]:
 
 
 def with_code(text: str) -> str:
-    """A page whose inline code is written for Python-Markdown.
+    """Returns a page with inline code in the form that Python-Markdown needs.
 
-    GitHub needs a backslash before a | in the code of a table, Python-Markdown prints it. Flags
-    and lists of choices are marked, so that browsers break lines at the right places.
+    In the code of a table, GitHub needs a backslash before a |, which Python-Markdown would print.
+    Flags and lists of choices are marked, so that browsers break lines at suitable positions.
     """
     parts = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
     parts[::2] = [CODE.sub(lambda match: new_code(match[1]), part) for part in parts[::2]]
@@ -84,7 +84,7 @@ def with_code(text: str) -> str:
 
 
 def new_code(words: str) -> str:
-    """Inline code in the site: HTML, in which a line may break after each |, for a list of choices."""
+    """Returns inline code of the site as HTML, with possible line breaks after each | of a list."""
     words = words.replace("\\|", "|")
     if words.count("|") > 1:
         return (
@@ -94,7 +94,7 @@ def new_code(words: str) -> str:
 
 
 def with_links(text: str, place: str) -> str:
-    """A page of the repository with the links of the site.
+    """Returns a page of the repository with the links of the site.
 
     Args:
         text: the page.
@@ -105,7 +105,7 @@ def with_links(text: str, place: str) -> str:
 
 
 def new_target(target: str, old: str, place: str) -> str:
-    """A link's target in the site: a relative path, or the address of a file of the repository.
+    """Returns a link's target in the site: a relative path, or the URL of a file of the repository.
 
     Args:
         target: path in the link, relative to the page in the repository.
@@ -120,7 +120,7 @@ def new_target(target: str, old: str, place: str) -> str:
 
 
 def repository() -> str:
-    """The address of the repository's web page."""
+    """Returns the URL of the repository."""
     address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
     return str(address)
 
@@ -129,12 +129,12 @@ def repository() -> str:
 
 
 def names_of(package: str) -> tuple[str, ...]:
-    """The `__all__` of a package."""
+    """Returns the `__all__` of a package."""
     return tuple(vars(importlib.import_module(package)).get("__all__", ()))
 
 
 def packages() -> str:
-    """The first page of the API reference: a table of the public packages."""
+    """Returns the first page of the API reference: a table of the public packages."""
     rows = [
         f"| [`{package}`]({package}.md) | {first_sentence(importlib.import_module(package))} |"
         for package in PACKAGES
@@ -144,7 +144,7 @@ def packages() -> str:
 
 
 def reference(package: str) -> str:
-    """The page of a package: its docstring, and an entry for each name of its `__all__`."""
+    """Returns the page of a package: its docstring, and an entry for each name of its `__all__`."""
     module = importlib.import_module(package)
     parts, modules = [f"# {package}", inspect.cleandoc(module.__doc__ or "")], []
     for name in names_of(package):
@@ -159,10 +159,10 @@ def reference(package: str) -> str:
 
 
 def entry(package: str, name: str, value: object) -> str:
-    """The entry of a name: a directive for mkdocstrings, or a link to the package that has the name.
+    """Returns the entry of a name: a directive for mkdocstrings, or a link to another package.
 
-    The heading has the public name, and the directive the module that defines it: mkdocstrings
-    reads the sources, and does not find names that a package imports on first use.
+    The heading has the public name, and the directive names the module that defines it:
+    mkdocstrings reads the sources, and does not find names that a package imports on first use.
     """
     public, path = f"{package}.{name}", f"{package}.{name}"
     if inspect.isclass(value) or inspect.isroutine(value):
@@ -178,14 +178,14 @@ def entry(package: str, name: str, value: object) -> str:
 
 
 def submodule(module: ModuleType) -> str:
-    """A line for a package in the `__all__` of `threed`."""
+    """Returns a line for a package in the `__all__` of `threed`."""
     name = module.__name__
     shown = f"[`{name}`]({name}.md)" if name in PACKAGES else f"`{name}`"
     return f"- {shown}: {first_sentence(module)}"
 
 
 def first_sentence(module: ModuleType) -> str:
-    """The first sentence of a module's docstring."""
+    """Returns the first sentence of a module's docstring."""
     return re.split(r"\.\s|\.$|\n\n", inspect.cleandoc(module.__doc__ or ""))[0].replace("\n", " ")
 
 
@@ -193,7 +193,7 @@ def first_sentence(module: ModuleType) -> str:
 
 
 def command_line() -> str:
-    """The page of the command line: the help text of each tool."""
+    """Returns the page of the command line: the help text of each tool."""
     parts = [
         "# Command line",
         INTRODUCTION,
@@ -205,7 +205,7 @@ def command_line() -> str:
 
 
 def help_text(*words: str) -> str:
-    """A code block with the output of `threed WORDS --help`."""
+    """Returns a code block with the output of `threed WORDS --help`."""
     printed = io.StringIO()
     with (
         mock.patch.dict(os.environ, COLUMNS="84", NO_COLOR="1"),

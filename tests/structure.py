@@ -1,6 +1,8 @@
-"""Draws docs/images/structure.svg: the packages of `threed` by floor, with the first line of each docstring.
+"""Draws docs/images/structure.svg: the packages of `threed` by level, with their docstrings.
 
-python -m tests.structure        # after LEVELS of tests/test_floors.py or a package's docstring changed
+    python -m tests.structure        # after LEVELS of tests/test_floors.py or a package's docstring has changed
+
+The picture shows the first line of each docstring.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def wrapped(name: str, width: float) -> list[str]:
 
 
 def draw_floor(names: tuple[str, ...], y: float) -> tuple[list[str], float]:
-    """Returns the elements of a floor that begins at y, and its height."""
+    """Returns the elements of a level of packages that begins at y, and its height in pixels."""
     width = (WIDTH - 2 * GAP - (len(names) + 1) * GAP) / len(names)
     height = 28 + LINE * max(len(wrapped(name, width)) for name in names)
     outer = f'x="{GAP}" y="{y:g}" width="{WIDTH - 2 * GAP}" height="{height + 2 * GAP:g}" rx="6"'

@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic, and that the engines of the ZeRO suites train the same thing."""
+"""The computations of the benchmarks, and that the engines of the ZeRO suites train the same."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ def test_wire_bytes_follow_the_formula(stage: int, volumes: int, ranks: int) -> 
 
 
 def test_live_and_peak_count_storages_once() -> None:
-    gc.collect()  # what earlier tests left in cycles counts while it lives: it must not end between the two looks
+    gc.collect()  # objects of earlier tests in reference cycles must not be freed between the two measurements
     before = memory.live_mib()
     with FakeTensorMode():
-        fakes = [torch.zeros(2**20)]  # as torch.compile leaves behind: they have no memory
+        fakes = [
+            torch.zeros(2**20)
+        ]  # like those that torch.compile leaves behind, which have no memory
     kept = torch.zeros(3 * 2**18)  # 3 MiB
     views = [kept[:5], kept.view(3, -1)]
     kept.requires_grad_().grad = torch.zeros(3 * 2**18)
@@ -98,7 +100,7 @@ def test_updates_are_compared_where_every_step_is_finished() -> None:
         },
     ]
     lines = run.tables(records).splitlines()
-    # in the table of speeds, and of updates
+    # it is in the table of speeds and in the table of updates
     assert [line.count("threed_zero2_cpu") for line in lines].count(1) == 2
     assert (
         lines[-1]
@@ -131,7 +133,7 @@ def test_missing_deepspeed_leaves_its_engines_out(
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers on warm ranks; torchrun starts those of the tests that measure."""
+    """Runs workers on forked ranks; tests that measure use torchrun instead."""
     monkeypatch.setattr(
         run, "launched", lambda ranks, words, env: run_script(ranks, words, ROOT, env)
     )
@@ -170,7 +172,7 @@ def test_what_swaps_reads_and_writes_the_state(tmp_path: Path) -> None:
     chosen.steps = 4
     (record,) = run.run_suite("offload-nvme-3-dp1", chosen)
     slices = record["parameters"] * 4 / 2**20
-    moved = 3 * slices  # gradients and two moments; in fp32 parameters are the weights
+    moved = 3 * slices  # gradients and two moments; in fp32 the parameters are the masters
     read, written = record["drive_mib"]
     assert read == pytest.approx(moved, rel=0.1) or read == 0  # 0 where the folder is in memory
     assert written == pytest.approx(moved, rel=0.1) or written == 0
@@ -178,7 +180,7 @@ def test_what_swaps_reads_and_writes_the_state(tmp_path: Path) -> None:
 
 
 def records(script: str, *options: str) -> list[dict[str, Any]]:
-    """The JSON lines of a benchmark script that runs small."""
+    """Returns the JSON lines of a benchmark script with small sizes."""
     done = run_script(1, [f"{ROOT}/benchmarks/{script}", *options], ROOT, os.environ)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -233,7 +235,7 @@ def test_pipelines_are_measured_beside_what_their_plans_promise() -> None:
     (record,) = run.run_suite("pp2_zb-v", options(only=["torch_zb-v", "threed_zb-v"]))
     found = record["results"]["threed_zb-v"]
     assert found["loss_difference"] <= SUITES["pp2_zb-v"].parity
-    assert 0 <= found["bubble_expected"] < 1  # 0 where the longest rank never waits
+    assert 0 <= found["bubble_expected"] < 1  # 0 if the rank with the longest span never waits
     assert 0 < found["bubble"] < 1
     assert found["bound_s"] > 0
     assert run.tables([record]).splitlines()[-1].count("threed_zb-v") == 1
@@ -252,7 +254,7 @@ def test_stages_that_sleep_are_timed_beside_the_peers() -> None:
         [cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]
     ]
     assert [row[0] for row in rows] == ["1f1b", "zb-v"]
-    # no sleep is left out
+    # all sleeps are counted
     assert all(float(time) >= float(row[3]) for row in rows for time in (row[4], row[6]))
 
 
@@ -262,7 +264,7 @@ def test_memory_and_bytes_of_one_engine() -> None:
     (record,) = run.run_suite("zero", options(only=["threed_zero1"], quick=False))
     formula = wire_mib(1, record["parameters"], 2)
     assert record["counted_mib"]["dp"] == pytest.approx(formula, rel=0.02)
-    # at this size also barriers, and whatever else uses the loopback
+    # at this size, barriers and other traffic on the loopback are a visible part
     assert record["loopback_mib"] > 0.99 * formula
     # parameters, gradients, half of two moments
     states = record["parameters"] * 4 * (1 + 1 + 2 / 2) / 2**20

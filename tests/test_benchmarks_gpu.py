@@ -1,7 +1,7 @@
-"""benchmarks/gpu.py: its stages run, stop, fail and go on as it says, and what they compute themselves is right.
+"""benchmarks/gpu.py: its stages run, stop, fail and continue as documented.
 
-Stages of the conductor's tests are small programs written here; a rehearsal runs the real ones on the CPU. Our kernels,
-as the stage `kernels` calls them, run on the emulator.
+The tests of the program use small stages that are written here; a rehearsal runs the real ones on
+the CPU. The kernels, as the stage `kernels` calls them, run on the emulator.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ BODIES = {
     "raises": "raise RuntimeError('no such luck')",
     "dies": "os.kill(os.getpid(), 9)",
     "forgets": "",
-    # a child in a session of its own, as torchrun makes them, which outlives its parent
+    # a child in a separate session, like those of torchrun, which survives its parent
     "hangs": """
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 made.put(child=child.pid)
@@ -75,7 +75,7 @@ Conduct = Callable[..., int]
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Planned]]:
-    """Makes stages of these kinds, each a module of its own."""
+    """Returns a function that creates stages of given kinds, each in a separate module."""
 
     def make(*kinds: str, limit: float = 60) -> list[Planned]:
         for kind in kinds:
@@ -97,13 +97,13 @@ def ended(folder: Path, name: str) -> dict[str, Any]:
 
 
 def runs(folder: Path, name: str) -> int:
-    """How often a stage ran."""
+    """Returns how often a stage has run."""
     path = folder / f"{name}.runs"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and waits for its parent does not."""
+    """Returns whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -146,10 +146,10 @@ def test_the_others_go_on_after_a_stage_that_fails(
     assert conduct(out, planned) == 1
     found = ended(out, kind)
     assert (found["status"], found["message"]) == (status, said)
-    assert found["figures"] == {"answer": 42}  # what it had
+    assert found["figures"] == {"answer": 42}  # the figures up to the end
     assert ended(out, "right")["status"] == record.DONE
     assert f"not done: {kind}" in capsys.readouterr().out
-    assert conduct(out, planned) == 1  # it is no finished stage
+    assert conduct(out, planned) == 1  # the stage does not count as finished
     assert (runs(out, kind), runs(out, "right")) == (2, 1)
 
 
@@ -174,7 +174,7 @@ def test_an_interrupt_ends_the_stage_and_is_recorded(tmp_path: Path, plan: Any) 
     code = (
         "import signal\n"
         "from benchmarks import gpu\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in what a shell runs behind itself
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background processes ignore it by default
         "try:\n"
         f"    gpu.conduct(gpu.parse(['--out', {str(out)!r}]), [gpu.Planned('hangs', '', 2, 60, 'fake_hangs')])\n"
         "except KeyboardInterrupt:\n"
@@ -220,7 +220,7 @@ def test_what_has_no_time_is_recorded_so(
     assert runs(out, "right") == 0
     assert conduct(out, planned) == 0
     assert ended(out, "right")["status"] == record.DONE
-    # figures of an earlier run stay
+    # figures of an earlier run remain
     assert conduct(out, planned, "--minutes", "0.01", "--again") == 0
     assert ended(out, "right")["status"] == record.DONE
 
@@ -231,7 +231,7 @@ def test_calls_that_cannot_be_are_refused(
     out = ["--out", str(tmp_path)]
     assert gpu.main(["--only", "kernel", *out]) == 2
     assert (
-        "no such stage: kernel; there are build, tests, bandwidth, kernels,"
+        "no such stage: kernel; there are build, tests, bandwidth, features, roof, kernels,"
         in capsys.readouterr().err
     )
     assert gpu.main(["--again", "steps", *out]) == 2
@@ -295,7 +295,7 @@ def test_a_process_of_a_stage_is_ended_with_its_children(tmp_path: Path) -> None
     assert (done.returncode, done.stdout) == (
         124,
         "begun\n",
-    )  # at once: nobody holds the pipe any more
+    )  # returns at once, because no process has the pipe open
     assert done.stderr.endswith("killed after 2 seconds")
     assert running.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode == 3
 
@@ -352,7 +352,10 @@ def test_a_rehearsal_of_everything(tmp_path: Path) -> None:
 @needs_emulator
 @pytest.mark.slow
 def test_our_kernels_are_right_as_they_are_called() -> None:
-    """On the emulator, against fp64; each case starts the kernels that it names, and all cases all kernels."""
+    """On the emulator, compared with fp64.
+
+    Each case starts the kernels that it names, and together the cases start all kernels.
+    """
     started: set[str] = set()
     torch.manual_seed(0)
     for family in kernel_cases.FAMILIES:
@@ -395,7 +398,7 @@ GONE = {
 @needs_emulator
 @pytest.mark.slow
 def test_a_switch_leaves_its_kernels_out_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_cpu, "MIN_NUMEL", 1 << 40)  # the passes of the CPU would come first
+    monkeypatch.setattr(fused_cpu, "MIN_NUMEL", 1 << 40)  # otherwise the CPU kernels would be used
     plan = step.plan_for(0, small=True)
     batch = step.reference.batches(plan.config, 1, plan.batch)[0]
     with emulated(torch_writes=True, checks=False) as machine:
@@ -404,7 +407,7 @@ def test_a_switch_leaves_its_kernels_out_and_no_others(monkeypatch: pytest.Monke
         def launched() -> set[str]:
             machine.launches.clear()
             assert step.value(ours.step(*batch)) < 7
-            # the end of several sums
+            # the second stage of several sums
             return {launch.name for launch in machine.launches} - {"add_parts"}
 
         every = launched()
@@ -496,7 +499,7 @@ def test_planted_faults_are_judged_by_kernel() -> None:
 
 
 STAND_INS = {
-    # finds a fault in planted kernels from the third on, and none in ours
+    # reports errors for the deliberate faults from the third on, and none for threed's kernels
     "compute-sanitizer": """#!/bin/sh
 shift 4
 case "$1" in *planted) [ "$2" -lt 2 ] && exit 0; exit 99;; esac
@@ -512,7 +515,7 @@ printf "ran one\\nran two\\n===== ERROR SUMMARY: 0 errors\\n"
 def test_the_sanitizers_stage_asks_about_every_kernel(
     first: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With programs that stand in for compute-sanitizer and the planted kernels."""
+    """With scripts instead of compute-sanitizer and of the program with the faulty kernels."""
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -654,7 +657,7 @@ def test_tables_of_some_stages(tmp_path: Path) -> None:
 
 
 def assert_tables_are_whole(page: str) -> None:
-    """Every row of a table has as many cells as its head."""
+    """Checks that every row of a table has as many cells as its heading."""
     for block in page.split("\n\n"):
         rows = [line for line in block.splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in rows}) <= 1, rows

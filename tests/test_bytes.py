@@ -1,16 +1,20 @@
-"""Bytes on the wire: our counters against the formulas, the planner's forecast, and the kernel's own counter.
+"""Bytes sent: threed's counters, formulas, the planner's forecast, and the kernel's counter.
 
-The formulas (per rank, step and, where said, micro-batch; e bytes an element):
-  tp   8 b s h (t-1)/t e a block (arXiv 2205.05198: the same with sequence parallelism), 2 b s h (t-1)/t e for the
-       embedding and for the head, three numbers a token for cross entropy; once a step the gradients that are partial
-  pp   b s h e / t a boundary and direction; once a step the sums of tied weights. Without sequence parallelism what
-       arrives is gathered over tp, b s h (t-1)/t e. With every stage on two ranks, P/2 elements of gradients and P/2 of
-       parameters
-  dp   of P parameters, padding included, and m micro-batches, in elements: 2 P (N-1)/N under ZeRO 0 and 1,
-       (m + 1) P (N-1)/N under 2, 3 m P (N-1)/N under 3 (arXiv 1910.02054, section 7), less what is not gathered again:
-       the last layer where forward turns to backward, the first one where backward turns to forward, the embedding in
-       backwards, small parameters; with R copies of the slices also 2 P/N (R-1)/R. Layer by layer all m are one pass:
-       3 P (N-1)/N under 3, 2 P (N-1)/N under 2 (arXiv 2512.17570)
+The formulas are per rank and step, with e bytes per element:
+
+tp  8 b s h (t-1)/t e per block and micro-batch (arXiv 2205.05198: the same with sequence
+    parallelism), 2 b s h (t-1)/t e for the embedding and for the head, three numbers per token for
+    cross entropy; once per step, the gradients that are partial sums
+pp  b s h e / t per boundary, direction and micro-batch; once per step, the sums of tied weights.
+    Without sequence parallelism, the received slices are gathered over tp: b s h (t-1)/t e. If
+    every stage is on two ranks: P/2 elements of gradients and P/2 of parameters
+dp  for P parameters (with padding) and m micro-batches, in elements: 2 P (N-1)/N under ZeRO 0 and
+    1, (m + 1) P (N-1)/N under 2, 3 m P (N-1)/N under 3 (arXiv 1910.02054, section 7). Subtract the
+    parameters that are not gathered again: those of the last layer between a forward and a
+    backward, those of the first layer between a backward and a forward, the embedding in
+    backwards, and small parameters. With R copies of the slices, add 2 P/N (R-1)/R. Layer by
+    layer, all m micro-batches are one pass: 3 P (N-1)/N under 3, 2 P (N-1)/N under 2
+    (arXiv 2512.17570)
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from threed.zero.layout import Group
 
 @dataclass(frozen=True)
 class Case:
-    """A shape, and what of the model and training is not the default."""
+    """A topology, and the settings of model and training that differ from the defaults."""
 
     pp: int = 1
     dp: int = 1
@@ -61,11 +65,14 @@ class Case:
     resident: int = 0
     prefetch: int = 1
     order: str = "micro"
-    int8: tuple[str, ...] = ()  # what is compressed: weights, gradients
+    int8: tuple[str, ...] = ()  # which tensors are compressed: weights, gradients
 
     @property
     def passes(self) -> int:
-        """How often in a step parameters are gathered for a forward, and sliced gradients reduced."""
+        """The number of passes of a step.
+
+        In each pass, parameters are gathered for a forward, and sliced gradients are reduced.
+        """
         return 1 if self.order == "layer" else self.microbatches
 
     @property
@@ -77,7 +84,7 @@ LLAMA = (("arch", "llama"), ("kv_heads", 2), ("ffn", 96))
 QWEN = (("arch", "llama"), ("kv_heads", 1), ("ffn", 70), ("qk_norm", True), ("tied", True))
 UNTIED = (("tied", False),)
 WIDE = (("hidden", 128), ("layers", 2))
-# Sizes that are multiples of 32: no padding, and the planner can be exact.
+# Sizes that are multiples of 32, so that there is no padding, and the planner can be exact.
 BASE = {"layers": 3, "hidden": 64, "heads": 4, "seq": 16, "vocab": 53}
 
 
@@ -115,9 +122,11 @@ def data(config: Config, engine: Engine) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Sent:
-    """What a rank sent in a step, by label, and what the formulas say exactly.
+    """The bytes that a rank sent in a step, by label, and the exact results of the formulas.
 
-    messages: the part of `exact` that is a few numbers, which the planner leaves out.
+    Attributes:
+        messages: the part of `exact` for messages of a few numbers, which the planner does not
+            count.
     """
 
     counted: dict[str, int]
@@ -129,19 +138,25 @@ class Sent:
 
 
 def encoded(elements: int, width: int, int8: bool) -> int:
-    """Bytes of some numbers in a message: with int8 an fp32 scale for each 256, the last ones padded."""
+    """Returns the bytes of a message; with int8, each 256 elements have an fp32 scale.
+
+    The last block is padded.
+    """
     return 260 * -(-elements // 256) if int8 else elements * width
 
 
 def ring(elements: int, ranks: int) -> int:
-    """Elements one rank sends in an all-reduce; over more than two ranks padded to a multiple of them."""
+    """Returns the elements that a rank sends in an all-reduce.
+
+    Over more than two ranks, the number of elements is padded to a multiple of the ranks.
+    """
     padded = elements if ranks == 2 else -(-elements // ranks) * ranks
     assert 2 * padded * (ranks - 1) % ranks == 0
     return 2 * padded * (ranks - 1) // ranks
 
 
 def activations(case: Case, config: Config, stage: range, microbatches: int) -> dict[str, int]:
-    """tp and pp bytes of a step that come from a stage's activations, written out from the formulas."""
+    """Returns the bytes over tp and pp per step for a stage's activations, by the formulas."""
     m, t, e = config.model, case.tp, 2 if case.dtype == "bf16" else 8 if case.dtype == "fp64" else 4
     tokens, last = case.micro * m.seq, m.layers + 1
     whole = tokens * m.hidden * e
@@ -151,12 +166,15 @@ def activations(case: Case, config: Config, stage: range, microbatches: int) -> 
         tp += reductions * 2 * whole * (t - 1) // t
         tp += 3 * tokens * max(e, 4) * (t - 1) if layer == last else 0
     inner = 2 - (0 in stage) - (last in stage)
-    tp += 0 if case.sequence else inner * whole * (t - 1) // t  # slices are gathered on arrival
+    tp += 0 if case.sequence else inner * whole * (t - 1) // t  # the received slices are gathered
     return {"tp": tp * microbatches, "pp": inner * whole // t * microbatches}
 
 
 def gradients(engine: Engine, case: Case) -> dict[str, int]:
-    """Bytes of a step's gradient sums and parameter gathers, from how this rank's parameters really lie."""
+    """Returns the bytes per step of gradient sums and parameter gathers.
+
+    They are computed from the actual layout of this rank's parameters.
+    """
     sent = {"tp": 0, "pp": 0, "dp": 0}
     wire, width = (
         dtype(name or "fp32").itemsize
@@ -173,7 +191,9 @@ def gradients(engine: Engine, case: Case) -> dict[str, int]:
             sent["dp"] += (n - 1) * (sums * summed + times_gathered(group, engine, case) * gathered)
         for axis in group.sums:
             own = bucket.own_last - bucket.own_first
-            if axis is group.holders:  # each sums its portion, and the updated ones are gathered
+            if (
+                axis is group.holders
+            ):  # each rank sums its portion; the updated portions are gathered
                 sent[axis.label] += own // axis.size * (axis.size - 1) * (wire + width)
             elif axis.label == "dp" and "gradients" in case.int8:
                 part = encoded(-(-own // axis.size), wire, True)
@@ -184,10 +204,12 @@ def gradients(engine: Engine, case: Case) -> dict[str, int]:
 
 
 def times_gathered(group: Group, engine: Engine, case: Case) -> int:
-    """How often in a step: once after the update where it stays whole, else before forwards and backwards, once each.
+    """Returns how often a group is gathered per step.
 
-    A rank of 1F1B does so many forwards first, GPipe all but one; then each forward turns to a backward, and each but
-    the last of these back to a forward.
+    Full parameters are gathered once, after the update. Others are gathered for each forward and
+    each backward, except if a forward and a backward follow each other directly. A rank of 1F1B
+    first runs several forwards, and one of GPipe all but one; then each forward is followed by a
+    backward, and each backward except the last ones by a forward.
     """
     if case.zero < 3 or all(slot.param.numel() < case.resident for slot in group.slots):
         return 1
@@ -196,15 +218,19 @@ def times_gathered(group: Group, engine: Engine, case: Case) -> int:
     times = 0
     for layer in {stage.start + unit for slot in group.slots for unit in slot.units}:
         times += m
-        if layer > 0:  # the embedding's backward reads no weights
+        if layer > 0:  # the backward of the embedding does not read the weights
             times += m - (m - first) * (layer == stage[-1]) - (m - first - 1) * (layer == stage[0])
     return times
 
 
 def messages(engine: Engine, case: Case) -> dict[str, int]:
-    """The step's few numbers: valid tokens over data ranks; over all ranks the norm's square, whether it is finite, the
-    loss, whether token ids and labels were within the vocabulary, and whether no label counts."""
-    n, world = case.dp, case.world  # all-reduces, of 8 bytes a number
+    """Returns the bytes of the small messages of a step.
+
+    Over data ranks: the number of valid tokens. Over all ranks: the squared norm, whether it is
+    finite, the loss, whether token ids and labels are in the vocabulary, and whether there are no
+    valid labels.
+    """
+    n, world = case.dp, case.world  # all-reduces with 8 bytes per number
     return {"tp": 0, "pp": 0, "dp": 2 * 8 * (n - 1) // n, "world": 2 * 6 * 8 * (world - 1) // world}
 
 
@@ -231,7 +257,7 @@ def measure_all(cases: list[Case]) -> list[Sent]:
 
 @functools.cache
 def results(cases: tuple[Case, ...]) -> dict[Case, list[Sent]]:
-    """What every rank sent in cases of one world."""
+    """Returns the bytes that every rank sent, for the cases of one world."""
     return dict(
         zip(
             cases,
@@ -324,18 +350,18 @@ CASES = {
 
 
 def sent_in(name: str) -> list[Sent]:
-    """Of every rank; all cases of a world run in one."""
+    """Returns the bytes that every rank sent in a case; all cases of a world run together."""
     return results(tuple(case for case in CASES.values() if case.world == CASES[name].world))[
         CASES[name]
     ]
 
 
-WIDEST = "tp4 sequence fp64"  # takes as long as three others
+WIDEST = "tp4 sequence fp64"  # takes as long as three other cases
 
 
 @functools.cache
 def planned_in(name: str) -> list[dict[str, int]]:
-    """What the planner says that every rank sends."""
+    """Returns the planner's forecast of the bytes that every rank sends."""
     return [rank.sends for rank in Forecast.of(config_of(CASES[name]), CASES[name].world).ranks]
 
 
@@ -343,14 +369,17 @@ def planned_in(name: str) -> list[dict[str, int]]:
     "name", [pytest.param(n, marks=pytest.mark.grid if n == WIDEST else ()) for n in CASES]
 )
 def test_counted_bytes_are_the_formulas(name: str) -> None:
-    """Exactly, on every rank and axis; and the planner's, but for padding that it cannot know."""
+    """They are equal on every rank and axis.
+
+    The planner's numbers are equal too, except for padding that the planner does not know.
+    """
     case = CASES[name]
     for rank, (sent, planned) in enumerate(zip(sent_in(name), planned_in(name), strict=True)):
         for label, exact in sent.exact.items():
             assert sent.counted.get(label, 0) == exact, f"rank {rank}: {label}"
         for label in ("tp", "pp", "dp"):
             extra = exact_without_messages(sent, label) - planned[label]
-            # An all-reduce over three ranks pads each bucket to a multiple of them.
+            # An all-reduce over three ranks pads each bucket to a multiple of three.
             most = (
                 8 * (3 * case.microbatches + 4) * (sent.padding + 2 * sent.buckets * (case.dp > 2))
             )
@@ -363,7 +392,7 @@ def exact_without_messages(sent: Sent, label: str) -> int:
     return sent.exact[label] - sent.messages[label]
 
 
-# Sizes that tp cuts into multiples of what dp pads to.
+# Sizes whose parts over tp are multiples of the padding over dp.
 UNPADDED = {
     n: c for n, c in CASES.items() if c.model in ((), UNTIED, WIDE) and c.tp < 4 and c.dp != 3
 }
@@ -380,8 +409,11 @@ def test_the_planner_is_exact_where_nothing_is_padded(name: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_parameter_moves_twice_and_under_zero_3_three_times(ranks: int) -> None:
-    """2, 2, 2 and 3 Psi (N-1)/N elements with one micro-batch, (m + 1) and 3 m Psi with m under stages 2 and 3;
-    layer by layer with m, too, what it is with one."""
+    """Stages 0 to 3 send 2, 2, 2 and 3 Psi (N-1)/N elements with one micro-batch.
+
+    With m micro-batches, stages 2 and 3 send (m + 1) Psi and 3 m Psi; layer by layer, as much as
+    with one.
+    """
     kinds = [(zero, m, "micro") for zero in range(4) for m in (1, 3)] + [
         (2, 4, "layer"),
         (3, 4, "layer"),
@@ -396,8 +428,8 @@ def test_a_parameter_moves_twice_and_under_zero_3_three_times(ranks: int) -> Non
     for case, sents in found.items():
         m, psi = case.passes, ends + dict(case.model)["layers"] * block  # type: ignore[operator]
         times = (2, 2, m + 1, 3 * m)[case.zero]
-        # Positions are read in forwards only, and the head stays whole for its backward: its norm is gathered once, and
-        # the tied table twice, for the embedding and for the head.
+        # Positions are read only in forwards. The head stays gathered for its backward, so its norm is gathered once, and
+        # the tied table twice: for the embedding and for the head.
         expected = times * psi - (m * unread if case.zero == 3 else 0)
         for sent in sents:
             assert (sent.parameters, sent.padding) == (psi, 0)
@@ -408,7 +440,7 @@ def test_a_parameter_moves_twice_and_under_zero_3_three_times(ranks: int) -> Non
             (sents[0].counted["dp"] - sents[0].messages["dp"]) * ranks // (ranks - 1) // 4
         )
     for (zero, m, psi, order), count in elements.items():
-        # what the third block adds: exactly so many times its parameters
+        # the third block adds exactly this multiple of its parameters
         if psi == ends + 3 * block:
             assert (
                 count - elements[zero, m, psi - block, order] == (2, 2, m + 1, 3 * m)[zero] * block
@@ -417,10 +449,15 @@ def test_a_parameter_moves_twice_and_under_zero_3_three_times(ranks: int) -> Non
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sequence_parallelism_moves_the_same_bytes(ranks: int) -> None:
-    """All-gather and reduce-scatter are halves of the all-reduce (2205.05198); partial gradients come on top."""
+    """An all-gather and a reduce-scatter are the halves of an all-reduce (arXiv 2205.05198).
+
+    The sums of partial gradients are additional.
+    """
     whole = run_ranks(ranks, measure, Case(tp=ranks))[0]
     parts = run_ranks(ranks, measure, Case(tp=ranks, sequence=True))[0]
-    norms = 2 * 3 * 2 * 64 + 2 * 64 + 2 * 3 * 64 + 16 * 64  # LayerNorms, row biases, positions
+    norms = (
+        2 * 3 * 2 * 64 + 2 * 64 + 2 * 3 * 64 + 16 * 64
+    )  # LayerNorms, biases of row layers, positions
     assert parts.counted["tp"] - whole.counted["tp"] == 4 * 2 * norms * (ranks - 1) // ranks
 
 
@@ -441,7 +478,10 @@ KERNEL = {
 
 
 def loopback_up() -> None:
-    """Switches this network's loopback on: ifconfig lo up, by ioctl (netdevice(7))."""
+    """Switches the loopback of this network namespace on.
+
+    It does the same as ifconfig lo up, by ioctl (netdevice(7)).
+    """
     get_flags, set_flags, up = 0x8913, 0x8914, 1
     with socket.socket() as any_socket:
         flags = struct.unpack(
@@ -451,9 +491,10 @@ def loopback_up() -> None:
 
 
 def enter_own_network() -> None:
-    """Moves the ranks into a network of their own, whose loopback nobody else uses; where that is not allowed, not.
+    """Moves the ranks into a separate network namespace, if that is permitted.
 
-    Groups made from here on talk there; rank 0 makes it, the others join (unshare(2), setns(2)).
+    No other process uses its loopback. Groups that are created afterwards communicate there. Rank 0
+    creates the namespace, the others join it (unshare(2), setns(2)).
     """
     libc = ctypes.CDLL(None, use_errno=True)
     new_network = 0x40000000
@@ -470,9 +511,10 @@ def enter_own_network() -> None:
 
 
 def on_the_wire(case: Case, windows: int = 6) -> list[float]:
-    """Bytes the kernel saw on loopback / bytes that all ranks counted, over some steps; until one is close to 1.
+    """Returns the kernel's bytes on the loopback divided by the bytes that all ranks counted.
 
-    Where the loopback is shared, whatever else uses it adds to the kernel's figure: so several windows are tried.
+    There is one ratio per window of some steps, until one is close to 1. If the loopback is shared,
+    other traffic adds to the kernel's bytes, so several windows are tried.
     """
     enter_own_network()
     config = config_of(case)
@@ -489,7 +531,7 @@ def on_the_wire(case: Case, windows: int = 6) -> list[float]:
 
 
 def look(engine: Engine) -> torch.Tensor:
-    """Bytes counted by all ranks, and by the kernel, so far: when all that was counted has been sent."""
+    """Returns the bytes counted by all ranks and by the kernel, once all of them were sent."""
     engine.optimizer.wait()
     dist.barrier()
     kernel = loopback_bytes() if engine.topology.rank == 0 else 0
@@ -506,7 +548,10 @@ def look(engine: Engine) -> torch.Tensor:
 )
 @pytest.mark.parametrize("name", KERNEL)
 def test_the_kernel_counts_the_bytes_we_count(name: str) -> None:
-    """Within 5 %: headers and acknowledgements come on top. So our counter is no tautology."""
+    """The counters agree within 5 %; headers and acknowledgements are additional.
+
+    So threed's counter is compared with an independent one.
+    """
     case = KERNEL[name]
     ratios = run_ranks(case.world, on_the_wire, case)[0]
     assert 0.99 < min(ratios) < 1.05, f"kernel / counted: {ratios}"

@@ -1,5 +1,4 @@
-"""No object sets another object's fields, and modules have no state, but for the exceptions that
-are listed here."""
+"""No object sets fields of another object, and modules have no state, except where listed here."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 OTHER = "an object of another library, whose interface is this field"
 PARAMETER = "a parameter carries what belongs to it, wherever the program refers to it"
 LAYER = "a layer is changed in place: the user's code refers to the object"
-# Assignments to a field of an object whose class is in another module, with the reason.
+# Assignments to a field of an object with a class of another module, with the reason.
 SET: dict[str, str] = {
     "data.tokenizer: self._backend.encode_special_tokens": OTHER,
     "interop.deepspeed.views: optimizer._opt_called": OTHER,
@@ -38,7 +37,7 @@ SET: dict[str, str] = {
     "zero.reducer: slot.param.sink": PARAMETER,
     "zero.versions: param.data": OTHER,
 }
-# Module-level objects that functions change, by reason.
+# Module-level objects that functions change, with the reason.
 STATE: dict[str, str] = {
     "config.architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
     "ops.attention: _checked": "a message is given once per process",
@@ -55,7 +54,7 @@ CHANGES = {
 
 
 def sources(root: Path) -> Iterator[tuple[str, ast.Module]]:
-    """Every module of the package, by its name without `threed.`."""
+    """Yields every module of the package, with its name without `threed.`."""
     for path in sorted((root / "threed").rglob("*.py")):
         parts = path.relative_to(root / "threed").with_suffix("").parts
         yield ".".join(part for part in parts if part != "__init__"), ast.parse(path.read_text())
@@ -66,7 +65,7 @@ def functions(tree: ast.AST) -> list[Function]:
 
 
 def stored(node: ast.AST) -> list[ast.expr]:
-    """What a statement assigns to."""
+    """Returns the targets of a statement's assignments."""
     targets: list[ast.expr] = []
     if isinstance(node, ast.Assign):
         targets = node.targets
@@ -80,7 +79,7 @@ def stored(node: ast.AST) -> list[ast.expr]:
 
 
 def fields(tree: ast.Module) -> set[str]:
-    """The fields of the classes of a module, and its own names for what is in them."""
+    """Returns the names of the fields of a module's classes."""
     found = set[str]()
     for node in (
         node for kind in ast.walk(tree) if isinstance(kind, ast.ClassDef) for node in ast.walk(kind)
@@ -94,7 +93,7 @@ def fields(tree: ast.Module) -> set[str]:
 
 
 def made(function: Function) -> set[str]:
-    """The names of objects that a function makes itself."""
+    """Returns the names of objects that a function creates."""
     return {
         target.id
         for node in ast.walk(function)
@@ -105,8 +104,10 @@ def made(function: Function) -> set[str]:
 
 
 def foreign_fields(tree: ast.Module) -> set[str]:
-    """The assignments to fields of objects that neither this module's classes nor the function has
-    made."""
+    """Returns assignments to fields of objects that are foreign to the code.
+
+    These objects are neither of this module's classes nor created by the function.
+    """
     own, found = fields(tree), set[str]()
     for function in functions(tree):
         mine = {"self", "cls", "ctx"} | made(function)
@@ -122,7 +123,7 @@ def foreign_fields(tree: ast.Module) -> set[str]:
 
 
 def module_state(tree: ast.Module) -> set[str]:
-    """The module-level names whose objects a function changes, or replaces."""
+    """Returns the module-level names whose objects a function changes or replaces."""
     names = {
         name.id
         for node in tree.body
@@ -149,7 +150,7 @@ def module_state(tree: ast.Module) -> set[str]:
 
 
 def changed(node: ast.AST) -> str | None:
-    """The name whose object an expression changes."""
+    """Returns the name whose object an expression changes, or None."""
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)

@@ -1,7 +1,8 @@
-"""The documentation tells the truth: files exist, links lead somewhere, commands parse, code runs, pictures are new.
+"""The documentation is correct: files exist, links work, commands parse, code runs.
 
-Read are the Markdown pages. Commands are the lines of their `sh` blocks; each kind of command has a function that
-checks it, and a line of no known kind is an error.
+The tests read the Markdown pages. Commands are the lines of their `sh` blocks. Each kind of command
+has a function that checks it; a line of an unknown kind is an error. Generated pictures and pages
+must be up to date.
 """
 
 from __future__ import annotations
@@ -51,22 +52,22 @@ page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    """The contents of a page's code blocks in a language."""
+    """Returns the contents of a page's code blocks in a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def indented(block: str) -> str:
-    """A block as the body of a function: formatters of pages remove its indentation."""
+    """Returns a block indented like the body of a function; formatters remove this indentation."""
     return textwrap.indent(block, "    ")
 
 
 def prose(path: Path) -> str:
-    """A page without its code blocks."""
+    """Returns a page without its code blocks."""
     return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def inline(text: str) -> list[str]:
-    """The words between single backticks."""
+    """Returns the words between single backticks."""
     return [word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()]
 
 
@@ -74,7 +75,7 @@ def inline(text: str) -> list[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors that GitHub gives a page's headings."""
+    """Returns the anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -93,12 +94,12 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_every_file_that_is_named_exists(path: Path) -> None:
     for word in inline(path.read_text()):
         if word.startswith(FOLDERS) and not re.search(r"[<>{}]", word):
-            file = word.partition(":")[0]  # of FILE.py:NAME
+            file = word.partition(":")[0]  # the word may be FILE.py:NAME
             assert any(ROOT.glob(file.rstrip("/,."))), f"{word}: no such file"
 
 
 def test_the_table_of_packages_is_complete() -> None:
-    """Files of a package that its row names are in it."""
+    """It lists every package, and the files that it names exist."""
     section = (ROOT / "CONTRIBUTING.md").read_text().split("| package | contents |")[1]
     named: set[str] = set()
     for line in section.split("\n\n")[0].splitlines()[2:]:
@@ -134,7 +135,7 @@ def test_every_python_name_that_is_named_exists(path: Path) -> None:
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one."""
+    """Returns whether a dotted name is a module or an attribute of one."""
     module, _, attribute = name.rpartition(".")
     try:
         importlib.import_module(name)
@@ -149,7 +150,7 @@ def resolves(name: str) -> bool:
 @page
 def test_every_flag_is_a_key(path: Path) -> None:
     flags = re.findall(r"(?<![\w-])--[a-z]+\.[a-z][\w-]*", path.read_text())
-    # a pattern, and one misspelled on purpose
+    # except a pattern, and a flag that is misspelled on purpose
     assert not set(flags) - KEYS - {"--group.key", "--optim.lrr"}
 
 
@@ -163,7 +164,7 @@ def test_every_command_is_one_that_works(path: Path) -> None:
 
 
 def check_command(words: list[str]) -> None:
-    """Raises AssertionError, or ConfigError, for a command that could not run."""
+    """Raises AssertionError or ConfigError if a command would not run."""
     program, *rest = words
     if program == "make":
         assert {word for word in rest if "=" not in word} <= make_targets(), words
@@ -202,7 +203,7 @@ def check_command(words: list[str]) -> None:
 
 
 def make_targets() -> set[str]:
-    """What the Makefile says can be made."""
+    """Returns the targets that the Makefile lists."""
     return set(
         re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     )  # type: ignore[index]
@@ -222,7 +223,7 @@ def check_launch(flags: list[str]) -> None:
 
 
 def world_of(flags: list[str]) -> int:
-    """The world size that torchrun's flags make, the largest one of an elastic job."""
+    """Returns the world size for torchrun's flags; for an elastic job, the largest one."""
     asked = {
         key: flags[flags.index(key) + 1] if key in flags else "1"
         for key in ("--nnodes", "--nproc-per-node")
@@ -280,21 +281,21 @@ def test_the_page_of_keys_is_new_and_has_them_all() -> None:
 def test_python_code_runs_or_is_part_of_an_example(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # what a page registers goes with it
+    # so that schedules that a page registers are removed afterwards
     monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
     for block in blocks(path, "python"):
         if not any(
             part in file.read_text() for file in EXAMPLES for part in (block, indented(block))
         ):
             code = compile(textwrap.dedent(block), str(path), "exec")
-            if "threed.initialize" in block:  # it makes a process group
+            if "threed.initialize" in block:  # it creates a process group
                 run_ranks(1, run_beside_a_model, block, str(tmp_path))
-            elif "from_pretrained" not in block:  # it needs a finished run
+            elif "from_pretrained" not in block:  # such a block needs a finished run
                 exec(code, {"__name__": "page"})
 
 
 def run_beside_a_model(block: str, folder: str) -> None:
-    """Runs code of a page where there are what it takes for granted: model, data, and a ds_config.json."""
+    """Runs code of a page with the objects that it assumes: model, data, and a ds_config.json."""
     os.chdir(folder)
     ds = {
         "train_micro_batch_size_per_gpu": 2,
@@ -372,7 +373,7 @@ def test_pictures_are_plain_svg_in_one_style_and_used(path: Path) -> None:
 
 @page
 def test_lines_of_prose_fit_a_screen(path: Path) -> None:
-    if path.name != "CHANGELOG.md":  # written as it comes, an entry a line
+    if path.name != "CHANGELOG.md":  # it has one line per entry
         assert [
             line
             for line in prose(path).splitlines()
@@ -406,7 +407,11 @@ def test_the_changelog_keeps_its_form() -> None:
 def run_example(
     folder: Path, name: str, *flags: str, ranks: int = 1, example: Path = EXAMPLE
 ) -> tuple[str, list[float]]:
-    """The line about the model that an example prints, and the loss and gradient norm of each step."""
+    """Runs an example.
+
+    Returns:
+        Its output line about the model, and the losses and gradient norms of the steps.
+    """
     (folder / "text.txt").write_text(
         "".join(f"the square of {n} is {n * n}\n" for n in range(2000))
     )

@@ -1,7 +1,7 @@
 """Every parallel configuration gives the losses, gradient norms and weights of one process.
 
-A covering set runs always: every pair of settings occurs together in some case. `pytest -m grid` runs other covering
-sets, and every case of the settings that a plan depends on.
+A covering set always runs: every pair of values of two settings occurs in a case. `pytest -m grid`
+runs other covering sets, and every combination of the settings on which a plan depends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.harness import run_ranks
 from threed.engine import Engine, StepMetrics
 from threed.testing import differences
 
-# fp64: the order of sums is all that differs. fp32: the same relative to 1e-7 rounding and three Adam steps.
+# fp64: only the order of sums differs. fp32: the same, with relative roundings of 1e-7 and two Adam steps.
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 RANKS = 8
 SIZES = (1, 2, 4)
@@ -39,7 +39,7 @@ SETTINGS: dict[str, list[object]] = {
         "gpipe",
         "interleaved",
         "zb-v",
-    ],  # all of them: tests/schedules/test_schedules_training.py
+    ],  # tests/schedules/test_schedules_training.py has all schedules
     "microbatches": [1, 3, 8],
     "dropout": [0.0, 0.1],
     "dtype": ["fp64", "fp32"],
@@ -60,8 +60,10 @@ Work = Callable[[Case], tuple[Engine, list[StepMetrics]]]
 
 
 def make(values: Values) -> Case | None:
-    """The case of some settings; what has no meaning there is set to one value, so that duplicates are seen. None where
-    that takes too many ranks."""
+    """Returns the case of some settings, or None if it needs too many ranks.
+
+    Settings without effect are set to a fixed value, so that equal cases are recognized.
+    """
     pp, dp, tp = (int(str(values[name])) for name in ("pp", "dp", "tp"))
     if pp * dp * tp > RANKS:
         return None
@@ -74,10 +76,11 @@ def make(values: Values) -> Case | None:
     v["offload_params"] = v["offload_params"] if offload else "none"
     v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
     if dp == 1 and not offload and v["offload_optimizer"] == "none":
-        v["zero"] = 1  # nobody to share with, and no other place
+        v["zero"] = 1  # no other rank has slices, and nothing is offloaded
     v["tile"], v["prefetch"] = (v["tile"], v["prefetch"]) if v["zero"] == 3 else (1, 1)
     v["shard"] = v["shard"] if dp == 4 and v["zero"] else "all"
-    # with the ends of the model, two chunks on each of four ranks; a layer with neighbors on both sides where they count
+    # Six blocks, embedding and head are enough for two chunks on each of four ranks. With three blocks, one block has
+    # two neighbors, which ZeRO-3, pipelines and Gemma 3 need; otherwise two are enough.
     few = pp == 1 and v["zero"] != 3 and v["model"] != "gemma3"
     v["layers"] = 6 if v["schedule"] in CHUNKS else 2 if few else 3
     if v["recompute"] == "sliced" and (tp == 1 or v["sequence"]):
@@ -86,7 +89,7 @@ def make(values: Values) -> Case | None:
 
 
 def grid() -> list[Case]:
-    """Every case of the plain settings, in fp64."""
+    """Returns every case of the settings in PLAIN, in fp64."""
     rest = {name: options[0] for name, options in SETTINGS.items()} | {"recompute": "none"}
     every = itertools.product(*(SETTINGS[name] for name in PLAIN))
     cases = (make(rest | dict(zip(PLAIN, values, strict=True))) for values in every)
@@ -94,7 +97,7 @@ def grid() -> list[Case]:
 
 
 def cost(case: Case) -> float:
-    """Returns the processor time that a case takes, in units of 4 ms: fitted to measurements of 82 cases."""
+    """Returns the CPU time of a case in units of 4 ms, fitted to measurements of 82 cases."""
     tensor = {1: 0, 2: 2, 4: 3}[case.tp] * (1 if case.recompute in ("none", "selective") else 1.5)
     pass_of_layer = 1 + tensor + (1.5 * case.tile if case.zero == 3 else 0)
     step_of_layer = {1: 0, 2: 2, 4: 4}[case.dp]
@@ -113,7 +116,7 @@ SPACE = Space(
 
 
 def run_cases(cases: list[Case], folder: str, work: Work) -> list[str]:
-    """On every rank: trains each case, and says where what this rank holds differs from one process."""
+    """Trains each case on every rank; returns this rank's differences from one process."""
     wrong = []
     for case in cases:
         try:
@@ -127,18 +130,23 @@ def run_cases(cases: list[Case], folder: str, work: Work) -> list[str]:
 
 
 def name_of(case: Case) -> str:
-    """The file of a case's results."""
+    """Returns the name of the file with a case's results."""
     return f"{hashlib.sha256(repr(case).encode()).hexdigest()}.pt"
 
 
 def write_truths(cases: list[Case], folder: str) -> None:
-    """On one process: writes the results of distinct cases."""
+    """Writes the results of cases on one process."""
     for case in cases:
         torch.save(vars(train(case)), f"{folder}/{name_of(case)}")
 
 
 def run_all(cases: Sequence[Case], work: Work = trained) -> None:
-    """One world a shape, all its cases in it; `work` trains one on its ranks."""
+    """Runs the cases, in one world per shape.
+
+    Args:
+        cases: the cases.
+        work: trains a case on its ranks.
+    """
     worlds, wrong = defaultdict(list), list[str]()
     for case in cases:
         worlds[case.pp, case.dp, case.tp].append(case)
@@ -153,7 +161,7 @@ def run_all(cases: Sequence[Case], work: Work = trained) -> None:
     assert not wrong, f"{len(wrong)} differences in {len(cases)} cases:\n" + "\n\n".join(wrong[:20])
 
 
-CHEAPEST = 2  # of the first seeds
+CHEAPEST = 2  # the cheapest of the first seeds
 
 
 @pytest.fixture(scope="module")
@@ -185,5 +193,8 @@ def test_the_covering_set_covers_what_any_case_does(covering: list[Case]) -> Non
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "pp{}-dp{}-tp{}".format(*s))
 def test_every_configuration_equals_one_process(shape: tuple[int, int, int]) -> None:
-    """In fp64, which bears the tighter bound; fp32, recompute and offload run in the covering sets."""
+    """In fp64, which has the tighter tolerance.
+
+    fp32, recompute and offload are in the covering sets.
+    """
     run_all([case for case in grid() if (case.pp, case.dp, case.tp) == shape])

@@ -1,6 +1,7 @@
-"""Structure of the package: imports go down, without cycles; two modules use torch.distributed; sizes are bounded.
+"""Structure of the package: levels of imports, users of torch.distributed, sizes of files.
 
-Imports are read from the source, so lazy ones and those under TYPE_CHECKING count too.
+Imports go to lower levels only, without cycles; two modules use torch.distributed. Imports are read
+from the source, so lazy ones and those under TYPE_CHECKING count too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Packages and modules of `threed` from the bottom up. A package imports from itself and from lower floors only, so
-# the packages have no cycle.
+# Packages and modules of `threed` from the lowest level up. A package imports only from itself and from lower levels, so
+# there are no cycles.
 LEVELS = (
     ("core",),
     ("schedules",),
@@ -38,7 +39,7 @@ LEVELS = (
 FLOORS = {f"threed.{name}": floor for floor, names in enumerate(LEVELS) for name in names}
 FLOORS |= {"threed": len(LEVELS), "pretrain": len(LEVELS) + 1}
 DISTRIBUTED = ("threed.distributed.topology", "threed.distributed.collectives")
-# Importable without torch. `GROUND_LIBRARIES` is all that they may import besides each other.
+# Modules that can be imported without torch. They import only each other and `GROUND_LIBRARIES`.
 WITHOUT_TORCH = (
     "threed.config",
     "threed.schedules",
@@ -60,11 +61,14 @@ WITHOUT_TORCH = (
     "threed.models.partition",
 )
 GROUND_LIBRARIES = {*sys.stdlib_module_names, "pydantic", "pydantic_core"}
-FILE_LINES, FUNCTION_LINES = 460, 80  # of a file without its docstrings; of a function with its own
+FILE_LINES, FUNCTION_LINES = (
+    460,
+    80,
+)  # limits: for a file without docstrings; for a function with its docstring
 
 
 def find_violations(root: Path) -> list[str]:
-    """Every breach in `threed/` and `pretrain/` under `root`, as `module: what`."""
+    """Returns every violation in `threed/` and `pretrain/` under `root`, as `module: problem`."""
     sources = {
         _module_name(root, path): path
         for folder in ("threed", "pretrain")
@@ -100,7 +104,7 @@ def _module_name(root: Path, path: Path) -> str:
 
 
 def _export_blocks(tree: ast.Module) -> list[ast.If]:
-    """The blocks `if TYPE_CHECKING: import the names, else: lazy(...)` of a package."""
+    """Returns a package's blocks `if TYPE_CHECKING: import the names, else: lazy(...)`."""
     return [
         node
         for node in tree.body
@@ -111,7 +115,10 @@ def _export_blocks(tree: ast.Module) -> list[ast.If]:
 
 
 def _lazy_exports(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
-    """Pairs of an exported name, such as `threed.checkpoint.load`, and the module that defines it."""
+    """Yields each exported name and the module that defines it.
+
+    An example of a name is `threed.checkpoint.load`.
+    """
     for block in _export_blocks(tree):
         for node in block.body:
             if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -119,9 +126,10 @@ def _lazy_exports(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[str]:
-    """Absolute dotted names; of `from a import b` the name `a.b`, for `b` may be a module.
+    """Yields absolute dotted names of imports.
 
-    The lazy exports of a package are not imports of the package, but of the modules that use them: see `find_violations`.
+    For `from a import b` this is `a.b`, because `b` may be a module. The lazy exports of a package
+    do not count as imports of the package, but of the modules that use them: see `find_violations`.
     """
     exports = {id(node) for block in _export_blocks(tree) for node in ast.walk(block)}
     for node in ast.walk(tree):
@@ -148,14 +156,17 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _home(name: str, sources: dict[str, Path]) -> str:
-    """The module that defines `name`: the name itself, or the nearest parent that is a file."""
+    """Returns the module that defines `name`: itself, or the nearest parent that is a file."""
     while name not in sources and "." in name:
         name = name.rpartition(".")[0]
     return name
 
 
 def _package(module: str) -> str | None:
-    """The package or module of FLOORS that `module` belongs to: its own name, or that of the nearest parent there."""
+    """Returns the entry of LEVELS to which a module belongs.
+
+    It is the module's name, or the name of its nearest parent in LEVELS.
+    """
     name = module
     while name not in FLOORS and "." in name:
         name = name.rpartition(".")[0]
@@ -225,7 +236,7 @@ def test_the_structure_holds() -> None:
 
 
 def test_the_root_of_the_package_is_a_table_of_contents() -> None:
-    """At most 24 names; each package has a docstring."""
+    """It has at most 24 names, and each package has a docstring."""
     entries = {path for path in (ROOT / "threed").iterdir() if path.name != "__pycache__"}
     assert len(entries) <= 24, sorted(path.name for path in entries)
     for path in entries:
@@ -233,7 +244,7 @@ def test_the_root_of_the_package_is_a_table_of_contents() -> None:
             assert ast.get_docstring(ast.parse((path / "__init__.py").read_text())), path
 
 
-# Who imports threed.interop: the command line, a run and `threed.load`, and through `Engine.load` the engine.
+# Users of threed.interop: the command line, a run, `threed.load`, and the engine for `Engine.load`.
 USERS_OF_INTEROP = {
     "cli.commands",
     "cli.launch",
@@ -257,7 +268,7 @@ def test_nothing_below_imports_interop_but_for_the_engine() -> None:
 
 
 def test_one_module_names_cuda() -> None:
-    """The rest says `torch.accelerator`, or asks `threed.core.device`."""
+    """All other modules use `torch.accelerator` or `threed.core.device`."""
     naming = [
         path
         for path in (ROOT / "threed").rglob("*.py")
@@ -342,7 +353,7 @@ PLANTED = {
 }
 
 
-# A package whose names are defined in a higher package, and imported when a user asks for them.
+# A package whose names are defined in a higher package, and imported on first use.
 LAZY = """
 if TYPE_CHECKING:
     from threed.interop.loading import load

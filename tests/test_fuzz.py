@@ -1,4 +1,7 @@
-"""Random configurations train as one process does (`tests.fuzz`): a few fixed seeds, and others by `pytest -m grid`."""
+"""Random configurations train like one process (`tests.fuzz`).
+
+A few fixed seeds always run, more with `pytest -m grid`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ import pytest
 
 from tests.fuzz import WELL, draw, outcome
 
-# 2bw with sequences over tensor ranks, losses in middle layers by layers, compiled blocks with parameters on a drive; in
-# the grid a delayed update by layers, and losses in middle layers under a random plan.
+# The seeds give: 2bw with sequence parallelism; losses in middle layers with `zero.order` layer; compiled blocks with
+# parameters on a drive. In the grid: a delayed update with `zero.order` layer; losses in middle layers with a random plan.
 SEEDS, MORE_SEEDS = (14, 18, 48), (4, 39)
 
 
 def problems(seeds: range | tuple[int, ...], folder: Path) -> list[str]:
-    """What is wrong with the trials of some seeds."""
+    """Returns the problems of the trials of some seeds."""
     found = []
     for seed in seeds:
         place = folder / str(seed)

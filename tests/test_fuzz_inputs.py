@@ -1,12 +1,13 @@
-"""Damaged and hostile files from outside: each mutant is refused in one line, or means what it says; nothing else.
+"""Damaged and malicious files: each is refused in one line, or has the meaning that its text has.
 
-    HF folders    `threed convert`: header, index, configuration; what is accepted has the tensors that the files say,
-                  read by the twin below, and no others. `--checkpoint.resume`: a plan, or a refusal
-    text, tokens  `threed tokenize` of .jsonl, with a tokenizer.json; Megatron's .idx
-    keys          TOML as `--config`, ds_config.json
+HF folders    `threed convert`: header, index, configuration. If a folder is accepted, the result has
+              exactly the tensors that `twin` below reads. `--checkpoint.resume`: a plan or a refusal
+text, tokens  `threed tokenize` of .jsonl, with a tokenizer.json; Megatron's .idx
+keys          TOML for `--config`, ds_config.json
 
-Wanted of each mutant: an exit code of 0 or 2 and printable lines, no traceback, nothing written outside of the folder,
-and at most ten seconds. pytest -m grid runs thousands of them.
+For each damaged file the exit code must be 0 or 2, the output printable lines without a traceback,
+nothing may be written outside of the folder, and it may take at most ten seconds. `pytest -m grid`
+tries thousands of them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ DS: dict[str, Any] = {
 
 
 def damage(draw: random.Random, file: Path) -> None:
-    """Changes bytes: one bit, a few gone, a few more, or something nested deeply, very long, or no UTF-8."""
+    """Changes bytes of a file: flips a bit, removes or adds a few bytes, or inserts bad text.
+
+    The text is deeply nested, very long, or invalid UTF-8.
+    """
     data = bytearray(file.read_bytes())
     at, length = draw.randrange(len(data) + 1), draw.choice([1, 1, 9, 300])
     action = draw.randrange(6)
@@ -78,7 +82,7 @@ def damage(draw: random.Random, file: Path) -> None:
 
 
 def forge(draw: random.Random, file: Path) -> None:
-    """Changes a node of a JSON file, or gives a key twice."""
+    """Changes a node of a JSON file, or duplicates a key."""
     tree = json.loads(file.read_text())
     if draw.random() < 0.1:
         key = draw.choice(list(tree))
@@ -113,7 +117,7 @@ def forge_header(draw: random.Random, file: Path) -> None:
 
 
 def forge_index(draw: random.Random, file: Path) -> None:
-    """Names other files in an index."""
+    """Replaces names of files in an index."""
     tree, names = json.loads(file.read_text()), sorted(file.parent.glob("*.safetensors"))
     places = tree["weight_map"]
     key = draw.choice(list(places))
@@ -138,7 +142,7 @@ def forge_index(draw: random.Random, file: Path) -> None:
 
 
 def forge_toml(draw: random.Random, file: Path) -> None:
-    """Gives a key another value, or a line another place."""
+    """Changes the value of a key, or moves a line."""
     lines = file.read_text().splitlines()
     at = draw.randrange(len(lines))
     value = draw.choice(
@@ -162,7 +166,7 @@ def forge_lines(draw: random.Random, file: Path) -> None:
 
 
 def forge_numbers(draw: random.Random, file: Path) -> None:
-    """Sets some 8 bytes of a binary file to another number."""
+    """Changes 8 bytes of a binary file to another number."""
     data = bytearray(file.read_bytes())
     at = draw.randrange(0, len(data) - 8)
     number = draw.choice([0, 1, 2, -1, 2**31, 2**62, -(2**63), len(data)])
@@ -174,7 +178,7 @@ def forge_numbers(draw: random.Random, file: Path) -> None:
 
 
 def tool(*words: str) -> int:
-    """The exit code of a tool; AssertionError where it says what no terminal should show."""
+    """Returns the exit code of a tool; raises AssertionError if its output is not printable."""
     said, refused = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(refused):
         code = main(list(words))
@@ -186,14 +190,14 @@ def tool(*words: str) -> int:
 
 
 def refused(*problems: str) -> str:
-    """AssertionError where a problem is not one line that can be shown."""
+    """Raises AssertionError if a problem is not one printable line."""
     assert problems
     assert all(text.isprintable() for text in problems), problems
     return "refused"
 
 
 def twin(folder: Path) -> dict[str, Tensor]:
-    """The tensors that the files of a folder say, without any check."""
+    """Returns the tensors in the files of a folder, read without any check."""
     found = {}
     single = folder / "model.safetensors"
     for file in [single] if single.exists() else sorted(folder.glob("model-*.safetensors")):
@@ -210,7 +214,7 @@ def twin(folder: Path) -> dict[str, Tensor]:
 
 
 def judge_folder(folder: Path, to: str) -> str:
-    """Converts a folder: refused, or the same tensors, but for a tied head."""
+    """Converts a folder: it is refused, or the result has the same tensors, except a tied head."""
     if (
         tool("convert", str(folder / "in"), str(folder / "out"), "--to", to, "--tokenizer", "none")
         == 2
@@ -230,7 +234,7 @@ def judge_folder(folder: Path, to: str) -> str:
 
 
 def judge_run(folder: Path) -> str:
-    """Plans a run that begins from a folder."""
+    """Plans a run that starts from a folder."""
     said = io.StringIO()
     words = [
         "--checkpoint.resume",
@@ -249,7 +253,7 @@ def judge_run(folder: Path) -> str:
 
 
 def judge_toml(folder: Path) -> str:
-    """Reads a file of keys; what is accepted can be written and read again."""
+    """Reads a file of keys; an accepted one can be written and read again."""
     try:
         config, _ = load(["--config", str(folder / "in" / "x.toml")], world_size=2)
     except ConfigError as error:
@@ -270,7 +274,7 @@ def judge_ds(folder: Path) -> str:
 
 
 def judge_text(folder: Path) -> str:
-    """Tokenizes lines of text, which are read again as the bytes that they say."""
+    """Tokenizes lines of text; the tokens decode to the bytes of the text."""
     if tool("tokenize", str(folder / "in" / "x.jsonl"), str(folder / "out")) == 2:
         assert not list(folder.glob("out*"))
         return "refused"
@@ -286,7 +290,7 @@ def judge_text(folder: Path) -> str:
 
 
 def judge_tokenizer(folder: Path) -> str:
-    """Tokenizes some text with a tokenizer; what it makes of it can be read."""
+    """Tokenizes a text with a tokenizer; the resulting file can be read."""
     words = ("tokenize", str(folder / "in" / "x.txt"), str(folder / "out"))
     if tool(*words, "--tokenizer", str(folder / "in" / "tokenizer.json")) == 2:
         assert not list(folder.glob("out*"))
@@ -296,7 +300,7 @@ def judge_tokenizer(folder: Path) -> str:
 
 
 def judge_index(folder: Path) -> str:
-    """Opens a pair of Megatron's: refused, or its bytes one after the other."""
+    """Opens a Megatron pair: it is refused, or its documents are the bytes of the file in order."""
     try:
         tokens = open_tokens(folder / "in" / "x")
     except ValueError as error:
@@ -309,7 +313,7 @@ def judge_index(folder: Path) -> str:
 
 
 def make_inputs(place: Path) -> None:
-    """Whole files of each kind."""
+    """Writes undamaged files of each kind."""
     for name, size in (("qwen2", "1GB"), ("gpt2", "20KB")):
         theirs(name).save_pretrained(place / name, max_shard_size=size)
     kind, sizes = FAMILIES["gpt2"]
@@ -379,7 +383,7 @@ KINDS: dict[str, Kind] = {
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in what takes more processor time than that, or ten times as long."""
+    """Context manager: raises TimeoutError after `seconds` of CPU time, or ten times as long."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {seconds} s")
@@ -400,7 +404,11 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def fuzz(place: Path, seed: int, count: int) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """How many mutants of each kind ended how, and what should not be."""
+    """Tries damaged files of each kind.
+
+    Returns:
+        The number of files per kind and outcome, and the errors.
+    """
     ends, wrong = Counter[tuple[str, str]](), []
     for number in range(count):
         kind = list(KINDS)[number % len(KINDS)]
@@ -437,7 +445,7 @@ def fuzzed(place: Path, seed: int, count: int) -> Counter[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Whole files of each kind."""
+    """Returns the folder with undamaged files of each kind."""
     place = tmp_path_factory.mktemp("inputs")
     make_inputs(place)
     return place

@@ -40,7 +40,7 @@ NOT_DOCUMENTED = {"AssertionError", "NotImplementedError", "AttributeError", "St
 
 
 def exports() -> Iterator[tuple[str, Any]]:
-    """Every exported name with its object; modules are left out."""
+    """Yields every exported name with its object, except modules."""
     for package in PACKAGES:
         module = importlib.import_module(package)
         for name in module.__all__:
@@ -103,7 +103,7 @@ def test_the_lists_of_lazy_exports_agree(package: str) -> None:
 
 
 def test_packages_are_imported_without_torch() -> None:
-    """Also the lists of names: a shell completes `threed.` without a wait."""
+    """So are the lists of names, so that a shell completes `threed.` without a delay."""
     code = """
 import sys, threed, threed.config, threed.schedules, threed.checkpoint, threed.interop
 for package in (threed, threed.config, threed.schedules, threed.checkpoint, threed.interop):
@@ -117,7 +117,7 @@ assert "torch" not in sys.modules
 
 
 def problems_of(name: str, value: Any) -> Iterator[str]:
-    """What is missing in the docstrings of an exported class or function."""
+    """Yields the problems of the docstrings of an exported class or function."""
     if not inspect.isclass(value):
         yield from problems_of_function(name, value, value.__doc__)
         return

@@ -1,6 +1,7 @@
-"""One rank among 16,384, under torch's fake process group: nothing that it does grows with the world.
+"""One rank of 16,384, with torch's fake process group: its memory does not grow with the world.
 
-Its topology, engine, step and forecast are those of a real run; what other ranks would say is what this one says.
+Topology, engine, step and forecast are those of a real run. The answers of other ranks are replaced
+by this rank's answer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WORLDS = (64, 16_384)
 
 
 def config_of(world: int, zero: int) -> Config:
-    """Two micro-batches a data rank."""
+    """Returns a configuration with two micro-batches per data rank."""
     rows = 2 * world // (PP * TP)
     config = Config.model_validate({
         "parallel": {"pp": PP, "tp": TP},
@@ -41,7 +42,10 @@ def config_of(world: int, zero: int) -> Config:
 
 
 def one_of(world: int, zero: int) -> dict[str, float]:
-    """Bytes and seconds of a rank on the first stage: it waits for no other stage's shapes."""
+    """Returns the bytes and seconds of a rank on the first stage.
+
+    It waits for no shapes of another stage.
+    """
     found: dict[str, float] = {}
     began = time.perf_counter()
     gc.collect()
@@ -72,8 +76,11 @@ def one_of(world: int, zero: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.grid), 3])
 def test_a_rank_of_16384_takes_what_a_rank_of_64_takes(zero: int) -> None:
-    """Tensors: no more, but for padding of slices. Python: two kilobytes for each rank of the world, for lists of
-    ranks, the answers to an exchange of configurations, and the forecast's row of each rank."""
+    """Tensors take no more memory, except for the padding of slices.
+
+    Python objects take two kilobytes per rank of the world: lists of ranks, the answers of an
+    exchange of configurations, and the forecast's row of each rank.
+    """
     small, large = (run_ranks(1, one_of, world, zero)[0] for world in WORLDS)
     print(small, large)
     more = WORLDS[1] - WORLDS[0]

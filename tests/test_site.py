@@ -1,4 +1,4 @@
-"""The documentation site: it builds without warnings and without a network, and its links lead somewhere."""
+"""The documentation site builds without warnings and without a network, and its links work."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the site, built as `make docs` does, but outside the repository."""
+    """The folder of the site, built as by `make docs`, but outside of the repository."""
     home = tmp_path_factory.mktemp("site")
     (home / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text())
     (home / "threed").symlink_to(ROOT / "threed")

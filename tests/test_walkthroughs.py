@@ -1,4 +1,4 @@
-"""The walkthroughs agree with the code: every function exists and is called by the one before it."""
+"""The walkthroughs agree with the code: every function exists and is called by the previous one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ Function = ast.FunctionDef | ast.ClassDef
 
 @functools.cache
 def tree_of(module: str) -> ast.Module:
-    """The source of a module."""
+    """Returns the syntax tree of a module."""
     file = importlib.import_module(module).__file__
     assert file is not None
     return ast.parse(Path(file).read_text(encoding="utf-8"))
 
 
 def found(tree: ast.AST, names: list[str]) -> Function:
-    """A function or class by its qualified name; of a class, what makes its objects."""
+    """Returns a function or class by its qualified name.
+
+    For a class, it returns the function that creates its objects.
+    """
     for name in names:
         tree = [
             node
@@ -41,7 +44,7 @@ def found(tree: ast.AST, names: list[str]) -> Function:
 
 
 def named(function: Function) -> set[str]:
-    """All names and attributes in a function's source."""
+    """Returns all names and attributes in a function's source."""
     nodes = list(ast.walk(function))
     return {n.id for n in nodes if isinstance(n, ast.Name)} | {
         n.attr for n in nodes if isinstance(n, ast.Attribute)
@@ -49,7 +52,7 @@ def named(function: Function) -> set[str]:
 
 
 def says(caller: Step, step: Step) -> bool:
-    """Whether the caller's source names the step, or the first helper, which names the next."""
+    """Returns whether the caller's source contains the step, directly or through the helpers."""
     tree, names = tree_of(caller.where.partition(":")[0]), caller.name.split(".")
     function = found(tree, names)
     for helper in step.via:
@@ -61,7 +64,7 @@ def says(caller: Step, step: Step) -> bool:
 
 
 def defines(tree: ast.AST, names: list[str]) -> bool:
-    """Whether there is such a function or class."""
+    """Returns whether there is such a function or class."""
     try:
         found(tree, names)
     except IndexError:

@@ -1,9 +1,9 @@
-"""Ten layouts of tokenizer files, as published folders have them, and strings to try them on.
+"""Ten layouts of tokenizer files, like those of published folders, and test strings.
 
-    LAYOUTS["llama 3 instruct"](folder)           writes the files, into the folder of a model with VOCAB rows
+    LAYOUTS["llama 3 instruct"](folder)           writes the files into the folder of a model with VOCAB rows
     strings(1000, seed=1)
 
-Every vocabulary is small and is trained here.
+The vocabularies are small and are trained here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokenizers import (
     trainers,
 )
 
-VOCAB = 512  # rows of the models that these are for
+VOCAB = 512  # number of embedding rows of the models with these tokenizers
 CORPUS = [
     "the cat sat on the mat and the dog ran after the cat, 1234 times.\n",
     "Zürich, naïve café: 日本語のテキスト 🙂 and tabs\tand  spaces\n",
@@ -48,7 +48,11 @@ Write = Callable[[Path], None]
 
 
 def strings(count: int, seed: int) -> list[str]:
-    """Random texts: words, white space, special tokens spelled out, and characters of any plane."""
+    """Returns random texts.
+
+    They consist of words, white space, spellings of special tokens, and characters of any Unicode
+    plane.
+    """
     draw = random.Random(seed)
     words = [
         *" ".join(CORPUS[:3]).split(),
@@ -86,13 +90,19 @@ def special(name: str) -> AddedToken:
 
 
 def write(folder: Path, **files: Any) -> None:
-    """Writes JSON files by their names without the ending."""
+    """Writes values as JSON files; a keyword is the name of a file without its extension."""
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False))
 
 
 def byte_level(specials: Sequence[str] = (), size: int = 400, split: str = "") -> Tokenizer:
-    """A byte-level BPE, with these special tokens after its vocabulary. split: the expression of a word."""
+    """Returns a byte-level BPE.
+
+    Args:
+        specials: special tokens, which follow the vocabulary.
+        size: size of the vocabulary.
+        split: regular expression that splits text into words; empty for the default.
+    """
     backend = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
     words = pre_tokenizers.Split(Regex(split), "isolated") if split else None
@@ -107,12 +117,12 @@ def byte_level(specials: Sequence[str] = (), size: int = 400, split: str = "") -
 
 
 def lone_json(folder: Path) -> None:
-    """A tokenizer.json and nothing else."""
+    """Writes only a tokenizer.json."""
     byte_level(["<|endoftext|>"]).save(str(folder / "tokenizer.json"))
 
 
 def saved_by_transformers(folder: Path) -> None:
-    """What transformers itself writes, with chat templates in files of their own."""
+    """Writes the files that transformers saves, with chat templates in separate files."""
     from transformers import PreTrainedTokenizerFast
 
     fast = PreTrainedTokenizerFast(
@@ -124,7 +134,11 @@ def saved_by_transformers(folder: Path) -> None:
 
 
 def llama3_instruct(folder: Path) -> None:
-    """bos by the post-processor, an eos that ends a turn, whole words looked up, the template in the configuration."""
+    """Writes the layout of Llama 3 Instruct.
+
+    The post-processor adds bos, eos ends a turn, whole words are looked up, and the configuration
+    contains the chat template.
+    """
     names = [
         "<|begin_of_text|>",
         "<|end_of_text|>",
@@ -163,7 +177,11 @@ def llama3_instruct(folder: Path) -> None:
 
 
 def gemma(folder: Path) -> None:
-    """Byte fallback, spaces written as U+2581, bos by the post-processor, and `</s>` as a piece of plain text."""
+    """Writes the layout of Gemma.
+
+    It has byte fallback, spaces as U+2581, a bos that the post-processor adds, and `</s>` as an
+    ordinary token.
+    """
     words = [
         "<pad>",
         "<eos>",
@@ -202,7 +220,7 @@ def gemma(folder: Path) -> None:
 
 
 def sentencepiece_model(folder: Path, kind: str = "bpe") -> None:
-    """A tokenizer.model alone, as Llama 2 was published."""
+    """Writes only a tokenizer.model, like Llama 2."""
     import io
 
     import sentencepiece
@@ -222,7 +240,7 @@ def sentencepiece_model(folder: Path, kind: str = "bpe") -> None:
 
 
 def sentencepiece_and_json(folder: Path) -> None:
-    """A tokenizer.model, and the tokenizer.json that transformers makes of it."""
+    """Writes a tokenizer.model, and the tokenizer.json that transformers converts it to."""
     from transformers import AutoTokenizer
 
     sentencepiece_model(folder)
@@ -232,7 +250,7 @@ def sentencepiece_and_json(folder: Path) -> None:
 
 
 def gpt2_files(folder: Path) -> None:
-    """vocab.json and merges.txt, as GPT-2 was published."""
+    """Writes vocab.json and merges.txt, like GPT-2."""
     backend = byte_level(size=399)
     backend.model.save(str(folder))
     vocab = json.loads((folder / "vocab.json").read_text())
@@ -244,7 +262,7 @@ def gpt2_files(folder: Path) -> None:
 
 
 def qwen(folder: Path) -> None:
-    """tokenizer.json with vocab.json, merges.txt and added_tokens.json, and an eos that ends a turn."""
+    """Writes tokenizer.json, vocab.json, merges.txt and added_tokens.json; eos ends a turn."""
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -268,7 +286,7 @@ def qwen(folder: Path) -> None:
 
 
 def word_pieces(folder: Path) -> None:
-    """vocab.txt, as BERT was published."""
+    """Writes vocab.txt, like BERT."""
     letters = sorted({letter for text in CORPUS for letter in text.lower() if not letter.isspace()})
     words = [
         "[PAD]",
@@ -295,7 +313,10 @@ def word_pieces(folder: Path) -> None:
 
 
 def unigram(folder: Path) -> None:
-    """A Unigram model whose special tokens are pieces of its vocabulary, and eos only in special_tokens_map.json."""
+    """Writes a Unigram model.
+
+    Its special tokens are in its vocabulary, and only special_tokens_map.json names eos.
+    """
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")

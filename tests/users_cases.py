@@ -1,4 +1,4 @@
-"""Configurations of the models of `tests/users_models.py`, their batches, and how one is run."""
+"""Configurations of the models of `tests/users_models.py`, their batches, and their training."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from threed.engine import Engine
 from threed.layers import Slicing
 
 VOCAB, SEQ, HIDDEN, ROWS, STEPS = 53, 8, 24, 6, 2
-BF16 = ("residual-32",)  # compared with one process: there is no truth in fp64
-BUFFERS = ("buffers",)  # a running mean depends on how a batch is cut
+BF16 = (
+    "residual-32",
+)  # compared with one process in bf16, because it has no fp64 version in plain PyTorch
+BUFFERS = ("buffers",)  # a running mean depends on the micro-batches
 RECOMPUTE = {
     "none": {},
     "full": {"mode": "full"},
@@ -32,7 +34,7 @@ RECOMPUTE = {
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration; `microbatches` of each data rank. The global batch has 6 rows in all of them."""
+    """One configuration. `microbatches` is per data rank; the global batch always has 6 rows."""
 
     model: str
     pp: int = 1
@@ -50,34 +52,38 @@ class Case:
 
     @property
     def world(self) -> int:
-        """How many ranks it takes."""
+        """The number of ranks."""
         return self.pp * self.dp * self.tp
 
     @property
     def truth(self) -> Case:
-        """The same training on one process, in as many micro-batches where that matters."""
+        """The same training on one process, with the same micro-batches if they affect results."""
         cut_alike = self.model in (*BF16, *BUFFERS)
         return Case(self.model, microbatches=self.microbatches * self.dp if cut_alike else 1)
 
     @property
     def layers(self) -> int:
-        """Pipeline layers of the model."""
+        """The number of pipeline layers of the model."""
         return layers_of(self.model)
 
 
 @functools.cache
 def layers_of(model: str) -> int:
-    """How many pipeline layers a model has."""
+    """Returns the number of pipeline layers of a model."""
     return len(MODELS[model](config_of(Case(model)).model, Slicing()).layers())
 
 
 def counts(case: Case) -> tuple[int, ...]:
-    """An explicit partition: one layer at each end, or all but one."""
+    """Returns an explicit partition for two or three stages.
+
+    The first stage has one layer. With two stages the last has all other layers, with three it has
+    one.
+    """
     return (1, case.layers - 1) if case.pp == 2 else (1, case.layers - 2, 1)
 
 
 def config_of(case: Case) -> Config:
-    """The resolved configuration of a case."""
+    """Returns the resolved configuration of a case."""
     params = case.offload if case.zero == 3 else "none"
     config = Config.model_validate({
         "parallel": {
@@ -87,7 +93,7 @@ def config_of(case: Case) -> Config:
         "zero": {
             "stage": case.zero, "bucket_mib": case.bucket_mib, "offload_optimizer": case.offload,
             "offload_params": params, "nvme_path": tempfile.gettempdir() if case.offload == "nvme" else None,
-            "resident": 0,  # slice everything: the default keeps parameters as small as these whole
+            "resident": 0,  # shard all parameters: with the default, such small ones would stay full
             "order": case.order,
         },
         "precision": {"dtype": "bf16" if case.model in BF16 else "fp64"},
@@ -99,7 +105,7 @@ def config_of(case: Case) -> Config:
         },
         "optim": {
             "warmup": 0, "schedule": "constant", "lr": users_truths.LR, "weight_decay": users_truths.DECAY,
-            # Adam's step is of one size, however small a gradient is: in bf16 nearly zero ones are noise.
+            # Adam's step has the same size for any gradient. In bf16, gradients near zero are noise, so eps is larger.
             "betas": users_truths.BETAS, "eps": 1e-3 if case.model in BF16 else users_truths.EPS,
         },
     })  # fmt: skip
@@ -107,7 +113,7 @@ def config_of(case: Case) -> Config:
 
 
 def batch(model: str, step: int) -> Batch:
-    """The global batch of a step; labels are ignored unevenly over rows, and one row has none."""
+    """Returns the global batch of a step; some labels are negative, in one row all of them."""
     draw = torch.Generator().manual_seed(step)
     if model == "vision":
         pixels = torch.randn(
@@ -123,20 +129,25 @@ def batch(model: str, step: int) -> Batch:
 
 
 def engine_of(case: Case, model: type[Decoder] | None = None) -> Engine:
-    """The engine of a case in this world; `model` in place of the one that the case names."""
+    """Returns the engine of a case on this rank.
+
+    Args:
+        case: the case.
+        model: class to use instead of the case's model.
+    """
     config, topology = config_of(case), topology_of(case.pp, case.tp)
     slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed)
     return Engine((model or MODELS[case.model])(config.model, slicing), topology, config)
 
 
 def train(case: Case, model: type[Decoder] | None = None) -> Result:
-    """Three steps of a case, and an evaluation."""
+    """Trains a case, and returns its results: of the steps and of an evaluation."""
     engine = engine_of(case, model)
     return steps_of(engine, case)
 
 
 def steps_of(engine: Engine, case: Case) -> Result:
-    """What an engine gives."""
+    """Runs the steps and the evaluation of a case with an engine; returns the results."""
     metrics = [
         engine.step(share(batch(case.model, step), engine.topology)) for step in range(STEPS)
     ]
@@ -146,8 +157,10 @@ def steps_of(engine: Engine, case: Case) -> Result:
 
 
 def truth(case: Case) -> tuple[Result, dict[str, Tensor]]:
-    """What plain PyTorch gives on the engine's initial weights, and these; for bf16 what one process gives. In a world
-    of one rank."""
+    """Returns the expected results of a case, and the initial weights. Only in a world of one rank.
+
+    Plain PyTorch computes them from the engine's initial weights; for bf16 a single process does.
+    """
     engine = engine_of(replace(case, microbatches=1))
     weights = engine.full_state_dict()
     if case.model in BF16:

@@ -1,4 +1,4 @@
-"""Layers as users write them, from `threed.layers` and by hand: what `tests/users_models.py` is built from."""
+"""Layers written as users write them, with `threed.layers` and manually; see `users_models.py`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, paramete
 from threed.layers import MicroBatch, Slicing, rotate
 
 WORD = "embedding.word.weight"
-STD = 0.2  # large, so that attention is not all but uniform and every gradient is felt
-CLASSES = 11  # of images
+STD = 0.2  # large, so that attention is far from uniform, and every gradient has an effect
+CLASSES = 11  # classes of images
 PATCH = 4
 CHANNELS = 3
 EXIT, SQUARES = 0.3, 0.05  # weights of the losses of middle layers
@@ -27,13 +27,13 @@ Function = Callable[[Tensor], Tensor]
 
 
 def whole(name: str, shape: tuple[int, ...], slicing: Slicing) -> nn.Parameter:
-    """A parameter that every tensor rank holds whole."""
+    """Returns a parameter that every tensor rank holds in full."""
     piece = Piece(name, shape, (0,) * len(shape), shape, init=Init(std=STD))
     return parameter(ShardSpec((piece,), slicing.replicated, slicing.partial), shape)
 
 
 def cut(name: str, shape: tuple[int, ...], dim: int, slicing: Slicing) -> nn.Parameter:
-    """A parameter of which each tensor rank holds a part along `dim`."""
+    """Returns a parameter that is split over the tensor ranks along `dim`."""
     first, last = split(shape[dim], slicing.tp.size, slicing.tp.index)
     start = tuple(first if d == dim else 0 for d in range(len(shape)))
     size = tuple(last - first if d == dim else n for d, n in enumerate(shape))
@@ -41,21 +41,21 @@ def cut(name: str, shape: tuple[int, ...], dim: int, slicing: Slicing) -> nn.Par
 
 
 def enter(x: Tensor, slicing: Slicing) -> Tensor:
-    """Into a part that is cut over tensor ranks: [s b h] or [s/t b h] -> [s b h]."""
+    """Enters a part that is split over the tensor ranks: [s b h] or [s/t b h] -> [s b h]."""
     return (collectives.gather_from if slicing.sequence_parallel else collectives.copy_to)(
         x, slicing.tp
     )
 
 
 def leave(x: Tensor, slicing: Slicing) -> Tensor:
-    """Out of it: parts of a sum [s b h] -> [s b h] or [s/t b h]."""
+    """Leaves such a part by summing over the tensor ranks: [s b h] -> [s b h] or [s/t b h]."""
     return (collectives.scatter_to if slicing.sequence_parallel else collectives.reduce_from)(
         x, slicing.tp
     )
 
 
 class FactorizedEmbedding(nn.Module):
-    """Word vectors of a small width e, then up to h: tokens -> [s b h]."""
+    """Word vectors of a small width e, projected to h: tokens -> [s b h]."""
 
     name = "embedding"
 
@@ -68,7 +68,7 @@ class FactorizedEmbedding(nn.Module):
 
 
 class FactorizedHead(nn.Module):
-    """From h down to e by the embedding's projection, transposed; then the head on e."""
+    """Projects from h to e by the transposed projection of the embedding; then applies a head."""
 
     name = "head"
     recomputable = False
@@ -97,7 +97,7 @@ class WordMemory(nn.Module):
 
 
 class Universal(nn.Module):
-    """One block, three times over in each forward (Universal Transformer, arXiv 1807.03819)."""
+    """A block that runs three times in each forward (Universal Transformer, arXiv 1807.03819)."""
 
     def __init__(self, block: layers.Block) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Universal(nn.Module):
 
 
 class Gate(nn.Module):
-    """x + a sigmoid(b), both by one replicated weight [2 h h]."""
+    """x + a sigmoid(b), where one replicated weight [2 h h] computes a and b."""
 
     def __init__(self, name: str, norm: nn.Module, hidden: int, slicing: Slicing) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Gate(nn.Module):
 
 
 class Stacked(nn.Module):
-    """A gated MLP whose gate and up lie in one weight [2 f h], cut over tp along its middle."""
+    """A gated MLP whose gate and up are one weight [2 f h], split over tp along f."""
 
     def __init__(self, name: str, norm: nn.Module, hidden: int, slicing: Slicing) -> None:
         super().__init__()
@@ -137,8 +137,10 @@ class Stacked(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A causal convolution of each feature over the sequence (as Mamba has, arXiv 2312.00752); its weight [f 1 k] is
-    cut by features."""
+    """A causal convolution of each feature over the sequence, like Mamba's (arXiv 2312.00752).
+
+    Its weight [f 1 k] is split by features.
+    """
 
     def __init__(self, name: str, norm: nn.Module, hidden: int, slicing: Slicing) -> None:
         super().__init__()
@@ -154,10 +156,11 @@ class Convolution(nn.Module):
 
 
 class Running(nn.Module):
-    """x + positions + norm(x) scale in training; in evaluation it subtracts the mean that training saw.
+    """x + positions + norm(x) scale in training; evaluation subtracts the running mean of training.
 
-    The mean of each micro-batch counts, as in BatchNorm: with data ranks each has its own, so it is a defined number
-    on one of them only. The scale is a function of the step. Positions are a table that needs no saving.
+    As in BatchNorm, the mean is updated in each micro-batch. With several data ranks, each has a
+    different mean, so it is well-defined only with one. The scale is a function of the step. The
+    table of positions is not saved.
     """
 
     recomputable = False  # a second forward would count the micro-batch twice
@@ -186,12 +189,12 @@ class Running(nn.Module):
         if self.slicing.sequence_parallel:
             mean = collectives.all_reduce(mean, self.slicing.tp) / self.slicing.tp.size
         self.mean.lerp_(mean, 0.1)
-        # Replaced, not filled: under a pipeline the backwards of earlier micro-batches still need the one they used.
+        # A new tensor, not an in-place change: under a pipeline, backwards of earlier micro-batches still need the old values.
         self.scale = torch.full_like(self.scale, 1 / (1 + micro.step))
 
 
 class WideResidual(nn.Module):
-    """A block whose residual stream is fp32, whatever its weights are."""
+    """A block whose residual stream is fp32, for any dtype of its weights."""
 
     def __init__(self, block: layers.Block) -> None:
         super().__init__()
@@ -204,7 +207,7 @@ class WideResidual(nn.Module):
 
 
 class Before(nn.Module):
-    """A layer on f(x)."""
+    """A layer applied to f(x)."""
 
     def __init__(self, function: Function, layer: nn.Module) -> None:
         super().__init__()
@@ -216,25 +219,28 @@ class Before(nn.Module):
 
 
 class After(Before):
-    """f of what a layer gives."""
+    """f applied to the output of a layer."""
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         return self.function(self.layer(x, micro))
 
 
 def pool(x: Tensor) -> Tensor:
-    """Means of neighboring positions: [s b h] -> [s/2 b h]."""
+    """Returns the means of neighboring positions: [s b h] -> [s/2 b h]."""
     return x.unflatten(0, (-1, 2)).mean(1)
 
 
 def stretch(x: Tensor) -> Tensor:
-    """Each position twice: [s b h] -> [2s b h]."""
+    """Repeats each position: [s b h] -> [2s b h]."""
     return x.repeat_interleave(2, 0)
 
 
 class Latent(nn.Module):
-    """Attention whose keys and values come from a latent of width r, and rotary parts of their own (MLA of DeepSeek-V2,
-    arXiv 2405.04434, section 2.1): the latent and the one rotary key are whole on every tensor rank."""
+    """Attention with keys and values from a latent vector of width r (MLA).
+
+    See DeepSeek-V2, arXiv 2405.04434, section 2.1. Rotary positions are in separate parts of
+    queries and keys. The latent vector and the single rotary key are full on every tensor rank.
+    """
 
     def __init__(self, name: str, hidden: int, heads: int, slicing: Slicing) -> None:
         super().__init__()
@@ -274,7 +280,7 @@ class Latent(nn.Module):
 
 
 class Sources(nn.Module):
-    """tokens -> x [s b h], a memory [s b 2h] for the head, and the ids themselves [b s]."""
+    """tokens -> x [s b h], a memory [s b 2h] for the head, and the token ids [b s]."""
 
     name = "embedding"
 
@@ -289,7 +295,7 @@ class Sources(nn.Module):
 
 
 class Passing(nn.Module):
-    """A layer on the first of several tensors; the others pass."""
+    """A layer applied to the first of several tensors; the others are passed on."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -301,7 +307,10 @@ class Passing(nn.Module):
 
 
 class ValueEmbedding(nn.Module):
-    """Adds other word vectors to x by the ids that came along, and hands on two of three tensors, the memory pooled."""
+    """Adds word vectors of the passed ids to x.
+
+    It passes on two of its three tensors, x and the pooled memory.
+    """
 
     name = "value"
 
@@ -317,7 +326,7 @@ class ValueEmbedding(nn.Module):
 
 
 class Join(nn.Module):
-    """The head, on x and the memory."""
+    """The head, applied to x and the memory."""
 
     recomputable = False
 
@@ -332,9 +341,10 @@ class Join(nn.Module):
 
 
 class Supervised(nn.Module):
-    """A layer on (x, loss so far), which adds a loss of its own; an exit of the model at this depth, if it has a head.
+    """A layer on (x, loss so far), which adds a loss.
 
-    Without one, the loss is the mean square of its output over all labeled tokens.
+    If it has a head, the loss is that of an early exit at this depth. Otherwise it is the mean
+    square of its output over all labeled tokens.
     """
 
     def __init__(
@@ -359,7 +369,7 @@ class Supervised(nn.Module):
 
 
 class WithLosses(nn.Module):
-    """The head, whose loss is added to those of the layers before."""
+    """The head; it adds its loss to the losses of earlier layers."""
 
     def __init__(self, head: layers.LanguageModelHead) -> None:
         super().__init__()
@@ -371,7 +381,10 @@ class WithLosses(nn.Module):
 
 
 class Patches(nn.Module):
-    """Pixels [b c H W] -> vectors of patches, with learned positions: [n b h], or this rank's [n/t b h]."""
+    """Pixels [b c H W] -> vectors of patches with learned positions.
+
+    The vectors are [n b h], or this rank's [n/t b h] if sequences are split.
+    """
 
     name = "patches"
 
@@ -387,13 +400,13 @@ class Patches(nn.Module):
         assert micro.inputs is not None
         pixels = rearrange(
             micro.inputs["pixels"], "b c (i p) (j q) -> (i j) b c p q", p=PATCH, q=PATCH
-        )  # a convolution with stride PATCH, but only for this rank's patches
+        )  # a convolution with stride PATCH, only for this rank's patches
         pixels = self.slicing.positions(len(pixels)).rows(pixels)
         return self.positions(torch.einsum("nbcpq,hcpq->nbh", pixels, self.weight))
 
 
 class Encoder(nn.Module):
-    """Attention in both directions, and an MLP."""
+    """Bidirectional attention and an MLP."""
 
     def __init__(self, name: str, hidden: int, heads: int, slicing: Slicing) -> None:
         super().__init__()
@@ -416,7 +429,10 @@ class Encoder(nn.Module):
 
 
 class Classifier(nn.Module):
-    """The mean over patches, a linear layer and cross-entropy against one label [b] an image; below 0 not counted."""
+    """The mean over patches, a linear layer and cross-entropy.
+
+    An image has one label; images with a label below 0 are ignored.
+    """
 
     name = "head"
 
@@ -425,7 +441,7 @@ class Classifier(nn.Module):
         self.slicing = slicing
         self.norm = layers.LayerNorm("head.norm", hidden, slicing)
         piece = matrix("head.weight", (CLASSES, hidden), 0, (0, CLASSES), STD)
-        # Not partial when sequences are cut: what it sees is already summed over tensor ranks.
+        # Not partial if sequences are split, because its input is already summed over the tensor ranks.
         self.weight = parameter(ShardSpec((piece,), slicing.replicated), (CLASSES, hidden))
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:

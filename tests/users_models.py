@@ -1,4 +1,4 @@
-"""Models as users write them; what makes each of them hard stands in its docstring.
+"""Models written as users write them; each docstring states what is difficult about the model.
 
     model = MODELS["albert"](config.model, slicing)
 
@@ -20,18 +20,18 @@ from threed.layers import Slicing
 
 
 class Decoder:
-    """What the models below are put together from: embedding, blocks, head."""
+    """The base of the models below: embedding, blocks, head."""
 
     def __init__(self, config: ModelConfig, slicing: Slicing) -> None:
         self.config, self.slicing, self.hidden = config, slicing, config.hidden
         self.vocab = config.vocab or 0
 
     def layers(self) -> list[nn.Module]:
-        """The pipeline layers, in order."""
+        """Returns the pipeline layers, in order."""
         raise NotImplementedError
 
     def costs(self, micro_batch: int) -> list[float]:
-        """The ends cost more than what lies between."""
+        """Returns costs of the layers; the first and the last layer cost more than the others."""
         return [1.5, *[1.0] * (len(self.layers()) - 2), 2.5]
 
     def embedding(self) -> layers.Embedding:
@@ -41,7 +41,7 @@ class Decoder:
         return layers.RMSNorm(name, width or self.hidden, self.slicing)
 
     def block(self, name: str, width: int | None = None) -> layers.Block:
-        """Heads are as wide whatever the block is."""
+        """Returns a block; its head size does not depend on its width."""
         h, slicing = width or self.hidden, self.slicing
         heads = self.config.heads * h // self.hidden
         norms = (self.norm(f"{name}.attention_norm", h), self.norm(f"{name}.mlp_norm", h))
@@ -59,7 +59,10 @@ class Decoder:
 
 
 class TwoTies(Decoder):
-    """Word table and a projection, both tied between the ends (as ALBERT factorizes them, arXiv 1909.11942)."""
+    """A word table and a projection, both tied between the first and the last layer.
+
+    So ALBERT factorizes them (arXiv 1909.11942).
+    """
 
     def layers(self) -> list[nn.Module]:
         e = self.hidden // 2
@@ -72,7 +75,7 @@ class TwoTies(Decoder):
 
 
 class ThreeWayTie(Decoder):
-    """One matrix in the first, the middle and the last layer: at pp 3 on all stages."""
+    """One matrix in the first, the middle and the last layer; with pp 3, on all stages."""
 
     def layers(self) -> list[nn.Module]:
         memory = own.WordMemory(
@@ -88,14 +91,14 @@ class ThreeWayTie(Decoder):
 
 
 class Albert(Decoder):
-    """One block, shared by all depths, and a tied head."""
+    """One block that is shared by all depths, and a tied head."""
 
     def layers(self) -> list[nn.Module]:
         return [self.embedding(), *(self.block("shared") for _ in range(3)), self.head()]
 
 
 class Alternating(Decoder):
-    """Two blocks in turn: A B A B A."""
+    """Two blocks that alternate: A B A B A."""
 
     def layers(self) -> list[nn.Module]:
         return [
@@ -106,7 +109,7 @@ class Alternating(Decoder):
 
 
 class UsedTwice(Decoder):
-    """A layer that runs its block three times, and a layer object that stands in the list twice."""
+    """A layer that runs its block three times, and a layer object that is in the list twice."""
 
     def layers(self) -> list[nn.Module]:
         twice = self.block("twice")
@@ -120,7 +123,7 @@ class UsedTwice(Decoder):
 
 
 class FrozenEmbedding(Decoder):
-    """The embedding and the first block are frozen: the first stage may have nothing to train."""
+    """Embedding and first block are frozen, so the first stage may have nothing to train."""
 
     def layers(self) -> list[nn.Module]:
         blocks = [self.block(f"blocks.{i}") for i in range(2)]
@@ -131,7 +134,7 @@ class FrozenEmbedding(Decoder):
 
 
 class FrozenMiddle(Decoder):
-    """A frozen block between trained ones, and a frozen half of the next; the head is tied."""
+    """A frozen block between trained ones, and a half-frozen next block; the head is tied."""
 
     def layers(self) -> list[nn.Module]:
         blocks = [self.block(f"blocks.{i}") for i in range(3)]
@@ -141,7 +144,7 @@ class FrozenMiddle(Decoder):
 
 
 class Kernels(Decoder):
-    """Parameters of three dimensions: replicated, cut along the middle, cut along the first."""
+    """Parameters of three dimensions: replicated, split along the second, and along the first."""
 
     def layers(self) -> list[nn.Module]:
         parts = {"gate": own.Gate, "convolution": own.Convolution, "stacked": own.Stacked}
@@ -153,7 +156,7 @@ class Kernels(Decoder):
 
 
 class Buffers(Decoder):
-    """Persistent buffers that training writes and evaluation reads, and one that is not persistent."""
+    """Persistent buffers that training changes and evaluation reads, and one not persistent."""
 
     def layers(self) -> list[nn.Module]:
         running = (
@@ -178,7 +181,7 @@ class Residual32(Decoder):
 
 
 class Cast(Decoder):
-    """An fp32 boundary in an fp64 model."""
+    """An fp32 tensor between layers of an fp64 model."""
 
     def layers(self) -> list[nn.Module]:
         blocks = [
@@ -189,7 +192,7 @@ class Cast(Decoder):
 
 
 class Hourglass(Decoder):
-    """Boundaries of half the width, then of half the length."""
+    """Tensors between layers that have first half the width, then half the length."""
 
     def layers(self) -> list[nn.Module]:
         half = self.hidden // 2
@@ -206,7 +209,7 @@ class Hourglass(Decoder):
 
 
 class LatentAttention(Decoder):
-    """Attention by a latent, as DeepSeek has it."""
+    """Attention with a latent vector, like DeepSeek's."""
 
     def layers(self) -> list[nn.Module]:
         latents = [
@@ -217,7 +220,10 @@ class LatentAttention(Decoder):
 
 
 class TwoTensors(Decoder):
-    """Boundaries of three tensors, one of integers, and of two, one of them wide and later short."""
+    """Three tensors between layers, one of them of integers.
+
+    Later there are two tensors: one is wide at first, and then short.
+    """
 
     def layers(self) -> list[nn.Module]:
         word = functools.partial(
@@ -236,7 +242,10 @@ class TwoTensors(Decoder):
 
 
 class MiddleLosses(Decoder):
-    """Losses in middle layers: two early exits, one with the tied head and one with its own, and a penalty."""
+    """Losses in middle layers: two early exits and a penalty.
+
+    One exit uses the tied head, the other its own head.
+    """
 
     def layers(self) -> list[nn.Module]:
         blocks = [self.block(f"blocks.{i}") for i in range(3)]
@@ -254,7 +263,10 @@ class MiddleLosses(Decoder):
 
 
 class Vision(Decoder):
-    """A vision transformer: no tokens, pixels in the batch, labels of one dimension, a parameter of four."""
+    """A vision transformer: pixels instead of tokens, and one label per image.
+
+    One parameter has four dimensions.
+    """
 
     def layers(self) -> list[nn.Module]:
         blocks = [

@@ -1,4 +1,4 @@
-"""Pipeline layers of torch's own modules: what a weight gradient that comes later than its input's can trip over."""
+"""Pipeline layers of torch's own modules, whose weight gradients are difficult to defer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Callable[..., Tensor]
 
 
 class Torch(nn.Module):
-    """x + run(x, *modules), with records on the modules' parameters."""
+    """x + run(x, *modules), with sharding records on the modules' parameters."""
 
     def __init__(self, name: str, slicing: Slicing, run: Run, *modules: nn.Module) -> None:
         super().__init__()
@@ -34,35 +34,40 @@ class Torch(nn.Module):
 
 
 def in_place(x: Tensor, *parts: nn.Module) -> Tensor:
-    """One after the other; some change what they are given."""
+    """Applies modules one after the other; some of them change their input in place."""
     return nn.Sequential(*parts)(x)
 
 
 def forces(x: Tensor, linear: nn.Module) -> Tensor:
-    """The gradient of an energy that a linear layer gives, which is differentiated again; and that layer once more."""
-    with torch.enable_grad():  # also where the layer is run to be recomputed later
+    """Returns the gradient of an energy that a linear layer computes; the layer is used once more.
+
+    The backward differentiates this gradient again.
+    """
+    with (
+        torch.enable_grad()
+    ):  # also in the forward of a recomputed layer, which runs without gradients
         x = x if x.requires_grad else x.detach().requires_grad_()
         energy = linear(x).tanh().square().sum()
         return torch.autograd.grad(energy, x, create_graph=True)[0] + linear(x)
 
 
 def vectors(x: Tensor, linear: nn.Module) -> Tensor:
-    """A linear layer of vectors, one by one."""
+    """Applies a linear layer to vectors, one by one."""
     return torch.stack([linear(one) for one in x.flatten(0, 1)]).view_as(x)
 
 
 def beside(x: Tensor, first: nn.Linear, normed: nn.Module) -> Tensor:
-    """A weight that is computed from others; and one that is read beside its module."""
+    """Uses a weight computed from other weights, and a weight read outside of its module."""
     return F.linear(first(normed(x)).tanh(), first.weight.t())
 
 
 def heads(x: Tensor, attention: nn.Module) -> Tensor:
-    """A module that reads the weight of a linear layer in it."""
+    """Applies a module that reads the weight of a linear layer inside it."""
     return attention(x, x, x, need_weights=False)[0]
 
 
 class TorchModules(Decoder):
-    """A layer of each kind."""
+    """A model with a layer of each kind."""
 
     def layers(self) -> list[nn.Module]:
         h, slicing = self.hidden, self.slicing

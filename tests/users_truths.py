@@ -1,8 +1,9 @@
-"""The models of `tests/users_models.py` in plain PyTorch, sharing no code with threed: what every topology must equal.
+"""The models of `tests/users_models.py` in plain PyTorch, without code of threed.
 
     truth = train("albert", weights, batches, microbatches=3, evaluated=batch)
 
-Weights carry the engine's global names. A model is a function of them and of a micro-batch [b ...] to logits.
+The results of every topology must equal these. Weights have the engine's global names. A model is a
+function of the weights and of a micro-batch [b ...] that returns logits.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Run:
-    """What a forward may depend on beside weights and batch."""
+    """Values on which a forward may depend in addition to weights and batch."""
 
     step: int = 0
     training: bool = True
     means: dict[str, Tensor] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)  # of middle layers, as sums
+    losses: list[Tensor] = field(default_factory=list)  # sums of the losses of middle layers
 
 
 @dataclass
 class Result:
-    """What a few steps gave: losses, gradient norms, weights after them, and the loss of one more batch."""
+    """The results of a few steps.
+
+    They are losses, gradient norms, the weights after the last step, and the loss of an evaluated
+    batch.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -63,12 +68,12 @@ def dense(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def heads(x: Tensor, count: int) -> Tensor:
-    """[b s (a d)] -> [b a s d]."""
+    """Splits heads: [b s (a d)] -> [b a s d]."""
     return x.unflatten(-1, (count, -1)).transpose(1, 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
-    """[b a s d] -> [b s (a d)]."""
+    """Returns attention with joined heads: [b a s d] -> [b s (a d)]."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
@@ -108,7 +113,7 @@ def three_way_tie(w: Weights, batch: Batch, run: Run) -> Tensor:
 
 
 def a_list(names: Sequence[str], weight: str) -> Callable[[Weights, Batch, Run], Tensor]:
-    """Embedding, blocks of these names, head."""
+    """Returns a model of an embedding, blocks with these names, and a head."""
 
     def forward(w: Weights, batch: Batch, run: Run) -> Tensor:
         x = w[WORD][batch["tokens"]]
@@ -137,7 +142,7 @@ def running(w: Weights, name: str, x: Tensor, run: Run) -> Tensor:
     if run.training:
         run.means[name] = 0.9 * mean + 0.1 * x.detach().mean((0, 1))
     seen = x if run.training else x - mean
-    # The last scale that training set: evaluation comes after the last step.
+    # Evaluation follows the last step, and uses the scale of that step.
     scale = 1 / (1 + (run.step if run.training else run.step - 1))
     positions = torch.sin(torch.arange(length * hidden, dtype=torch.float64)).view(length, hidden)
     return x + positions + rms(w, f"{name}.norm", seen) * scale
@@ -156,12 +161,12 @@ def cast(w: Weights, batch: Batch, run: Run) -> Tensor:
 
 
 def pool(x: Tensor) -> Tensor:
-    """Means of neighboring positions: [b s h] -> [b s/2 h]."""
+    """Returns the means of neighboring positions: [b s h] -> [b s/2 h]."""
     return (x[:, 0::2] + x[:, 1::2]) / 2
 
 
 def stretch(x: Tensor) -> Tensor:
-    """Each position twice: [b s h] -> [b 2s h]."""
+    """Repeats each position: [b s h] -> [b 2s h]."""
     return x.repeat_interleave(2, dim=1)
 
 
@@ -249,13 +254,13 @@ FROZEN = {
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum over labels that are not below 0."""
+    """Returns the sum of the losses of all labels that are at least 0."""
     counted = labels >= 0
     return F.cross_entropy(logits[counted], labels[counted], reduction="sum")
 
 
 def loss_of(name: str, w: Weights, part: Batch, run: Run) -> Tensor:
-    """The sum of all losses of a model over a micro-batch."""
+    """Returns the sum of all losses of a model for a micro-batch."""
     run.losses = []
     loss = summed_loss(TRUTHS[name](w, part, run), part["labels"])
     return sum(run.losses, loss)
@@ -264,7 +269,15 @@ def loss_of(name: str, w: Weights, part: Batch, run: Run) -> Tensor:
 def train(
     name: str, weights: Weights, batches: Sequence[Batch], microbatches: int, evaluated: Batch
 ) -> Result:
-    """A step of AdamW on each batch, cut into micro-batches; then the mean loss of one more."""
+    """Runs a step of AdamW on each batch, then evaluates one more batch.
+
+    Args:
+        name: name of the model.
+        weights: initial weights.
+        batches: the global batches of the steps.
+        microbatches: number of micro-batches per step.
+        evaluated: the batch to evaluate.
+    """
     buffers = (".mean", ".scale")
     w = {
         key: value.double().clone().requires_grad_()
@@ -303,12 +316,12 @@ def train(
 
 
 def cut(batch: Batch, count: int) -> list[Batch]:
-    """A batch's micro-batches."""
+    """Splits a batch into micro-batches."""
     return [{key: value.chunk(count)[i] for key, value in batch.items()} for i in range(count)]
 
 
 def backward(name: str, w: Weights, part: Batch, batch: Batch, run: Run) -> float:
-    """The backward of a micro-batch's part of the mean loss; gives the part."""
+    """Runs the backward of a micro-batch's part of the mean loss; returns this part."""
     loss = loss_of(name, w, part, run) / (batch["labels"] >= 0).sum()
     loss.backward()
     return float(loss.detach())

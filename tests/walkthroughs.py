@@ -1,6 +1,8 @@
-"""Writes docs/internals/walkthroughs.md: the functions that a configuration, a micro-batch and a gradient pass through.
+"""Writes docs/internals/walkthroughs.md.
 
-python -m tests.walkthroughs     # after a function of a walkthrough was renamed, moved, or calls another one
+    python -m tests.walkthroughs     # after a function of a walkthrough was renamed, moved, or calls another one
+
+The page lists the functions through which a configuration, a micro-batch and a gradient pass.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ class Step:
 
     Attributes:
         where: `module:function`.
-        what: what it does. Empty: a function that an earlier step has described is called again.
-        by: the name of its caller, by default the step before.
+        what: description of the function; empty if an earlier step has described it.
+        by: name of its caller, by default the previous step.
         via: short helpers of the caller's module between the caller and this function.
-        note: how it is reached, if the source of the caller does not name it.
+        note: how the function is reached, if the source of the caller does not contain its name.
     """
 
     where: str

@@ -1,10 +1,10 @@
-"""What the warm parent of the ranks does once for all of them, when it imports this module."""
+"""Work that the parent of all ranks does once, when it imports this module."""
 
 from torch._dynamo import list_backends
 
 from threed.core import native
 
-# Each rank would ask the compiler for its version, and hash the sources, to find what was compiled.
+# To find the compiled library, each rank would otherwise query the compiler's version and hash the sources.
 native.library("cpu")
-# Each that names a backend of torch.compile would import all of them.
+# Each rank that names a backend of torch.compile would otherwise import all backends.
 list_backends()

@@ -1,1 +1,1 @@
-"""The stages of `benchmarks/gpu.py`, a module each: `python -m benchmarks.gpu_stages.NAME` runs one alone."""
+"""The stages of `benchmarks/gpu.py`; `python -m benchmarks.gpu_stages.NAME` runs one stage."""

@@ -1,4 +1,7 @@
-"""Copy bandwidth: on the device by size (bytes read and written), and to and from page-locked host memory (bytes)."""
+"""Measures the bandwidth of copies on the device, and between device and page-locked host memory.
+
+On the device, bytes read and bytes written both count.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ MIB = 2**20
 
 
 def rates(found: dict[str, float], nbytes: int) -> dict[str, Any]:
-    """GB/s of so many bytes; low and high are quartiles."""
+    """Returns the GB/s for `nbytes` bytes; low and high are quartiles."""
     return {
         "gb_per_s": nbytes / found["median_ms"] / 1e6, "low": nbytes / found["high_ms"] / 1e6,
         "high": nbytes / found["low_ms"] / 1e6, "runs": found["runs"],
@@ -21,15 +24,15 @@ def rates(found: dict[str, float], nbytes: int) -> dict[str, Any]:
 
 
 def on_device(size: int, device: torch.device, rounds: int) -> dict[str, Any]:
-    """A copy of so many bytes."""
-    # zeros may be faster than numbers
+    """Measures copies of `size` bytes on the device."""
+    # random values, because zeros may be faster
     given = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     out = torch.empty_like(given)
     return rates(interleaved({"copy": lambda: out.copy_(given)}, device, rounds)["copy"], 2 * size)
 
 
 def with_host(size: int, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Copies of so many bytes in each direction, and both at once on two streams."""
+    """Measures copies of `size` bytes in each direction, and in both at once on two streams."""
     host = [torch.randint(0, 255, (size,), dtype=torch.uint8) for _ in range(2)]
     there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     if device.type == "cuda":
@@ -41,7 +44,7 @@ def with_host(size: int, device: torch.device, rounds: int) -> dict[str, Any]:
             host[1].copy_(there[1])
             return
         now = torch.cuda.current_stream(device)
-        beside.wait_stream(now)  # neither copy begins before the clock
+        beside.wait_stream(now)  # so that both copies begin after the start of the measurement
         there[0].copy_(host[0], non_blocking=True)
         with torch.cuda.stream(beside):
             host[1].copy_(there[1], non_blocking=True)

@@ -1,4 +1,4 @@
-"""Compiles the kernels; says which versions and which GPU these figures are of, and in which state it is."""
+"""Compiles the kernels, and records the versions, the GPU and its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.gpu_stages.stage import Stage, main
 from threed.core import native
 from threed.core.native import build
 
-# By driver some are named otherwise: each is asked for by itself.
+# Some have other names in other driver versions, so each is queried separately.
 STATE = (
     "name", "driver_version", "memory.total", "pstate", "temperature.gpu", "power.draw", "power.limit", "clocks.sm",
     "clocks.mem", "clocks.max.sm", "clocks.max.mem", "ecc.mode.current", "persistence_mode",
@@ -27,7 +27,7 @@ NOT_AVAILABLE = "not available"
 
 
 def versions() -> dict[str, str]:
-    """Of everything that the figures depend on."""
+    """Returns the versions of all software that affects the figures."""
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def gpu(device: torch.device) -> dict[str, Any]:
-    """What torch says of the GPU."""
+    """Returns torch's description of the GPU."""
     of = torch.cuda.get_device_properties(device)
     return {
         "name": of.name, "capability": f"{of.major}.{of.minor}", "memory_gib": of.total_memory / 2**30,
@@ -62,7 +62,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
 
 
 def state() -> dict[str, str]:
-    """What nvidia-smi says of the first GPU: clocks, power, ECC, reasons for lower clocks."""
+    """Returns nvidia-smi's state of the first GPU: clocks, power, ECC, reasons for lower clocks."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {"nvidia-smi": NOT_AVAILABLE}
@@ -84,7 +84,10 @@ def state() -> dict[str, str]:
 
 
 def compiled(library: build.Library) -> dict[str, Any]:
-    """Seconds of a compilation from nothing; the result goes to the cache, where all other stages find it."""
+    """Compiles a library from its sources, and returns the seconds.
+
+    The result is stored in the cache, which the other stages use.
+    """
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         try:
@@ -105,7 +108,7 @@ def run(stage: Stage) -> None:
     stage.put(versions=versions(), state=state())
     if stage.cuda:
         stage.put(gpu=gpu(stage.device))
-    if stage.small:  # a rehearsal takes what was compiled before
+    if stage.small:  # a rehearsal uses an already compiled library
         stage.put(native={"cpu": build.load(build.CPU)[1]})
     else:
         for name, library in build.LIBRARIES.items():

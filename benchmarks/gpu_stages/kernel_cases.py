@@ -1,8 +1,10 @@
-"""Every kernel of csrc/cuda as a case of `kernels.py`: inputs, bytes, our call, and what plain PyTorch does instead.
+"""Every kernel of csrc/cuda as a case of `kernels.py`: inputs, bytes, and implementations.
 
-A side is a function of a case's inputs that prepares and returns the work that is timed; work returns the results that
-are compared. Sides may write over their inputs: for comparisons they get copies. Plain sides also compute the truth, in
-fp64. Work in place goes on with what it made before; values stay ordinary numbers.
+A side is one implementation: a function of the case's inputs that prepares a computation and
+returns the function to time, which returns the results to compare. A side may overwrite its inputs;
+comparisons pass copies. Plain sides use plain PyTorch, and also compute the expected results in
+fp64. A computation in place continues with its own results in the next run; its values stay in a
+normal range.
 """
 
 from __future__ import annotations
@@ -27,7 +29,18 @@ EPS, THETA = 1e-5, 1e4
 
 @dataclass(frozen=True)
 class Sizes:
-    """rows of an activation, its width, features of the MLP, vocabulary, head size, parameters, blocks of 256."""
+    """Sizes of the inputs.
+
+    Attributes:
+        rows: rows of an activation.
+        sequences: number of sequences in them.
+        h: width of an activation.
+        f: features of the MLP.
+        v: size of the vocabulary.
+        d: head size.
+        n: number of parameters.
+        blocks: number of blocks of 256 elements.
+    """
 
     rows: int
     sequences: int
@@ -45,11 +58,20 @@ SMALL = Sizes(70, 2, 64, 128, 512, 32, 4096, 16)
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel at work. nbytes: that ours has to read and write. kernels: launchers of csrc/cuda that it starts.
+    """A kernel with its inputs and implementations.
 
-    plain: made with a function that compiles, or with one that does not. others: further sides by name. truth: what the
-    results are compared with, by default the plain side in fp64. comparable: whether plain sides compute the same.
-    seen: of results, what is compared.
+    Attributes:
+        name: name of the case.
+        kernels: launchers of csrc/cuda that it starts.
+        nbytes: bytes that threed's kernel has to read and write.
+        inputs: the inputs.
+        ours: threed's side.
+        plain: returns the plain side; its argument is a function that compiles, or one that returns
+            its argument.
+        others: further sides, by name.
+        truth: the side with the expected results; by default the plain side in fp64.
+        comparable: whether plain sides compute the same results.
+        seen: returns the part of the results to compare.
     """
 
     name: str
@@ -69,7 +91,7 @@ def bf16(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
 
 
 def call(function: Callable[..., Any]) -> Callable[[Compile], Side]:
-    """A side that calls a function of the inputs, whole or compiled."""
+    """Returns a side that calls a function of the inputs, compiled or not."""
 
     def made(compiled: Compile) -> Side:
         work = compiled(function)
@@ -79,7 +101,10 @@ def call(function: Callable[..., Any]) -> Callable[[Compile], Side]:
 
 
 def gradient_of(function: Callable[..., Any], gradients: int) -> Callable[[Compile], Side]:
-    """A side that differentiates: the first `gradients` inputs are those of the outputs, the rest the arguments."""
+    """Returns a side that computes gradients.
+
+    The first `gradients` inputs are gradients of the outputs, the others are the arguments.
+    """
 
     def made(compiled: Compile) -> Side:
         work = compiled(function)
@@ -100,7 +125,7 @@ def _tuple(results: Any) -> Any:
 
 
 def liger(name: str) -> Callable[..., Any]:
-    """A function of Liger's; ImportError where it is not installed."""
+    """Returns a function of Liger; raises ImportError if it is not installed."""
     from liger_kernel.transformers import functional  # type: ignore[import-not-found]
 
     return getattr(functional, name)
@@ -110,7 +135,7 @@ def liger(name: str) -> Callable[..., Any]:
 
 
 def cross_entropies(s: Sizes, device: torch.device) -> list[Case]:
-    """Losses and the gradient of their weighted sum."""
+    """Returns the cases of losses and of the gradient of their weighted sum."""
     logits = bf16(s.rows, s.v, device=device, scale=3.0)
     targets = torch.randint(s.v, (s.rows,), device=device)
     weight = torch.tensor(1 / s.rows, device=device)
@@ -168,13 +193,13 @@ def cross_entropies(s: Sizes, device: torch.device) -> list[Case]:
 
 
 def _norm(layer: bool, residual: bool) -> Callable[..., Any]:
-    """Plain: the norm of x, or the sum with the residual and its norm."""
+    """Returns plain PyTorch's norm of x, or of x + residual together with this sum."""
 
     def work(x: Tensor, *rest: Tensor) -> Any:
         other, (weight, *bias) = (rest[:1], rest[1:]) if residual else ((), rest)
         total = x + other[0] if residual else x
         if residual and total.dtype == torch.float64:
-            # all sides normalize the rounded sum
+            # all sides normalize the sum after it is rounded to bf16
             total = total + (total.bfloat16().double() - total).detach()
         y = (
             F.layer_norm(total, weight.shape, weight, bias[0], EPS)
@@ -187,7 +212,7 @@ def _norm(layer: bool, residual: bool) -> Callable[..., Any]:
 
 
 def norms(s: Sizes, device: torch.device) -> list[Case]:
-    """RMSNorm and LayerNorm, with the residual addition before them and without."""
+    """Returns the cases of RMSNorm and LayerNorm, with and without a residual addition."""
     cases = []
     x, r, dy, ds = (bf16(s.rows, s.h, device=device) for _ in range(4))
     weight, bias = 1 + bf16(s.h, device=device, scale=0.2), bf16(s.h, device=device)
@@ -239,7 +264,7 @@ def _norm_backward(layer: bool, residual: bool) -> Side:
                 dx,
                 *((dx,) if residual else ()),
                 *gradients,
-            )  # x and the residual have one gradient
+            )  # x and the residual have the same gradient
 
         return work
 
@@ -249,7 +274,7 @@ def _norm_backward(layer: bool, residual: bool) -> Side:
 def _liger_norm(layer: bool, backward: bool) -> Callable[[], Side]:
     def made() -> Side:
         work = liger("liger_layer_norm" if layer else "liger_rms_norm")
-        # in_place=False: its backward would write over the gradient that is given again.
+        # in_place=False, because otherwise the backward overwrites the gradient, which the next run needs.
         ours = (
             (lambda x, w, b: work(x, w, b, EPS))
             if layer
@@ -261,7 +286,7 @@ def _liger_norm(layer: bool, backward: bool) -> Callable[[], Side]:
 
 
 def activations(s: Sizes, device: torch.device) -> list[Case]:
-    """SwiGLU, and GELU with a bias."""
+    """Returns the cases of SwiGLU, and of GELU with a bias."""
     both, dout, x, bias = (
         bf16(s.rows, 2 * s.f, device=device), bf16(s.rows, s.f, device=device), bf16(s.rows, s.f, device=device),
         bf16(s.f, device=device),
@@ -302,7 +327,7 @@ def activations(s: Sizes, device: torch.device) -> list[Case]:
 
 
 def dropouts(s: Sizes, device: torch.device) -> list[Case]:
-    """Dropout with bias and residual. torch's has another mask."""
+    """Returns the cases of dropout with bias and residual; torch's has another mask."""
     length = s.rows // s.sequences
     x, residual = (bf16(length, s.sequences, s.h, device=device) for _ in range(2))
     bias = bf16(s.h, device=device)
@@ -319,7 +344,7 @@ def dropouts(s: Sizes, device: torch.device) -> list[Case]:
 
 
 def updates(s: Sizes, device: torch.device) -> list[Case]:
-    """AdamW on a slice, with a bf16 gradient and a bf16 copy."""
+    """Returns the cases of AdamW on a slice, with a bf16 gradient and a bf16 copy."""
     p, m, v = (torch.randn(s.n, device=device) for _ in range(3))
     g, out = bf16(s.n, device=device), bf16(s.n, device=device)
     scalars = [torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, 3.0, 0.5, 0.0)]
@@ -371,7 +396,7 @@ def updates(s: Sizes, device: torch.device) -> list[Case]:
 
 
 def sums_of(s: Sizes, device: torch.device) -> list[Case]:
-    """Sums of squares, and over rows."""
+    """Returns the cases of sums of squares, and of sums over rows."""
     x, rows = torch.randn(s.n, device=device), bf16(s.rows, s.f, device=device)
 
     def columns(x: Tensor) -> Callable[[], Results]:
@@ -396,7 +421,7 @@ def sums_of(s: Sizes, device: torch.device) -> list[Case]:
 
 
 def rotaries(s: Sizes, device: torch.device) -> list[Case]:
-    """Rotary positions of as many queries as keys."""
+    """Returns the cases of rotary positions, with equal numbers of queries and keys."""
     length, heads = s.rows // s.sequences, 2 * (s.h // s.d)
     x = bf16(length * s.sequences, heads * s.d, device=device)
 
@@ -415,7 +440,7 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
         turn = liger("liger_rope")
 
         def prepare(x: Tensor) -> Callable[[], Results]:
-            # [b a s d]
+            # each part as [b a s d]
             q, k = (part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts(x))
             angle = rotary.angles(Positions.all(length), s.d, THETA, x.device)
             angle = angle.repeat(1, 2).unsqueeze(0).to(x.dtype)
@@ -441,7 +466,10 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
 
 
 def quantizations(s: Sizes, device: torch.device) -> list[Case]:
-    """To 8 and 4 bits and back, the latter a sum over 8 ranks."""
+    """Returns the cases of quantization to 8 and 4 bits, and of dequantization.
+
+    Dequantization sums over 8 ranks.
+    """
     cases, ranks = [], 8
     x = bf16(s.blocks * quantize.BLOCK, device=device)
     for bits in quantize.TOPS:
@@ -469,12 +497,15 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _worst(x: Tensor, whole: Any, scales: Any, bits: int) -> Tensor:
-    """The largest error of quantized numbers, in parts of their scale: half of it, whichever way a tie goes."""
+    """Returns the largest error of quantized numbers, in units of their scale.
+
+    The expected value is a half, whichever way ties are rounded.
+    """
     found = quantize.unpacked(whole, bits) if whole.dtype == torch.uint8 else whole
     return (found - x.view(-1, quantize.BLOCK).to(scales.dtype) / scales.view(-1, 1)).abs().max()
 
 
-# Makers, and not cases: one set of inputs is alive at a time.
+# Functions that create cases, so that the inputs of only one family are in memory at a time.
 FAMILIES = (
     cross_entropies,
     norms,
@@ -488,21 +519,21 @@ FAMILIES = (
 
 
 def sizes_for(memory: int) -> Sizes:
-    """Large, or with fewer rows where a GPU has less than 40 GB."""
+    """Returns the large sizes, with fewer rows if the GPU has less than 40 GB."""
     rows = LARGE.rows if memory > 40e9 else LARGE.rows // 4
     return Sizes(
         rows, *(getattr(LARGE, name) for name in ("sequences", "h", "f", "v", "d", "n", "blocks"))
     )
 
 
-# Relative: two roundings to bf16; sums in fp32, which differ by their order.
+# Relative limits: of two roundings to bf16, and of fp32 sums in different orders.
 _LIMITS = {torch.bfloat16: 2.0**-7, torch.float32: 1e-4, torch.float64: 1e-5}
 _OTHERS = {
     **_LIMITS,
     torch.bfloat16: 2.0**-5,
-}  # others may add up in bf16, as eager LayerNorm's backward on a CPU does
+}  # for other sides, which may sum in bf16, like eager LayerNorm's backward on a CPU
 
 
 def limit_of(result: Tensor, ours: bool) -> float:
-    """How far a result may be from the truth, ||result - truth|| / ||truth||."""
+    """Returns the limit of ||result - truth|| / ||truth|| for a result."""
     return (_LIMITS if ours else _OTHERS)[result.dtype]

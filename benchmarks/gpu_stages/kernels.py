@@ -1,8 +1,9 @@
-"""Every kernel of csrc/cuda beside eager PyTorch, torch.compile, and Liger where it is installed.
+"""Measures every kernel of csrc/cuda, eager PyTorch, torch.compile, and Liger if it is installed.
 
-Each side's results are first compared with fp64. Times are those of the GPU alone, sides in turn, each run with an
-empty cache; a share is the stated bytes over the time, against the copy bandwidth that the stage `bandwidth` measured.
-A rehearsal times plain sides only.
+First, each side's results are compared with fp64. Times are those of the GPU alone; the sides run
+in turn, each with an empty cache. A share is the bandwidth of a kernel (its stated bytes divided by
+its time), divided by the bandwidth of copies that the stage `bandwidth` measured. A rehearsal times
+only plain sides.
 """
 
 from __future__ import annotations
@@ -29,20 +30,24 @@ from benchmarks.gpu_stages.timing import difference, interleaved
 
 
 def copies(inputs: tuple[Any, ...], dtype: torch.dtype | None = None) -> tuple[Any, ...]:
-    """Copies of the inputs; floating ones in a dtype."""
+    """Returns copies of the inputs, with floating-point tensors in `dtype`."""
     return tuple(
         x.to(dtype, copy=True) if dtype and x.is_floating_point() else x.clone() for x in inputs
     )
 
 
 def truth_of(case: Case) -> Results:
-    """A case's results in fp64, by plain PyTorch."""
+    """Returns a case's results in fp64, computed by plain PyTorch."""
     side = case.truth or case.plain(lambda function: function)
     return case.seen(side(*copies(case.inputs, torch.float64))())
 
 
 def wrong(case: Case, name: str, side: Side, truth: Results) -> tuple[float, str]:
-    """A side's largest difference from the truth, relatively, and what is wrong with it."""
+    """Compares a side's results with the truth.
+
+    Returns:
+        The largest relative difference, and a message that is empty if the results are right.
+    """
     if name != "ours" and not case.comparable:
         return 0.0, ""
     got, largest = case.seen(side(*copies(case.inputs))()), 0.0
@@ -51,14 +56,14 @@ def wrong(case: Case, name: str, side: Side, truth: Results) -> tuple[float, str
             continue
         found, limit = difference(mine, right.view_as(mine)), limit_of(mine, name == "ours")
         largest = max(largest, found)
-        if not found <= limit:  # NaN, too
+        if not found <= limit:  # also true for NaN
             return found, f"result {number} of {name} is off by {found:.2e}, more than {limit:.2e}"
     return largest, ""
 
 
 def sides_of(case: Case, stage: Stage) -> dict[str, Side | str]:
-    """The sides by name; for one that cannot be here, why."""
-    backend = "inductor" if stage.cuda else "eager"  # a rehearsal compiles nothing
+    """Returns the sides by name; for a side that cannot run here, the reason instead."""
+    backend = "inductor" if stage.cuda else "eager"  # a rehearsal does not compile
     sides: dict[str, Side | str] = {} if not stage.cuda else {"ours": case.ours}
     sides |= {
         "eager": case.plain(lambda function: function),
@@ -73,7 +78,7 @@ def sides_of(case: Case, stage: Stage) -> dict[str, Side | str]:
 
 
 def measured(case: Case, stage: Stage, bandwidth: float | None) -> dict[str, Any]:
-    """Times and differences of a case's sides."""
+    """Returns the times and differences of a case's sides."""
     torch._dynamo.reset()
     truth = truth_of(case)
     works: dict[str, Any] = {}
@@ -89,7 +94,7 @@ def measured(case: Case, stage: Stage, bandwidth: float | None) -> dict[str, Any
                 works[name] = side(*copies(case.inputs))
         except (
             Exception
-        ) as error:  # another's library, or a compiler's refusal: the other sides go on
+        ) as error:  # an error of another library or of a compiler: the other sides still run
             text = f"{type(error).__name__}: {str(error)[:200]}"
             found[name] = {"wrong": text} if name == "ours" else {"note": f"{NOT_MEASURED}: {text}"}
     for name, times in interleaved(works, stage.device, rounds=3 if stage.small else 40).items():
@@ -103,7 +108,7 @@ def measured(case: Case, stage: Stage, bandwidth: float | None) -> dict[str, Any
 
 
 def each(stage: Stage, work: Callable[[Case], None]) -> None:
-    """Every case in turn; those that have no time left are named."""
+    """Calls `work` for every case; prints the names of the cases for which no time is left."""
     sizes = SMALL if stage.small else sizes_for(stage.memory())
     stage.put(sizes=vars(sizes))
     torch.manual_seed(0)
@@ -121,7 +126,7 @@ def run(stage: Stage) -> None:
     if stage.args.once:
         each(stage, lambda case: _once(case, stage))
         return
-    # Backwards are timed again and again on one graph; compiled ones would else reuse its memory.
+    # Backwards run repeatedly on one graph, whose memory a compiled backward would otherwise reuse.
     functorch.donated_buffer = False
     bandwidth = record.figures(stage.out, "bandwidth").get("copy_gb_per_s")
     stage.put(copy_gb_per_s=bandwidth or NOT_MEASURED)
@@ -138,7 +143,7 @@ def run(stage: Stage) -> None:
 
 
 def _once(case: Case, stage: Stage) -> None:
-    """Our kernel alone, for a tool that looks on."""
+    """Runs threed's kernel once, for an external tool."""
     if stage.cuda:
         case.ours(*copies(case.inputs))()
         torch.cuda.synchronize()

@@ -1,10 +1,11 @@
-"""The largest models that train: states on the GPU, in the host's memory, on a drive; ZeRO-3, recompute, 4096 features.
+"""Finds the largest models that train with states on the GPU, in host memory, and on a drive.
 
-    python -m benchmarks.gpu_stages.largest --folder /nvme                            # all places; FOLDER: on the drive
+    python -m benchmarks.gpu_stages.largest --folder /nvme                            # all locations; FOLDER: on the drive
     python -m benchmarks.gpu_stages.largest --layers 8 --place cpu --trace trace.json # one model, and a trace of a step
 
-The forecast says which number of layers should just fit; from there more are tried or fewer, each in a process of its
-own, until one trains and the next does not, or no time is left.
+The models have width 4096, ZeRO-3 and full recompute. The forecast gives the number of layers that
+should just fit. From there, more or fewer layers are tried, each in a new process, until one model
+trains and the next does not, or no time is left.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from threed.distributed.topology import Topology
 from threed.planner.forecast import Forecast
 
 PLACES = ("none", "cpu", "nvme")
-BATCH, SHARE = 8, 0.92  # sequences of a step; of a place's free bytes, what the forecast may fill
-LAST = "figures: "  # what a process of one model writes before its line of JSON
+BATCH, SHARE = 8, 0.92  # sequences per step; the share of free bytes that the forecast may use
+LAST = "figures: "  # prefix of the line of JSON that a process prints
 
 
 def shapes(layers: int, small: bool) -> GPTConfig:
@@ -38,7 +39,10 @@ def shapes(layers: int, small: bool) -> GPTConfig:
 
 
 def settings_of(place: str, folder: str) -> dict[str, Any]:
-    """bf16 with its gradients, ZeRO-3, full recompute; states in a place."""
+    """Returns the settings of a run with its states in `place`.
+
+    It trains in bf16 with bf16 gradients, ZeRO-3 and full recompute.
+    """
     where = {
         "offload_optimizer": place,
         "offload_params": place,
@@ -53,7 +57,7 @@ def settings_of(place: str, folder: str) -> dict[str, Any]:
 def trained(
     layers: int, place: str, folder: str, device: torch.device, small: bool, trace: str | None
 ) -> dict[str, Any]:
-    """One model: tokens/s, TFLOP/s and peak memory of two steps after the first."""
+    """Trains one model; returns tokens/s, TFLOP/s and peak memory of two steps after the first."""
     config, cuda = shapes(layers, small), device.type == "cuda"
     engine = make_trainer(config, Topology(device=device), settings_of(place, folder))
     ids = torch.randint(config.vocab, (BATCH, config.seq_len + 1), device=device)
@@ -79,7 +83,10 @@ def trained(
 
 
 def planned(place: str, folder: str, stage: Stage) -> Callable[[int], tuple[float, float]]:
-    """By layers, the bytes that the forecast says are needed on the device, and elsewhere."""
+    """Returns the forecast as a function of the number of layers.
+
+    Its results are the bytes needed on the device, and elsewhere.
+    """
     topology = Topology.on_meta(Grid(), 0)
 
     def bytes_of(layers: int) -> tuple[float, float]:
@@ -93,7 +100,7 @@ def planned(place: str, folder: str, stage: Stage) -> Callable[[int], tuple[floa
 
 
 def room(place: str, folder: str) -> float:
-    """Free bytes where states go."""
+    """Returns the free bytes in the location of the states."""
     if place == "nvme":
         return shutil.disk_usage(folder).free
     with open("/proc/meminfo") as file:
@@ -103,7 +110,7 @@ def room(place: str, folder: str) -> float:
 
 
 def should_fit(place: str, folder: str, stage: Stage) -> int:
-    """The most layers that the forecast gives room for, at least one."""
+    """Returns the largest number of layers that fits according to the forecast, at least 1."""
     needed, device, elsewhere = planned(place, folder, stage), stage.memory(), room(place, folder)
     layers = 1
     while layers < 1000:
@@ -115,7 +122,7 @@ def should_fit(place: str, folder: str, stage: Stage) -> int:
 
 
 def attempt(layers: int, place: str, folder: str, stage: Stage, seconds: float) -> dict[str, Any]:
-    """A model in a process of its own: its figures, or why it did not train."""
+    """Trains a model in a new process; returns its figures, or why it did not train."""
     command = [
         sys.executable,
         "-m",
@@ -140,9 +147,10 @@ def attempt(layers: int, place: str, folder: str, stage: Stage, seconds: float) 
 def search(
     first: int, work: Callable[[int], dict[str, Any] | None], tries: int = 8
 ) -> dict[str, Any]:
-    """The largest that trains, from a first guess by eighths of it; and what the next one failed of, if one did.
+    """Returns the largest number of layers that trains, and the error of the next larger one.
 
-    work(layers): None where no time is left.
+    The search starts at `first` and changes the number by eighths of it. `work(layers)` returns
+    None if no time is left.
     """
     step, best, failed, layers = max(1, first // 8), None, None, first
     for _ in range(tries):
@@ -151,7 +159,7 @@ def search(
             failed = failed or {"layers": layers, "failed": "no time"}
             if found is None or best is not None or layers < 4:
                 break
-            layers //= 4  # rather a small one than none
+            layers //= 4  # a much smaller model, so that there is any result
             continue
         if "failed" in found:
             failed, layers = found, layers - step
@@ -169,7 +177,7 @@ def run(stage: Stage) -> None:
     folder = stage.args.folder
     stage.put(features=shapes(1, stage.small).d_model, memory_gib=stage.memory() / 2**30)
     found: dict[str, Any] = {}
-    if stage.small:  # a rehearsal trains one model, and forecasts the others
+    if stage.small:  # a rehearsal trains only one model, and forecasts others
         found |= {
             p: {"forecast": should_fit(p, folder, stage), "largest": {}, "next": {}}
             for p in PLACES[:-1]
@@ -215,7 +223,7 @@ def options(made: argparse.ArgumentParser) -> None:
 
 
 def one_model() -> None:
-    """Trains one model and prints its figures; no record."""
+    """Trains one model and prints its figures, without a record."""
     made = parser("largest", __doc__)
     options(made)
     args = made.parse_args()

@@ -1,7 +1,8 @@
-"""Every way of parallel training over NCCL, on as many GPUs as there are, against the losses of one GPU.
+"""Compares the losses of every kind of parallel training over NCCL with those of one GPU.
 
-Tensor parallelism, data parallelism with ZeRO-0 to -3, pipelines, and all of them together where there are eight. With
-one GPU a process group of one, in which collectives still run. A rehearsal takes gloo and two ranks on the CPU.
+The kinds are tensor parallelism, data parallelism with ZeRO-0 to 3, pipelines, and with eight GPUs
+all of them together. With one GPU the process group has one rank, and collectives still run. A
+rehearsal uses gloo and two ranks on the CPU.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from threed.distributed.topology import Topology
 
 MODEL, BATCH, STEPS = GPTConfig(4, 256, 8, 128, 1024), 8, 5
 TINY = GPTConfig(2, 64, 4, 64, 512)
-# Of losses, relatively. fp32: sums in another order, and what Adam makes of that where gradients are nearly zero, hence
-# its larger eps; bf16: 8 bits.
+# Relative tolerances of losses. In fp32, sums have another order, which Adam amplifies if gradients are nearly zero (hence
+# its larger eps). bf16 has 8 bits.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}
 EPS = 1e-5
 REHEARSED = ("dp1 zero1", "dp2 zero3", "tp2")
 
 
 def ways(world: int) -> dict[str, dict[str, int]]:
-    """Every way of training on so many ranks: sizes of the axes, and the ZeRO stage."""
+    """Returns the kinds of training on `world` ranks, by name.
+
+    A kind consists of the sizes of the axes and the ZeRO stage.
+    """
     alone = {"pp": 1, "tp": 1, "zero": 1}
     found = {f"dp{world} zero{stage}": {**alone, "zero": stage} for stage in range(4)}
     if world > 1:
@@ -52,7 +56,7 @@ def ways(world: int) -> dict[str, dict[str, int]]:
 
 
 def losses(config: GPTConfig, way: dict[str, int], dtype: str) -> list[float]:
-    """Of the first steps on the ranks of this world."""
+    """Returns the losses of the first steps on the ranks of this world."""
     topology = Topology(pp=way["pp"], tp=way["tp"])
     settings = {
         "parallel": {"pp": way["pp"], "tp": way["tp"]}, "zero": {"stage": way["zero"]},
@@ -69,7 +73,7 @@ def losses(config: GPTConfig, way: dict[str, int], dtype: str) -> list[float]:
 
 
 def collectives(device: torch.device) -> str:
-    """All-reduce, all-gather and reduce-scatter of this world's group; "right" or what is wrong."""
+    """Tests all-reduce, all-gather and reduce-scatter; returns "right" or an error message."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mine = torch.full((world * 4,), float(rank + 1), device=device)
     total = float(world * (world + 1) // 2)
@@ -89,7 +93,7 @@ def collectives(device: torch.device) -> str:
 
 
 def rank(args: argparse.Namespace) -> None:
-    """One rank of a world; rank 0 writes what all ways gave."""
+    """Runs one rank of a world; rank 0 writes the results of all kinds of training."""
     cuda = args.device == "cuda"
     number = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
@@ -114,7 +118,7 @@ def rank(args: argparse.Namespace) -> None:
 
 
 def world_of(stage: Stage, size: int) -> dict[str, Any]:
-    """What a world of so many ranks on this machine gave."""
+    """Returns the results of a world of `size` ranks on this machine."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
         own = [
             "--answer",
@@ -161,7 +165,7 @@ def world_of(stage: Stage, size: int) -> dict[str, Any]:
 
 
 def first_error(text: str) -> str:
-    """The first line that names an exception."""
+    """Returns the first line that names an exception."""
     lines = [line for line in text.splitlines() if "Error" in line]
     return (lines or text.strip().splitlines()[-1:] or [""])[0][-300:]
 
@@ -199,7 +203,7 @@ def run(stage: Stage) -> None:
 
 
 def rank_options() -> argparse.Namespace:
-    """What `world_of` gives to its ranks."""
+    """Parses the options that `world_of` passes to its ranks."""
     parser = argparse.ArgumentParser()
     for name in ("--answer", "--meet", "--device"):
         parser.add_argument(name)

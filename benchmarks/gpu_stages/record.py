@@ -1,7 +1,9 @@
-"""A stage's file of figures: one JSON object, whole at any moment, so that a killed stage leaves what it had.
+"""A stage's file of figures: one JSON object, which is always complete.
 
-{"stage": "step", "status": "done", "message": "", "rehearsal": false, "device": "NVIDIA ...", "commit": "...",
- "torch": "...", "began": "2026-01-31T12:00:00+00:00", "seconds": 200.0, "figures": {...}}
+    {"stage": "step", "status": "done", "message": "", "rehearsal": false, "device": "NVIDIA ...", "commit": "...",
+     "torch": "...", "began": "2026-01-31T12:00:00+00:00", "seconds": 200.0, "figures": {...}}
+
+So the file of a killed stage contains the figures up to that time.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ NOT_MEASURED = "not measured"
 
 
 class CorruptRecord(ValueError):
-    """A file that is no record of a stage."""
+    """Raised for a file that is not a record of a stage."""
 
 
 def path_of(folder: Path, stage: str) -> Path:
-    """Where a stage's record is."""
+    """Returns the path of a stage's record."""
     return folder / f"{stage}.json"
 
 
 def read(folder: Path, stage: str) -> dict[str, Any] | None:
-    """The record of a stage, None where there is none; CorruptRecord where the file holds something else."""
+    """Returns the record of a stage, or None if there is none; raises CorruptRecord."""
     path = path_of(folder, stage)
     try:
         found = json.loads(path.read_text())
@@ -46,7 +48,7 @@ def read(folder: Path, stage: str) -> dict[str, Any] | None:
 
 
 def figures(folder: Path, stage: str) -> dict[str, Any]:
-    """What a stage has measured so far; nothing where its file is missing or corrupt."""
+    """Returns the figures of a stage so far; empty if its file is missing or corrupt."""
     try:
         found = read(folder, stage)
     except CorruptRecord:
@@ -55,7 +57,7 @@ def figures(folder: Path, stage: str) -> dict[str, Any]:
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Writes a record by one rename."""
+    """Writes a record atomically, by a rename."""
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, content["stage"])
     beside = path.with_suffix(f".{os.getpid()}.tmp")
@@ -64,7 +66,7 @@ def write(folder: Path, content: dict[str, Any]) -> None:
 
 
 class Record:
-    """The record of a stage that runs: each `put` rewrites the file."""
+    """The record of a running stage; each `put` rewrites the file."""
 
     def __init__(self, folder: Path, stage: str, **about: Any) -> None:
         self._folder, self._began = folder, time.monotonic()
@@ -85,7 +87,7 @@ class Record:
         self._write()
 
     def end(self, status: str, message: str = "") -> None:
-        """Ends the record."""
+        """Completes the record."""
         self.content |= {"status": status, "message": message}
         self._write()
 

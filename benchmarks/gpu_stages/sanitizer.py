@@ -1,7 +1,9 @@
-"""compute-sanitizer over every kernel of csrc/cuda at a small and odd size, and over the kernels with planted faults.
+"""Runs compute-sanitizer on every kernel of csrc/cuda, and on kernels with deliberate faults.
 
-Of the former none may be reported, of the latter every one (tests/cuda/planted.cu) by one of the tools: memcheck,
-racecheck, initcheck, synccheck. What no tool looks for is listed with the reason; the emulator finds those.
+The kernels of csrc/cuda run with small, unusual sizes, and no error may be reported. Of the kernels
+with faults (tests/cuda/planted.cu), each must be reported by at least one of the tools memcheck,
+racecheck, initcheck and synccheck. Faults that no tool can find are listed with the reason; the
+emulator finds them.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from threed.core.native import build
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 NOT_AVAILABLE = "not available"
-FOUND = 99  # the exit code that the tool is told to end with where it finds something
-REFUSED, ENDED = 3, 4  # of tests/cuda/planted_main.cu
-# Planted faults that no tool looks for.
+FOUND = 99  # exit code of the tool if it finds an error
+REFUSED, ENDED = 3, 4  # exit codes of tests/cuda/planted_main.cu
+# Deliberate faults that no tool can find.
 BEYOND = {
     "unwritten_shared_memory": "initcheck knows global memory only",
     "shared_memory_of_the_last_block": "initcheck knows global memory only",
@@ -33,14 +35,14 @@ BEYOND = {
 
 
 def tool() -> str | None:
-    """Where compute-sanitizer is."""
+    """Returns the path of compute-sanitizer, or None."""
     return shutil.which("compute-sanitizer") or shutil.which(
         "/usr/local/cuda/bin/compute-sanitizer"
     )
 
 
 def built(folder: Path, architecture: str) -> Path:
-    """The program that runs planted kernels; BuildError where it does not compile."""
+    """Compiles the program that runs the faulty kernels; raises BuildError."""
     made, sources = folder / "planted", ROOT / "tests" / "cuda"
     command = [
         *build.find_compiler(build.CUDA), "-std=c++17", "-O1", "-lineinfo", f"-arch=sm_{architecture}",
@@ -54,12 +56,15 @@ def built(folder: Path, architecture: str) -> Path:
 
 
 def names_of(program: Path) -> list[str]:
-    """The planted kernels, in their order."""
+    """Returns the names of the faulty kernels, in order."""
     return subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
 
 
 def verdict(code: int) -> str:
-    """What an exit code of a planted kernel's run says; nothing where nobody saw a fault."""
+    """Returns the meaning of the exit code of a faulty kernel's run.
+
+    It is empty if no fault was found.
+    """
     said = {
         FOUND: "reported",
         REFUSED: "launch refused",
@@ -71,7 +76,11 @@ def verdict(code: int) -> str:
 
 
 def judged(seen: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """What was found of the planted kernels. seen: kernel -> tool -> verdict."""
+    """Returns the summary for the faulty kernels.
+
+    Args:
+        seen: kernel -> tool -> verdict.
+    """
     found = {name: [f"{t}: {said}" for t, said in by.items() if said] for name, by in seen.items()}
     faulty = [name for name in seen if not name.startswith("right")]
     return {
@@ -88,7 +97,7 @@ def judged(seen: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 
 def planted(stage: Stage, sanitizer: str, program: Path) -> dict[str, Any]:
-    """Every planted kernel under every tool, four at a time."""
+    """Runs every faulty kernel under every tool, four at a time."""
     names = names_of(program)
 
     def one(number: int, name: str) -> str:
@@ -110,7 +119,10 @@ def planted(stage: Stage, sanitizer: str, program: Path) -> dict[str, Any]:
 
 
 def ours(stage: Stage, sanitizer: str, name: str) -> dict[str, Any]:
-    """Our kernels, once each, under a tool: the number of reports, and the beginning of what it said."""
+    """Runs threed's kernels once under a tool.
+
+    Returns the number of reports, and the beginning of the output.
+    """
     with tempfile.TemporaryDirectory() as folder:
         work = [
             sys.executable,
@@ -122,14 +134,14 @@ def ours(stage: Stage, sanitizer: str, name: str) -> dict[str, Any]:
             folder,
         ]
         command = [sanitizer, "--tool", name, "--error-exitcode", str(FOUND), *work]
-        # Without its cache each tensor of torch is an allocation, whose ends the tool knows.
+        # Without torch's cache, each tensor is a separate allocation, so the tool finds accesses beyond its end.
         done = stage.run(command, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     return {"exit": done.returncode, "cases": done.stdout.count("\nran ") + done.stdout.startswith("ran "),
             **reports(done.stdout + done.stderr)}  # fmt: skip
 
 
 def reports(text: str) -> dict[str, Any]:
-    """The errors that a tool counted, and the first lines that it said before."""
+    """Returns the number of errors that a tool counted, and the first lines of its output."""
     summary = re.search(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", text)
     said = [line for line in text.splitlines() if line.startswith("=====")]
     return {

@@ -1,9 +1,9 @@
-"""threed on one GPU in bf16: right to bf16's precision, tokens/s and model FLOPs utilization of three models.
+"""Measures threed on one GPU in bf16: losses, tokens/s and utilization of three models.
 
     python -m benchmarks.gpu_stages.sizes --sizes small     # one of them
 
-The check compares losses of a small model with the same training on the CPU in fp32; the timing feeds random tokens,
-which cost what real ones do.
+The losses of a small model are compared with the same training in fp32 on the CPU. The timed models
+train on random tokens, which take as long as real ones.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from benchmarks.trainer import make_trainer, renamed
 from threed.distributed.topology import Topology
 from threed.engine import Engine
 
-# name: shapes, sequences in a step, sequences in a micro-batch
+# name -> (shapes, sequences per step, sequences per micro-batch)
 SIZES = {
     "small": (GPTConfig(12, 768, 12, 1024, 50304), 32, 16),
     "medium": (GPTConfig(24, 1024, 16, 1024, 50304), 16, 8),
     "xl": (GPTConfig(48, 1600, 25, 1024, 50304), 8, 4),
 }
 TINY = (GPTConfig(2, 64, 4, 64, 512), 4, 2)
-TOLERANCE = 0.02  # relative, on the loss of 5 steps: bf16 keeps 8 bits
+TOLERANCE = 0.02  # relative, for the losses of 5 steps: bf16 has 8 bits
 
 
 def trainer(config: GPTConfig, device: torch.device, dtype: str, batch: int, micro: int) -> Engine:
-    """threed alone on a device."""
+    """Returns threed's engine on one device."""
     settings = {
         "precision": {"dtype": dtype},
         "train": {"global_batch": batch, "micro_batch": micro, "grad_clip": 1.0},
@@ -44,7 +44,10 @@ def trainer(config: GPTConfig, device: torch.device, dtype: str, batch: int, mic
 
 
 def check(stage: Stage) -> float:
-    """The largest relative difference of the losses of 5 steps, the device in bf16 against the CPU in fp32."""
+    """Returns the largest relative difference of the losses of 5 steps.
+
+    The device trains in bf16, the CPU in fp32.
+    """
     config = TINY[0] if stage.small else GPTConfig(4, 256, 4, 128, 1024)
     losses = []
     for device, dtype in ((torch.device("cpu"), "fp32"), (stage.device, "bf16")):
@@ -63,7 +66,7 @@ def check(stage: Stage) -> float:
 
 
 def measure(stage: Stage, config: GPTConfig, batch: int, micro: int) -> dict[str, Any]:
-    """Tokens/s, utilization and peak memory of one size."""
+    """Returns the tokens/s, utilization and peak memory of one model."""
     free()
     if stage.cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -89,7 +92,7 @@ def measure(stage: Stage, config: GPTConfig, batch: int, micro: int) -> dict[str
 
 
 def wait(stage: Stage) -> None:
-    """Returns when the device has done what it was told."""
+    """Waits until the device has finished its work."""
     if stage.cuda:
         torch.cuda.synchronize()
 

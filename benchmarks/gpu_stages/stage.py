@@ -1,7 +1,7 @@
-"""What the stages share: options, device, clock and record.
+"""Common parts of the stages: options, device, time and record.
 
 def run(stage: Stage) -> None:
-    stage.put(copy_gb_per_s=...)            # in the stage's file at once
+    stage.put(copy_gb_per_s=...)            # written to the stage's file at once
 if __name__ == "__main__":
     main("bandwidth", run)
 """
@@ -44,11 +44,15 @@ STAGES = (
 
 
 class NotHere(RuntimeError):
-    """This machine lacks what a stage needs."""
+    """Raised if this machine lacks something that a stage needs."""
 
 
 class Stage:
-    """A stage that runs. small: a rehearsal in tiny shapes, whose figures mean nothing."""
+    """A running stage.
+
+    Attributes:
+        small: whether it is a rehearsal with tiny shapes, whose figures have no meaning.
+    """
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.args, self.out, self.small = args, args.out, args.small
@@ -61,7 +65,7 @@ class Stage:
 
     @property
     def cuda(self) -> bool:
-        """Whether it runs on a GPU."""
+        """Whether the stage runs on a GPU."""
         return self.device.type == "cuda"
 
     def put(self, **found: Any) -> None:
@@ -69,21 +73,24 @@ class Stage:
         self._record.put(**found)
 
     def time_left(self) -> float:
-        """Seconds until this stage is ended."""
+        """Returns the seconds until this stage is ended."""
         return self._end - time.monotonic()
 
     def has_time(self, seconds: float = 20.0) -> bool:
-        """Whether so much time is left for one more thing."""
+        """Returns whether at least this many seconds are left."""
         return self.time_left() > (0 if self.small else seconds)
 
     def memory(self) -> int:
-        """Bytes of the GPU's memory; a rehearsal has 64 MiB."""
+        """Returns the bytes of the GPU's memory; 64 MiB in a rehearsal."""
         return torch.cuda.get_device_properties(self.device).total_memory if self.cuda else 64 << 20
 
     def run(
         self, command: list[str], seconds: float | None = None, **more: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a process in the repository; it is killed after so many seconds, at most those left: exit code 124."""
+        """Runs a process in the repository.
+
+        It is killed after `seconds`, or when the stage's time is over; the exit code is then 124.
+        """
         limit = max(1.0, min(self.time_left(), seconds or self.time_left()) - 2)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(
@@ -93,7 +100,9 @@ class Stage:
                 out, said = process.communicate(timeout=limit)
                 return subprocess.CompletedProcess(command, process.returncode, out, said)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # with what it started
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # together with the processes that it has started
                 out, said = process.communicate()
                 return subprocess.CompletedProcess(
                     command, 124, out, f"{said}\nkilled after {limit:.0f} seconds"
@@ -101,12 +110,15 @@ class Stage:
 
 
 def device_name(device: torch.device) -> str:
-    """What figures are of."""
+    """Returns the name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def commit() -> str:
-    """The commit of this checkout, with a plus where files were changed; "unknown" outside of one."""
+    """Returns the commit of this checkout, or "unknown" without git.
+
+    A plus follows if files were changed.
+    """
     done = [
         subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
         for words in (
@@ -122,7 +134,7 @@ def commit() -> str:
 
 
 def _check_same(folder: Path, name: str, about: dict[str, Any]) -> None:
-    """Refuses to mix the figures of two devices, or of a rehearsal, in one folder."""
+    """Raises an error if figures of two devices, or of a rehearsal, would be in one folder."""
     for other in STAGES:
         try:
             found = record.read(folder, other) if other not in (name, "table") else None
@@ -140,7 +152,7 @@ def _check_same(folder: Path, name: str, about: dict[str, Any]) -> None:
 
 
 def parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    """The options that every stage has."""
+    """Returns a parser with the options of every stage."""
     made = argparse.ArgumentParser(
         prog=f"python -m benchmarks.gpu_stages.{name}", description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -161,7 +173,10 @@ def main(
     run: Callable[[Stage], None],
     options: Callable[[argparse.ArgumentParser], Any] | None = None,
 ) -> None:
-    """Runs a stage from the command line; exit code 1 where it fails, whose message is in its record."""
+    """Runs a stage from the command line.
+
+    If it fails, the exit code is 1 and the record contains the message.
+    """
     made = parser(name, inspect.getmodule(run).__doc__)
     if options is not None:
         options(made)

@@ -1,8 +1,9 @@
-"""A training step of GPT 1.3B in bf16: threed, with and without --run.compile, and plain PyTorch, compiled and eager.
+"""Measures a training step of GPT 1.3B in bf16: threed and plain PyTorch.
 
-All train from the same weights on the same batches, with AdamW on fp32 masters and clipping, and their losses must
-agree. Sides take turns in blocks of steps. Then threed with each fused kernel switched off, what the GPU waited for
-between kernels, and where its time went.
+threed runs with and without --run.compile, plain PyTorch compiled and eager. All train from the
+same weights on the same batches, with AdamW, fp32 masters and clipping, and their losses must
+agree. They run in turn, in blocks of steps. Then threed runs with each fused kernel replaced by
+plain operations, and the GPU's idle time between kernels and the slowest kernels are measured.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from threed.config import ConfigError
 from threed.distributed.topology import Topology
 from threed.ops import activation, adam, cross_entropy, launch, norm, sums
 
-# Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets.
+# Peaks of dense bf16 matrix products in TFLOP/s, from the vendor's data sheets.
 PEAK = {
     "H200": 989.0,
     "H100": 989.0,
@@ -42,14 +43,18 @@ PEAK = {
     "A10G": 70.0,
     "4090": 165.0,
 }
-TARGET_MFU, TARGET_RATIO = 0.58, 1.05  # of the peak; of compiled plain PyTorch's speed
+TARGET_MFU, TARGET_RATIO = (
+    0.58,
+    1.05,
+)  # share of the peak; ratio to the speed of compiled plain PyTorch
 LARGE, SMALL = GPTConfig(24, 2048, 16, 2048, 50304), GPTConfig(2, 64, 4, 64, 512)
-LEARNING_RATE = 1e-4  # without warm-up: at the benchmarks' 1e-3 a model of this size leaps, and no losses would agree
-# The same weights: sides differ by where they round to bf16 (8 bits), which a mean over thousands of tokens halves
-# and more. Later losses also differ by updates, which Adam makes as large for a small gradient as for a large one.
+LEARNING_RATE = 1e-4  # without warm-up, a model of this size diverges at the benchmarks' 1e-3
+# The first losses are from the same weights. They differ only by roundings to bf16 (8 bits), which the mean over thousands
+# of tokens reduces by half or more. Later losses also differ because of updates, which Adam makes equally large for small
+# and large gradients.
 FIRST_LOSS, LATER_LOSSES = 2.0**-9, 0.02
 
-# A kernel -> threed's function that says whether it takes a tensor. Dropout and rotary positions have no part here.
+# Kernel -> threed's function that returns whether the kernel is used. The model has no dropout and no rotary positions.
 SWITCHES: dict[str, tuple[Any, str]] = {
     "cross entropy": (cross_entropy, "fits"),
     "norms with residual": (norm, "fits"),
@@ -63,7 +68,13 @@ SWITCHES: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step is. steps: of a block, which is timed as a whole; rounds: of blocks; checked: losses compared."""
+    """The size of the measurement.
+
+    Attributes:
+        steps: steps per block, which is timed as a whole.
+        rounds: number of rounds of blocks.
+        checked: number of losses to compare.
+    """
 
     config: GPTConfig
     batch: int
@@ -78,7 +89,10 @@ class Plan:
 
 
 def plan_for(memory: int, small: bool) -> Plan:
-    """Micro-batches that fit: two engines are in memory at a time, each with some 24 GB of weights and states."""
+    """Returns a plan whose micro-batches fit.
+
+    Two engines are in memory at a time, each with about 24 GB of weights and states.
+    """
     if small:
         return Plan(SMALL, 4, 2, 1, 2, 3)
     if memory < 60e9:
@@ -92,7 +106,10 @@ def plan_for(memory: int, small: bool) -> Plan:
 
 
 class Side:
-    """Something that trains: step(x, y) is one optimizer step on [b s], and gives its loss as a tensor or a number."""
+    """An engine to measure.
+
+    `step(x, y)` runs one optimizer step on [b s], and returns its loss as a tensor or a number.
+    """
 
     def step(self, x: Tensor, y: Tensor) -> Any:
         raise NotImplementedError
@@ -116,7 +133,7 @@ class Ours(Side):
 
 
 class Plain(Side):
-    """The reference model in plain PyTorch under autocast, whole through torch.compile where a backend is given."""
+    """The reference model in plain PyTorch with autocast; compiled if there is a backend."""
 
     def __init__(
         self, plan: Plan, weights: dict[str, Tensor], device: torch.device, backend: str | None
@@ -150,7 +167,7 @@ class Plain(Side):
 
 
 def value(loss: Any) -> float:
-    """A side's loss as a number."""
+    """Returns an engine's loss as a number."""
     return float(loss if isinstance(loss, Tensor) else loss.loss)
 
 
@@ -167,7 +184,10 @@ class Bench:
         self.weights = reference.initial_weights(plan.config)
 
     def block(self, side: Side, steps: int) -> float:
-        """Seconds of a step, in a block that the host does not interrupt."""
+        """Returns the seconds per step of a block of steps.
+
+        During the block the host does not wait for the GPU.
+        """
         self.wait()
         begin = time.perf_counter()
         for number in range(steps):
@@ -180,13 +200,16 @@ class Bench:
             torch.cuda.synchronize()
 
     def losses(self, side: Side) -> list[float]:
-        """Of the first steps, each on another batch; they warm the side up as well. A peak of memory is theirs."""
+        """Returns the losses of the first steps, each on another batch.
+
+        These steps are also the warm-up, and the peak memory is measured during them.
+        """
         if self.stage.cuda:
-            torch.cuda.reset_peak_memory_stats()  # what was needed to build the side does not count
+            torch.cuda.reset_peak_memory_stats()  # the memory for building the engine does not count
         return [value(side.step(*batch)) for batch in self.batches]
 
     def in_turn(self, sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-        """Seconds of each side's blocks; every round begins with another one."""
+        """Returns the seconds of each engine's blocks; every round begins with another engine."""
         found: dict[str, list[float]] = {name: [] for name in sides}
         names = list(sides)
         for number in range(rounds):
@@ -195,7 +218,7 @@ class Bench:
         return found
 
     def speed(self, seconds: list[float]) -> dict[str, Any]:
-        """Tokens/s and utilization of a side, from its blocks."""
+        """Returns the tokens/s and the utilization of an engine, from its blocks."""
         middle, config = statistics.median(seconds), self.plan.config
         rate = self.plan.tokens / middle
         tflops = rate * config.flops_per_token() / 1e12
@@ -207,7 +230,7 @@ class Bench:
 
     @contextlib.contextmanager
     def memory(self, into: dict[str, Any]) -> Iterator[None]:
-        """Notes the most memory that was in use within, above what was in use before."""
+        """Context manager: stores the peak memory inside the block, minus the memory before it."""
         if not self.stage.cuda:
             yield
             into["peak_gib"] = NOT_MEASURED
@@ -219,25 +242,25 @@ class Bench:
 
 
 def peak_of(stage: Stage) -> float | None:
-    """The peak of this GPU; None where it is not known."""
+    """Returns the peak of this GPU in TFLOP/s; None if it is not known."""
     name = torch.cuda.get_device_name() if stage.cuda else ""
     return next((tflops for key, tflops in PEAK.items() if key in name), None)
 
 
 def free() -> None:
-    """Lets memory of what nobody uses any more go: an engine and its parameters refer to each other."""
+    """Frees the memory of deleted engines, which are in reference cycles with their parameters."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def agree(ours: list[float], others: list[float]) -> str:
-    """Why two sides' losses do not agree; nothing where they do."""
+    """Returns why the losses of two engines do not agree; empty if they do."""
     apart = [abs(a - b) / abs(a) for a, b in zip(ours, others, strict=True)]
     for number, (found, limit) in enumerate(
         zip(apart, [FIRST_LOSS] + [LATER_LOSSES] * (len(apart) - 1), strict=True)
     ):
-        if not found <= limit:  # NaN, too
+        if not found <= limit:  # also true for NaN
             return f"losses of step {number + 1} are {found:.4f} apart, more than {limit:.4f}: {ours}, {others}"
     return ""
 
@@ -245,7 +268,7 @@ def agree(ours: list[float], others: list[float]) -> str:
 def beside(
     bench: Bench, ours: Side, expected: list[float], make: Callable[[], Side]
 ) -> dict[str, Any]:
-    """Another side against ours: losses, speed of both in turn, their ratio by round, memory."""
+    """Compares another engine with threed's: losses, speed of both in turn, ratios, memory."""
     found: dict[str, Any] = {}
     with bench.memory(found):
         other = make()
@@ -265,19 +288,19 @@ def beside(
 
 @contextlib.contextmanager
 def without(name: str) -> Iterator[None]:
-    """threed without a kernel: the plain operations run in its place."""
+    """Context manager: threed uses plain operations instead of one kernel."""
     module, function = SWITCHES[name]
     with mock.patch.object(module, function, return_value=False):
         yield
 
 
 def ablation(bench: Bench, ours: Side) -> dict[str, Any]:
-    """How much longer a step takes without each kernel."""
+    """Returns how much longer a step takes without each kernel."""
 
     def block(name: str | None) -> Callable[[], float]:
         def work() -> float:
             with without(name) if name else contextlib.nullcontext():
-                ours.step(*bench.batches[0])  # what comes first after a change is not timed
+                ours.step(*bench.batches[0])  # the first step after a change is not timed
                 return bench.block(ours, bench.plan.steps)
 
         return work
@@ -296,8 +319,8 @@ def ablation(bench: Bench, ours: Side) -> dict[str, Any]:
 
 
 def profile(bench: Bench, side: Side) -> dict[str, Any]:
-    """Of two steps: how long the GPU was idle between kernels, and the kernels that took longest."""
-    # The GPU alone is watched: watching the host would slow it, and make the gaps.
+    """Returns the GPU's idle time between kernels in two steps, and the slowest kernels."""
+    # Only the GPU is profiled, because profiling the host would slow it down and cause idle time of the GPU.
     kind = (
         torch.profiler.ProfilerActivity.CUDA
         if bench.stage.cuda
@@ -327,7 +350,7 @@ def profile(bench: Bench, side: Side) -> dict[str, Any]:
 
 
 def state_under_load(bench: Bench, side: Side) -> dict[str, str]:
-    """Clocks, power and reasons for lower clocks while a side trains."""
+    """Returns clocks, power and reasons for lower clocks during training."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(build.state)
         while not asked.done():
@@ -374,7 +397,7 @@ def run(stage: Stage) -> None:
 
 
 def other_side(name: str, bench: Bench) -> Side:
-    """What threed is compared with; a rehearsal compiles nothing."""
+    """Returns the engine to compare threed with; a rehearsal does not compile."""
     cuda, given = bench.stage.cuda, (bench.plan, bench.weights, bench.stage.device)
     if name == "ours, --run.compile":
         return Ours(*given, compile=True, compile_backend="inductor" if cuda else "aot_eager")
@@ -382,14 +405,16 @@ def other_side(name: str, bench: Bench) -> Side:
 
 
 def attempt(work: Callable[[], dict[str, Any]], stage: Stage) -> dict[str, Any]:
-    """What work finds; where it fails, why: the pieces after it go on."""
+    """Returns the result of `work`, or its error, so that later measurements still run."""
     if not stage.has_time(45):
         return {"note": f"{NOT_MEASURED}: no time"}
     try:
         return work()
     except torch.OutOfMemoryError:
         return {"note": f"{NOT_MEASURED}: out of memory beside our engine"}
-    except ConfigError as error:  # such as --run.compile with a torch that has not what it takes
+    except (
+        ConfigError
+    ) as error:  # such as --run.compile with a torch version that does not support it
         return {"note": f"{NOT_MEASURED}: {str(error)[:300]}"}
     except Exception as error:
         return {"wrong": f"{type(error).__name__}: {str(error)[:300]}"}

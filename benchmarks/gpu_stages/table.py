@@ -1,6 +1,8 @@
-"""Tables in Markdown for docs/reference/performance.md, from the JSON files of the other stages alone; no GPU, no torch.
+"""Writes Markdown tables for docs/reference/performance.md from the JSON files of the other stages.
 
-python -m benchmarks.gpu_stages.table --out benchmarks/results/gpu     # prints them, and writes OUT/table.md
+    python -m benchmarks.gpu_stages.table --out benchmarks/results/gpu     # prints them, and writes OUT/table.md
+
+It needs no GPU and no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Found = Mapping[str, Any]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table; "not measured" where it has no row."""
+    """Returns a table; if it has no rows, it states "not measured"."""
     lines = [[one_line(cell) for cell in row] for row in rows] or [
         [NOT_MEASURED] + ["–"] * (len(head) - 1)
     ]
@@ -28,7 +30,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def number(value: Any, form: str = ".3g", unit: str = "") -> str:
-    """A figure; "not measured" for anything else."""
+    """Returns a figure as text; "not measured" for other values."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     return f"{value:{form}}{unit}" if plain else NOT_MEASURED
 
@@ -38,14 +40,14 @@ def percent(value: Any) -> str:
 
 
 def at(found: Any, *names: str) -> Any:
-    """What is under these names; None where one is missing."""
+    """Returns the value under nested names; None if one is missing."""
     for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
 
 
 def spread(found: Found, form: str = ".4g") -> str:
-    """A median and its quartiles, in milliseconds."""
+    """Returns a median and its quartiles as text, in milliseconds."""
     if "median_ms" not in found:
         return str(found.get("wrong") or found.get("note") or NOT_MEASURED)
     return f"{found['median_ms']:{form}} ({found['low_ms']:{form}}–{found['high_ms']:{form}})"
@@ -55,7 +57,7 @@ def spread(found: Found, form: str = ".4g") -> str:
 
 
 def of_stages(folder: Path) -> list[str]:
-    """How each stage ended, on what, at which commit."""
+    """Returns the table of stages: how each ended, on which device, at which commit."""
     rows = []
     for stage in STAGES:
         try:
@@ -71,7 +73,7 @@ def of_stages(folder: Path) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """A text as it may stand in a cell."""
+    """Returns a text in a form that is valid in a table cell."""
     return text.replace("|", "/").replace("\n", " ")[:160] or "–"
 
 
@@ -202,7 +204,7 @@ def of_step(found: Found) -> list[str]:
 
 
 def met(value: Any, target: Any) -> str:
-    """Whether a figure reaches its target."""
+    """Returns whether a figure reaches its target, as text."""
     if not isinstance(value, int | float) or not isinstance(target, int | float):
         return NOT_MEASURED
     return "reached" if value >= target else "missed"
@@ -296,7 +298,7 @@ SECTIONS = {
 
 
 def page(folder: Path) -> str:
-    """All tables."""
+    """Returns all tables."""
     lines = [
         "## GPU",
         "",
@@ -309,7 +311,7 @@ def page(folder: Path) -> str:
 
 
 def rehearsal(folder: Path) -> str:
-    """What is to be said first where figures are a rehearsal's."""
+    """Returns the notice for figures of a rehearsal."""
     for stage in STAGES:
         try:
             found = record.read(folder, stage)
@@ -327,7 +329,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).resolve().parents[1] / "results" / "gpu"
     )
-    # As every stage has them; here they say nothing.
+    # The options of every stage, which have no effect here.
     parser.add_argument("--device", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)

@@ -1,5 +1,8 @@
-"""The tests that need a GPU: `pytest -m gpu`. They run the emulator's cases on the GPU, and compare bits where the
-arithmetic is exact. In a rehearsal they are collected and not run."""
+"""Runs the tests that need a GPU, `pytest -m gpu`.
+
+They run the emulator's cases on the GPU, and compare bits if the arithmetic is exact. A rehearsal
+only collects them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ PATHS = (
 
 
 def results(report: Path) -> tuple[dict[str, int], list[str]]:
-    """How many tests ended in which way, and the failures with the first line of each, from pytest's junit file."""
+    """Returns the number of tests per outcome, and the failures, from pytest's junit file.
+
+    For each failure, the first line of its message is included.
+    """
     ways: Counter[str] = Counter(passed=0, failed=0, error=0, skipped=0)
     failures = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):

@@ -1,7 +1,10 @@
-"""Times of GPU work by CUDA events, of several sides in turn; and how busy a GPU was, from a profile.
+"""Times of GPU work, measured with CUDA events for several sides in turn.
 
-On a GPU each run begins with an empty second-level cache, and behind a short wait that the GPU has to do first: so the
-host is ahead, and what is timed is the GPU's work alone. On a CPU (rehearsals) it is the wall clock.
+It also computes from a profile how busy a GPU was.
+
+On a GPU each run begins with an empty L2 cache, after a short wait on the GPU: so the host is
+ahead, and the time is that of the GPU alone. On a CPU (rehearsals) the time is measured by the
+host's clock.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ import torch
 from torch import Tensor
 
 Work = Callable[[], Any]
-WAIT = 2_000_000  # cycles, about a millisecond: longer than the host needs to start what is timed
+WAIT = 2_000_000  # cycles, about a millisecond: longer than the host needs to launch the timed work
 
 
 class Flush:
-    """Empties a GPU's second-level cache by reading twice its size."""
+    """Empties a GPU's L2 cache by reading twice its size."""
 
     def __init__(self, device: torch.device) -> None:
         size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
@@ -32,7 +35,10 @@ class Flush:
 def interleaved(
     sides: Mapping[str, Work], device: torch.device, rounds: int = 30, warm_up: int = 3
 ) -> dict[str, Any]:
-    """Milliseconds of each side, `rounds` runs each, which take turns; every round begins with another one."""
+    """Returns the milliseconds of `rounds` runs of each side; they run in turn.
+
+    Every round begins with another side.
+    """
     if not sides:
         return {}
     for work in sides.values():
@@ -64,7 +70,7 @@ def _once(work: Work, flush: Flush | None) -> float:
 
 
 def summary(times: list[float]) -> dict[str, float | int]:
-    """The median of times in milliseconds, and the quartiles around it."""
+    """Returns the median and the quartiles of times in milliseconds."""
     low, middle, high = (
         statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     )
@@ -72,9 +78,11 @@ def summary(times: list[float]) -> dict[str, float | int]:
 
 
 def busy(intervals: Iterable[tuple[float, float]]) -> dict[str, float | int]:
-    """Of (begin, end) in microseconds, on any number of streams: the span, what of it none covers, and the gaps.
+    """Returns how busy a GPU was, from intervals (begin, end) in microseconds on any streams.
 
-    gaps: stretches that none covers; long_gaps: those of more than 10 microseconds.
+    Returns:
+        The total span, its idle time, the number of gaps (stretches without an interval), the
+        number of gaps longer than 10 microseconds, and the number of intervals.
     """
     ordered = sorted(intervals)
     if not ordered:
@@ -96,6 +104,6 @@ def busy(intervals: Iterable[tuple[float, float]]) -> dict[str, float | int]:
 
 
 def difference(got: Tensor, truth: Tensor) -> float:
-    """||got - truth|| / ||truth||, in fp64; NaN where either has one."""
+    """Returns ||got - truth|| / ||truth|| in fp64; NaN if either contains a NaN."""
     truth = truth.double()
     return float((got.double() - truth).norm() / truth.norm().clamp(min=1e-300))

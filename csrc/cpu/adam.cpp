@@ -15,10 +15,10 @@
 
 namespace {
 
-// All in elements. BLOCK: block size. AHEAD: prefetch distance (128 and 384 were the fastest of 64
-// to 1024; blocks of 512 without prefetch were a tenth slower). STREAM_FROM: size from which `out`
-// does not fit in a cache. THREAD_FROM: minimum work per thread. PART: largest part that a thread
-// takes at once; a multiple of GRAIN.
+// All sizes are in elements. BLOCK: block size. AHEAD: prefetch distance. (128 and 384 were the
+// fastest of 64 to 1024; blocks of 512 without prefetch were a tenth slower.) STREAM_FROM: from
+// this size on, `out` does not fit in a cache, and is written by non-temporal stores. THREAD_FROM:
+// minimum work per thread. PART: largest part that a thread takes at once; a multiple of GRAIN.
 constexpr int BLOCK = 128, AHEAD = 384;
 constexpr int64_t STREAM_FROM = 1 << 20, THREAD_FROM = 1 << 17, PART = 1 << 18, GRAIN = 1024;
 
@@ -32,8 +32,8 @@ struct Call {
   double beta1, beta2, eps, decay;
 };
 
-// Non-temporal stores: a cache line of `out` is not read before it is written. Both pointers are
-// 16-byte aligned.
+// Copies by non-temporal stores, which do not read a cache line before they write it. Both pointers
+// are 16-byte aligned.
 INLINE void stream(void* to, const void* from, size_t bytes) {
 #ifdef X86
   for (size_t i = 0; i < bytes; i += 16)
@@ -71,9 +71,10 @@ extern "C" {
 const char* threed_instructions() { return PATHS[find_path(nullptr)]; }
 
 // Updates p, m, v [n] (state_format: FP32 or FP64) from g [n] (any format); out [n] (FP32, BF16,
-// FP16 or null) receives the new p. lr, step, scale and skip are read at the call. If *skip is not
-// 0, all arrays stay unchanged. instructions: null selects the fastest. Arrays may be unaligned.
-// Returns 0, EINVAL for other formats, or ENOTSUP if the processor lacks the instructions.
+// FP16 or null) receives the new p. *lr, *step, *scale and *skip are read during the call. If *skip
+// is not 0, all arrays stay unchanged. instructions: a name in PATHS; null selects the fastest.
+// Arrays may be unaligned. Returns 0, EINVAL for other formats, or ENOTSUP if the processor lacks
+// the instructions.
 int threed_adamw(void* p, void* m, void* v, const void* g, void* out, int64_t n, int state_format, int grad_format,
                  int out_format, const double* lr, const double* step, const double* scale, const double* skip,
                  double beta1, double beta2, double eps, double decay, int threads, const char* instructions) {

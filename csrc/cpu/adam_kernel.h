@@ -28,8 +28,8 @@ NOINLINE void widen(T* RESTRICT to, const G* RESTRICT g, int64_t n, T scale) {
   for (int64_t i = 0; i < n; i++) to[i] = T(to_number(g[i])) * scale;
 }
 
-// Like torch's lerp: starts from the nearer of m and g, because the smaller weight has the smaller
-// rounding error.
+// Computes m like torch's lerp: starts from m or from g, whichever is nearer to the result, because
+// a smaller weight has a smaller rounding error.
 template <bool from_m, class T>
 NOINLINE void update(T* RESTRICT p, T* RESTRICT m, T* RESTRICT v, const T* RESTRICT g, int64_t n,
                      const Constants<T>& constants) {
@@ -65,8 +65,8 @@ void run(const Call& c, int64_t first, int64_t n) {
     // A short first block aligns `out` to a cache line, as non-temporal stores require.
     const int64_t lead = past_cache ? (-reinterpret_cast<uintptr_t>(out + i) & 63) / sizeof(O) : 0;
     size = std::min(lead ? lead : int64_t(BLOCK), n - i);
-    // With a gradient as wide as the states the hardware prefetches well, and software prefetch
-    // costs up to a fifth.
+    // If the gradient is as wide as the states, the hardware prefetches well enough, and software
+    // prefetch makes the update up to a fifth slower.
     if (sizeof(G) < sizeof(T))
       for (const T* x : {p, m, v}) prefetch(x + i + AHEAD);
     widen(wide, g + i, size, constants.scale);

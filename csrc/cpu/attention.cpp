@@ -67,7 +67,8 @@ void pack_all_b(uint16_t* to, const uint16_t* x, int64_t rows, int64_t d, bool t
       transposed ? pack_b_transposed(to, x + (j * d + s) * SIDE, d) : pack_b(to, x + j * SIDE, d, s * SIDE, rows);
 }
 
-// Computes 32 rows of P and dS. Row i attends to columns 0 ... i; the others are zero.
+// Computes 32 rows of P and dS from the scores and from dP. Row i attends to columns 0 ... i; its
+// other columns are zero.
 void softmax_rows(Head& h, const float* logarithms, int64_t first, int64_t rows, int64_t all, float scale) {
   const int64_t n = first + SIDE;
   for (int64_t i = 0; i < SIDE; i++) {
@@ -92,7 +93,7 @@ void softmax_rows(Head& h, const float* logarithms, int64_t first, int64_t rows,
 }
 
 // Writes 32 rows of a product [.. d] to the output. a and b: packed factors, multiplied over
-// `steps` steps of k; b has b_steps steps per block of columns.
+// `steps` steps of k. Each block of 32 columns of b has b_steps steps.
 void product_rows(Head& h, const Attention& c, uint16_t* to, const uint16_t* a, const uint16_t* b, int64_t steps,
                   int64_t b_steps, int64_t rows) {
   for (int64_t j = 0; j < c.d; j += SIDE, b += b_steps * 2 * TILE_NUMBERS) {
@@ -129,11 +130,11 @@ void back_of_head(Head& h, const Attention& c, int64_t batch, int64_t head) {
   read_rows(h.dy, c.dy + batch * width + head * c.d, c.b * width, c.s, all, c.d);
   fill_p_and_ds(h, c, c.logarithms + (batch * c.heads + head) * c.s, all);
   pack_all_b(h.b, h.k, all, c.d, false);
-  for (int64_t i = 0; i < steps; i++) {  // dQ: sums over keys up to the row
+  for (int64_t i = 0; i < steps; i++) {  // dQ: row i sums over keys up to i
     for (int64_t s = 0; s <= i; s++) pack_a(h.a + s * 2 * TILE_NUMBERS, h.ds + (i * all + s) * SIDE, all);
     product_rows(h, c, c.out + in + i * SIDE * step, h.a, h.b, i + 1, steps, std::min<int64_t>(SIDE, c.s - i * SIDE));
   }
-  const uint16_t *left[] = {h.ds, h.p}, *right[] = {h.q, h.dy};  // dK and dV: sums over rows from the key on
+  const uint16_t *left[] = {h.ds, h.p}, *right[] = {h.q, h.dy};  // dK and dV: key i sums over rows from i on
   for (int which = 0; which < 2; which++) {
     pack_all_b(h.b, right[which], all, c.d, false);
     for (int64_t i = 0; i < steps; i++) {
@@ -160,8 +161,8 @@ TARGET_END
 extern "C" {
 
 // out [s b 3 a d] = the gradient of qkv [s b 3 a d] for causal attention y [s b a d] with gradient
-// dy. bf16. logarithms: log-sum-exp of each query's scores, scale q k, fp32 [b a s]. Returns EINVAL
-// unless s <= 256 and d is 32, 64, 96 or 128.
+// dy. bf16. logarithms: log-sum-exp of each query's scores, scale q k, fp32 [b a s]. Returns 0,
+// EINVAL unless s <= 256 and d is 32, 64, 96 or 128, or ENOTSUP without AMX tiles.
 int threed_attention_backward(const void* qkv, const void* dy, const float* logarithms, void* out, int64_t s,
                               int64_t b, int64_t heads, int64_t d, double scale, int threads) {
 #ifdef HAS_TILES

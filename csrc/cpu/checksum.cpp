@@ -35,8 +35,9 @@ constexpr Kernel KERNELS[] = OF_TARGETS(two_sums);
 
 }  // namespace
 
-// out: two sums per chunk of data [n]; the last chunk is padded with zeros. instructions: null
-// selects the fastest. Returns 0, or ENOTSUP if the processor lacks the instructions.
+// Writes two sums per chunk of `data` to `out`. data: n bytes; the last chunk is padded with zeros.
+// instructions: a name in PATHS; null selects the fastest. Returns 0, or ENOTSUP if the processor
+// lacks the instructions.
 extern "C" int threed_checksum(const void* data, int64_t n, uint64_t* out, const char* instructions) {
   static const Keys keys;
   const int path = find_path(instructions);

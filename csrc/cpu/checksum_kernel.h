@@ -1,5 +1,6 @@
-// Two NH sums of a chunk of 32-bit words: sums of products of neighboring (word + key), modulo
-// 2^64. The second sum uses keys that are shifted by four words.
+// Computes two NH sums of a chunk of 32-bit words. For each pair of neighboring words, each word is
+// increased by its key (modulo 2^32), and the two results are multiplied; a sum adds up these
+// products modulo 2^64. The second sum uses the same keys, shifted by four words.
 
 inline void two_sums(const uint64_t* RESTRICT words, const uint64_t* RESTRICT keys, uint64_t* RESTRICT out) {
   uint64_t first = 0, second = 0;

@@ -20,7 +20,7 @@ enum What { GELU, SWIGLU, NUMBERS, GRADIENT };
 struct Fused {
   What what;
   int format;
-  int64_t width, columns;  // columns of a row of x, and without padding
+  int64_t width, columns;  // columns of a row of x with padding, and without it
   const void *x, *dy;      // dy: null in a forward
   void* out;
   float *top, *total;
@@ -54,7 +54,7 @@ extern "C" {
 // All functions: format is FP32 or BF16; instructions null selects the fastest. They return 0,
 // EINVAL for another format, or ENOTSUP if the processor lacks the instructions.
 
-// out [n] = GELU(x) in its tanh form; if dy is not null, its derivative times dy.
+// out [n] = GELU(x) in its tanh form; if dy is not null, the derivative of GELU at x times dy.
 int threed_gelu(const void* x, const void* dy, void* out, int64_t n, int format, int threads,
                 const char* instructions) {
   Fused call{};
@@ -81,8 +81,9 @@ int threed_row_numbers(const void* x, int64_t rows, int64_t width, int64_t colum
   return run(call, rows, width, threads, instructions);
 }
 
-// In place: x = e^(x - logarithm) loss, minus loss in the column `target` (if not negative). The
-// padding after the first `columns` becomes zero.
+// Overwrites the logits x by their gradient: x = e^(x - logarithm) * loss, minus `loss` in the
+// column `target` unless that is negative. logarithm: log of the row's sum of e^x. loss: the
+// gradient of the row's loss. The padding after the first `columns` becomes zero.
 int threed_softmax_gradient(void* x, int64_t rows, int64_t width, int64_t columns, int format,
                             const float* logarithm, const float* loss, const int64_t* target, int threads,
                             const char* instructions) {

@@ -1,9 +1,9 @@
 // Activations and cross entropy on rows of fp32 or bf16, computed in fp32. The file is included
 // once per instruction set, so it has no include guard.
 //
-// Loops over short blocks that the compiler vectorizes: widen a block, compute, narrow. Every
-// product and sum is rounded separately (no fused multiply-add), so that all instruction sets
-// produce the same bits. Sums of a row use LANES accumulators.
+// The compiler vectorizes the loops over short blocks, which widen a block to fp32, compute, and
+// narrow the result. Every product and sum is rounded separately (no fused multiply-add), so that
+// all instruction sets produce the same bits. Sums of a row use LANES accumulators.
 
 // e^x within 2 ulp: 2^n e^r with |r| <= ln 2 / 2, and e^r by a polynomial (Cephes' expf). Infinite
 // for x >= 88, and 0 below -87.
@@ -64,7 +64,8 @@ NOINLINE void swiglu_back_block(float* RESTRICT dgate, float* RESTRICT dup, cons
   }
 }
 
-// One part of a call: `first` and `n` count elements for GELU, rows for the others.
+// The functions *_part compute one part of a call. Their `first` and `n` count elements in
+// gelu_part, and rows in all others.
 template <class N>
 void gelu_part(const Fused& c, int64_t first, int64_t n) {
   const N *x = static_cast<const N*>(c.x) + first, *dy = c.dy ? static_cast<const N*>(c.dy) + first : nullptr;
@@ -108,8 +109,8 @@ void swiglu_part(const Fused& c, int64_t first, int64_t n) {
   }
 }
 
-// Cross entropy: a row's maximum and sum of e^(x - maximum), in lanes that are combined in a fixed
-// order.
+// Cross entropy needs each row's maximum, and its sum of e^(x - maximum). Both are accumulated in
+// lanes, which are then combined in a fixed order.
 template <class N>
 NOINLINE float largest_of(const N* RESTRICT x, int64_t n) {
   float lane[LANES];
@@ -155,7 +156,8 @@ void gradient_part(const Fused& c, int64_t first, int64_t n) {
     N* x = static_cast<N*>(c.out) + row * c.width;
     const int64_t at = c.target[row];
     const float logarithm = c.logarithm[row], loss = c.loss[row];
-    // Computed before x is overwritten, so that it is rounded once.
+    // The gradient in the target's column. It is computed before x is overwritten, so that it is
+    // rounded only once.
     const float own = at < 0 ? 0.0f : exponential(to_number(x[at]) - logarithm) * loss - loss;
     softmax_times(x, c.columns, logarithm, loss);
     if (at >= 0) from_number(own, x[at]);

@@ -28,8 +28,8 @@ INLINE float to_number(float x) { return x; }
 INLINE double to_number(double x) { return x; }
 INLINE float to_number(bf16 x) { return float_of(uint32_t(x.bits) << 16); }
 
-// The exponent biases differ by 112. Infinity and NaN need 112 more. A subnormal gets the exponent
-// of 2^-14, and then 2^-14 is subtracted.
+// The exponent biases of fp16 and fp32 differ by 112. For infinity and NaN, the exponent increases
+// by another 112. A subnormal number first gets the exponent of 2^-14; then 2^-14 is subtracted.
 INLINE float to_number(fp16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, size = uint32_t(x.bits & 0x7fff) << 13;
   const uint32_t normal = size + (112u << 23);
@@ -46,8 +46,8 @@ INLINE void from_number(float x, bf16& to) {
   to.bits = uint16_t(x != x ? 0x7fc0 : rounded);
 }
 
-// Below 2^-14 the result is subnormal: adding 0.5 rounds it, and leaves its ten bits at the end of
-// the sum.
+// Below 2^-14 the result is subnormal. Adding 0.5 rounds it; the last ten bits of the sum are then
+// the bits of the result.
 INLINE void from_number(float x, fp16& to) {
   const uint32_t sign = bits_of(x) >> 16 & 0x8000, size = bits_of(x) & 0x7fffffff;
   const uint32_t subnormal = bits_of(float_of(size) + 0.5f) - bits_of(0.5f);

@@ -21,13 +21,13 @@ struct Job {
 };
 
 // Helper threads sleep between calls: a thread created for a call starts a millisecond late, and
-// often on the creator's processor. They serve one call at a time; a concurrent call runs without
-// helpers. A forked child creates new ones.
+// often on the creator's processor. The helpers serve one call at a time; a concurrent call runs
+// without helpers. A forked child creates new helpers.
 pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t wake = PTHREAD_COND_INITIALIZER, idle = PTHREAD_COND_INITIALIZER;
 Job* job;          // of the call being served
-int openings;      // number of helpers that may still join it
-int active, made;  // number of helpers working on it, and in total
+int openings;      // number of helpers that may still join the job
+int active, made;  // number of helpers working on the job, and in total
 
 void* help(void*) {
   pthread_mutex_lock(&mutex);
@@ -48,7 +48,7 @@ bool make_helper() {
   return pthread_create(&id, nullptr, help, nullptr) == 0 && pthread_detach(id) == 0;
 }
 
-// Wakes helpers. Returns false if they serve another call.
+// Wakes up to `count` helpers for a job. Returns false if the helpers serve another call.
 bool call_helpers(Job& mine, int count) {
   pthread_mutex_lock(&mutex);
   const bool here = !job;
@@ -70,8 +70,9 @@ void dismiss_helpers() {
   pthread_mutex_unlock(&mutex);
 }
 
-// torch's OpenMP threads, if it uses libgomp. They spin for a while after each operation, on the
-// processors that separate helpers would need. OpenMP does not survive a fork.
+// `find_team` returns libgomp's function that runs work on torch's OpenMP threads, or null if torch
+// does not use libgomp. These threads spin for a while after each operation, on the processors that
+// separate helper threads would need. In a forked child OpenMP does not work, so helpers run there.
 using Team = void (*)(void (*of)(void*), void* context, unsigned threads, unsigned flags);
 bool forked;
 
@@ -96,8 +97,8 @@ void run_in_parts(int64_t n, int64_t part, int64_t threads, void (*work)(const v
                   const void* context) {
   if (threads < 2 || at_fork) return work(context, 0, n);
   Job mine{n, part, work, context};
-  // 0 threads: a team as large as torch's. libgomp ends and restarts threads when the size of a
-  // team changes.
+  // The third argument, 0, asks for a team as large as torch's: libgomp ends and restarts threads
+  // when the size of the team changes.
   if (const Team team = find_team()) return team([](void* job) { static_cast<Job*>(job)->work(); }, &mine, 0, 0);
   const bool helped = call_helpers(mine, int(threads) - 1);
   mine.work();

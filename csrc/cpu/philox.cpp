@@ -1,6 +1,6 @@
 // Standard normals from Philox4x32-10 (Salmon et al., SC 2011) and Box-Muller, four per counter.
-// Uses the same fp64 operations as `_normal_blocks` in threed/core/rng.py. Rounding to fp32 hides
-// differences of the math libraries in the last bit.
+// Uses the same fp64 operations as `_normal_blocks` in threed/core/rng.py. The math libraries of
+// the two may differ in the last bit of fp64; rounding to fp32 hides this.
 
 #include <algorithm>
 #include <cmath>
@@ -36,8 +36,8 @@ void fill(float* out, const int64_t* counters, int64_t n, uint32_t key0, uint32_
 
 }  // namespace
 
-// out: float [4 n], four normals for each of counters [n]. threads: maximum number of threads. The
-// result does not depend on it.
+// Writes four normals for each of the counters [n] to out, float [4 n]. key0, key1: the key of
+// Philox. threads: maximum number of threads; the result does not depend on it.
 extern "C" void threed_normal(float* out, const int64_t* counters, int64_t n, uint32_t key0, uint32_t key1,
                               int threads) {
   const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, n / THREAD_FROM));

@@ -11,8 +11,8 @@
 #ifdef HAS_TILES
 namespace {
 
-// A part of the output has ROWS x COLUMNS elements, which stay in the L2 cache. Factors are packed
-// for DEPTH values of k at a time.
+// A part of the output has ROWS x COLUMNS elements, which stay in the L2 cache. The factor a is
+// packed for DEPTH values of k at a time.
 constexpr int64_t ROWS = 256, COLUMNS = 1024, DEPTH = 512;
 
 struct Product {
@@ -21,7 +21,7 @@ struct Product {
   float* out;  // [m n]
   bool fresh;
   uint16_t* packed;  // b in blocks of 32 columns, each in steps of 32 values of k
-  int64_t rows, across;  // rows per part; parts per row of parts
+  int64_t rows, across;  // rows per part; number of parts side by side
 };
 
 INLINE int64_t steps_of(int64_t k) { return (k + SIDE - 1) / SIDE; }
@@ -78,9 +78,9 @@ int threed_tiles() {
 #endif
 }
 
-// out [m n], fp32, = (if fresh) or += a^T b for a [k m] and b [k n] in bf16; m and n are multiples
-// of 32. packed: working memory for n k bf16 numbers, k rounded up to a multiple of 32; 64-byte
-// aligned. The result does not depend on the number of threads.
+// Computes out = a^T b if `fresh`, else out += a^T b. out: fp32 [m n]. a: bf16 [k m]. b: bf16 [k
+// n]. m and n are multiples of 32. packed: working memory for n k bf16 numbers, with k rounded up
+// to a multiple of 32; it is 64-byte aligned. The result does not depend on the number of threads.
 int threed_add_product(const void* a, const void* b, int64_t k, int64_t m, int64_t n, float* out, int fresh,
                        void* packed, int threads) {
 #ifdef HAS_TILES

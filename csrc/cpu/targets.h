@@ -1,5 +1,6 @@
-// Instruction sets: a kernel's header is included once per instruction set, each in another
-// namespace and target. cpuid selects one at each call.
+// Compiles kernels for several instruction sets: the header of a kernel is included once per
+// instruction set, each time in another namespace and for another target. At each call, cpuid
+// selects the fastest version that the processor can run.
 //
 //   #define KERNEL_HEADER "kernel.h"
 //   #include "each_target.h"
@@ -13,7 +14,7 @@
 #define X86 1
 #endif
 
-// Functions between BEGIN and END may use these instructions.
+// Functions between TARGET_BEGIN(features) and TARGET_END may use the instructions `features`.
 #define PRAGMA(text) _Pragma(#text)
 #ifdef __clang__
 #define WIDEST
@@ -31,7 +32,7 @@
 #define AVX2 "avx2"
 #define AVX512 "avx512f,avx512bw,avx512dq,avx512vl" WIDEST
 
-// From the fastest to the slowest.
+// The instruction sets, from the fastest to the slowest.
 #ifdef X86
 constexpr const char* PATHS[] = {"avx512", "avx2", "portable"};
 #define OF_TARGETS(f) {avx512::f, avx2::f, portable::f}

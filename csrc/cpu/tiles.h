@@ -1,6 +1,6 @@
 // Intel's tile registers (AMX) for products of bf16 that are accumulated in fp32: packing of
-// factors and the product of a block. Only for functions between TARGET_BEGIN(TILES) and
-// TARGET_END, on a processor where `tiles_here` is true.
+// factors and the product of a block. Only functions between TARGET_BEGIN(TILES) and TARGET_END may
+// use them, and only if `tiles_here` is true.
 #pragma once
 
 #include "targets.h"
@@ -31,9 +31,10 @@ inline bool tiles_here() {
 
 TARGET_BEGIN(TILES)
 
-// A tile has 16 rows of 64 bytes. A tile of C is 16 x 16 in fp32. A row of A holds 16 pairs along
-// k; a row of B holds one pair along k for each of 16 columns.
-constexpr int SIDE = 32, TILE_BYTES = 1024, TILE_NUMBERS = 512;  // SIDE: of a block of 2 x 2 tiles; step along k
+// A tile has 16 rows of 64 bytes. In a product C = A B, a tile of C has 16 x 16 fp32 numbers. Tiles
+// of A and B hold pairs of bf16 numbers that are neighbors along k: a row of A holds 16 pairs, and
+// a row of B holds one pair for each of 16 columns.
+constexpr int SIDE = 32, TILE_BYTES = 1024, TILE_NUMBERS = 512;  // SIDE: of a block of 2 x 2 tiles; k per step
 
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -66,7 +67,8 @@ INLINE const uint16_t* row_or_none(const uint16_t* x, int64_t width, int64_t row
   return row < rows ? x + row * width : nullptr;
 }
 
-// Packs rows [k0, k0 + 32) of x [rows width], 32 columns from x on, as two tiles of B.
+// Packs a part of x [rows width] as two tiles of B: rows [k0, k0 + 32), and the 32 columns that
+// begin at the pointer x. Rows from `rows` on count as zero.
 INLINE void pack_b(uint16_t* to, const uint16_t* x, int64_t width, int64_t k0, int64_t rows) {
   for (int p = 0; p < 16; p++) {
     const int64_t k = k0 + 2 * p;
@@ -98,7 +100,8 @@ INLINE void transpose(__m512i (&r)[16]) {
   for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
-// Packs the same part of x as two tiles of A, transposed: 32 rows, 32 values of k.
+// Packs the same part of x as pack_b, but transposed and as two tiles of A: 32 rows, 32 values of
+// k.
 INLINE void pack_a_transposed(uint16_t* to, const uint16_t* x, int64_t width, int64_t k0, int64_t rows) {
   __m512i low[16], high[16];
   for (int p = 0; p < 16; p++) {
@@ -129,8 +132,8 @@ INLINE void pack_b_transposed(uint16_t* to, const uint16_t* x, int64_t width) {
   }
 }
 
-// Computes c = a b, or c += a b if `add`, for c [32 32] with rows `row_bytes` apart and factors
-// packed in `steps` steps along k.
+// Computes c = a b, or c += a b if `add`, for a block c [32 32] whose rows are `row_bytes` apart.
+// The factors a and b are packed, with `steps` steps of 32 values of k.
 INLINE void block_product(float* c, int64_t row_bytes, const uint16_t* a, const uint16_t* b, int64_t steps, bool add) {
   float* below = c + 16 * (row_bytes / 4);
   if (add) {

@@ -4,7 +4,8 @@
 //   gelu      out = gelu(x + bias)    tanh form, [rows f] -> [rows f]    4 bytes, backward 6
 //
 // A warp processes 32 packs of columns and iterates over rows, AHEAD at a time. So GELU's backward
-// accumulates the bias's gradient in registers. Its partial sums [blocks f] are summed by sums.cu.
+// can accumulate the gradient of the bias in registers. sums.cu adds up the partial sums [blocks f]
+// of this gradient.
 
 #include "common.cuh"
 
@@ -115,7 +116,8 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// db_parts [gridDim.y f], or null.
+// Computes dx and, unless db_parts [gridDim.y f] is null, the sums of dx over the rows of each
+// blockIdx.y.
 __global__ void __launch_bounds__(THREADS)
     gelu_backward(const uint4* __restrict__ dout, const uint4* __restrict__ x, const uint4* __restrict__ bias,
                   uint4* __restrict__ dx, float* __restrict__ db_parts, int64_t rows, int64_t packs) {
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
       for (int k = 0; k < PACK; k++) {
         const float in = y[k] + b[k], square = in * in, s = gelu_sigmoid(in, square);
-        const float slope = in * fmaf(3.f * CUBIC * TWICE, square, TWICE);  // d(2 u)/dx x
+        const float slope = in * fmaf(3.f * CUBIC * TWICE, square, TWICE);  // x d(2 u)/dx
         d[k] *= fmaf(s, fmaf(-s, slope, slope), s);
         db[k] += d[k];
       }
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(THREADS)
   store_sum_of_warps<WARPS>(db_parts + int64_t(blockIdx.y) * packs * PACK, db, at, packs);
 }
 
-// Enough blocks for all rows, up to the limit of a grid.
+// Returns a grid with enough blocks for all rows, but at most as many as CUDA allows.
 dim3 grid_of(int64_t rows, int64_t packs) {
   const int64_t down = ceil_div(rows, WARPS * AHEAD);
   return dim3(unsigned(ceil_div(packs, WARP)), unsigned(down < 65535 ? down : 65535));

@@ -1,5 +1,5 @@
-// AdamW (arXiv 1711.05101) on a flat slice, as csrc/cpu/adam_kernel.h: fp32 weights and states,
-// gradient in fp32 or bf16.
+// AdamW (arXiv 1711.05101) on a flat slice, with the formulas of csrc/cpu/adam_kernel.h: fp32
+// weights and states, gradient in fp32 or bf16.
 //
 //   reads and writes p, m, v; reads g; writes out: 28 bytes per element with g and out in bf16
 //   (30 with an fp32 gradient, 26 without out)
@@ -18,7 +18,8 @@ struct Hyper {
   double beta1, beta2, eps, decay;
 };
 
-// Equal for all elements. Computed once per block, because fp64 powers are slow.
+// Factors that are the same for all elements. A block computes them once, because fp64 powers are
+// slow.
 struct Constants {
   float scale, keep, rest1, beta2, rest2, eps, rate, root;
 };
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // p, m, v: fp32 [n], n a multiple of 4; g: fp32, or bf16 if `narrow_g`; out: bf16 [n] or null. lr,
 // step, scale, skip: fp64 on the device. If *skip is not 0, all arrays stay unchanged. stochastic:
-// rounds out stochastically, with the stream of key0 and key1.
+// if not 0, p is rounded to out stochastically, by random bits of Philox with the key (key0, key1).
 extern "C" int threed_cuda_adamw(float* p, float* m, float* v, const void* g, void* out, int64_t n, int64_t narrow_g,
                                  const double* lr, const double* step, const double* scale, const double* skip,
                                  double beta1, double beta2, double eps, double decay, int64_t stochastic, int64_t key0,

@@ -44,9 +44,9 @@ __device__ __forceinline__ uint4 pack(const float (&x)[PACK]) {
   return make_uint4(pair(x[0], x[1]), pair(x[2], x[3]), pair(x[4], x[5]), pair(x[6], x[7]));
 }
 
-// Stores each lane's eight floats at to + PACK at, for at < packs. Neighboring lanes swap halves
-// first, so that a store of the warp fills complete sectors. All lanes must participate, and `at`
-// must have the parity of the lane.
+// Stores each lane's eight floats from to + PACK * at on, if at < packs. Neighboring lanes first
+// swap halves, so that each store of the warp fills complete sectors. All lanes must participate,
+// and `at` must be even in even lanes and odd in odd lanes.
 __device__ __forceinline__ void store_floats(float* to, const float (&x)[PACK], int64_t at, int64_t packs) {
   const bool odd = threadIdx.x % 2;
   float first[4], second[4];  // four of the even lane's eight floats, and four of the odd lane's
@@ -61,8 +61,8 @@ __device__ __forceinline__ void store_floats(float* to, const float (&x)[PACK], 
   if (at - odd + 1 < packs) both[2] = make_float4(second[0], second[1], second[2], second[3]);
 }
 
-// to [8 packs] = sums over a block's warps, in order, of each lane's eight numbers, at position
-// `at`. All threads participate.
+// Adds each lane's eight numbers over the warps of a block, in the order of the warps, and stores
+// the eight sums from to + PACK * at on. to: [8 packs]. All threads must participate.
 template <int WARPS>
 __device__ __forceinline__ void store_sum_of_warps(float* to, float (&sum)[PACK], int64_t at, int64_t packs) {
   __shared__ float of_warp[WARPS][PACK][WARP];
@@ -87,7 +87,7 @@ __device__ __forceinline__ float sum_over_warp(float x) {
 }
 
 // Returns the sum over a block of WARPS warps to every thread. scratch [WARPS] must not be in use
-// by the previous sum: a caller with several sums alternates between two.
+// by the previous sum: a caller with several sums alternates between two arrays.
 template <int WARPS>
 __device__ __forceinline__ float sum_over_block(float x, float* scratch) {
   static_assert(WARPS <= WARP && (WARPS & (WARPS - 1)) == 0, "a power of two");

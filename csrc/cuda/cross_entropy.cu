@@ -5,10 +5,10 @@
 //   stats      sharded: maximum, sum of exponentials, the target's logit   2 bytes
 //   gradient   sharded, from the stats of all ranks: loss and gradient     4 bytes
 //
-// One block per row. `whole` keeps the row in shared memory between its two halves: 2 bytes per
-// column. Rows are `width` columns apart, a multiple of 8. Columns from `columns` on are padding:
-// excluded from sums, with gradient zero. A target outside the vocabulary has loss 0. All sums are
-// fp32, in an order that depends on the shape only.
+// One block per row. `whole` first reads a row and then writes its gradient. In between, the row is
+// in shared memory: 2 bytes per column. Rows are `width` columns apart, a multiple of 8. Columns
+// from `columns` on are padding: excluded from sums, with gradient zero. A target outside the
+// vocabulary has loss 0. All sums are fp32, in an order that depends on the shape only.
 
 #include "common.cuh"
 
@@ -28,7 +28,8 @@ struct Stats {
 // 2^(x LOG2E - base), in one multiply-add and one ex2 instruction.
 __device__ __forceinline__ float power(float x, float base) { return exp2f(fmaf(x, LOG2E, -base)); }
 
-// Without numbers the base is minus infinity, and the difference of two such bases would be NaN.
+// The base of no numbers is minus infinity. Here it is replaced by 0, because the difference of two
+// such bases would be NaN.
 __device__ __forceinline__ float finite(float base) { return base == -INFINITY ? 0.f : base; }
 
 __device__ __forceinline__ Stats join(Stats a, Stats b) {
@@ -135,7 +136,8 @@ __device__ __forceinline__ int column_of(int64_t target, int64_t first, int colu
   return target >= first && target < first + columns ? int(target - first) : -1;
 }
 
-// log(sum of exp(x)) - the target's logit. The multiply-add compensates the rounding of the base.
+// log(sum of exp(x)) - the target's logit. The multiply-add compensates for the rounding of the
+// base.
 __device__ __forceinline__ float loss_of(Stats s, float logit) { return LN2 * (fmaf(-logit, LOG2E, s.base) + log2f(s.sum)); }
 
 __global__ void __launch_bounds__(THREADS, 2)
@@ -163,7 +165,8 @@ __global__ void __launch_bounds__(THREADS, 2)
   numbers[2] = target < 0 ? 0.f : bf16_at(mine + target);
 }
 
-// numbers: [ranks rows 3], the output of `stats` on each rank.
+// Computes loss and gradient of a shard. numbers: [ranks rows 3], the output of `stats` on each
+// rank.
 __global__ void __launch_bounds__(THREADS, 2)
     gradient(uint16_t* __restrict__ logits, const int64_t* __restrict__ targets, const float* __restrict__ weight,
              const float* __restrict__ numbers, float* __restrict__ loss, int columns, int width, int64_t first,
@@ -183,7 +186,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                        s.base + log2f(s.sum), counts ? *weight : 0.f);
 }
 
-// Multiplies x by *factor in place. If that is 1, x is not read.
+// Multiplies x by *factor in place. If *factor is 1, x is not read.
 __global__ void __launch_bounds__(THREADS) scale(uint4* __restrict__ x, const float* __restrict__ factor, int64_t packs) {
   const float by = *factor;
   if (by == 1.f) return;

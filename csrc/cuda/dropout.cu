@@ -3,9 +3,9 @@
 //   forward    out = residual + (x + bias) keep / (1 - p)     6 bytes per element, 4 without residual
 //   backward   dx = dout keep / (1 - p)                       4 bytes; the mask is computed again
 //
-// x: [s b h], or a rank's part of the sequence. Word e % 4 of Philox at counter (e / 4, the
-// sample's two words, the step) decides whether element e of a sample's [s h] is kept. A warp
-// processes a row; a lane evaluates two counters for eight columns.
+// x: [s b h], or a rank's part of the sequence. Whether element e of a sample's [s h] is kept
+// depends on word e % 4 of Philox at the counter (e / 4, the two words of the sample's index, the
+// step). A warp processes a row; a lane evaluates two counters for eight columns.
 
 #include "philox.cuh"
 
@@ -15,7 +15,7 @@ constexpr int THREADS = 256, WARPS = THREADS / WARP;
 constexpr int AHEAD = 2;  // packs that a lane loads before it uses the first
 
 struct Stream {
-  unsigned key0, key1, step, threshold;  // threshold: elements with random words from it on are kept
+  unsigned key0, key1, step, threshold;  // threshold: an element is kept if its random word is at least this
   float scale;
 };
 

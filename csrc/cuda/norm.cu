@@ -4,20 +4,20 @@
 //   backward   ds = d norm(s)/ds dy + dresidual;  dw, db: sums over rows   8 bytes, 6 without dresidual
 //
 // A row is held in registers by one warp, or by a block of 4, 8 or 16 warps. Every thread has the
-// same columns in all of its rows. So the blocks of the backward iterate over rows and accumulate
-// the weights' gradients in registers, too. The partial sums [blocks h] are summed by sums.cu. All
-// sums are fp32, in an order that depends on the shape and the number of blocks.
+// same columns in all of its rows. In the backward, a block can therefore iterate over rows and
+// accumulate the gradients of weight and bias in registers. sums.cu adds up these partial sums
+// [blocks h]. All sums are fp32, in an order that depends on the shape and the number of blocks.
 
 #include "common.cuh"
 
 namespace {
 
-// LAYER: LayerNorm, else RMSNorm. OF_ROW: warps per row. PACKS: packs per thread; h <= OF_ROW *
-// WARP * PACK * PACKS, a multiple of PACK.
+// Parameters of the templates: LAYER: LayerNorm, else RMSNorm. OF_ROW: warps per row. PACKS: packs
+// per thread; h <= OF_ROW * WARP * PACK * PACKS, a multiple of PACK.
 template <int OF_ROW>
 struct Shape {
   static constexpr int THREADS = OF_ROW > 1 ? OF_ROW * WARP : 256;
-  static constexpr int ROWS = THREADS / (OF_ROW * WARP);  // rows of a block at a time
+  static constexpr int ROWS = THREADS / (OF_ROW * WARP);  // rows that a block processes at a time
 };
 
 // Returns the sum over a row to all of its threads. Successive sums alternate between the two
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS)
   }
   total = sum_over_row<OF_ROW>(total, scratch, turn) * share;
   const float mean = LAYER ? total : 0.f;
-  if (LAYER) {  // from here on, s minus its mean
+  if (LAYER) {  // from here on, s is the row minus its mean
     float squares = 0.f;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS)
   }
 }
 
-// Writes a block's partial sum over rows, [blocks h]. If the block has several rows at a time, they
-// are added in order.
+// Writes a block's partial sum over rows to parts [blocks h]. If a block processes several rows at
+// a time, their sums are added in order.
 template <int OF_ROW, int PACKS>
 __device__ __forceinline__ void write_part(float* parts, float (&mine)[PACKS][PACK], int packs, int column, int lane_row) {
   constexpr int ROWS = Shape<OF_ROW>::ROWS, COLUMNS = OF_ROW * WARP;
@@ -233,8 +233,8 @@ int start_backward(const void* dy, const void* x, const void* weight, const floa
 extern "C" {
 
 // y = norm(s) for bf16 rows [rows h], s = x + residual + before. residual [rows h] and before [h]
-// may be null. `sum` receives s; it is null if both are null. means (null for RMSNorm) and scales,
-// fp32 [rows], are saved for the backward.
+// may be null. `sum` receives s; it is null if both `residual` and `before` are null. means (null
+// for RMSNorm) and scales, fp32 [rows], are saved for the backward.
 int threed_cuda_norm(const void* x, const void* residual, const void* before, const void* weight, const void* bias,
                      void* sum, void* y, float* means, float* scales, int64_t rows, int64_t h, double eps,
                      cudaStream_t stream) {

@@ -5,9 +5,9 @@
 //   quantize            q = round(x / scale), scale = largest |x| / 127 (or 7)       3 bytes per element (2.5 in 4 bits)
 //   dequantize, reduce  out = sum over n ranks of q scale                            n + 2 bytes (n / 2 + 2 in 4 bits)
 //
-// The sum is in fp32 and takes eight ranks at a time, whose scales are rounded to 2^-23 of the
-// largest one. Scales come from `quantize`: positive, +0, or NaN if a number of the block is not
-// finite; then all dequantized numbers of the block are NaN.
+// The sum is in fp32, and adds eight ranks at a time. The scales of eight ranks are rounded to
+// multiples of 2^-23 of the largest one. Scales come from `quantize`: positive, +0, or NaN if a
+// number of the block is not finite; then all dequantized numbers of the block are NaN.
 //
 // A warp quantizes a block, each lane one pack of eight numbers. In `dequantize` a lane has PACKS
 // packs in 16 bytes: lane i has packs i, i + 32 / PACKS, ..., and memory has the same order. So
@@ -41,8 +41,8 @@ constexpr unsigned ROUNDER_BITS = 0x4B400000u;
 // would be flushed to zero.
 constexpr float SMALLEST = 1e-28f;
 
-// Joins integers plus ROUNDER into a word of fields of BITS bits. They are summed as unsigned
-// numbers until the last step.
+// Packs integers of BITS bits into a word. rounded: the integers, each increased by ROUNDER. Until
+// the last step, the word is a sum of unsigned numbers.
 template <int BITS>
 __device__ __forceinline__ unsigned word_of(const float* rounded) {
   constexpr unsigned HALF = 1u << (BITS - 1), ONES = BITS == 8 ? 0x01010101u : 0x11111111u, SIGNS = 0x80808080u;
@@ -94,9 +94,9 @@ __global__ void __launch_bounds__(THREADS)
 
 constexpr int AHEAD = 8;  // ranks that a thread loads before it uses the first; their numbers are summed as integers
 
-// The scales of AHEAD ranks as 24-bit integers times `step`, split into a low signed digit of 16
-// bits and a high digit; a word holds the digits of two ranks. low_offset, high_offset: correct for
-// the 8 that is added to the first number of each byte.
+// The scales of AHEAD ranks as 24-bit integers times `step`, split into a signed low digit of 16
+// bits and a high digit; a word holds the digits of two ranks. low_offset, high_offset: in 4 bits,
+// they subtract the 8 that was added to the first number of each byte.
 struct Scales {
   unsigned low[AHEAD / 2], high[AHEAD / 2];
   int low_offset, high_offset;
@@ -137,8 +137,8 @@ __device__ __forceinline__ unsigned quad(const uint4& from, int k) {
   return BITS == 8 ? words[k] : words[k / 2] & (k % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu);
 }
 
-// Adds the numbers of `quad` k of all ranks times their scales. One __dp2a multiplies two ranks'
-// numbers by one digit of their scales.
+// Adds to `sum`: for all ranks, the four numbers of `quad` k times the rank's scale. One __dp2a
+// multiplies two ranks' numbers by one digit of their scales.
 template <int BITS>
 __device__ __forceinline__ void add(float (&sum)[4], const uint4 (&from)[AHEAD], const Scales& scales, int k) {
   const bool first_of_bytes = BITS == 4 && k % 2 == 0, second = BITS == 4 && k % 2 == 1;

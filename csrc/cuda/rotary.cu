@@ -4,8 +4,8 @@
 //   left, right = left cos - right sin, right cos + left sin       halves of a head, in Hugging Face's layout
 //
 // A row [width] is one position of one sequence: heads of queries, of keys, and of values, which
-// are not changed. A warp processes a row. The table of a position is used for all heads, from the
-// L1 cache. The backward is the inverse rotation.
+// are not changed. A warp processes a row. All heads of a row use the same part of the table, which
+// the L1 cache holds. The backward is the inverse rotation.
 
 #include "common.cuh"
 
@@ -13,8 +13,8 @@ namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
 
-// Loads eight floats of a table, of which the first and the second four are `apart` fours apart, so
-// that reads are coalesced.
+// Loads eight floats of a table. The first four are at `from`, and the last four are `apart` float4
+// further on, so that the reads of a warp are coalesced.
 __device__ __forceinline__ void load_floats(float (&x)[PACK], const float4* from, unsigned apart) {
   const float4 low = __ldg(from), high = __ldg(from + apart);
   x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
@@ -51,8 +51,9 @@ __global__ void __launch_bounds__(THREADS)
 }  // namespace
 
 // x [rows width]: rotates the first `heads` heads of size d in each row by the angles of position
-// row / sequences. table: fp32 [positions 2 2 d/16 4], per position cosines and sines, each with
-// the first fours of all packs before the second fours. direction: 1, or -1 for the backward.
+// row / sequences. table: fp32 [positions 2 2 d/16 4], with d/2 cosines and then d/2 sines per
+// position. Of the eight numbers that belong to a pack, the first four are in the first half of the
+// d/2, and the last four in the second half. direction: 1, or -1 for the backward.
 extern "C" int threed_cuda_rotary(void* x, const float* table, int64_t rows, int64_t width, int64_t sequences,
                                   int64_t heads, int64_t d, double direction, cudaStream_t stream) {
   const int64_t half = d / (2 * PACK);

@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(THREADS)
 
 __device__ __forceinline__ float squares(const float4& x) { return x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w; }
 
-// parts [gridDim.x] = each block's sum of squares of x [4 fours]. `sum_parts` adds them up to out,
-// fp64.
+// parts [gridDim.x] = each block's sum of squares of x [4 fours]. Then `sum_parts` adds up the
+// parts in fp64.
 __global__ void __launch_bounds__(THREADS)
     square_parts(const float4* __restrict__ x, float* __restrict__ parts, int64_t fours) {
   constexpr int AHEAD = 4;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(WARP) sum_parts(const float* __restrict__ part
 extern "C" {
 
 // out fp32 [columns] = (add ? out : 0) + the sum over parts [count columns]; the same for a second
-// sum, unless it is null.
+// sum, unless second_out is null.
 int threed_cuda_add_parts(const float* parts, float* out, int64_t add, const float* second_parts, float* second_out,
                           int64_t add_second, int64_t count, int64_t columns, cudaStream_t stream) {
   const dim3 grid(unsigned(ceil_div(columns, COLUMNS)), second_out ? 2 : 1);
@@ -109,7 +109,7 @@ int threed_cuda_add_parts(const float* parts, float* out, int64_t add, const flo
                 Parts{second_parts, second_out, add_second != 0}, count, columns);
 }
 
-// parts fp32 [blocks columns] = partial sums over the rows of x [rows columns].
+// parts, fp32 [blocks columns] = each block's sums over its rows of x, bf16 [rows columns].
 int threed_cuda_column_sums(const void* x, float* parts, int64_t rows, int64_t columns, int64_t blocks,
                             cudaStream_t stream) {
   return launch(column_sums, dim3(unsigned(ceil_div(columns, PACK * WARP)), unsigned(blocks)), THREADS, 0, stream,
