@@ -351,27 +351,40 @@ def test_a_scheduler_continues_after_a_load(name: str, tmp_path: Path) -> None:
         assert engine.get_lr() == pytest.approx(rates)
 
 
-def test_a_scheduler_continues_after_skipped_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "before"),
+    [
+        ({"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}, 0.025),
+        ({"fp16": {"enabled": True, "loss_scale": 16}}, 0.0125),
+        ({"bf16": {"enabled": True}}, 0.0125),
+        ({}, 0.0125),
+    ],
+)
+def test_a_scheduler_continues_after_skipped_steps(
+    precision: dict[str, Any], before: float, tmp_path: Path
+) -> None:
+    """Only a dynamic loss scale holds the scheduler back in a skipped step, as in DeepSpeed."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get("".join(precision), torch.float32)
+
     def new() -> Any:
         schedule = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
         model = Linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
-        ds = {"train_batch_size": 2, "fp16": fp16}
+        ds = {"train_batch_size": 2, **precision}
         return threed.initialize(model, ds, optimizer=optimizer, lr_scheduler=schedule)[0]
 
     engine = new()
     for value in (1.0, float("nan"), 1.0):
-        engine.backward(engine(torch.full((2, 3), value, dtype=torch.float16)))
+        engine.backward(engine(torch.full((2, 3), value, dtype=dtype)))
         engine.step()
     assert engine.skipped_steps == 1
     engine.save_checkpoint(tmp_path)
-    assert engine.get_lr() == [0.025]
+    assert engine.get_lr() == [before]
     engine = new()
     engine.load_checkpoint(tmp_path)
-    engine.backward(engine(torch.ones(2, 3, dtype=torch.float16)))
+    engine.backward(engine(torch.ones(2, 3, dtype=dtype)))
     engine.step()
-    assert engine.get_lr() == [0.0125]
+    assert engine.get_lr() == [before / 2]
 
 
 def test_frozen_groups_keep_their_rates() -> None:

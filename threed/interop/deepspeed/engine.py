@@ -77,7 +77,7 @@ class DeepSpeedEngine:
         self.training_loader = training_loader
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
-        self._skipped = 0  # with a dynamic loss scale: `skipped_steps` after the last update
+        self._skipped = 0  # `skipped_steps` after the last update
         self._pending = False  # True between `backward` and `step`
         self._batches = None if training_loader is None else repeat(training_loader)
 
@@ -204,10 +204,9 @@ class DeepSpeedEngine:
         """
         if self.lr_scheduler is None or isinstance(self.lr_scheduler, SchedulerView):
             return
-        skipped = self.skipped_steps if self.engine.optimizer.scaler.rule.dynamic else 0
-        if skipped == self._skipped:
+        before, self._skipped = self._skipped, self.skipped_steps
+        if self._skipped == before or not self.engine.optimizer.scaler.rule.dynamic:
             self.lr_scheduler.step()
-        self._skipped = skipped
 
     def _scheduler_state(self) -> dict[str, Any]:
         state = {} if self.lr_scheduler is None else self.lr_scheduler.state_dict()
