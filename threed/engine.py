@@ -266,7 +266,9 @@ class Engine:
         passes = self._seconds + time.perf_counter() - began - reducing - updating
         self.steps += 1
         if self._numbers is not None:
-            self._numbers()  # so that the faults of steps are counted in the order of the steps
+            # Compute the previous step's results first, so that the flags of invalid data are
+            # counted in the order of the steps.
+            self._numbers()
         self._numbers = Later(update, self.faults)
         if not self.runner.pending:
             self._numbers()

@@ -167,7 +167,8 @@ class Trainer:
         except ValueError as error:
             if isinstance(error, ConfigError) or is_foreign(error, Path(__file__).parent):
                 raise
-            raise ConfigError([str(error)]) from None  # no forecast could be made of the model
+            # computing the model's forecast failed
+            raise ConfigError([str(error)]) from None
 
     @classmethod
     def from_command_line(

@@ -188,16 +188,17 @@ class Section:
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns the offset of each window in a share, as if the share had only one part.
+        """Returns where each window of each line begins in a share, counting only one part.
 
-        All parts of the state (weight, exp_avg, ...) have equally many elements in a window. So the
-        offset in the share is the returned offset times the number of parts.
+        A share contains the same number of elements of every part of the state (weight, exp_avg,
+        ...). So a window begins in the share at the returned offset times the number of parts.
 
         Args:
             number: number of the share.
 
         Returns:
-            One offset in elements per window of each line, followed by the total.
+            Offsets in elements, one per window, line by line; followed by the number of elements of
+            one part in the share.
         """
         if number not in self._starts:
             self._starts[number] = array("q", accumulate(self._counts(number), initial=0))

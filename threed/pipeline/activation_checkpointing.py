@@ -237,9 +237,9 @@ class ActivationStore:
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
-        """Hands copies that `_copy_out` has started over to their storages, oldest first.
+        """Stores the copies that `_copy_out` has enqueued (`StagedBuffer.store`), oldest first.
 
-        The newest `at_most` copies are handed over only if they have finished. The device's current
+        The newest `at_most` copies are stored only if they have finished. The device's current
         stream waits for each copy, so that the memory of the copied tensor can be reused. The host
         waits for a copy only if it is written to a drive.
         """

@@ -156,7 +156,7 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
 
 
 def _to_device(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor on a device, with a dtype; a meta tensor becomes a tensor of zeros."""
+    """Returns `value` on `device` with dtype `dtype`; if it is a meta tensor, returns zeros."""
     return (
         torch.zeros_like(value, dtype=dtype, device=device)
         if value.is_meta

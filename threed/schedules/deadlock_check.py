@@ -61,10 +61,21 @@ def _head(plan: Plan, at: list[int], rank: int) -> Action | None:
 
 
 def _partner(plan: Plan, at: list[int], rank: int, action: Action) -> int | None:
-    """Returns the rank that ends its current action together with `rank`.
+    """Returns the peer whose current action ends together with `action`, or None.
 
-    If `action` is a send, this is the receiver. If `action` has no peer, it is `rank` itself.
-    Returns None if `rank` must wait, and always at a receive: the matching send ends both actions.
+    Args:
+        plan: the plan.
+        at: per rank, the index of its current action.
+        rank: the rank whose current action is `action`.
+        action: the current action of `rank`.
+
+    Returns:
+        For a send, the receiver; for an action without a peer, `rank` itself. None if the action
+        cannot end yet. Also None for every receive: a receive ends when this function is called for
+        the matching send.
+
+    Raises:
+        ValueError: if a send meets the receive of a different message.
     """
     if action.kind is Kind.UPDATE:
         return rank if norms_begun(plan, at) else None

@@ -243,7 +243,8 @@ class Snapshot:
             for one in item.records:
                 at = one.piece.offset - item.first[one.part]
                 yield parts[one.part][at : at + one.piece.numel]
-                self._check()  # after a close, an update may have changed the yielded values
+                # If `close` was called meanwhile, an update may have changed the yielded values.
+                self._check()
             item.safe.set()
 
     def _check(self) -> None:

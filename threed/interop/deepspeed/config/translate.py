@@ -127,7 +127,10 @@ def _value(ds: Any, path: str) -> Any:
 
 
 def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str]]:
-    """Returns the argument `autos` of `Reader`: by key, (value for "auto", origin of the value)."""
+    """Returns the argument `autos` of `Reader`.
+
+    It maps a key to (the value that replaces "auto", a text about the origin of this value).
+    """
     hidden, size = model.hidden, f"from the model's hidden size {model.hidden}, {TRAINER}"
     dtype = f"as the model's weights are {model.dtype}"
     lr = _value(ds, "optimizer.params.lr")
