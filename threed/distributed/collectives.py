@@ -250,9 +250,10 @@ def _exchange_sum(
 ) -> Pending:
     """Starts a reduce-scatter by one all-to-all; the received terms are added in rank order.
 
-    Each peer gets the encoded terms of the peer's part. With more than two ranks, a rank also sends
-    its own part to itself, which copies one part. Without its own part, the message of most ranks
-    would not be contiguous, so they would have to copy all other parts.
+    Each rank encodes its terms of all parts, and sends each peer the terms of the peer's part. With
+    more than two ranks, it also sends its own part to itself. This copies one part, but the
+    alternative costs more: without a rank's own part, the remaining parts are contiguous only on
+    the first and the last rank, so all other ranks would have to copy all their remaining parts.
     """
     dtype, shape = full.dtype, (full.shape[0] // axis.size, *full.shape[1:])
     messages = codec.encode(full.view(axis.size, -1))

@@ -361,10 +361,10 @@ class Executor:
         return self.weight_gradients
 
     def _next_is(self, action: Action, *kinds: Kind) -> bool:
-        """Returns whether the next compute action is of one of `kinds`, on the chunk of `action`.
+        """Returns whether the next compute action has one of `kinds` and the chunk of `action`.
 
-        If so, the last unit (layer) of the pass that `action` runs may stay gathered, because the
-        next pass starts with this unit.
+        If so, the next pass starts with the unit (layer) with which the pass of `action` ends, so
+        this unit may stay gathered.
         """
         return (
             bool(self._next_parts)

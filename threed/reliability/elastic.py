@@ -292,7 +292,7 @@ class Memory:
         """
         if not self.every:
             return
-        self.finish()  # ends the thread of a copy in progress, which would write files again
+        self.finish()  # otherwise a copy in progress would write files after the removal
         if self.machines.first:
             self.place.keep()
 

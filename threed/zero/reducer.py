@@ -645,10 +645,10 @@ class Sink:
         """Returns the gradient's memory, for a caller that writes its contribution there.
 
         Returns:
-            (memory, add): `memory` has the parameter's shape. If `add` is True, the caller must add
-            its contribution to `memory`, else overwrite `memory`. Afterwards the caller must call
-            `mark_added`. None if the memory must not be written now; the caller must then use the
-            method `add`.
+            (memory, accumulate): the gradient's memory, with the parameter's shape, and whether
+            the caller must add its contribution to the values there (True) or overwrite them
+            (False). After writing, the caller must call `mark_added`. None if the memory must not
+            be written now; the caller must then call `Sink.add` instead.
         """
         self._check_loss()
         if self.defers() or self.is_late():

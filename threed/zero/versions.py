@@ -5,8 +5,8 @@ See PipeDream-2BW (arXiv 2006.09503).
     versions.rotate()           call it before an update: reuses the memory of the older version for
                                 the newest version, which the update then changes
     versions.show(newest)       selects the version that layers read: the newest or the previous one
-    versions.restore(both)      call it after a load, which sets this rank's slices: sets the full
-                                previous version
+    versions.restore(both)      call it after a load, which sets only this rank's slices: completes
+                                the previous version
 
 Autograd saves the parameter itself, or a view of it, not a copy. A backward therefore needs the
 same values in the same memory as its forward. So all passes of a batch must use the same version,
@@ -89,15 +89,15 @@ class Versions:
         self.gatherer.show(newest)
 
     def restore(self, both: bool) -> None:
-        """Sets the full previous version of the parameters, after slices were set. Collective.
+        """Completes the previous version of the parameters after slices were set. Collective.
 
-        A load, for example, sets only this rank's slices. The newest version must have been
-        gathered from its slices before this call.
+        A load, for example, sets only this rank's slices. Before this call, the caller must gather
+        the newest version from the slices of all ranks.
 
         Args:
-            both: True if slices of both versions were set: the previous version is then gathered
-                from the slices of all ranks. False if only slices of the newest version were set:
-                the previous version then becomes a copy of the newest.
+            both: whether slices of both versions were set. If True, the previous version is
+                gathered from the slices of all ranks. If False, only slices of the newest version
+                were set, and the previous version becomes a copy of the newest.
         """
         self.gatherer.wait_all()
         for bucket, storage in self._before.items():

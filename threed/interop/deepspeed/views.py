@@ -16,7 +16,9 @@ from torch import Tensor
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
-RATE = {"params", "lr", "initial_lr"}  # keys of a parameter group that `_kept` does not copy
+# keys of a parameter group that `_kept` leaves out: learning rates may change, and parameters are
+# compared by id
+RATE = {"params", "lr", "initial_lr"}
 PAIRS = "pairs of a Counter"  # `to_json` encodes a `Counter` as a dict with this key only
 
 
