@@ -1,7 +1,7 @@
 """The special tokens that a tokenizer's configuration names: the end of a document, and bos.
 
     named = read_specials(files)             from the configuration files
-    named.complete(document)                 adds missing special tokens to a tokenizer.json
+    named.complete(document)                 adds tokens that a tokenizer.json lacks
     end_of_document(named, ids, specials)    the token that ends a document
     beginning(named, document, ids)          the ids that the tokenizer adds before a text
     hide(document)                           from here on, no text is encoded to special tokens
@@ -56,7 +56,11 @@ class NamedSpecials:
     model_bos: int | None
 
     def complete(self, document: dict[str, Any]) -> bool:
-        """Adds missing tokens to a tokenizer.json, and marks special tokens as special.
+        """Corrects the added_tokens of a tokenizer.json by the configuration files (`added`).
+
+        Tokens of the files that are missing from added_tokens are added, unless their id is neither
+        in the vocabulary nor in the files. Tokens that the files mark as special are marked as
+        special in added_tokens, too.
 
         Args:
             document: the object in the tokenizer.json, which is changed in place.

@@ -33,8 +33,8 @@ Ranges = tuple[range, ...]
 Planner = Callable[[Costs | None, float | None], Plan]
 """A function that returns a plan, called with the stage times (None: equal times) and the maximum
 number of micro-batches in memory per rank (None: no limit)."""
-# Budget of simulated actions per search, which takes 1 or 2 seconds. A search may always simulate 20
-# partitions, even if they exceed the budget.
+# Maximum number of actions that one search simulates, over all partitions; it takes 1 or 2 seconds
+# to simulate them. A search may always simulate 20 partitions, even if they have more actions.
 _ACTIONS = 400_000
 _MIN_GAIN = 1e-9  # smallest relative improvement; smaller ones are attributed to rounding
 _Result = TypeVar("_Result")

@@ -9,6 +9,9 @@ A block is the attention of some queries to some keys (arXiv 2205.14135, 2310.01
     merge_(y, lse, *forward(..., q, more_k, more_v))            # the same queries, more keys
     dq, dk, dv = backward(offset, causal, dy, q, k, v, y, lse)  # y and lse: merged over all keys
 
+Here `causal` is a `Causal`, and `offset` is the position of the first query minus the position of
+the first key.
+
 On CPUs a block in fp32 or fp64 is computed by torch's flash attention. The plain operations of this
 module compute all other blocks: in 16 bits; with soft caps, which flash attention lacks; and on
 other devices, where torch returns no log-sum-exp under a mask.

@@ -250,8 +250,9 @@ def order_facts(
         if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)
     ]
     nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
-    # the last layer runs the backward of a micro-batch directly after its forward, so a micro-batch
-    # that waits keeps only the input of this layer
+    # Layer-major order: all layers except the last keep the activations of all micro-batches. The
+    # last layer runs the backward of a micro-batch directly after its forward. Until then, the
+    # micro-batch keeps only the input of this layer.
     kept = Pass(costs[:-1] or costs).kept + costs[-1].input
     return kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
 

@@ -256,12 +256,15 @@ class Gatherer:
             self.wait(group)
 
     def release(self, unit: int) -> None:
-        """Frees the sharded parameters of a unit, except groups that another `Holder` uses."""
+        """Ends a unit's use of its sharded groups, and frees those that no other holder uses.
+
+        A holder is a unit or a purpose (see `Holder`).
+        """
         for group in self._groups_of_unit.get(unit, ()):
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sharded parameters.
+        """Frees the memory of all gathered groups of sharded parameters, even if they are in use.
 
         Raises:
             RuntimeError: a group could not be freed, because the program has set a parameter to

@@ -167,9 +167,16 @@ def _write(
     specs: Mapping[Part, Spec],
     slabs: Callable[[Part], Iterable[Tensor]],
 ) -> dict[str, Any]:
-    """Writes a file with some parts of tensors, each as a separate section.
+    """Writes one file of the checkpoint, with one section per tensor.
 
-    Returns an entry for `manifest.joined`: the description of the sections and of the file.
+    Args:
+        file: path of the file.
+        keys: the tensors to write: the weight or a moment of a parameter (see `Part`).
+        specs: dtype and shape of each tensor.
+        slabs: function that yields the values of a tensor, in consecutive blocks of rows.
+
+    Returns:
+        The description of the file and its sections, as an entry for `manifest.joined`.
     """
     sections = [_section(part, *specs[part]) for part in keys]
     rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, keys)))
