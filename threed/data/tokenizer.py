@@ -301,9 +301,11 @@ class TokenizerJson:
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Copies the tokenizer's files.
 
-        Without a tokenizer_config.json, `transformers` chooses a tokenizer class by the model in
-        the folder. If that model may differ from the model that the tokenizer belongs to, the
-        method also writes a tokenizer_config.json, and a tokenizer.json if there was none to copy.
+        Without a tokenizer_config.json, `transformers` chooses the tokenizer class by the model
+        type in the config.json of `folder`. If this type differs from the model type in the folder
+        from which the tokenizer was loaded, or that folder has no model type, the class may be
+        wrong. The method then also writes tokenizer_config.json and special_tokens_map.json, and a
+        tokenizer.json if there was none to copy.
 
         Args:
             folder: the folder to write to; created if it does not exist.

@@ -72,7 +72,7 @@ class TokenizerFiles:
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """The first set of names in `VOCABULARIES` for which all files exist; () without one."""
+        """The first set of names in `VOCABULARIES` for which all files exist, or () if none."""
         return next(
             (names for names in VOCABULARIES if all(name in self.files for name in names)), ()
         )

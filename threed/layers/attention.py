@@ -171,10 +171,10 @@ class Attention(nn.Module):
         return q, k, v
 
     def _rotates_in_place(self, qkv: Tensor) -> bool:
-        """Returns whether rotary positions may be applied in the memory of the projection qkv.
+        """Returns whether rotary positions may be applied in place to qkv, the projection's output.
 
-        This is not possible if heads are normalized, or if the backward recomputes attention from
-        qkv.
+        This is not possible if heads are normalized, if the backward recomputes attention from qkv,
+        or if the kernel does not support qkv.
         """
         plain = self.query_norm is None and type(self.recompute) is Recompute
         return self.rotary is not None and plain and rotary.fits(qkv, self.d, self.rotary)

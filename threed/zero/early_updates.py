@@ -145,7 +145,7 @@ class Early:
         return done
 
     def _read_ahead(self) -> None:
-        """Starts to read the states of the next two updates, unless their reads were started."""
+        """Starts the reads for the next two updates, unless they have already been started."""
         if self._next is None:
             self._next = next(self._reads, None)
 

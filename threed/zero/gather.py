@@ -339,7 +339,7 @@ class Gatherer:
 
         Args:
             group: the sharded group.
-            holder: what uses the group: a purpose, or the number of a unit or module call (see
+            holder: the user of the group: a `Holder`, or the number of a unit or module call (see
                 `Holder`). `close` must be called with the same value.
         """
         if group not in self._holders:

@@ -50,10 +50,10 @@ UNTRACED = (
 
 
 class Holder(enum.Enum):
-    """The purposes for which `Gatherer.open` keeps a group gathered.
+    """Users of a gathered group, as passed to `Gatherer.open`.
 
-    A group is freed when its last holder closes it. A holder is one of these purposes or an
-    integer: the number of a unit, or in a wrapped module the nesting depth of a module call.
+    A group stays gathered until all its holders have closed it. A holder is a member of this class,
+    or an integer: the number of a unit, or in a wrapped module the nesting depth of a module call.
     """
 
     TILE = enum.auto()  # a layer uses the group, which is one tile of its weight

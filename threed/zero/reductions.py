@@ -365,7 +365,7 @@ class Reductions:
         staged.store()
 
     def discard(self) -> None:
-        """Waits for all reductions; the next step overwrites their results."""
+        """Waits for all reductions. Their results are not used; later reductions overwrite them."""
         self.wait_all()
         self._squares.clear()
 

@@ -58,7 +58,8 @@ class GroupHashes:
 
     Attributes:
         group: the group.
-        part: `PARAMETERS`, `BEFORE`, or the name of a part of the optimizer state.
+        part: `PARAMETERS`, `BEFORE` (previous values of the parameters, if the run keeps them), or
+            the name of a part of the optimizer state.
         axes: axes over which the values are replicated.
         names: names of the k values that are hashed: parameters or pieces of parameters.
         hashes: one hash per name, int64 [k].

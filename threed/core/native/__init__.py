@@ -25,13 +25,13 @@ _TYPES: dict[str, Any] = {
 
 
 def library(name: str) -> ctypes.CDLL | None:
-    """Returns the library of csrc/<name>, or None without it. Warns once if compiling fails."""
+    """Returns the library of csrc/<name>, or None if unavailable. Warns once if compiling fails."""
     return _find(name)[0]
 
 
 @functools.cache
 def function(name: str, types: str) -> Any:
-    """Returns a function of csrc/cpu with declared types; None without the library.
+    """Returns a function of csrc/cpu with declared types; None if the library is unavailable.
 
     Args:
         name: name in C.
@@ -51,7 +51,10 @@ def declare(loaded: ctypes.CDLL, name: str, types: str) -> Any:
 
 
 def status() -> dict[str, str]:
-    """Returns, per library, "native (instructions): path" or "none: reason"."""
+    """Returns, per library, "native (instruction set): path" or "none: reason".
+
+    The instruction set of the CUDA library is given as "gpu".
+    """
     from threed.core.native import build
 
     return {name: _find(name)[1] for name in build.LIBRARIES}

@@ -75,10 +75,12 @@ class Entry:
     def split(self, hf: Tensor) -> dict[str, Tensor]:
         """Splits a Hugging Face tensor `hf`, and returns the native tensors by name.
 
-        Returns an empty dict if the model does not have the native tensors.
+        If the model does not have the native tensors, all values of `hf` must be zero, and the
+        result is an empty dict.
 
         Raises:
-            CheckpointError: if the model does not have the native tensors, but `hf` is not zero.
+            CheckpointError: if the model does not have the native tensors, and a value of `hf` is
+                not zero.
         """
         if not self.in_model:
             if hf.count_nonzero():
