@@ -143,7 +143,7 @@ CONFIG = Walkthrough(
             "reads the same configuration before any group is created",
             note="begins",
         ),
-        Step("threed.planner.forecast:_Column", "stands for the ranks of one tensor index"),
+        Step("threed.planner.forecast:_Column", "represents all ranks with the same tensor index"),
         Step(
             "threed.distributed.topology:Topology.on_meta", "creates the same axes without groups"
         ),

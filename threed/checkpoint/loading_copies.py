@@ -62,9 +62,10 @@ class Found:
 def look(
     place: Place, machines: Machines, epochs: Epochs, everyone: Axis, device: torch.device
 ) -> list[Found]:
-    """Returns the copies from which the run may resume, newest first. Collective.
+    """Returns the copies in memory that are not obsolete, newest first. Collective.
 
-    The result is the same on all ranks. It includes incomplete copies.
+    The result is the same on all ranks. It includes incomplete copies, which cannot be loaded:
+    their `problem` is not empty.
 
     Args:
         place: this run's folder in memory.

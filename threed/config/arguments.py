@@ -388,9 +388,10 @@ class _Draft:
         return config.model_copy(update=groups)
 
     def is_consequence(self, problem: str) -> bool:
-        """Returns whether a problem names a suspect flag, and so may be a consequence of another.
+        """Returns whether a problem names one of the `suspects`.
 
-        Problems may name the flags of `parallel` by their keys alone, as in `tp 2 × pp 2`.
+        Such a problem may be a consequence of a problem that is already recorded. Problems may name
+        the flags of `parallel` by their keys alone, as in `tp 2 × pp 2`.
         """
         words = problem.replace(":", " ").replace(",", " ").split()
         names = [(flag, flag.removeprefix("--parallel.")) for flag in self.suspects]

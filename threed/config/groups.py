@@ -411,8 +411,8 @@ class RunConfig(_Group):
     """Folder and name of the run, fault detection, and compilation."""
 
     dir: PathText | None = None
-    """run folder; if not set: runs/NAME with the value of run.name. The flag --run.name alone also
-    replaces a run folder that a TOML file sets"""
+    """run folder; if not set: runs/NAME, where NAME is run.name. If a TOML file sets run.dir, the flag
+    --run.name without --run.dir still selects runs/NAME"""
     name: FolderName | None = None
     """name of the run; if not set, the name of the preset or TOML file, else the architecture"""
     check_replicas: Natural = 0

@@ -16,8 +16,9 @@ from threed.core.errors import PicklableError
 from threed.core.messages import counted
 from threed.schedules.action import Action, Kind
 
-# By kind of action: the distance in stages from the action to the stage that uses its result, or
-# that computes its input. 1 is the next stage, -1 the previous one.
+# Offsets in stages, by kind of action: to the stage that uses or receives its result (_CONSUMER),
+# and to the stage that computes or sends its input (_PRODUCER). 1 is the next stage, -1 the
+# previous one.
 _CONSUMER = {Kind.F: 1, Kind.SEND_F: 1, Kind.B: -1, Kind.I: -1, Kind.SEND_B: -1}
 _PRODUCER = {Kind.F: -1, Kind.RECV_F: -1, Kind.B: 1, Kind.I: 1, Kind.RECV_B: 1}
 Place = tuple[int, int]  # (rank, chunk)

@@ -19,10 +19,12 @@ MIB = 2**20
 
 
 class BadSteps(Callback):
-    """Reports skipped steps, and compares replicas every `run.check-replicas` steps.
+    """Reports skipped steps, delays checkpoints after them, and compares replicas.
+
+    Replicas are compared every `run.check-replicas` steps, and before a checkpoint.
 
     Attributes:
-        delays: whether a checkpoint is due but delayed.
+        delays: whether a checkpoint is due but delayed until a step is not skipped.
     """
 
     def __init__(self, run: Run) -> None:

@@ -518,10 +518,11 @@ def build(
 
     Args:
         units: this rank's layers, on the meta device, or the units of a wrapped module.
-        tied: name -> `Tie`, for parameters that several pipeline ranks hold. Their groups come
-            after all other groups. All ranks of a tie must have the same groups of tied parameters
-            in the same order, so that slices align and sums over these ranks are called in the same
-            order. `GroupKey` therefore includes the chunks of every such rank (`tied_chunks`).
+        tied: name -> `Tie`, for parameters that several pipeline ranks hold. Groups of tied
+            parameters come after all other groups. All ranks of a tie must have the same groups of
+            tied parameters in the same order. Otherwise the slices on these ranks would not align,
+            and the ranks would call the collectives that sum the gradients in different orders.
+            `GroupKey` therefore includes the chunks of every such rank (`tied_chunks`).
         topology: the process topology.
         policy: how the parameters are laid out.
         chunks: per unit, the number of the chunk of the model that contains the unit; by default
