@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -51,9 +51,9 @@ from threed.zero.asynchronous import Asynchronous
 from threed.zero.contributions import own_backward
 from threed.zero.gather import Gatherer
 from threed.zero.hooks import ModuleGatherer
+from threed.zero.layout import Slot
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.optimizer import Optimizer, Synchronous
-from threed.zero.parameter_access import Holder
 from threed.zero.rates import Rates
 from threed.zero.reducer import OPEN, Reducer
 from threed.zero.step_metrics import Faults, Later, loss_of
@@ -743,21 +743,55 @@ class ModuleEngine(Engine):
             yield
 
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
+    def gathered(
+        self, params: Iterable[Tensor] | None = None, *, modifier_rank: int | None = None
+    ) -> Iterator[nn.Module]:
         """Context manager: yields the module with full parameters, to read or edit. Collective.
 
-        If a program edits parameters, it must make the same changes on every rank.
+        Blocks can be nested. They can also be used within a step of a custom loop, between its
+        backwards; edits in such a block take effect in the update of the step.
+
+        Args:
+            params: the parameters of the module that the block uses; None: all parameters. Other
+                parameters in the same buffer are gathered, too.
+            modifier_rank: rank that edits the parameters; at the end of the block, all other ranks
+                get its values. None: the program makes the same changes on every rank.
+
+        Raises:
+            ValueError: if an entry of `params` is not a parameter of this engine, or if no rank has
+                the number `modifier_rank`.
         """
-        if self.gatherer.is_held(Holder.GATHERED):
-            yield self.module  # an enclosing block keeps the parameters gathered
-            return
-        self._sync_states()
-        self.optimizer.wait()
-        try:
-            with self.gatherer.gathered():
-                yield self.module
-        finally:
+        slots = self._slots_of(params)
+        everyone = self.topology.axis("world")
+        if modifier_rank is not None and not 0 <= modifier_rank < everyone.size:
+            raise ValueError(f"modifier_rank {modifier_rank}: ranks are 0 to {everyone.size - 1}")
+        between_steps = not (self.gatherer.lent or self.accumulating)
+        if between_steps:
             self._sync_states()
+            self.optimizer.wait()
+        try:
+            with self.gatherer.gathered(slots):
+                yield self.module
+                if modifier_rank is not None:
+                    self.gatherer.changes.broadcast(slots, everyone, modifier_rank)
+        finally:
+            if between_steps:
+                self._sync_states()
+
+    def _slots_of(self, params: Iterable[Tensor] | None) -> list[Slot]:
+        """Returns the slots of parameters in their order, without repetition; all for None."""
+        if params is None:
+            return list(self.layout.slots)
+        known = {id(slot.param): slot for slot in self.layout.slots}
+        found: dict[Slot, None] = {}
+        for param in (params,) if isinstance(params, Tensor) else params:
+            if id(param) not in known:
+                shape = list(getattr(param, "shape", ()))
+                raise ValueError(
+                    f"gathered: a {type(param).__name__} of shape {shape} is not a parameter of this engine"
+                )
+            found[known[id(param)]] = None
+        return list(found)
 
     def _sync_states(self) -> None:
         """Completes the last step; copies the program's edits of parameters to the states.

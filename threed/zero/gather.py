@@ -23,7 +23,7 @@ earlier units.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -54,6 +54,18 @@ def _hidden_from_checkpointing(method: Callable[..., Any]) -> Callable[..., Any]
             return method(self, *args)
 
     return run
+
+
+def _each(act: Callable[[Group], None], groups: Sequence[Group]) -> None:
+    """Calls `act` for all groups, even if it raises RuntimeError; then raises the first error."""
+    first: RuntimeError | None = None
+    for group in groups:
+        try:
+            act(group)
+        except RuntimeError as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class SavedView:
@@ -118,6 +130,7 @@ class Gatherer:
         version: counter that is incremented when the values of sharded parameters change.
         wrapped: whether the parameters belong to a wrapped module. If so, the user's program may
             read and change the parameters at any time.
+        lent: the parameters that blocks of `gathered` keep in memory.
         order: hash of the sequence of groups that were gathered so far. It must be equal on all
             ranks, because gathers are collective.
     """
@@ -145,6 +158,7 @@ class Gatherer:
         self._gathering: dict[Group, list[Pending]] = {}
         self._exact: set[Group] = set()  # groups that are gathered without `codec`
         self._holders: dict[Group, set[int | Holder]] = {}
+        self.lent: set[Slot] = set()
         for drive in layout.policy.drives:
             drive.on_full(self._finish_gathers)
         self._number = {group: number for number, group in enumerate(layout.groups)}
@@ -270,14 +284,7 @@ class Gatherer:
             RuntimeError: a group could not be freed, because the program has set a parameter to
                 values of another shape or dtype. Raised after all other groups are freed.
         """
-        first: RuntimeError | None = None
-        for group in list(self._holders):
-            try:
-                self._free(group)
-            except RuntimeError as error:  # raised below, after all groups were tried
-                first = first or error
-        if first is not None:
-            raise first
+        _each(self._free, list(self._holders))
 
     def pass_ended(self) -> None:
         """Hook for subclasses: called after each backward."""
@@ -300,10 +307,6 @@ class Gatherer:
     def is_open(self, group: Group) -> bool:
         """Returns whether a sharded group is gathered, or its gather is in flight."""
         return group in self._holders
-
-    def is_held(self, holder: int | Holder) -> bool:
-        """Returns whether `holder` keeps any sharded group gathered."""
-        return any(holder in holders for holders in self._holders.values())
 
     def require(self, group: Group, slot: Slot) -> None:
         """Waits until a sharded group is gathered.
@@ -354,24 +357,35 @@ class Gatherer:
         self._holders[group].add(holder)
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Context manager that gathers all sharded groups for code outside of the layers.
+    def gathered(self, slots: Collection[Slot]) -> Iterator[None]:
+        """Context manager that gathers parameters exactly, for code outside of the layers.
 
-        All parameters and views of parameters are guarded in the block, so that the use of a stale
-        view raises an error (`Access.guard_views`).
+        In the block, the parameters and their views are guarded, so that the use of a stale view
+        raises an error (`Access.guard_views`). Blocks can be nested.
+
+        Args:
+            slots: the parameters.
         """
-        sliced = [group for group in self.layout.groups if group.sliced]
-        for group in sliced:
+        accesses = [self.accesses[slot] for slot in slots if slot not in self.lent]
+        groups = {access.group for access in accesses if access.group.sliced}
+        opened = [g for g in groups if Holder.GATHERED not in self._holders.get(g, ())]
+        opened.sort(key=self._number.__getitem__)  # gathers need the same order on all ranks
+        for group in opened:
+            if self.is_open(group) and group not in self._exact and self.codec is not EXACT:
+                self._free(group)  # a backward that needs it gathers it again
             self.open(group, Holder.GATHERED)
-        for group in sliced:
+        for group in opened:
             self.wait(group)
-        for access in self.accesses.values():
+        for access in accesses:
             access.guard_views(True)
+            self.lent.add(access.slot)
         try:
             yield
         finally:
-            for access in self.accesses.values():
+            for access in accesses:
                 access.guard_views(False)
+                self.lent.discard(access.slot)
+            _each(lambda group: self.close(group, Holder.GATHERED), opened)
 
     @functools.cached_property
     def saving(self) -> saved_tensors_hooks:

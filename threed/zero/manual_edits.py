@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from threed.distributed import collectives
+from threed.distributed.topology import Axis
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Group, Layout, Slot, point
 from threed.zero.optimizer import Optimizer
@@ -91,6 +93,33 @@ class Changes:
         self.gatherer.wait_for(slot)
         view.copy_(param.detach())
         point(param, view)
+
+    def broadcast(self, slots: Sequence[Slot], axis: Axis, source: int) -> None:
+        """Copies one rank's values of gathered parameters to all other ranks. Collective.
+
+        Args:
+            slots: the parameters.
+            axis: the ranks.
+            source: index in `axis` of the rank whose values are copied.
+
+        Raises:
+            RuntimeError: on every rank, if that rank changed the shape or dtype of a parameter.
+        """
+        accesses = [self.gatherer.accesses[slot] for slot in slots]
+        for access in accesses:
+            access.require()
+
+        def into_buffers() -> None:
+            for access in accesses if axis.index == source else ():
+                self._copy_into_buffer(access.group, access.slot)
+
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            collectives.attempt_together(into_buffers, axis, RuntimeError, str)
+            for access in accesses:
+                values = access.group.view(access.slot, access.group.params)
+                collectives.broadcast(values, axis, source)
+                point(access.slot.param, values)
+                access.mark_touched()
 
     def store(self, group: Group) -> bool:
         """Stores this rank's slices of a group if a parameter of the group was changed.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -356,12 +356,14 @@ class DeepSpeedEngine:
         """Returns the ZeRO stage."""
         return self.translation.config.zero.stage
 
-    def gathered(self) -> AbstractContextManager[nn.Module]:
+    def gathered(
+        self, params: Iterable[Tensor] | None = None, *, modifier_rank: int | None = None
+    ) -> AbstractContextManager[nn.Module]:
         """Returns a context manager that yields the module with full (gathered) parameters.
 
         See `threed.engine.ModuleEngine.gathered`.
         """
-        return self.engine.gathered()
+        return self.engine.gathered(params, modifier_rank=modifier_rank)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the full weights and persistent buffers by name on rank 0. Collective.
