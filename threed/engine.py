@@ -13,6 +13,7 @@ value of a tensor during a step. It waits when the program reads a property of `
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import time
@@ -23,6 +24,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from threed.checkpoint import compatibility, native
 from threed.checkpoint.extras import Extras
@@ -48,7 +50,7 @@ from threed.pipeline.transport import Transport, links
 from threed.planner.build import draw
 from threed.zero import agreement, records, replicas, setup
 from threed.zero.asynchronous import Asynchronous
-from threed.zero.contributions import own_backward
+from threed.zero.contributions import PlainBackwards, own_backward
 from threed.zero.gather import Gatherer
 from threed.zero.hooks import ModuleGatherer
 from threed.zero.layout import Slot
@@ -157,7 +159,7 @@ class Engine:
         self.reducer = Reducer(
             self.layout, setup.gradient_codecs(config), self.wraps_module, blueprint.layer_major,
             early=self.optimizer.early, unused=self.optimizer.unused,
-            warns=topology.axis("tp").index == 0, gatherer=self.gatherer,
+            warns=topology.axis("tp").index == 0, gatherer=self.gatherer, plain=self._plain_backwards(),
         )  # fmt: skip
         self.plan_of = functools.lru_cache(maxsize=32)(blueprint.lowered)
         parts = self.plan_of, self.reducer, self.optimizer
@@ -200,6 +202,10 @@ class Engine:
     def _initialize(self) -> None:
         """Sets the weights to their initial values. Collective."""
         raise NotImplementedError
+
+    def _plain_backwards(self) -> PlainBackwards | None:
+        """Returns how the engine takes part in backwards that the program starts."""
+        return None
 
     def step(self, batch: Batch) -> StepMetrics:
         """Runs one optimizer step. Collective.
@@ -599,6 +605,9 @@ class ModuleEngine(Engine):
     accumulating = False
     model: Wrapped
     gatherer: ModuleGatherer
+    plain: PlainBackwards
+    # in a step with plain backwards: the update divides the sum of gradients by this number
+    _divisor: int | None = None
     _microbatches: int | None  # number of micro-batches of the step in progress; None: not known
     _loss: Tensor  # weighted sum of the losses so far of the step in progress, fp64 [1]
 
@@ -632,16 +641,63 @@ class ModuleEngine(Engine):
         """
         self.faults.clear()
         self._begin(OPEN if microbatches is None else microbatches)
-        self.accumulating, self._microbatches = True, microbatches
+        self.accumulating, self._microbatches, self._divisor = True, microbatches, None
         self._loss = torch.zeros(1, dtype=torch.float64, device=self.topology.device)
+        self.plain.allow(True)
+
+    def _plain_backwards(self) -> PlainBackwards:
+        plain = self.plain = PlainBackwards(self._plain_begins, self._plain_ended)
+        module_of_outputs = lambda module, args, output: self._watch(output)  # noqa: E731
+        self.module.register_forward_hook(module_of_outputs)
+        return plain
+
+    def _watch(self, output: Any) -> None:
+        """Registers hooks by which a gradient of the module's output begins a plain backward.
+
+        Without them, it would begin at the first gradient of a parameter. With a reentrant
+        activation checkpoint, this is in a nested backward, which ends earlier.
+        """
+        for leaf in tree_leaves(output) if self.plain.accepts and torch.is_grad_enabled() else ():
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self.plain.enter)
+
+    def _plain_begins(self) -> None:
+        """Begins a pass for a `loss.backward()` of the program.
+
+        Gradients then accumulate without a weight, and the update divides their sum.
+        """
+        if self.config.precision.dtype == "fp16":
+            raise RuntimeError(
+                "loss.backward() under fp16: call engine.backward(loss), which scales the loss"
+            )
+        if self._divisor is None:
+            if self.reducer.passes:
+                raise RuntimeError(
+                    "loss.backward() in a step after engine.backward(loss): use one of them"
+                )
+            self._divisor = self.topology.dp * (self._microbatches or 1)
+        self._check_scales()
+        self.reducer.count_freely()
+        self.accumulating = False
+
+    def _plain_ended(self) -> None:
+        self.accumulating = True
+        self.reducer.pass_ended()
 
     def backward(
-        self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False
-    ) -> None:
+        self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False, *,
+        retain_graph: bool = False,
+    ) -> None:  # fmt: skip
         """Runs the backward of a micro-batch and accumulates its gradients and its loss.
 
-        If this method raises an error, the gradients of the step are discarded. Afterwards, call
-        `begin` to start the next step.
+        A micro-batch may have several losses, each with a backward. If this method raises an error,
+        the gradients of the step are discarded. Afterwards, call `begin` to start the next step.
+
+        Instead, a program can call `loss.backward()`, also of a loss that depends on the modules of
+        several engines. The gradients are then divided by the number of micro-batches that `begin`
+        got (by 1 for None) and by the number of data ranks. Reductions of ZeRO stages 0 and 1 start
+        only after the last backward, and the metrics' loss is NaN. Refused under fp16, and after
+        this method in the same step.
 
         Args:
             loss: mean loss of the micro-batch, a scalar.
@@ -650,6 +706,7 @@ class ModuleEngine(Engine):
                 step is the mean over all micro-batches of all data ranks.
             last: whether this is the last backward of the step. Only needed if the number of
                 micro-batches of the step is not known (`begin(None)`).
+            retain_graph: whether another backward of the same graph follows.
 
         Raises:
             RuntimeError: if `begin` was not called.
@@ -662,13 +719,15 @@ class ModuleEngine(Engine):
                 raise ValueError("backward in a step of begin(None) needs a weight")
             weight = 1.0 / (self._microbatches * self.topology.dp)
         self._check_scales()
+        if retain_graph:
+            self.reducer.count_freely()
         if last:
             self.reducer.next_is_last()
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         self.accumulating = False
         with own_backward(self.reducer):
-            scale = (self.optimizer.scaler.scale * weight).to(wide.dtype)
-            torch.autograd.backward((wide * scale,))
+            scale = (self.optimizer.scaler.scale * weight * (self._divisor or 1)).to(wide.dtype)
+            torch.autograd.backward((wide * scale,), retain_graph=retain_graph)
         self.accumulating = True
         self._loss += loss.detach().double() * weight
         self.reducer.pass_ended()
@@ -690,7 +749,9 @@ class ModuleEngine(Engine):
         # Some ranks may have launched more reductions than others. Every rank must launch all of
         # its reductions before another collective is called.
         self.reducer.all_passes_ended()
-        return self._end_step(self._loss, tokens)
+        self.optimizer.divide_by(self._divisor or 1)
+        metrics = self._end_step(self._loss, tokens)
+        return dataclasses.replace(metrics, has_loss=self._divisor is None)
 
     def _check_begun(self) -> None:
         if not self.accumulating:
@@ -698,18 +759,26 @@ class ModuleEngine(Engine):
 
     def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
         self.accumulating = False
+        self.plain.allow(False)
         self._sync_states()
         self._check_scales()
         return super()._end_step(loss, tokens)
 
     def _begin(self, microbatches: int) -> None:
+        self.plain.allow(False)
+        self.optimizer.divide_by(1)
         self.gatherer.release_all()  # parameters must be freed even if the check raises an error
         self._check_scales()
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Under fp16, raises RuntimeError if another engine's loss scale applies to a gradient."""
-        for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
+        """Raises RuntimeError if gradients of another engine's backward have another factor.
+
+        With fp16 the factor is that engine's loss scale; in a step with plain backwards, it is the
+        weight of that engine's losses.
+        """
+        scaled = self.config.precision.dtype == "fp16" or self._divisor is not None
+        for slot, _ in self.reducer.foreign if scaled else ():
             raise RuntimeError(
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"
                 " engine's loss scale: call zero_grad() before this engine's backward"
@@ -723,6 +792,7 @@ class ModuleEngine(Engine):
     def discard(self) -> None:
         """Discards the step in progress of a custom loop, for example after an error."""
         self.accumulating = False
+        self.plain.allow(False)
         self.reducer.give_up()
 
     @contextmanager

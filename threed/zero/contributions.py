@@ -278,6 +278,41 @@ class Owner(Protocol):
     def give_up(self) -> None: ...
 
 
+class PlainBackwards:
+    """Backwards of one engine that the program starts by a plain `loss.backward()`.
+
+    The first gradient of a backward begins a pass of the engine; the pass ends with the backward.
+
+    Args:
+        begins: called when a pass begins.
+        ended: called when it has ended.
+
+    Attributes:
+        accepts: whether a step of the engine is in progress.
+        running: whether a pass is in progress.
+    """
+
+    def __init__(self, begins: Callable[[], None], ended: Callable[[], None]) -> None:
+        self._begins, self._ended = begins, ended
+        self.accepts = self.running = False
+
+    def allow(self, on: bool) -> None:
+        """Sets `accepts`. A pass that an error has interrupted is dropped."""
+        self.accepts, self.running = on, False
+
+    def enter(self, *_: Any) -> None:
+        """Begins a pass in the running backward, unless `engine.backward` has started it."""
+        if _running or self.running or not self.accepts:
+            return
+        self._begins()
+        self.running = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+
+    def _leave(self) -> None:
+        self.running = False
+        self._ended()
+
+
 # Owners of the running backwards, innermost last. The list is global, as is autograd's engine.
 _running: list[object] = []
 
@@ -295,21 +330,28 @@ def own_backward(owner: Owner) -> Iterator[None]:
         _running.pop()
 
 
-def is_own(owner: object, slot: Slot) -> bool:
+def is_own(owner: object, slot: Slot, plain: PlainBackwards | None = None) -> bool:
     """Returns whether the running backward belongs to the owner.
+
+    A backward that no engine has started belongs to all engines with a step in progress.
 
     Args:
         owner: the object that was passed to `own_backward`, such as the engine's `Reducer`.
         slot: the parameter for which the backward has computed a gradient.
+        plain: the owner's plain backwards.
 
     Raises:
-        RuntimeError: the backward runs outside of any engine. The message names the parameter, and
-            its gradient is dropped.
+        RuntimeError: the program has started the backward, and the owner has no step in progress.
+            The message names the parameter, and its gradient is dropped.
     """
-    if not _running:
+    if _running:
+        return _running[-1] is owner
+    if plain is None or not plain.accepts:
         slot.param.grad = None
         raise RuntimeError(
-            f"{slot.spec.name}: a gradient was computed in a backward outside any engine: call engine.backward(loss)"
-            " instead of loss.backward(), or torch.autograd.grad for gradients of inputs"
+            f"{slot.spec.name}: a gradient was computed in a backward outside any engine's step: call engine.begin()"
+            " before the forward, then engine.backward(loss) or loss.backward(). For gradients of inputs only, use"
+            " torch.autograd.grad, or requires_grad_(False) for the parameters"
         )
-    return _running[-1] is owner
+    plain.enter()
+    return True

@@ -105,6 +105,7 @@ class Optimizer:
         self.consistency, self.readers = Consistency(), Readers()
         self.updates = torch.zeros((), dtype=torch.float64, device=device)
         self.scaler = Scaler(loss_scale, device)
+        self._divisor = 1
         self.bad = BadSteps(device, max_spike, loss_scale)
         self.optimistic = Optimistic(
             self.states, gatherer, everyone, self.consistency,
@@ -264,7 +265,11 @@ class Optimizer:
     def _outcome(self, rates: Tensor | None = None) -> Outcome:
         """Returns a function that computes the next `Update` from the sums over all ranks."""
         rates = self.rates(self.updates) if rates is None else rates
-        return self.bad.outcome(rates, self.scaler.scale.clone(), self.grad_clip)
+        return self.bad.outcome(rates, self.scaler.scale * self._divisor, self.grad_clip)
+
+    def divide_by(self, divisor: int) -> None:
+        """Sets a number by which the following updates divide gradients, besides the loss scale."""
+        self._divisor = divisor
 
     def _wait_for_update(self) -> None:
         """Waits for the last update, and validates it if it was optimistic."""

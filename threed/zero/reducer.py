@@ -37,7 +37,13 @@ from threed.distributed.topology import Axis
 from threed.layers.slicing import ForwardScope, add_to
 from threed.memory.tiers import StagedBuffer
 from threed.ops.matmul import NATIVE, Matmul
-from threed.zero.contributions import Contributions, Deferral, LaunchQueue, is_own
+from threed.zero.contributions import (
+    Contributions,
+    Deferral,
+    LaunchQueue,
+    PlainBackwards,
+    is_own,
+)
 from threed.zero.early_updates import Early
 from threed.zero.gather import Gatherer
 from threed.zero.late_gradients import LateGradients
@@ -88,6 +94,7 @@ class Reducer:
             tensor-parallel group.
         gatherer: gathers the parameters. The reducer notifies the gatherer when a gradient is
             complete and when a backward ends.
+        plain: the backwards that the program starts by `loss.backward()`; only for wrapped modules.
 
     Attributes:
         rounds: True if buckets are reduced after every micro-batch; False if once per step.
@@ -109,7 +116,9 @@ class Reducer:
         unused: Unused | None = None,
         warns: bool = True,
         gatherer: Gatherer | None = None,
+        plain: PlainBackwards | None = None,
     ) -> None:
+        self.plain = plain
         self.layout, self.early, self.unused, self.warns = layout, early, unused, warns
         self.gatherer = gatherer
         sliced = layout.policy.slices_gradients
@@ -280,6 +289,26 @@ class Reducer:
     def next_is_last(self) -> None:
         """Marks the next backward as the last one, in a step that began with `microbatches=OPEN`."""
         self._expect(self._passes_ended + 1)
+
+    def count_freely(self) -> None:
+        """Makes the number of backwards of the step unknown, as if it began with `OPEN`.
+
+        If a reduction of the step was launched already, later gradients are late instead.
+        """
+        if self._open or (not self.rounds and any(queue.launched for queue in self._queues)):
+            return
+        for queue in self._queues:
+            if self.rounds:
+                queue.begin(OPEN * len(queue.chunks))
+            else:
+                queue.expect(OPEN - self._passes)
+        self._passes = self._passes if self.rounds else OPEN
+        self._open = True
+
+    @property
+    def passes(self) -> int:
+        """The number of backwards of the step in progress that have ended."""
+        return self._passes_ended if self._state is StepState.RUNNING else 0
 
     def _expect(self, passes: int) -> None:
         """Sets the number of backwards, in a step that began with `microbatches=OPEN`."""
@@ -682,7 +711,7 @@ class Sink:
         A gradient that another engine's backward computes stays in `.grad` and accumulates there.
         It is added when a step of this engine ends, unless `Reducer.drop` discards it first.
         """
-        if self.reducer.dynamic and not is_own(self.reducer, self.slot):
+        if self.reducer.dynamic and not is_own(self.reducer, self.slot, self.reducer.plain):
             if self.reducer.gatherer is not None:
                 self.reducer.gatherer.gradient_complete(self.slot)
             return

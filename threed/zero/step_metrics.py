@@ -217,6 +217,8 @@ class StepMetrics:
             for gradient reductions after the last backward), 'optim_s' (update).
         max_bad_steps: number of consecutive skipped steps at which BadStepsError is raised; 0 for
             no limit.
+        has_loss: False if the program called `loss.backward()` itself, so that the engine does not
+            know the loss.
 
     Raises:
         DataError: (a ValueError) the data of this step were invalid, or the data of an earlier
@@ -236,6 +238,7 @@ class StepMetrics:
     seconds: Mapping[str, float]
     _faults: Faults
     max_bad_steps: int = 0
+    has_loss: bool = True
 
     def __repr__(self) -> str:
         """Returns the metrics as text.
@@ -249,7 +252,7 @@ class StepMetrics:
             parts += [f"{name}=<not read yet>" for name in names]
         else:
             update = numbers.update
-            values = numbers.loss, update.grad_norm, update.lr, update.loss_scale
+            values = self.loss_tensor, update.grad_norm, update.lr, update.loss_scale
             parts += [f"{n}={float(v):.6g}" for n, v in zip(names, values, strict=True)]
             parts += [f"skipped={int(update.skips)}", f"bad_steps={int(update.in_a_row)}"]
         parts += [f"{name}={seconds:.3g}" for name, seconds in self.seconds.items()]
@@ -284,17 +287,18 @@ class StepMetrics:
         unit of these losses. In this mean, each micro-batch is weighted by its number of items: the
         number of labels that are at least 0, or the number of rows if the labels are not integers.
         In a custom loop (`ModuleEngine.backward`) the loss is the weighted sum of the losses passed
-        to `backward`, by default their mean.
+        to `backward`, by default their mean; NaN if the program called `loss.backward()` instead.
         """
-        return self._checked(self._numbers().loss)
+        return self._checked(self.loss_tensor)
 
     @property
     def loss_tensor(self) -> Tensor:
         """The loss as a scalar tensor, fp64; the host does not wait for its value.
 
-        NaN if the data of the step were invalid.
+        NaN if the data of the step were invalid, or without `has_loss`.
         """
-        return self._numbers().loss
+        loss = self._numbers().loss
+        return loss if self.has_loss else torch.full_like(loss, torch.nan)
 
     @property
     def grad_norm(self) -> float:
@@ -308,7 +312,10 @@ class StepMetrics:
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the loss was multiplied in the step's backward (fp16 loss scaling)."""
+        """Factor by which the loss was multiplied in the step's backward (fp16 loss scaling).
+
+        Without `has_loss`: the number by which the sum of gradients was divided.
+        """
         return float(self._numbers().update.loss_scale)
 
     @property

@@ -1,0 +1,148 @@
+"""`loss.backward()` of a program in a step of an engine: several losses, several engines; as plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.configs import topology_of
+from tests.harness import run_ranks
+from threed import Config, Engine
+
+WIDTH, RANKS = 8, 2
+
+
+class Net(nn.Module):
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x).tanh()
+        middle = lambda h: self.second(h).tanh()  # noqa: E731
+        hidden = (
+            checkpoint(middle, hidden, use_reentrant=True) if self.reentrant else middle(hidden)
+        )
+        return {"out": self.third(hidden), "hidden": hidden}
+
+
+def net(seed: int = 0, reentrant: bool = False) -> Net:
+    torch.manual_seed(seed)
+    return Net(reentrant).double()
+
+
+def rows(step: int, micro: int, rank: int) -> Tensor:
+    draw = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randn(2, WIDTH, generator=draw, dtype=torch.float64, requires_grad=True)
+
+
+def one(module: Net, x: Tensor) -> None:
+    module(x)["out"].square().mean().backward()
+
+
+def two(module: Net, x: Tensor) -> None:
+    found = module(x)
+    found["out"].square().mean().backward(retain_graph=True)
+    found["hidden"].abs().mean().backward()
+
+
+def regularized(module: Net, x: Tensor) -> None:
+    """A term of the parameters alone, in the module's forward, where they are gathered."""
+    handle = module.third.register_forward_hook(
+        lambda m, args, out: out + 0.1 * m.weight.square().sum()
+    )
+    module(x)["out"].mean().backward()
+    handle.remove()
+
+
+def with_input_gradients(module: Net, x: Tensor) -> None:
+    """Gradients of inputs have no factor, as in plain PyTorch."""
+    out = module(x)["out"]
+    (found,) = torch.autograd.grad(out.square().mean(), x, retain_graph=True)
+    weight = float(found.abs().max())
+    (weight * out.abs().mean()).backward()
+
+
+def twice(module: Net, x: Tensor) -> None:
+    """Two forwards and two backwards of one micro-batch."""
+    one(module, x)
+    module(x.detach() * 2)["hidden"].mean().backward()
+
+
+def unused(module: Net, x: Tensor) -> None:
+    module(x)["hidden"].square().mean().backward()
+
+
+WAYS: dict[str, Callable[[Net, Tensor], None]] = {
+    way.__name__: way for way in (one, two, regularized, with_input_gradients, twice, unused)
+}
+
+
+def engine_at(stage: int, module: nn.Module, clip: float, micros: int, **groups: Any) -> Engine:
+    zero = {"stage": stage, "resident": 0, "bucket_mib": 1e-4, **groups.pop("zero", {})}
+    settings: dict[str, Any] = {
+        "zero": zero, "precision": {"dtype": "fp64"},
+        "train": {"global_batch": 2 * RANKS * micros, "micro_batch": 2, "grad_clip": clip},
+        "optim": {"lr": 0.01, "warmup": 0, "schedule": "constant", "weight_decay": 0.0, "eps": 1e-6},
+        **groups,
+    }  # fmt: skip
+    return Engine(module, topology_of(1, 1), Config.model_validate(settings))
+
+
+def train(way: str, stage: int, micros: int, clip: float, reentrant: bool) -> Any:
+    engine: Any = engine_at(stage, net(0, reentrant), clip, micros)
+    norms = []
+    for step in range(3):
+        engine.begin(micros)
+        for micro in range(micros):
+            WAYS[way](engine.module, rows(step, micro, engine.topology.rank))
+        metrics = engine.update()
+        assert not metrics.skipped
+        norms.append(metrics.grad_norm)
+    return norms, engine.full_state_dict()
+
+
+def truth(way: str, micros: int, clip: float) -> Any:
+    module = net()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)  # fmt: skip
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        for micro in range(micros):
+            for rank in range(RANKS):
+                WAYS[way](module, rows(step, micro, rank))
+        for param in module.parameters():
+            if param.grad is not None:
+                param.grad /= RANKS * micros
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), clip or 1e9)))
+        optimizer.step()
+    return norms, module.state_dict()
+
+
+def assert_same(got: Any, right: Any) -> None:
+    assert got[0] == pytest.approx(right[0], rel=1e-12)
+    for name, value in got[1].items():
+        torch.testing.assert_close(value, right[1][name], rtol=1e-10, atol=1e-12)
+
+
+def train_all(stage: int) -> list[Any]:
+    return [train(way, stage, micros, clip, reentrant) for way, micros, clip, reentrant in CASES]
+
+
+CASES = [
+    *((way, micros, 0.05 if micros == 2 else 0.0, False) for way in WAYS for micros in (1, 2)),
+    ("one", 2, 0.05, True), ("two", 1, 0.0, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_plain_backwards_train_as_plain_pytorch(stage: int) -> None:
+    found = run_ranks(RANKS, train_all, stage)[0]
+    for case, got in zip(CASES, found, strict=True):
+        assert_same(got, truth(*case[:3]))
