@@ -113,7 +113,7 @@ class Copy(Save):
     """One rank's part of a copy.
 
     Attributes:
-        save: [epoch, step] of the copy. The epoch is the number of the run's current start
+        save: [epoch, step] of the copy. The epoch counts the starts of the run
             (`node_memory.Epochs`).
         alone: names of the files whose contents no other machine has.
         neighbor: exchange with neighboring machines; None if files are not sent to other machines.

@@ -249,7 +249,7 @@ def write_hashed(
         for block in _blocks(parts):
             hashing = start_hashing(block, tree=durable)
             _write_block(file, block)
-            hashes.append(hashing.result())  # waits here: the next block overwrites the buffer
+            hashes.append(hashing.result())  # waits, because the next block overwrites the buffer
             written += len(block)
             if limit is not None:
                 os.fdatasync(file.fileno())

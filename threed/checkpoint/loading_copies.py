@@ -37,8 +37,8 @@ class Found:
     """A copy that was found in memory; it may be incomplete.
 
     Attributes:
-        epoch: the start of the run after which the copy was made: 1 is the run's first start (see
-            `Epochs`).
+        epoch: number of the start of the run after which the copy was made; 1 for the first start
+            (see `Epochs`).
         step: training step after which the copy was made.
         slot: number of the slot that contains the copy on every machine (`Place.slot`), 0 or 1.
         manifest: manifest of the copy; empty if the copy is not complete.

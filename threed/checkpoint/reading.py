@@ -78,13 +78,13 @@ class SavedBox:
         return self.section.between(self.line, self.at + first, self.at + last)
 
     def files(self, start: Shape, size: Shape) -> set[str]:
-        """Returns the names of the files that contain values of a part of this box.
+        """Returns the names of the files that contain values of a region of this box.
 
         The names are computed from the manifest; no file is opened.
 
         Args:
-            start: index of the part's first element in this box, per dimension.
-            size: size of the part, per dimension.
+            start: index of the region's first element in this box, per dimension.
+            size: size of the region, per dimension.
         """
         strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         first = sum(a * stride for a, stride in zip(start, strides, strict=True))

@@ -26,7 +26,7 @@ from threed.distributed.topology import Axis
 
 
 def candidates(folder: Path, resume: str) -> Iterator[Path]:
-    """Yields the checkpoints that a resume tries, in this order.
+    """Yields the checkpoints that a resume tries, in the order in which it tries them.
 
     Args:
         folder: run folder.
@@ -145,7 +145,7 @@ class Retention:
     def prune(self) -> list[str]:
         """Deletes checkpoints that are older than the newest `keep` good checkpoints. Collective.
 
-        Checkpoints that `every` keeps are not deleted.
+        Checkpoints at steps that are multiples of `every` are not deleted.
 
         Returns:
             One error text per damaged checkpoint that was found.
@@ -165,7 +165,11 @@ class Retention:
         return problems
 
     def _delete(self, paths: Sequence[Path]) -> None:
-        """Deletes checkpoints, unless `every` keeps them. Only rank 0 passes paths."""
+        """Deletes checkpoints, except at steps that are multiples of `every`.
+
+        Args:
+            paths: paths of the checkpoints on rank 0; empty on other ranks.
+        """
         for path in paths:
             if not (self.every and any(step % self.every == 0 for step in _covered_steps(path))):
                 shutil.rmtree(path, ignore_errors=True)

@@ -127,9 +127,9 @@ def mark(device: torch.device) -> torch.Event:
 class Clock:
     """Timestamps of a device's work.
 
-    On an accelerator a timestamp is an event. The host does not wait when an event is recorded, but
-    in `seconds`, which converts the time of the event to the scale of `time.perf_counter`.
-    The constructor synchronizes once to relate the two scales, which limits the accuracy.
+    On an accelerator a timestamp is an event. The host does not wait when `now` records an event.
+    It waits in `seconds`, which converts the time of the event to seconds of `time.perf_counter`.
+    The constructor waits for an event once, to relate the two scales. This limits the accuracy.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -242,8 +242,8 @@ def _compile(library: Library, command: list[str], path: Path) -> None:
 def targets(library: Library, command: list[str]) -> list[str]:
     """Returns the flags for the GPUs that this compiler supports, and for PTX of the newest one.
 
-    The drivers of later GPUs compile the PTX. A single command with these flags compiles and links,
-    because a separate linker without them would add code for a default GPU.
+    The drivers of later GPUs compile the PTX. Compile and link in a single command with these
+    flags, because a separate link step without the flags would add code for a default GPU.
     """
     if not library.architectures:
         return []
