@@ -272,7 +272,7 @@ class Slice:
             )
 
     def _padded(self, values: Sequence[int], by: int) -> Shape:
-        """Prepends `by` to a start or a size, so that it has one value per dimension of `whole`."""
+        """Returns a start or a size of `whole`, with `by` for each omitted leading dimension."""
         return (by,) * (len(self.start) - len(values)) + tuple(values)
 
     @property

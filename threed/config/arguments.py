@@ -442,7 +442,7 @@ class _Draft:
 
 
 class _Missing(str):
-    """Marks a flag that was given without a value. The text is the flag's placeholder in `--help`."""
+    """Marks a flag without a value. The text is the flag's placeholder in `--help`."""
 
 
 def _hyphenated(token: str) -> str:
