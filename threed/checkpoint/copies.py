@@ -138,7 +138,8 @@ class Copy(Save):
 
         An error is not raised, but its text is stored in `problem`.
         """
-        # After an error, `commit` must still run: ranks of other machines wait for its messages.
+        # After an error, `commit` must still run, because ranks of other machines wait for its
+        # messages.
         with suppress(Exception):
             super().write(values)
 

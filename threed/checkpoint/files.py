@@ -57,7 +57,7 @@ About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # (dtype, shape) of e
 Metadata = Mapping[str, str]
 Parts = Iterable[bytes | Tensor]  # contents of a file: bytes, and uint8 tensors [n] on the CPU
 NONE: Metadata = MappingProxyType({})
-POLL_S = 0.125  # seconds between calls of the `hurries` argument of `write_hashed`
+POLL_S = 0.125  # Seconds between calls of `hurries` in `write_hashed`.
 # BLOCK: bytes that one task hashes. PIECE: bytes that the task reads at a time. CHUNK: bytes per
 # pair of checksums.
 BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16

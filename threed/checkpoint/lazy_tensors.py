@@ -33,7 +33,7 @@ from threed.zero.state import PREVIOUS, WEIGHT
 
 Shape = tuple[int, ...]
 SLAB_BYTES = 2**24  # maximum size of the slabs of `read_slabs`, in bytes
-MOST_BYTES = 2**25  # maximum size of a single read, in bytes
+MOST_BYTES = 2**25  # Maximum size of a single read, in bytes.
 # If the contiguous runs of a box are shorter than this number of bytes, they are read together with
 # the gaps between them, because many short reads would be slower. Runs whose starts are at least 16
 # times this number of bytes apart are read separately.

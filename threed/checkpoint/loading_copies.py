@@ -137,8 +137,8 @@ def assemble(
 def _broadcast_json(value: Any, everyone: Axis, device: torch.device) -> Any:
     """Returns rank 0's value on every rank. Collective.
 
-    `collectives.exchange` would send far more bytes: it gathers a value from every rank, and all
-    values are padded to the length of the longest.
+    `collectives.exchange` would send far more bytes, because it gathers a value from every rank and
+    pads all values to the length of the longest.
     """
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = collectives.broadcast(torch.tensor([data.numel()], device=device), everyone, 0)

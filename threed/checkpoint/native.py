@@ -5,8 +5,8 @@
 
 The module `saving` writes checkpoints; this module loads them in any topology. Each rank reads the
 manifest, and then only the values that it needs from the files. No pickle is used. A checkpoint is
-complete if its manifest exists: the files are written into `step-40.tmp` and flushed to disk, then
-the manifest is written, and then the folder is renamed to `step-40`.
+complete if its manifest exists, because the manifest is written last. All other files are first
+written into `step-40.tmp` and flushed to disk. At the end, the folder is renamed to `step-40`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from threed.distributed.topology import Axis
 FOLDER = "THREED_MEMORY"
 RECORD = "memory.json"
 ELSEWHERE = f"name another folder in memory by {FOLDER}"
-COPIES = 2  # number of copies at a time: the newest complete copy, and the copy in progress
+COPIES = 2  # Number of copies at a time: the newest complete one, and the one in progress.
 # A folder without launcher.json is not removed in its first NEW_S seconds, because another process
 # may still be creating it.
 NEW_S = 60.0

@@ -43,8 +43,8 @@ class SavedBox:
         section: the section that contains the line.
         line: index of the line in the section.
         at: offset of the block in the line, in elements.
-        holders: for each share of the section, by the share's number: (name of the file that
-            contains the share, name of the share's tensor in this file).
+        holders: one tuple per share of the section, by the number of the share: (name of the file
+            that contains the share, name of the share's tensor in this file).
     """
 
     reader: Reader
@@ -240,7 +240,7 @@ class Reader:
         return of_bytes(self.file(file).tensor(f"buffer/{name}"), dtype, shape)
 
     def generators(self, rank: int) -> dict[str, Tensor]:
-        """Returns the saved states of a rank's random generators, by name: uint8 [bytes] each."""
+        """Returns the saved states (uint8 [bytes]) of a rank's random generators, by name."""
         file = file_of(rank)
         names = self._entries.get(file, {}).get("generators", ())
         return {name: self.file(file).tensor(f"generator/{name}") for name in names}

@@ -204,7 +204,8 @@ def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
 
     The fingerprints of the two tokenizers are compared. If the checkpoint has no fingerprint, the
     hashes of the files tokenizer.json are compared instead. The end-of-text id is compared
-    separately: config.json may define it, so it can differ even if tokenizer.json is the same.
+    separately, because config.json may define it. So it can differ even if tokenizer.json is the
+    same.
     """
     files, now = extra.get("tokenizer"), data.tokenizer.files
     if extra.get("eot", data.tokenizer.eot) != data.tokenizer.eot:
@@ -313,6 +314,7 @@ def _optimizer_names(optim: OptimConfig) -> str:
 def resuming_flags(config: Config) -> list[str]:
     """Returns flags that make a run resume from its own checkpoints.
 
-    Append them to the command line of the run: the last value of a repeated key is used.
+    Append them to the command line of the run. They take effect there, because the last value of a
+    repeated key is used.
     """
     return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]

@@ -129,9 +129,10 @@ class Retention:
     def sweep(self) -> None:
         """Removes the folders that interrupted saves have left behind.
 
-        If a save was interrupted while it replaced a checkpoint, between the two renames of
-        `atomic.publish`, the older checkpoint is renamed back. Call this method on one rank
-        only, in a run that owns the run folder.
+        To replace a checkpoint, `atomic.publish` may rename the older one to `step-N.old` and then
+        the new one to `step-N`. If a save was interrupted between these renames, this method
+        renames `step-N.old` back to `step-N`. Call it on one rank only, in a run that owns the run
+        folder.
         """
         place = self.folder / "checkpoints"
         for old in place.glob("step-*.old"):

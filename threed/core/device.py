@@ -6,8 +6,8 @@
 
 For a CPU a function has no effect, or returns the value that its docstring documents. `count` and
 `current` find only CUDA devices, because collectives between GPUs use NCCL. A `Topology` also
-accepts another accelerator: `is_accelerator` then returns True, and functions that need CUDA treat
-it like a CPU.
+accepts accelerators without CUDA. For these `is_accelerator` returns True, but functions that need
+CUDA treat them like a CPU.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | Non
     """Copies values to a device asynchronously, optionally with a different dtype.
 
     If `values` are in pageable host memory, they are first copied to page-locked memory, which
-    torch keeps until the GPU has read it. If `values` are page-locked, the GPU reads them directly:
-    do not change them before the copy has finished.
+    torch keeps until the GPU has read it. If `values` are page-locked, the GPU reads them directly,
+    so do not change them before the copy has finished.
 
     Args:
         values: the source tensor.

@@ -50,7 +50,7 @@ class BuildError(RuntimeError):
 class Unavailable(BuildError):
     """Raised if compiler or sources are missing.
 
-    This is not a failure: plain torch operations run instead.
+    This is not a failure, because plain torch operations run instead.
     """
 
 
@@ -80,7 +80,8 @@ class Library:
         return sorted((source_root() / self.name).glob(f"*{self.suffix}"))
 
 
-# No FMA contraction: each product and sum is rounded, so all instruction sets agree bit by bit.
+# FMA contraction is turned off. Each product and each sum is rounded separately, so the results
+# with all instruction sets are bit-identical.
 CPU = Library(
     "cpu", ".cpp", "CXX", ("c++", "g++", "clang++"),
     ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
