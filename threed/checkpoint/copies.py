@@ -8,8 +8,8 @@ A copy is a `Save` into a folder in memory (tmpfs). Its files are not flushed, a
 manifest. The training state is divided into shares (see `sections`). Each share has its own file,
 so that files from several machines can be combined after a machine is lost (`loading_copies`). Each
 machine stores all states that its ranks hold. If several ranks of the machine hold the same states,
-only one of these ranks writes each share. With a `Neighbor`, the files that no other machine has
-are afterwards sent to the next machine, over process groups of two ranks.
+only one of these ranks writes each share. If `run.replicate` is "neighbor", a `Neighbor` then sends
+the files that no other machine has to the next machine, over process groups of two ranks.
 
 Two copies exist at a time: the newest complete copy, and the copy in progress, which overwrites the
 files of an older copy. On a GPU, the values are first copied to host memory, so that updates do not
@@ -51,8 +51,8 @@ class Plan:
     Attributes:
         files: one file per share that is assigned to this rank, and a file of buffers, if any.
         alone: names of the files in `files` whose contents no other machine has.
-        described: sections whose descriptions this rank writes to its entry. On each machine, one
-            rank describes each section.
+        described: sections whose descriptions this rank writes to its entry (the JSON file that
+            lists its files). On each machine, one rank describes each section.
     """
 
     files: list[SavedFile]
@@ -113,7 +113,7 @@ class Copy(Save):
     """One rank's part of a copy.
 
     Attributes:
-        save: [epoch, step] of the copy. The epoch is the number of the run's current start
+        save: [epoch, step] of the copy. The epoch counts the starts of the run
             (`node_memory.Epochs`).
         alone: names of the files whose contents no other machine has.
         neighbor: exchange with neighboring machines; None if files are not sent to other machines.
@@ -138,7 +138,8 @@ class Copy(Save):
 
         An error is not raised, but its text is stored in `problem`.
         """
-        # After an error, `commit` must still run: ranks of other machines wait for its messages.
+        # After an error, `commit` must still run, because ranks of other machines wait for its
+        # messages.
         with suppress(Exception):
             super().write(values)
 

@@ -56,7 +56,7 @@ class Extras:
         return rewind
 
     def _synchronize(self) -> None:
-        """Makes the buffers of all data ranks equal. Collective.
+        """Broadcasts the buffers that change in training from data rank 0. Collective.
 
         Warns, once per name, of buffers that differ between tensor ranks.
         """

@@ -57,7 +57,7 @@ About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # (dtype, shape) of e
 Metadata = Mapping[str, str]
 Parts = Iterable[bytes | Tensor]  # contents of a file: bytes, and uint8 tensors [n] on the CPU
 NONE: Metadata = MappingProxyType({})
-POLL_S = 0.125  # seconds between calls of the `hurries` argument of `write_hashed`
+POLL_S = 0.125  # Seconds between calls of `hurries` in `write_hashed`.
 # BLOCK: bytes that one task hashes. PIECE: bytes that the task reads at a time. CHUNK: bytes per
 # pair of checksums.
 BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16
@@ -249,7 +249,7 @@ def write_hashed(
         for block in _blocks(parts):
             hashing = start_hashing(block, tree=durable)
             _write_block(file, block)
-            hashes.append(hashing.result())  # waits here: the next block overwrites the buffer
+            hashes.append(hashing.result())  # waits, because the next block overwrites the buffer
             written += len(block)
             if limit is not None:
                 os.fdatasync(file.fileno())

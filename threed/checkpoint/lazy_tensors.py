@@ -33,7 +33,7 @@ from threed.zero.state import PREVIOUS, WEIGHT
 
 Shape = tuple[int, ...]
 SLAB_BYTES = 2**24  # maximum size of the slabs of `read_slabs`, in bytes
-MOST_BYTES = 2**25  # maximum size of a single read, in bytes
+MOST_BYTES = 2**25  # Maximum size of a single read, in bytes.
 # If the contiguous runs of a box are shorter than this number of bytes, they are read together with
 # the gaps between them, because many short reads would be slower. Runs whose starts are at least 16
 # times this number of bytes apart are read separately.
@@ -272,7 +272,7 @@ class Slice:
             )
 
     def _padded(self, values: Sequence[int], by: int) -> Shape:
-        """Prepends `by` to a start or a size, so that it has one value per dimension of `whole`."""
+        """Returns a start or a size of `whole`, with `by` for each omitted leading dimension."""
         return (by,) * (len(self.start) - len(values)) + tuple(values)
 
     @property

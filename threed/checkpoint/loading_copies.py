@@ -37,8 +37,8 @@ class Found:
     """A copy that was found in memory; it may be incomplete.
 
     Attributes:
-        epoch: the start of the run after which the copy was made: 1 is the run's first start (see
-            `Epochs`).
+        epoch: number of the start of the run after which the copy was made; 1 for the first start
+            (see `Epochs`).
         step: training step after which the copy was made.
         slot: number of the slot that contains the copy on every machine (`Place.slot`), 0 or 1.
         manifest: manifest of the copy; empty if the copy is not complete.
@@ -137,8 +137,8 @@ def assemble(
 def _broadcast_json(value: Any, everyone: Axis, device: torch.device) -> Any:
     """Returns rank 0's value on every rank. Collective.
 
-    `collectives.exchange` would send far more bytes: it gathers a value from every rank, and all
-    values are padded to the length of the longest.
+    `collectives.exchange` would send far more bytes, because it gathers a value from every rank and
+    pads all values to the length of the longest.
     """
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = collectives.broadcast(torch.tensor([data.numel()], device=device), everyone, 0)

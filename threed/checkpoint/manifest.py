@@ -5,10 +5,10 @@
     problems = verify(path, manifest)   checks the hashes of the files in the manifest
 
 A manifest contains its own hash. The hash detects damage but is not a signature, because anyone who
-edits a manifest can also recompute the hash. So the contents of a manifest are validated, too: in a
-save before the manifest is written, and in a load before any tensor is read. Counters must be
-finite and in range. Names must be printable. Files must be plain files of the folder, and together
-they must contain each element of every tensor exactly once (`coverage_problems`).
+edits a manifest can also recompute the hash. So the contents of a manifest are validated, too. A
+save validates them before it writes the manifest, and a load before it reads any tensor. Counters
+must be finite and in range. Names must be printable. Files must be plain files of the folder, and
+together they must contain each element of every tensor exactly once (`coverage_problems`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from threed.core.atomic import building_place, publish, write_text
 FORMAT = "threed-checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"
-MOST_BYTES = 2**30  # maximum size of a manifest, in bytes
+MOST_BYTES = 2**30  # Maximum size of a manifest, in bytes.
 # Tensors are saved in boxes (blocks), and the search for overlapping boxes compares all pairs. So
 # the sum over tensors of (number of boxes)^2 * (number of dimensions) is limited to this number. At
 # the limit, the search takes seconds.
@@ -80,7 +80,7 @@ Dimensions = Annotated[list[Count], Field(max_length=64)]
 Lengths = Annotated[list[Length], Field(max_length=64)]
 Row = Field(strict=False)  # accepts a list instead of a tuple, because JSON has no tuples
 Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # a buffer: (name, dtype, shape)
-Number = Annotated[tuple[Count, Count], Row]  # a share: (index of its section, number of the share)
+Number = Annotated[tuple[Count, Count], Row]  # A share: (index of its section, its number).
 # A piece: (name of the tensor, start, size, offset in the line).
 Piece = Annotated[tuple[Name, Dimensions, Lengths, Count], Row]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -325,8 +325,8 @@ def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, A
         CheckpointError: if the manifest is not valid.
         TypeError, ValueError, RecursionError: if JSON cannot represent `head`.
     """
-    # Converts the values to JSON and back, so that they are validated as a reader will parse them:
-    # JSON turns tuples into lists.
+    # Converts the values to JSON and back, so that they are validated in the form in which a reader
+    # parses them. For example, JSON turns tuples into lists.
     body = json.loads(json.dumps({**head, **joined(entries)}))
     check_structure(body, f"{path / MANIFEST}")  # prevents publishing an unreadable checkpoint
     building = building_place(path)

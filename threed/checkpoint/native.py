@@ -5,8 +5,8 @@
 
 The module `saving` writes checkpoints; this module loads them in any topology. Each rank reads the
 manifest, and then only the values that it needs from the files. No pickle is used. A checkpoint is
-complete if its manifest exists: the files are written into `step-40.tmp` and flushed to disk, then
-the manifest is written, and then the folder is renamed to `step-40`.
+complete if its manifest exists, because the manifest is written last. All other files are first
+written into `step-40.tmp` and flushed to disk. At the end, the folder is renamed to `step-40`.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def load(
     def together(act: Callable[[], T]) -> T:
         return attempt_together(act, everyone, CheckpointError, describe, catch=Exception)
 
-    # Returns the text of a CheckpointError that replaces `error`. A caller that resumes a run
-    # catches a CheckpointError and tries an older checkpoint.
+    # Returns the text of the CheckpointError that `attempt_together` raises in place of `error`.
+    # Errors of all types are converted, because a caller that resumes a run catches only
+    # CheckpointError, and then tries an older checkpoint.
     def describe(error: Exception) -> str:
         return f"{path} cannot be read: {type(error).__name__}: {plain(error)}"
 
@@ -214,8 +215,7 @@ def _overwrite(
             why = "so training cannot go on from it"
             problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
             raise_together(problems, everyone, CheckpointError)
-            # The saved weights may have a wider dtype than fp16: values that are finite in it may
-            # overflow fp16.
+            # The saved dtype may be wider than fp16, so a finite saved weight may overflow in fp16.
             if optimizer.layout.policy.param_dtype == torch.float16:
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
     except CheckpointError:  # the error is raised on every rank

@@ -44,7 +44,7 @@ from threed.distributed.topology import Axis
 FOLDER = "THREED_MEMORY"
 RECORD = "memory.json"
 ELSEWHERE = f"name another folder in memory by {FOLDER}"
-COPIES = 2  # number of copies at a time: the newest complete copy, and the copy in progress
+COPIES = 2  # Number of copies at a time: the newest complete one, and the one in progress.
 # A folder without launcher.json is not removed in its first NEW_S seconds, because another process
 # may still be creating it.
 NEW_S = 60.0
@@ -271,8 +271,8 @@ class Epochs:
         found, number, token = collectives.exchange(values, everyone)[0]
         with contextlib.suppress(KeyError, TypeError, ValueError):
             run, epoch, base = str(found["run"]), int(found["epoch"]), found["base"]
-            # If the inode differs, the run folder is a copy of another run folder, and the token
-            # belongs to the original.
+            # The record contains the inode of its run folder. If the inode differs, the run folder
+            # is a copy of another run folder, and the token belongs to the original.
             if _is_token(run) and found["folder"] == number:
                 return cls(run, epoch, None if base is None else (int(base[0]), int(base[1])))
         return cls(token, 0, None)

@@ -43,8 +43,8 @@ class SavedBox:
         section: the section that contains the line.
         line: index of the line in the section.
         at: offset of the block in the line, in elements.
-        holders: for each share of the section, by the share's number: (name of the file that
-            contains the share, name of the share's tensor in this file).
+        holders: one tuple per share of the section, by the number of the share: (name of the file
+            that contains the share, name of the share's tensor in this file).
     """
 
     reader: Reader
@@ -78,13 +78,13 @@ class SavedBox:
         return self.section.between(self.line, self.at + first, self.at + last)
 
     def files(self, start: Shape, size: Shape) -> set[str]:
-        """Returns the names of the files that contain values of a part of this box.
+        """Returns the names of the files that contain values of a region of this box.
 
         The names are computed from the manifest; no file is opened.
 
         Args:
-            start: index of the part's first element in this box, per dimension.
-            size: size of the part, per dimension.
+            start: index of the region's first element in this box, per dimension.
+            size: size of the region, per dimension.
         """
         strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         first = sum(a * stride for a, stride in zip(start, strides, strict=True))
@@ -240,7 +240,7 @@ class Reader:
         return of_bytes(self.file(file).tensor(f"buffer/{name}"), dtype, shape)
 
     def generators(self, rank: int) -> dict[str, Tensor]:
-        """Returns the saved states of a rank's random generators, by name: uint8 [bytes] each."""
+        """Returns the saved states (uint8 [bytes]) of a rank's random generators, by name."""
         file = file_of(rank)
         names = self._entries.get(file, {}).get("generators", ())
         return {name: self.file(file).tensor(f"generator/{name}") for name in names}

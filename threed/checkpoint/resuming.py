@@ -204,7 +204,8 @@ def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
 
     The fingerprints of the two tokenizers are compared. If the checkpoint has no fingerprint, the
     hashes of the files tokenizer.json are compared instead. The end-of-text id is compared
-    separately: config.json may define it, so it can differ even if tokenizer.json is the same.
+    separately, because config.json may define it. So it can differ even if tokenizer.json is the
+    same.
     """
     files, now = extra.get("tokenizer"), data.tokenizer.files
     if extra.get("eot", data.tokenizer.eot) != data.tokenizer.eot:
@@ -219,7 +220,8 @@ def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
 def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields the keys whose values differ between the checkpoint and the run.
 
-    Keys that the checkpoint does not have are skipped: an older version of threed wrote it.
+    Keys that the checkpoint does not have are skipped, because an older version of threed, which
+    did not have these keys, wrote the checkpoint.
 
     Yields:
         (key, value in the checkpoint, value in the run). The values are texts as users write them.
@@ -256,8 +258,9 @@ def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
 def model_differences(manifest: Manifest, config: Config) -> list[str]:
     """Returns one line of text per difference between the models that prevents a resume."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
-    # If an older version of threed wrote the checkpoint, this adds the defaults of newer keys. If a
-    # later version wrote it, this may fail; the saved values are then compared as they are.
+    # Adds the defaults of keys that an older version of threed did not save. If a later version of
+    # threed wrote the checkpoint, the validation may fail; the saved values are then compared as
+    # they are.
     with suppress(ValueError):
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelled_as(resolved, config.model).model_dump(mode="json")
@@ -303,7 +306,7 @@ def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
 
 
 def _optimizer_names(optim: OptimConfig) -> str:
-    """Returns the optimizer's name, and the flag --optim.groups if groups name other optimizers."""
+    """Returns the optimizer's name, followed by --optim.groups if groups name an optimizer."""
     own = "; ".join(f"{group.match}: name={group.name}" for group in optim.groups if group.name)
     return f'{optim.name} --optim.groups "{own}"' if own else optim.name
 
@@ -311,6 +314,7 @@ def _optimizer_names(optim: OptimConfig) -> str:
 def resuming_flags(config: Config) -> list[str]:
     """Returns flags that make a run resume from its own checkpoints.
 
-    Append them to the command line of the run: the last value of a repeated key is used.
+    Append them to the command line of the run. They take effect there, because the last value of a
+    repeated key is used.
     """
     return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]

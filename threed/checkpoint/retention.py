@@ -26,7 +26,7 @@ from threed.distributed.topology import Axis
 
 
 def candidates(folder: Path, resume: str) -> Iterator[Path]:
-    """Yields the checkpoints that a resume tries, in this order.
+    """Yields the checkpoints that a resume tries, in the order in which it tries them.
 
     Args:
         folder: run folder.
@@ -129,9 +129,10 @@ class Retention:
     def sweep(self) -> None:
         """Removes the folders that interrupted saves have left behind.
 
-        If a save was interrupted while it replaced a checkpoint, between the two renames of
-        `atomic.publish`, the older checkpoint is renamed back. Call this method on one rank
-        only, in a run that owns the run folder.
+        To replace a checkpoint, `atomic.publish` may rename the older one to `step-N.old` and then
+        the new one to `step-N`. If a save was interrupted between these renames, this method
+        renames `step-N.old` back to `step-N`. Call it on one rank only, in a run that owns the run
+        folder.
         """
         place = self.folder / "checkpoints"
         for old in place.glob("step-*.old"):
@@ -145,7 +146,7 @@ class Retention:
     def prune(self) -> list[str]:
         """Deletes checkpoints that are older than the newest `keep` good checkpoints. Collective.
 
-        Checkpoints that `every` keeps are not deleted.
+        Checkpoints at steps that are multiples of `every` are not deleted.
 
         Returns:
             One error text per damaged checkpoint that was found.
@@ -165,7 +166,11 @@ class Retention:
         return problems
 
     def _delete(self, paths: Sequence[Path]) -> None:
-        """Deletes checkpoints, unless `every` keeps them. Only rank 0 passes paths."""
+        """Deletes checkpoints, except at steps that are multiples of `every`.
+
+        Args:
+            paths: paths of the checkpoints on rank 0; empty on other ranks.
+        """
         for path in paths:
             if not (self.every and any(step % self.every == 0 for step in _covered_steps(path))):
                 shutil.rmtree(path, ignore_errors=True)

@@ -123,7 +123,7 @@ class Save:
         elsewhere: advice on how to choose another folder, for messages.
         problem: error text of this rank, or None. On rank 0, once the save is `done`, this may be
             the error text of another rank.
-        reported: whether `wait` has reported if the save succeeded.
+        reported: whether a call of `wait` has already returned or raised the result of the save.
     """
 
     path: Path
@@ -183,8 +183,8 @@ class Save:
             optimizer: holder of the states.
             room: host memory for the snapshot.
             now: whether to return only after the values of all states are copied or written. Use
-                True if code other than the optimizer changes the states after this call: only the
-                optimizer's updates wait for the snapshot.
+                True if code other than the optimizer changes the states after this call, because
+                only the optimizer's updates wait for the snapshot.
         """
         snapshot = self._snapshot = Snapshot(self.records, optimizer, room)
         optimizer.readers.add(self.purpose, snapshot.release)
@@ -216,7 +216,8 @@ class Save:
     def blocked_s(self) -> float:
         """Seconds that training on this rank has waited for the save.
 
-        They consist of the call of `Saver.start`, and of the waits of updates for the snapshot.
+        This is the duration of the call of `Saver.start`, plus the time for which updates have
+        waited for the snapshot.
         """
         return self._start_s + (self._snapshot.waited_s if self._snapshot else 0.0)
 
@@ -256,7 +257,8 @@ class Save:
         self._ended.wait(patience)
         self._deadline = 0.0
         self._snapshot.close()
-        if self.durable:  # else the thread may hang: it exchanges files with other machines
+        # The thread of a copy in memory exchanges files with other machines, so it may hang.
+        if self.durable:
             self._ended.wait()
 
     # -------------------------------------------------------------------------------------------------------- writing
@@ -279,7 +281,7 @@ class Save:
                 raise
 
     def _write_files(self, values: Iterable[Tensor]) -> dict[str, Any]:
-        """Writes the files; returns this rank's entry: its sections and files."""
+        """Writes the files, and returns this rank's entry, which lists its sections and files."""
         how = {"limit": self.limit, "hurries": self.hurries, "durable": self.durable}
         stream, files = finite(self.records, values), []
         for file in self.files:
@@ -438,7 +440,8 @@ class Saver:
     def make_room(self) -> None:
         """Allocates the host memory for snapshots in advance.
 
-        Without this call, the first save allocates the memory, and an update waits meanwhile.
+        Without this call, the first save allocates the memory, and the next update must wait for
+        it.
         """
         self.room.make(self._plan()[1].records, self.optimizer.layout.policy, self.gpu)
 

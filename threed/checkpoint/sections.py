@@ -142,8 +142,9 @@ class Section:
             begin = index * here.step
             share = (min(begin + here.step, here.length) - begin) // self.portions
             portion, inside = divmod(first - begin, share)
-            # Writer w begins at offset share * w // writers of the portion. The element belongs to
-            # the last writer that begins at or before `inside`.
+            # The portion has `share` elements in this window. The range of writer w begins at
+            # offset share * w // writers in the portion. The element at offset `inside` belongs to
+            # the last range that begins at or before `inside`.
             number = portion * self.writers + ((inside + 1) * self.writers - 1) // share
             end = self.window(number, here, index)[1]
             yield number, first, min(end, last)
@@ -175,9 +176,10 @@ class Section:
         return len(self.parts) * sum(self._counts(number))
 
     def _counts(self, number: int) -> Iterator[int]:
-        """Yields, for each window of each line, how many elements of one part a share contains.
+        """Yields the number of elements that a share contains of each window, line by line.
 
-        The number is the same for all parts of the state (weight, exp_avg, ...).
+        Only one part of the state is counted, because the number is the same for all parts (weight,
+        exp_avg, ...).
 
         Args:
             number: number of the share.
@@ -188,10 +190,10 @@ class Section:
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns where each window of each line begins in a share, counting only one part.
+        """Returns the offset of each window in a share, as if the share had only one part.
 
         A share contains the same number of elements of every part of the state (weight, exp_avg,
-        ...). So a window begins in the share at the returned offset times the number of parts.
+        ...). So the true offset of a window is the returned offset times the number of parts.
 
         Args:
             number: number of the share.

@@ -262,7 +262,7 @@ def _machine_facts(drive: str) -> str:
 
 
 def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
-    """Measures the rates at which offloading to a folder writes and reads; returns them as text.
+    """Measures how fast offload writes to and reads from a folder; returns the rates as text.
 
     Args:
         folder: folder on the drive to measure.

@@ -191,16 +191,18 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
         interrupted.set()
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if SIGINT is ignored
+    # If the process ignores SIGINT, it continues to ignore it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     if config.run.recheck_bad_steps:
         recheck.configure_cublas()
     try:
         Trainer(start_engine(config), data, command, forecast, interrupted).run()
     except RuntimeError:
-        # If another rank was interrupted, collectives fail on this rank, and this rank's interrupt
-        # may follow within a moment. The code waits for the event, not for the exception, because
-        # autograd loses a KeyboardInterrupt that is raised in one of its callbacks.
+        # An interrupt on another rank makes collectives fail on this rank, and this rank's own
+        # interrupt may follow within a moment. The code waits for the event that `interrupt` sets,
+        # not for the KeyboardInterrupt, because autograd loses a KeyboardInterrupt that is raised
+        # in one of its callbacks.
         if interrupted.wait(1.0):
             raise KeyboardInterrupt from None
         raise
@@ -227,8 +229,8 @@ def _resume_hint(config: Config, words: list[str] | None) -> str:
 def _check_arch(config: Config, options: Options, arch: str | None, prog: str, named: bool) -> None:
     """Raises ConfigError if the configuration names a different architecture than `arch`.
 
-    There is one exception: the flag --model.arch may override `arch` if the program chose `arch`,
-    not the user (`named`).
+    If the program chose `arch` and not the user (`named` is False), the flag --model.arch may
+    override `arch`, and no error is raised.
     """
     found, prog = config.model.arch, prog.removeprefix("-m ")
     if arch is None or _same_model(arch, found):
@@ -300,8 +302,9 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
     Args:
         config: the resolved configuration.
         world: number of ranks.
-        alone: whether this is a dry run, in which this process may time the layers. Otherwise a
-            measured partition is replaced by a balanced one, because all ranks must measure.
+        alone: whether this is a dry run. Only in a dry run may this process time the layers for a
+            measured partition. In other runs, the forecast uses a balanced partition instead,
+            because all ranks must take part in the measurement.
 
     Raises:
         ConfigError: if the model cannot be partitioned. The launcher then ends the other ranks,
@@ -415,7 +418,7 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
 
 
 def _named_checkpoint_problems(config: Config, data: Data) -> list[str]:
-    """Returns the problems of the checkpoint at the path `checkpoint.resume`, if it is a path."""
+    """Returns the problems of the checkpoint that `checkpoint.resume` names, if it is a path."""
     if config.checkpoint.resume in ("auto", "none"):
         return []
     return _resume_problems(Path(config.run.dir or "runs"), config, data)

@@ -168,8 +168,8 @@ class _Draft:
         notes: a line per renamed key in use, with the old and the new spelling.
         topologies: values of the tables [topology.N] of the preset or file, by N, group and key.
         problems: problems found so far.
-        suspects: flags with an invalid value, misspelled flags, and the flags that a misspelled
-            flag may stand for. An invalid combination with a suspect flag is not reported, because
+        suspects: flags with an invalid value, misspelled flags, and the flags that the user may
+            have meant by them. An invalid combination with a suspect flag is not reported, because
             it may only be a consequence of the problem with this flag.
         complete: whether all sources could be read.
     """
@@ -207,8 +207,8 @@ class _Draft:
     def find_custom_model(self, config: Config) -> None:
         """Imports the file of `--model.arch FILE.py:NAME`; records a problem if this fails.
 
-        It is also a problem if only a checkpoint names the file: code that a checkpoint names runs
-        only if a flag, a configuration file or the program names it, too.
+        It is also a problem if only a checkpoint names the file, because a checkpoint alone must
+        not make code run. A flag, a configuration file or the program must name the file, too.
         """
         arch = config.model.arch
         if not names_model(arch):
@@ -250,7 +250,7 @@ class _Draft:
             name, equals, _ = token.removeprefix("--").partition("=")
             if token.startswith("--"):
                 self._describe_unknown(name)
-            elif not before.startswith("--"):  # otherwise it is the value of an unknown flag
+            elif not before.startswith("--"):  # otherwise the token is the value of an unknown flag
                 self.problems.append(f"{token}: not a flag; write --group.key value")
             before = "" if equals else token
         return given
@@ -262,8 +262,8 @@ class _Draft:
             if dot:
                 self.put(group, key, value)
         if {"run.name", "run.dir"} & given.keys() == {"run.name"}:
-            # The file may be the config.toml of an earlier run: a run with a new name must not use
-            # the `run.dir` of that run.
+            # The configuration file may be the config.toml of an earlier run. A run with a new name
+            # must not use the `run.dir` in that file, because it is the folder of the earlier run.
             self.values["run"].pop("dir", None)
 
     def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:
@@ -442,7 +442,7 @@ class _Draft:
 
 
 class _Missing(str):
-    """Stands for the missing value of a flag. The text is the flag's placeholder in `--help`."""
+    """Marks a flag without a value. The text is the flag's placeholder in `--help`."""
 
 
 def _hyphenated(token: str) -> str:

@@ -4,8 +4,8 @@
 
 `REFUSALS` lists features that are not implemented yet. `REQUIREMENTS` lists pairs of keys in which
 the first key requires certain values of the second. The functions `_check_...` check sizes, such as
-whether one is a multiple of another. The valid values of single keys are not checked here:
-`threed.config.values` declares them.
+whether one is a multiple of another. The values of single keys are not checked here, because
+`threed.config.values` declares which values are valid.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from threed.config.schema import written
 from threed.core.messages import counted
 from threed.schedules import registry
 
-MOST_MICROBATCHES = 100_000  # maximum per step; a plan for more would take much time and memory
+MOST_MICROBATCHES = 100_000  # Maximum per step, because larger plans take much time and memory.
 # Schedules that `zero.order layer` allows. This order requires a single pipeline stage. With a
 # single stage, no schedule has a bubble, so these two schedules are equivalent.
 LAYER_MAJOR = ("1f1b", "gpipe")

@@ -63,7 +63,7 @@ class Renames:
 
     Attributes:
         renames: renamed keys, and keys with renamed values.
-        removed: for each removed key, as `group.key`: what to do instead.
+        removed: the action to take instead of setting a removed key, by key (`group.key`).
     """
 
     renames: tuple[Rename, ...] = RENAMES

@@ -133,7 +133,7 @@ def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -
     fixes = []
     if needs.get("stages", p.pp) != p.pp:
         fixes.append(f"--parallel.pp {needs['stages']}")
-        dp = None  # dp depends on pp, so it is unknown now
+        dp = None  # dp depends on pp, so dp is unknown for the new pp
     if "microbatches" in needs:
         fixes.append(_batch_of(config, needs["microbatches"], dp))
     return f"{given}; use {' and '.join(fixes)}, or another --parallel.schedule"

@@ -39,7 +39,7 @@ OptimizerName = Literal["adamw", "sgd", "lion"]
 
 
 def _pattern(text: str) -> str:
-    if not text.strip() or set(text) & set(":;"):  # most likely several groups in one string
+    if not text.strip() or set(text) & set(":;"):  # the text most likely contains several groups
         separate = "separate groups by ; in a flag, in TOML they are items of a list"
         raise ValueError(f"is not a pattern of parameter names: {separate}")
     return text.strip()
@@ -161,7 +161,8 @@ def _architecture(value: object) -> object:
     if value in architectures.NAMES:
         return value
     if isinstance(value, str) and names_model(value):
-        # The file is not imported here: a checkpoint may name it, and must not run code by itself.
+        # The file is not imported here, because a checkpoint may name it, and a checkpoint alone
+        # must not make code run.
         return value
     hint = did_you_mean(str(value), *architectures.NAMES)
     raise ValueError(f"must be {', '.join(architectures.NAMES)} or FILE.py:NAME{hint}")
@@ -191,7 +192,7 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def _duration(value: object) -> object:
-    """Converts 3h, 1h30m, 90m, 45s or 1:30:00 to seconds. Returns other values unchanged."""
+    """Converts 2d, 3h, 1h30m, 90m, 45s or 1:30:00 to seconds. Returns other values unchanged."""
     text = re.sub(r"^(\d{1,9}):([0-5]\d):([0-5]\d)$", r"\1h\2m\3s", str(value).strip())
     if re.fullmatch(r"(\d{1,12}(\.\d{1,12})?[dhms])+", text):
         parts = re.findall(r"([\d.]+)([dhms])", text)

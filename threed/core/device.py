@@ -6,8 +6,8 @@
 
 For a CPU a function has no effect, or returns the value that its docstring documents. `count` and
 `current` find only CUDA devices, because collectives between GPUs use NCCL. A `Topology` also
-accepts another accelerator: `is_accelerator` then returns True, and functions that need CUDA treat
-it like a CPU.
+accepts accelerators without CUDA. For these `is_accelerator` returns True, but functions that need
+CUDA treat them like a CPU.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def mark(device: torch.device) -> torch.Event:
 class Clock:
     """Timestamps of a device's work.
 
-    On an accelerator a timestamp is an event. The host does not wait when an event is recorded, but
-    in `seconds`, which converts the time of the event to the scale of `time.perf_counter`.
-    The constructor synchronizes once to relate the two scales, which limits the accuracy.
+    On an accelerator a timestamp is an event. The host does not wait when `now` records an event.
+    It waits in `seconds`, which converts the time of the event to seconds of `time.perf_counter`.
+    The constructor waits for an event once, to relate the two scales. This limits the accuracy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -185,8 +185,8 @@ def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | Non
     """Copies values to a device asynchronously, optionally with a different dtype.
 
     If `values` are in pageable host memory, they are first copied to page-locked memory, which
-    torch keeps until the GPU has read it. If `values` are page-locked, the GPU reads them directly:
-    do not change them before the copy has finished.
+    torch keeps until the GPU has read it. If `values` are page-locked, the GPU reads them directly,
+    so do not change them before the copy has finished.
 
     Args:
         values: the source tensor.

@@ -13,7 +13,8 @@ This package is internal.
 from __future__ import annotations
 
 # isort: off
-from threed.config.architectures import gpt as gpt  # --help and messages have the imports' order
+# `--help` and messages list the architectures in the order of these imports.
+from threed.config.architectures import gpt as gpt
 from threed.config.architectures import llama as llama
 from threed.config.architectures import mistral as mistral
 from threed.config.architectures import qwen2 as qwen2

@@ -73,7 +73,7 @@ record.register(
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        written={"attn_pdrop": 0.0},  # threed has no dropout of attention probabilities
+        written={"attn_pdrop": 0.0},  # Attention probabilities have no dropout.
         # reorder_and_upcast_attn only affects rounding; the summary_* keys configure other heads.
         accepted=frozenset(
             "_num_labels n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout"

@@ -259,9 +259,9 @@ GEMMA_FIXED: dict[str, Any] = {
 
 
 def no_fraction(keys: Keys) -> Iterator[str]:
-    """Yields an `Architecture.limits` text if `hidden` is not a multiple of `heads`.
+    """Yields an error text, for `Architecture.limits`, if `hidden` is not a multiple of `heads`.
 
-    Some models in `transformers` require a multiple, even if `head_dim` is given.
+    Some models in `transformers` require this, even if `head_dim` is given.
     """
     if keys["hidden"] % keys["heads"]:
         yield f"--model.hidden {keys['hidden']}, which is not a multiple of the number of heads ({keys['heads']})"

@@ -1,4 +1,4 @@
-"""Rotary scaling: settings that extend a model to longer sequences than in its first training.
+"""Rotary scaling: settings that extend a model to longer sequences than it was first trained on.
 
     scaling = RopeScaling.model_validate("llama3: factor=8, ...")      from a flag
     scaling = RopeScaling(rope_type="linear", factor=2.0)              from a TOML table

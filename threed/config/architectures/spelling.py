@@ -103,7 +103,7 @@ class _Reader:
         self.keys["seq"] = self.keys.get("positions")
         for name in ("attention_softcap", "logit_softcap", "window"):
             if self.keys.get(name, 0) is None and name in self.record.defaults:
-                self.keys[name] = 0  # 0 disables the feature; the default would replace None
+                self.keys[name] = 0  # 0 disables the feature; None would be replaced by the default
         return self.keys
 
     def _get(self, name: str, absent: Any = None) -> Any:
@@ -258,8 +258,8 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
         keys: all model keys, resolved.
     """
     table: dict[str, Any] = {"architectures": [record.hf_class], "model_type": record.model_type}
-    # transformers' default padding id may be outside the vocabulary, and transformers does not
-    # train the embedding of the padding id.
+    # Without this key, transformers would use its default padding id, which may be outside the
+    # vocabulary, and would not train the embedding of this id.
     table["pad_token_id"] = None
     for key in record.keys:
         table[key.hf] = _hf_value(key.native, keys[key.native])
@@ -275,8 +275,8 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
 def _hf_value(name: str, value: Any) -> Any:
     """Returns the value of a model key in Hugging Face's notation.
 
-    A feature that 0 turns off is turned off by None in this notation. A `query_pre_attn_scalar`
-    without a fraction becomes an integer.
+    threed turns off a soft cap or a window by 0, and Hugging Face by None, so 0 becomes None. A
+    `query_pre_attn_scalar` without a fraction becomes an integer.
     """
     if name in ("attention_softcap", "logit_softcap", "window"):
         return value or None
@@ -305,8 +305,8 @@ def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
             for name, value in old.items()
             if name in ("type", "short_factor", "long_factor")
         }
-        # The format of transformers 4 has no `factor` and no `attention_factor`. If one of them is
-        # set, `rest` becomes empty, so that no rope_scaling is written.
+        # The rope_scaling of transformers 4 cannot express `factor` and `attention_factor`. If one
+        # of them is set, `rest` becomes empty, so that no rope_scaling is written.
         rest = {} if "factor" in rest or "attention_factor" in rest else rest
     if record.local:
         table["rope_local_base_freq"] = keys["rope_local_theta"]

@@ -50,7 +50,7 @@ class BuildError(RuntimeError):
 class Unavailable(BuildError):
     """Raised if compiler or sources are missing.
 
-    This is not a failure: plain torch operations run instead.
+    This is not a failure, because plain torch operations run instead.
     """
 
 
@@ -80,7 +80,8 @@ class Library:
         return sorted((source_root() / self.name).glob(f"*{self.suffix}"))
 
 
-# No FMA contraction: each product and sum is rounded, so all instruction sets agree bit by bit.
+# FMA contraction is turned off. Each product and each sum is rounded separately, so the results
+# with all instruction sets are bit-identical.
 CPU = Library(
     "cpu", ".cpp", "CXX", ("c++", "g++", "clang++"),
     ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
@@ -242,8 +243,8 @@ def _compile(library: Library, command: list[str], path: Path) -> None:
 def targets(library: Library, command: list[str]) -> list[str]:
     """Returns the flags for the GPUs that this compiler supports, and for PTX of the newest one.
 
-    The drivers of later GPUs compile the PTX. A single command with these flags compiles and links,
-    because a separate linker without them would add code for a default GPU.
+    The drivers of later GPUs compile the PTX. Compile and link in a single command with these
+    flags, because a separate link step without the flags would add code for a default GPU.
     """
     if not library.architectures:
         return []
