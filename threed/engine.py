@@ -109,7 +109,8 @@ class Engine:
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
         """Returns a `LayeredEngine` for a model of pipeline layers, else a `ModuleEngine`."""
         kind = LayeredEngine if is_layered(model) else ModuleEngine
-        # `copy.copy` of an engine calls `__new__` with a subclass as `cls`, which must be kept
+        # `copy.copy` of an engine calls `__new__` with the engine's class, which is a subclass, as
+        # `cls`. The copy must have the same class.
         return super().__new__(kind if cls is Engine else cls)
 
     def __init__(
@@ -168,9 +169,9 @@ class Engine:
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wraps_module)
-        # If parameters are sharded or layers have buffers, a forward and a backward must not
-        # overlap, because the allocator could reuse the memory of parameters and buffers while the
-        # second stream still reads them.
+        # `Overlap` runs a forward and a backward at the same time on two streams. It is not used if
+        # parameters are sharded or layers have buffers, because the allocator could reuse their
+        # memory while the second stream still reads it.
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
         streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
@@ -231,7 +232,8 @@ class Engine:
                 with own_backward(self.reducer):
                     losses = self.runner.run(self.executor.run, micros)
                 break
-            except Outdated:  # the previous update was wrong and is now corrected: repeat this step
+            except Outdated:
+                # The previous update was wrong and has been corrected, so the step is repeated.
                 rewind()
         self._seconds = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
@@ -288,8 +290,9 @@ class Engine:
     def finish(self) -> None:
         """Completes the last step if its update is pending. Collective.
 
-        The last update is pending if it was optimistic and is not validated yet, or if the schedule
-        is asynchronous (2BW). A call of this method does not change the results of training.
+        The last update is pending if it was optimistic (applied before the gradient norm was known)
+        and is not validated yet, or if the schedule is asynchronous (2BW). A call of this method
+        does not change the results of training.
         """
         self.reducer.recover()
         self.runner.finish(self.executor.run)
@@ -322,8 +325,8 @@ class Engine:
     def evaluating(self) -> Iterator[None]:
         """Context manager for forwards without training. Collective.
 
-        Completes the last step first. Invalid data in the block set separate flags; at the end, the
-        flags of the step in progress are restored.
+        Completes the last step first. If a forward in the `with` block finds invalid data, it sets
+        separate flags. At the end of the block, the flags of the step in progress are restored.
         """
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
@@ -600,7 +603,7 @@ class ModuleEngine(Engine):
     model: Wrapped
     gatherer: ModuleGatherer
     _microbatches: int | None  # number of micro-batches of the step in progress; None: not known
-    _loss: Tensor  # weighted sum of the losses so far of the step in progress, fp64 [1]
+    _loss: Tensor  # weighted sum of the step's losses so far, fp64 [1]
 
     @property
     def module(self) -> nn.Module:
@@ -708,7 +711,7 @@ class ModuleEngine(Engine):
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Under fp16, raises RuntimeError if another engine's loss scale applies to a gradient."""
+        """Raises RuntimeError if a gradient is multiplied by another engine's loss scale (fp16)."""
         for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
             raise RuntimeError(
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"
@@ -749,7 +752,7 @@ class ModuleEngine(Engine):
         If a program edits parameters, it must make the same changes on every rank.
         """
         if self.gatherer.is_held(Holder.GATHERED):
-            yield self.module  # an enclosing block keeps the parameters gathered
+            yield self.module  # gathered by an enclosing block, which also releases the parameters
             return
         self._sync_states()
         self.optimizer.wait()
@@ -760,7 +763,7 @@ class ModuleEngine(Engine):
             self._sync_states()
 
     def _sync_states(self) -> None:
-        """Completes the last step; copies the program's edits of parameters to the states.
+        """Completes the last step; copies the program's edits of parameters to the optimizer.
 
         See `threed.zero.manual_edits`.
         """

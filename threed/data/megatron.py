@@ -318,7 +318,7 @@ class MegatronWriter:
             self._end_sequence(self._longest)
 
     def end_document(self) -> None:
-        """Ends the current document; the next `add` begins a new one."""
+        """Ends the current document. The next call of `add` begins a new document."""
         self._end_sequence(self.tokens - self._begin)
         self._documents.append(len(self._lengths))
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
-# keys of a parameter group that `_kept` leaves out: learning rates may change, and parameters are
-# compared by id
+# Keys of a parameter group whose values `_kept` does not return: the learning rates, which may
+# change, and the parameters, which are compared by id.
 RATE = {"params", "lr", "initial_lr"}
 PAIRS = "pairs of a Counter"  # `to_json` encodes a `Counter` as a dict with this key only
 
@@ -51,7 +51,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._index: list[int | None] = (
             [*own] if passed is None else _indices(self._groups, list(own))
         )
-        self._rates: list[float] = self._read()  # learning rates when last read or set
+        self._rates: list[float] = self._read()  # learning rates at the last read or change
         self._kept = [_kept(group) for group in self._groups]
         self._members = list(map(id, self._groups))
         self._hooks = [
