@@ -109,8 +109,8 @@ class Engine:
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
         """Returns a `LayeredEngine` for a model of pipeline layers, else a `ModuleEngine`."""
         kind = LayeredEngine if is_layered(model) else ModuleEngine
-        # `copy.copy` of an engine calls `__new__` with the engine's class, which is a subclass, as
-        # `cls`. The copy must have the same class.
+        # `copy.copy` of an engine passes the engine's own class, which is a subclass, as `cls`. The
+        # copy must have the same class.
         return super().__new__(kind if cls is Engine else cls)
 
     def __init__(

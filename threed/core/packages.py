@@ -1,4 +1,4 @@
-"""Imports optional packages. If a package is missing, the error has the command to install it."""
+"""Imports optional packages, or raises an error that contains the command to install them."""
 
 from __future__ import annotations
 

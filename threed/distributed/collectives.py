@@ -136,7 +136,7 @@ def _gloo(axis: Axis) -> bool:
 def _start(
     collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
 ) -> dist.Work | None:
-    """Launches a collective asynchronously. On the meta device, only returns None."""
+    """Launches a collective asynchronously; on the meta device, only returns None."""
     return None if out.is_meta else collective(out, *args, group=axis.channel, async_op=True)
 
 

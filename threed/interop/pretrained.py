@@ -74,7 +74,9 @@ def default_seq(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class NativeFolder:
-    """A native checkpoint from which a run starts. Loading it checks the tensors.
+    """A native checkpoint from which a run starts.
+
+    The tensors are not checked here, but when the checkpoint is loaded.
 
     Attributes:
         manifest: the content of the checkpoint's manifest.

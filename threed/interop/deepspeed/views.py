@@ -19,7 +19,7 @@ from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plai
 # Keys of a parameter group whose values `_kept` does not return: the learning rates, which may
 # change, and the parameters, which are compared by id.
 RATE = {"params", "lr", "initial_lr"}
-PAIRS = "pairs of a Counter"  # `to_json` encodes a `Counter` as a dict with this key only
+PAIRS = "pairs of a Counter"  # `to_json` encodes a `Counter` as {PAIRS: [[key, count], ...]}
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -200,9 +200,9 @@ def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int |
 
     Args:
         groups: the parameter groups of a passed optimizer.
-        own: indices of the learning rates that the engine's parameters use, ascending. If there is
-            a single group, its index is the first of these: 0, or 1 if `optim.groups` has an entry
-            for the group.
+        own: indices of the learning rates that the engine's parameters use, ascending. A single
+            group has the index own[0], which is 1 if `optim.groups` has an entry for the group, and
+            otherwise 0.
     """
     if len(groups) == 1:
         return [own[0] if own else 0]

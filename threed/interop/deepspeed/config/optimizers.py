@@ -16,8 +16,8 @@ from threed.interop.deepspeed.config.keys import Params
 
 NO_HOOKS = "remove them, and call your function before or after engine.step()"
 DECOUPLED = "decoupled_weight_decay"
-# Hyper-parameters that must be equal in all groups. A hyper-parameter that a ds_config does not set
-# has its default value in `Params`, or is False if `Params` does not have it.
+# Hyper-parameters that must be equal in all groups. If a ds_config does not set a hyper-parameter,
+# the hyper-parameter has its default value in `Params`, or False if `Params` does not have it.
 HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
 # For each supported class: (name of the optimizer in a ds_config, hyper-parameters to read).
 READ = {
