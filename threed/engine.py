@@ -111,7 +111,8 @@ class Engine:
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
         """Returns a `LayeredEngine` for a model of pipeline layers, else a `ModuleEngine`."""
         kind = LayeredEngine if is_layered(model) else ModuleEngine
-        # `copy.copy` of an engine calls `__new__` with a subclass as `cls`, which must be kept
+        # `copy.copy` of an engine passes the engine's own class, which is a subclass, as `cls`. The
+        # copy must have the same class.
         return super().__new__(kind if cls is Engine else cls)
 
     def __init__(
@@ -170,9 +171,9 @@ class Engine:
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wraps_module)
-        # If parameters are sharded or layers have buffers, a forward and a backward must not
-        # overlap, because the allocator could reuse the memory of parameters and buffers while the
-        # second stream still reads them.
+        # `Overlap` runs a forward and a backward at the same time on two streams. It is not used if
+        # parameters are sharded or layers have buffers, because the allocator could reuse their
+        # memory while the second stream still reads it.
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
         streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
@@ -237,7 +238,8 @@ class Engine:
                 with own_backward(self.reducer):
                     losses = self.runner.run(self.executor.run, micros)
                 break
-            except Outdated:  # the previous update was wrong and is now corrected: repeat this step
+            except Outdated:
+                # The previous update was wrong and has been corrected, so the step is repeated.
                 rewind()
         self._seconds = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
@@ -294,8 +296,9 @@ class Engine:
     def finish(self) -> None:
         """Completes the last step if its update is pending. Collective.
 
-        The last update is pending if it was optimistic and is not validated yet, or if the schedule
-        is asynchronous (2BW). A call of this method does not change the results of training.
+        The last update is pending if it was optimistic (applied before the gradient norm was known)
+        and is not validated yet, or if the schedule is asynchronous (2BW). A call of this method
+        does not change the results of training.
         """
         self.reducer.recover()
         self.runner.finish(self.executor.run)
@@ -328,8 +331,8 @@ class Engine:
     def evaluating(self) -> Iterator[None]:
         """Context manager for forwards without training. Collective.
 
-        Completes the last step first. Invalid data in the block set separate flags; at the end, the
-        flags of the step in progress are restored.
+        Completes the last step first. If a forward in the `with` block finds invalid data, it sets
+        separate flags. At the end of the block, the flags of the step in progress are restored.
         """
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
@@ -609,7 +612,7 @@ class ModuleEngine(Engine):
     # in a step with plain backwards: the update divides the sum of gradients by this number
     _divisor: int | None = None
     _microbatches: int | None  # number of micro-batches of the step in progress; None: not known
-    _loss: Tensor  # weighted sum of the losses so far of the step in progress, fp64 [1]
+    _loss: Tensor  # weighted sum of the step's losses so far, fp64 [1]
 
     @property
     def module(self) -> nn.Module:
@@ -864,7 +867,7 @@ class ModuleEngine(Engine):
         return list(found)
 
     def _sync_states(self) -> None:
-        """Completes the last step; copies the program's edits of parameters to the states.
+        """Completes the last step; copies the program's edits of parameters to the optimizer.
 
         See `threed.zero.manual_edits`.
         """

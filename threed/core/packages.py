@@ -1,4 +1,4 @@
-"""Imports optional packages, with an error that includes the command to install them."""
+"""Imports optional packages, or raises an error that contains the command to install them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def needed(package: str, purpose: str) -> ModuleType:
     """Imports an optional package.
 
     Args:
-        package: name of the package, for import and for pip.
-        purpose: feature that needs the package; the subject of the error message.
+        package: name of the package, both in `import` and in `pip install`.
+        purpose: feature that needs the package. The error message begins with it.
 
     Raises:
         MissingPackageError: if the package cannot be imported.
@@ -30,8 +30,8 @@ def missing(package: str, purpose: str, error: ImportError) -> MissingPackageErr
     """Returns the error to raise instead of an ImportError.
 
     Args:
-        package: name of the package, optionally with a version, such as "pydantic>=2.7".
-        purpose: feature that needs the package; the subject of the message.
+        package: name of the package, optionally with a minimum version: "pydantic>=2.7".
+        purpose: feature that needs the package. The message begins with it.
         error: the original error.
     """
     name = package.partition(">")[0]

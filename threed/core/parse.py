@@ -128,7 +128,7 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:  # ValueError: NUL in the name
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         raise ParseError(
             path, f"cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None

@@ -17,11 +17,12 @@ from pathlib import Path
 
 
 def since_launch() -> float:
-    """Returns the seconds since torchrun was started; without torchrun, since this process started.
+    """Returns the seconds since the launch.
 
-    If torchrun restarts the ranks, the time continues to count. On systems other than Linux it
-    counts from the first call. The clock starts at boot, so changes of the system time have no
-    effect.
+    The launch is the start of torchrun or, without torchrun, the start of this process. A restart
+    of the ranks by torchrun does not reset the result. On systems other than Linux, the first call
+    of this function counts as the launch. Changes of the system time have no effect, because the
+    clock counts from boot.
     """
     return _uptime() - _launched()
 
@@ -48,8 +49,9 @@ def peak_rss_bytes() -> int:
 def process_space() -> str:
     """Returns an id of the boot and the namespaces of this process.
 
-    Among processes for which this function returns the same id, a pid and a start time identify a
-    process uniquely. On systems other than Linux the id is the name of the machine.
+    Processes with the same id have the same boot, pid namespace and time namespace, so a pid and a
+    start time together identify one of them. On systems other than Linux the id is the name of the
+    machine.
     """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

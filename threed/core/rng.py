@@ -3,9 +3,9 @@
     normal(seed, "blocks.0.mlp.up.weight", shape, start, size)     # initial values of any slice
     keep_mask(seed, "blocks.0.mlp", step, samples, ...)            # dropout mask of any slice
 
-Values depend only on seed, names and global indices. So topology, micro-batch size, recomputation
-and schedule do not change them. One counter gives four 32-bit words: element e is word e % 4 of
-counter e // 4.
+Values depend only on the seed, names and global indices. So topology, micro-batch size,
+recomputation and schedule do not change them. Philox maps a counter, a number of 128 bits, to four
+32-bit words. Element e of a tensor is computed from word e % 4 of counter e // 4.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def normal(
     stream = key(seed, name)
     if 0 in size:
         return torch.empty(tuple(size))
-    # The box has all indices of the dimensions after `cut`, so a run of its elements over the
-    # dimensions from `cut` on is contiguous.
+    # The box has all indices of the dimensions after `cut`. So elements of the box that differ only
+    # in dimension `cut` and later dimensions are a contiguous run of the tensor.
     cut = max((d for d in range(len(shape)) if size[d] != shape[d]), default=0)
     run = math.prod(size[cut:])
     begins = torch.zeros(1, dtype=torch.int64)
@@ -138,7 +138,9 @@ def normal(
     if len(begins) == 1:
         first = int(begins)
         return _normal_range(first, first + run, stream).view(tuple(size))
-    width = (run + 6) // 4  # number of counters, 4 elements each, for a run, wherever it begins
+    # Maximum number of counters that a run covers. A counter has 4 elements, and the run may begin
+    # at any of them.
+    width = (run + 6) // 4
     blocks = (begins // 4).view(-1, 1) + torch.arange(width)
     lanes = _in_chunks(blocks.view(-1), stream).view(len(begins), 4 * width)
     return lanes.gather(1, (begins % 4).view(-1, 1) + torch.arange(run)).view(tuple(size))
@@ -154,9 +156,10 @@ def keep_mask(
 ) -> Tensor:  # fmt: skip
     """Returns a dropout mask, bool [rows b columns]: True keeps an element, with probability 1 - p.
 
-    The mask is generated in chunks of rows, where a row is one position of one sample. Temporary
-    memory is 125 bytes per counter of a chunk: 8.2 MB on a CPU (`_CHUNK` counters) and 131 MB on
-    other devices (16 `_CHUNK` counters), or more if a single row needs more counters.
+    The mask is generated in chunks of rows, where a row is one position of one sample. A Philox
+    counter gives the random numbers of four elements. Temporary memory is 125 bytes per counter of
+    a chunk. A chunk has `_CHUNK` counters on a CPU (8.2 MB) and 16 `_CHUNK` counters on other
+    devices (131 MB), or more if a single row needs more counters.
 
     Args:
         seed: seed of the run.
@@ -179,7 +182,7 @@ def keep_mask(
     counters = -(-run // 4) if aligned else (run + 6) // 4
     column = torch.arange(max(run, counters), device=device)
     lines = max(1, (_CHUNK if device.type == "cpu" else 16 * _CHUNK) // max(counters, 1))
-    # on the meta device one chunk is enough to trace the temporary memory
+    # On the meta device only one chunk is run, because all chunks need the same temporary memory.
     for at in range(0, min(len(keep), lines) if keep.is_meta else len(keep), lines):
         out = keep[at : at + lines]
         line = torch.arange(at, at + len(out), device=device).view(-1, 1)

@@ -26,7 +26,8 @@ def load(file: str) -> ModuleType:
     """
     path = Path(file).resolve()
     name = f"threed_user_{path.stem}"
-    # The file may be the running program or a module of it, which must not be imported again.
+    # The file may be the running program or a module that the program has imported. Such a file
+    # must not be imported a second time.
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("__file__") == str(path):
             return module
@@ -65,9 +66,9 @@ _POSITIONAL = (
 def count_arguments(found: Any, given: Sequence[str], file: str = "") -> int:
     """Returns the number of arguments with which a user's class or function is called.
 
-    The object may take fewer arguments than `given`. Arguments are passed by position, up to the
-    first parameter that has a default value and a different name than its argument. This parameter
-    and all later ones keep their defaults.
+    The object may take fewer arguments than `given`. Arguments are passed by position. A parameter
+    with a default value keeps it if its name differs from the name of the argument at this
+    position. Then all later parameters keep their default values, too.
 
     Args:
         found: the class or function.
@@ -186,7 +187,7 @@ def find_batch(target: str) -> Source | None:
     """Returns the function `batch` of FILE.py; None if FILE.py defines no such function.
 
     Args:
-        target: text FILE.py:NAME, such as the one that specifies the model.
+        target: text of the form FILE.py:NAME, such as the name of a custom model. NAME is not used.
     """
     file = target.rpartition(":")[0]
     has_one = callable(getattr(load(file), "batch", None))

@@ -12,7 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH = 830  # pixels, as the text column of a README on GitHub, so that pictures are not scaled
+# Width in pixels. GitHub does not scale pictures of this width, because a README's text column has
+# the same width.
+WIDTH = 830
 SMALLEST = 10  # smallest font size in pixels; text that does not fit in this size is left out
 FONT = "Inter, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
@@ -51,7 +53,7 @@ def document(height: int, title: str, body: Sequence[str], dark: Mapping[str, st
     Args:
         height: height in pixels.
         title: title for screen readers.
-        body: elements.
+        body: the SVG elements of the picture, as text.
         dark: dark variants of the colors of `body`.
     """
     paper = f'<rect width="100%" height="100%" fill="{PAPER}"/>'

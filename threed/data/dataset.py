@@ -4,11 +4,12 @@
     data = open_data(path, tokenizer, split, seq, seed)
     data.train.batch(first, count)
 
-`open_data` finds the files and computes their sha256, which is cached as long as sizes and times of
-the files do not change. It then writes the token file and measures statistics. Token file and
-statistics are cached under a key of the sha256, the tokenizer and the split. Finally, it
-memory-maps the token file and returns one part of it for training and one for validation. All ranks
-may call `open_data` at the same time; one of them builds the cache entries.
+`open_data` finds the files and computes their sha256, which is cached as long as the sizes and
+times of the files do not change. It then writes the token file and measures statistics. The token
+file and the statistics are cached, with a cache key that depends on the sha256, the tokenizer and
+the split. Finally, it memory-maps the token file and returns one part of it for training and one
+for validation. All ranks may call `open_data` at the same time; one of them builds the cache
+entries.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ class Data:
         return math.log(self.vocab)
 
     def bytes_per_label(self, windows: int) -> float:
-        """Returns the mean bytes of text per label.
+        """Returns the mean number of bytes of text per label (target token) in the validation data.
 
         Args:
-            windows: number of validation windows to measure, from the first one.
+            windows: number of validation windows to measure, beginning with the first window.
         """
         return bytes_per_token(self.valid.labels(windows), self.tokenizer)
 
@@ -250,7 +251,7 @@ def _text_sha256(source: TextSource, folder: Path) -> str:
 def _cached(
     folder: Path, stamp: str, newest: float, read: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the result of `read`, from the cache if the files are unchanged since it was stored.
+    """Returns the result of `read`, from the cache if no file has changed since the last `read`.
 
     If a file was changed less than `FRESH_S` seconds ago, the cache is not used.
 
@@ -258,7 +259,8 @@ def _cached(
         folder: the cache folder.
         stamp: hash of the files' metadata.
         newest: time of the last change of any of the files, in Unix seconds.
-        read: function that reads the files and returns the result. Its argument is not used.
+        read: function that reads the files and returns the result. Its argument is a folder, which
+            it may ignore.
     """
     if time.time() - newest < FRESH_S:
         return read(folder)

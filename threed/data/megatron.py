@@ -167,7 +167,7 @@ class Borders:
     documents: int  # number of documents that have tokens
     ended: int  # number of documents that end with the end-of-text token
     begun: int  # number of documents that begin with bos
-    alike: int  # number of documents that end with `last_id`
+    alike: int  # number of documents that end with `last_id` (see below)
     last_id: int  # the most frequent last id of documents that are not counted in `ended`
 
     def notice(self, name: str, tokenizer: Tokenizer) -> str:
@@ -318,7 +318,7 @@ class MegatronWriter:
             self._end_sequence(self._longest)
 
     def end_document(self) -> None:
-        """Ends the current document; the next `add` begins a new one."""
+        """Ends the current document; the next call of `add` begins a new document."""
         self._end_sequence(self.tokens - self._begin)
         self._documents.append(len(self._lengths))
 

@@ -30,7 +30,9 @@ Words = NDArray[np.uint64]
 
 
 class Samples:
-    """Windows of `seq` tokens with stride `seq`, each with one more token for the shifted labels.
+    """Windows of `seq` tokens with stride `seq`, with a label for each token.
+
+    The label of a token is the token that follows it, so a window reads `seq` + 1 tokens.
 
     With `shuffle`, sample i of the run is window permutation(seed, i // n)[i % n] of the n windows;
     otherwise it is window i % n. The index i counts the samples of the run over all ranks and

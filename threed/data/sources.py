@@ -5,7 +5,7 @@
     source.sha256()
     for piece in source.pieces(): …
 
-About one piece is in memory at a time: about 1 MiB of a .txt, or one line of a .jsonl.
+Only about one piece is in memory at a time: about 1 MiB of a .txt, or one line of a .jsonl.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from threed.core.parse import ParseError, parse_json, plain
 PIECE_BYTES = 1 << 20
 # A .jsonl line of only these bytes is blank: white space and the UTF-8 byte-order mark.
 BLANK = b" \t\r\n\xef\xbb\xbf"
-# Byte-order marks. The UTF-8 mark is removed; files with another mark are rejected. UTF-32 is
-# compared first, since the little-endian UTF-32 mark begins with the UTF-16 mark.
+# Byte-order marks. The UTF-8 mark is removed; files with another mark are rejected. The UTF-32
+# marks are compared first, because the little-endian UTF-32 mark begins with the bytes of the
+# little-endian UTF-16 mark.
 UTF8_MARK = b"\xef\xbb\xbf"
 OTHER_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
@@ -58,7 +59,8 @@ class TextFile:
     """A file of a corpus.
 
     Attributes:
-        name: path relative to the folder of the corpus, or the file's name without a folder.
+        name: path relative to the folder of the corpus; or the name of the file, if the corpus is a
+            single file.
         path: path of the file.
     """
 
@@ -99,7 +101,10 @@ class TextSource:
         return sum(file.size for file in self.files)
 
     def sha256(self) -> str:
-        """Returns the hash of the names and contents of all files, each preceded by its length."""
+        """Returns the hash of the names and contents of all files.
+
+        The length of each name or content is hashed before it.
+        """
         digest = hashlib.sha256()
         for file in self.files:
             label = file.name.encode("utf-8", errors="surrogateescape")

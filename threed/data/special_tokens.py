@@ -56,11 +56,11 @@ class NamedSpecials:
     model_bos: int | None
 
     def complete(self, document: dict[str, Any]) -> bool:
-        """Corrects the added_tokens of a tokenizer.json by the configuration files (`added`).
+        """Adds the tokens in the configuration files (`added`) to added_tokens of a tokenizer.json.
 
-        Tokens of the files that are missing from added_tokens are added, unless their id is neither
-        in the vocabulary nor in the files. Tokens that the files mark as special are marked as
-        special in added_tokens, too.
+        A token is added if added_tokens lacks it and its id is known from the vocabulary or the
+        configuration files. If added_tokens has the token and the configuration files mark it as
+        special, it is marked as special in added_tokens, too.
 
         Args:
             document: the object in the tokenizer.json, which is changed in place.
@@ -115,10 +115,10 @@ def _added(
     """Returns the tokens of all configuration files, in the format of added_tokens.
 
     Args:
-        config: tokenizer_config.json, for its added_tokens_decoder.
-        merged: tokenizer_config.json combined with special_tokens_map.json; both may have lists of
-            special tokens.
-        numbers: added_tokens.json.
+        config: content of tokenizer_config.json, of which only added_tokens_decoder is read.
+        merged: contents of tokenizer_config.json and special_tokens_map.json, combined. Both files
+            may have lists of special tokens.
+        numbers: content of added_tokens.json: the id of each token.
         roles: the token of each role.
     """
     decoder = config.get("added_tokens_decoder")

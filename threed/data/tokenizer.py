@@ -299,13 +299,13 @@ class TokenizerJson:
         return sum(len(self.decode(block).encode()) for block in blocks)
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
-        """Copies the tokenizer's files.
+        """Copies the tokenizer's files, and writes missing configuration files if necessary.
 
         Without a tokenizer_config.json, `transformers` chooses the tokenizer class by the model
-        type in the config.json of `folder`. If this type differs from the model type in the folder
-        from which the tokenizer was loaded, or that folder has no model type, the class may be
-        wrong. The method then also writes tokenizer_config.json and special_tokens_map.json, and a
-        tokenizer.json if there was none to copy.
+        type in the config.json of `folder`. This class may be wrong, unless the folder from which
+        the tokenizer was loaded has the same model type. If it may be wrong, this method also
+        writes tokenizer_config.json and special_tokens_map.json, and a tokenizer.json if there was
+        none to copy.
 
         Args:
             folder: the folder to write to; created if it does not exist.

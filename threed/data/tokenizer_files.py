@@ -63,8 +63,7 @@ class TokenizerFiles:
 
     Attributes:
         place: the folder of the files.
-        files: the path of each file, by the relative path that a copy of the file gets in an output
-            folder.
+        files: relative path in an output folder -> path of the file that is copied to it.
     """
 
     place: Path
@@ -90,7 +89,7 @@ class TokenizerFiles:
         return read_json(self.files[name]) if name in self.files else {}
 
     def read_model_config(self, name: str) -> dict[str, Any]:
-        """Returns the object of a JSON file of the model in the same folder; {} if missing."""
+        """Returns the object in a JSON file of the model, in the folder `place`; {} if missing."""
         path = self.place / name
         return read_json(path) if path.is_file() else {}
 

@@ -11,11 +11,11 @@ All training communication calls torch.distributed through this module. On an ax
 function returns at once. Shards are along dimension 0, so that a gather is a concatenation without
 a copy.
 
-With gloo, reduce-scatter and all-reduce of tensors do not use gloo's reductions. In one all-to-all
-every rank sends to each peer the terms of that peer's part of the sum, then adds the terms that it
-received, in rank order. The result is deterministic and the same on every rank. gloo's own
-reduce-scatter is an all-reduce internally (twice the bytes), and gloo's all-reduce is slower than
-the all-to-all.
+With gloo, reduce-scatter and all-reduce of tensors do not use gloo's reductions. Each rank owns one
+part of the sum. In one all-to-all, every rank sends to each peer its terms of the peer's part. Then
+every rank adds the terms that it received, in rank order. The result is deterministic and the same
+on every rank. gloo's own reduce-scatter sends twice the bytes, because it is an all-reduce
+internally. gloo's all-reduce is slower than the all-to-all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from threed.distributed.topology import Axis, Link
 
 T = TypeVar("T")
 
-# Newer versions of torch renamed `…_tensor` to `…_single`.
+# In newer versions of torch, the names of these functions end in `_single`, not in `_tensor`.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -61,7 +61,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """A `Codec` that sends numbers as another dtype, or unchanged by default.
+    """A `Codec` that casts numbers to another dtype; by default, it sends them unchanged.
 
     A communication backend can sum the messages itself, because they are ordinary numbers.
     """
@@ -98,7 +98,7 @@ class Pending:
                 if work is not None:
                     work.wait()
             self._result = self._finish()
-            self._finish, self._works = None, ()  # frees buffers that they reference
+            self._finish, self._works = None, ()  # frees the buffers that they refer to
         assert self._result is not None
         return self._result
 
@@ -136,7 +136,7 @@ def _gloo(axis: Axis) -> bool:
 def _start(
     collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
 ) -> dist.Work | None:
-    """Launches a collective asynchronously. On the meta device, returns None and launches none."""
+    """Launches a collective asynchronously; on the meta device, only returns None."""
     return None if out.is_meta else collective(out, *args, group=axis.channel, async_op=True)
 
 
@@ -251,9 +251,9 @@ def _exchange_sum(
     """Starts a reduce-scatter by one all-to-all; the received terms are added in rank order.
 
     Each rank encodes its terms of all parts, and sends each peer the terms of the peer's part. With
-    more than two ranks, it also sends its own part to itself. This copies one part, but the
-    alternative costs more: without a rank's own part, the remaining parts are contiguous only on
-    the first and the last rank, so all other ranks would have to copy all their remaining parts.
+    more than two ranks, it also sends its own part to itself, which copies one part. The
+    alternative would copy more: without a rank's own part, the remaining parts are contiguous only
+    on the first and the last rank, so all other ranks would have to copy all remaining parts.
     """
     dtype, shape = full.dtype, (full.shape[0] // axis.size, *full.shape[1:])
     messages = codec.encode(full.view(axis.size, -1))
@@ -309,7 +309,9 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pen
     if not _gloo(axis):
         axis.count(2 * _nbytes(moved) * (axis.size - 1) // axis.size)
         return Pending(lambda: moved.to(dtype), _start(dist.all_reduce, moved, axis=axis))
-    if axis.size == 2:  # an exchange sends as many bytes as reduce-scatter plus all-gather
+    # On two ranks, an exchange of the full tensors sends as many bytes as a reduce-scatter and an
+    # all-gather together.
+    if axis.size == 2:
         return _swap_sum(moved, axis, dtype)
     return _start_scattered_all_reduce(moved, axis, dtype)
 
@@ -581,11 +583,11 @@ def attempt_together(
     Args:
         act: function without arguments; must not be collective.
         axis: the ranks.
-        error: type of the exception that is raised; its message contains the problems of all ranks.
-            If `act` raises an exception of this type, the problem is the exception's `str`.
+        error: type of the exception that is raised. Its message contains the problems of all ranks.
+            `act` may also raise exceptions of this type; then their `str` is the problem.
         describe: function from an exception of type `catch` to the text of the problem.
-        catch: a second type of exceptions from `act` that count as a failure. Exceptions of all
-            other types are raised on this rank only.
+        catch: a second type of exceptions of `act` that count as failures. If `act` raises an
+            exception of any other type, it is raised on this rank only.
     """
     found, problem = [], ""
     try:

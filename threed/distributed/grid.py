@@ -142,7 +142,8 @@ class Grid:
                 from `rank` only in this coordinate. A product such as "dp*cp" selects the ranks
                 that differ only in these coordinates, ordered with the last axis fastest. A suffix
                 "/n" selects the block of n neighbors that contains `rank`; a suffix "%n" selects
-                the ranks at a distance of a multiple of n from `rank`. A suffix "@word" is ignored.
+                the ranks at a distance of a multiple of n from `rank`. A suffix "@word" is ignored,
+                because it only selects another communicator of the same ranks.
 
         Raises:
             ValueError: if the name is not valid or n does not divide the number of ranks.

@@ -5,9 +5,10 @@
     world = world_size()     # calls adopt() and returns the number of ranks
 
 If torchrun or the user has set RANK or WORLD_SIZE, no variable is changed. So torchrun can run in
-each task of a Slurm step. With `WORLD_SIZE=1` the tasks of a step are independent processes.
-In the shell of sbatch or salloc, the number of tasks of the Slurm job is ignored: a process that is
-started there without srun has world size 1. torchrun can also be started there.
+each task of a Slurm step. If the user sets `WORLD_SIZE=1`, the tasks of a step are independent
+processes. In the shell of sbatch or salloc, the number of tasks of the Slurm job is ignored, so a
+process that is started in this shell without srun has world size 1. torchrun can also be started in
+this shell.
 """
 
 from __future__ import annotations
@@ -140,11 +141,11 @@ def exits_on_broken_pipe() -> Iterator[None]:
     try:
         try:
             yield
-        except SystemExit:  # argparse raises it after it has printed help or an error
+        except SystemExit:  # from argparse, after it has printed help or an error message
             _flush()
             raise
         _flush()
-    except BrokenPipeError:  # raised for the pipe of the output, or for another pipe
+    except BrokenPipeError:  # the broken pipe may be stdout or another pipe
         if sys.stdout is not None:
             poll = select.poll()
             poll.register(sys.stdout, 0)
@@ -288,7 +289,7 @@ def _whole(environment: Variables, variable: str, what: str = "a number of proce
 def without_srun(environment: Variables = os.environ) -> str:
     """Returns a note if this process runs alone in a Slurm job of several tasks, otherwise "".
 
-    It runs alone if neither srun nor torchrun has started it.
+    A process runs alone if neither srun nor torchrun has started it.
     """
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks == "1" or "SLURM_STEP_NUM_TASKS" in environment or "WORLD_SIZE" in environment:

@@ -249,8 +249,9 @@ def split(piece: Piece, first: int, last: int, offset: int = 0) -> Iterator[Piec
     """
     origin = offset - first
     while first < last:
-        # `block` is the number of elements of the largest box that starts at `first`, ends by
-        # `last`, and spans dimension `dim` and all later dimensions in full.
+        # `block` is the number of elements of a box that begins with element `first` and spans
+        # dimension `dim` and all later dimensions in full. It is the largest such box that has only
+        # elements before `last`.
         block, dim = 1, len(piece.size)
         while (
             dim and first % (larger := block * piece.size[dim - 1]) == 0 and first + larger <= last

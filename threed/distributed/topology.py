@@ -90,7 +90,7 @@ class Axis:
         self.traffic[self.label] += sent
 
     def __deepcopy__(self, memo: object) -> Axis:
-        return self  # copies of a layer share the process group
+        return self  # so that copies of a layer share the axis and its process group
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,11 +143,11 @@ def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
     """Returns a key prefix for the store, the same on all ranks and unique to this start.
 
     When torchrun restarts the ranks, its store keeps the keys of the earlier start, and ranks that
-    read these old keys fail to connect. torchrun's restart count cannot be the prefix, because each
-    agent counts separately, and a change of the nodes does not increase the count. So each rank
-    r > 0 publishes a random word and waits for an answer to it. Rank 0 answers every word that it
-    finds with its own random word, which is the prefix. Rank 0 also answers the words of an earlier
-    start, but no rank reads these answers.
+    read these old keys fail to connect. torchrun's restart count cannot be the prefix. The agents
+    (one torchrun process per machine) count separately, and the count stays the same if machines
+    join or leave. So each rank r > 0 publishes a random word and waits for an answer to it. Rank 0
+    answers every word that it finds with its own random word, which is the prefix. Rank 0 also
+    answers the words of an earlier start, but no rank reads these answers.
     """
     nonce = secrets.token_hex(8)
     if rank > 0:
@@ -412,10 +412,12 @@ class Topology:
         """Creates unused groups until all ranks have created the same number of groups.
 
         torch derives the name of a group from the number of groups that the process has created
-        (see `_make_axis`). If the program had already created groups on some ranks only, the ranks
-        of a new group would give it different names. The unused groups use gloo, not NCCL: if
-        NCCL's world is bound to a device, creating an NCCL group splits the world's communicator,
-        which is a collective of all ranks; but here only some ranks create a group.
+        (see `_make_axis`). If the program has created groups on some ranks only, these numbers
+        differ, and without this method the ranks of a new group would give it different names.
+
+        The unused groups use gloo instead of NCCL, because only some ranks create them. If the
+        world's NCCL communicator is bound to a device, creating an NCCL group splits this
+        communicator, and the split is a collective of all ranks.
         """
         if self.is_meta or self.world == 1:
             return

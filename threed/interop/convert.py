@@ -278,7 +278,7 @@ def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
         return found if found.files and found.hashes() == saved else None
-    except (ValueError, OSError, RuntimeError):  # RuntimeError: `~` without a home folder
+    except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder for `~`
         return None
 
 

@@ -74,7 +74,9 @@ def default_seq(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class NativeFolder:
-    """A native checkpoint from which a run starts. The tensors are checked later, by the load.
+    """A native checkpoint from which a run starts.
+
+    The tensors are not checked here, but when the checkpoint is loaded.
 
     Attributes:
         manifest: the content of the checkpoint's manifest.
@@ -87,7 +89,7 @@ class NativeFolder:
     steps: int
 
     def problems(self) -> Iterable[str]:
-        """Returns an empty tuple, because the tensors are checked later, by the load."""
+        """Returns an empty tuple, because the tensors are checked when the checkpoint is loaded."""
         return ()
 
     def tokenizer(self, fix: str) -> str:

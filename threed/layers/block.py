@@ -32,7 +32,9 @@ class Embedding(PipelineLayer):
     """
 
     backward_reads_weights = False
-    recomputable = False  # the layer saves only ids and a one-byte mask, so recompute frees little
+    # The layer saves only the ids and a mask with one byte per element, so its recomputation would
+    # free little memory.
+    recomputable = False
 
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,

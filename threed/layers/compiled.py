@@ -32,8 +32,8 @@ from threed.layers import linear, tiled
 from threed.layers.dropout import Dropout
 from threed.layers.slicing import Slicing, has_gradient_hooks, sink_of
 
-# maximum number of graphs per function; torch compiles one graph for each combination of kind of
-# block, input shapes, and gradients on or off
+# Maximum number of graphs per function. torch compiles one graph for each combination of the kind
+# of block, the input shapes, and whether gradients are enabled.
 RECOMPILES = 64
 
 
@@ -263,7 +263,7 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
             module.opaque = Opaque(module)
         slicing = getattr(module, "slicing", None)
         if isinstance(slicing, Slicing) and slicing.opaque is None:
-            # by object.__setattr__, because the dataclass is frozen
+            # object.__setattr__ is called because the dataclass is frozen.
             object.__setattr__(slicing, "opaque", Opaque(slicing.tp))
     layer.compile(fullgraph=True, backend=backend)
 

@@ -55,13 +55,13 @@ STATES_FILE = re.compile(
     r"(bf16_|fp16_|)(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
 )
 UNIVERSAL_FILES = {"fp32.pt": WEIGHT, "exp_avg.pt": MOMENTS[0], "exp_avg_sq.pt": MOMENTS[1]}
-UNSUPPORTED = {  # by pattern of file names: descriptions of the unsupported kinds of checkpoints
+UNSUPPORTED = {  # pattern of file names -> description of the unsupported kind of checkpoint
     "layer_*_model_states.pt": "a checkpoint of a PipelineModule or of experts, with names that only its program knows",
     "layer_*-model_*states.pt": "a checkpoint of a PipelineModule, with layer numbers instead of names",
     "expp_rank_*": "a checkpoint with experts (MoE)",
 }
 NAMES = {name: spelled for spelled, name in DTYPES.items()}
-Parts = dict[str, LazyTensor]  # by part (weight, exp_avg, exp_avg_sq): the tensor of a parameter
+Parts = dict[str, LazyTensor]  # "weight", "exp_avg" or "exp_avg_sq" -> tensor of one parameter
 Table = dict[str, Any]
 
 
@@ -96,7 +96,7 @@ class DeepSpeedCheckpoint(HFTensors):
     def __init__(self, path: Path, config: Path) -> None:
         self.notes: list[str] = []
         self.state: dict[str, float] = {}
-        self._tensors: dict[str, Parts] = {}  # by name of the parameter: its weight and moments
+        self._tensors: dict[str, Parts] = {}  # name of a parameter -> its weight and moments
         super().__init__(path, config)
         for name, entry in self._entries.items():
             self.parts[name] = tuple(self._tensors.get(self._key(entry), ()))
@@ -107,7 +107,8 @@ class DeepSpeedCheckpoint(HFTensors):
         self._folder = folder
         with as_written_by("DeepSpeed 0.19", folder):
             self._read(PickleReader())
-        for prefix in ("module.", "_orig_mod.", "module."):  # prefixes of DDP, torch.compile
+        # DDP adds the prefix "module." to names of parameters; torch.compile adds "_orig_mod.".
+        for prefix in ("module.", "_orig_mod.", "module."):
             if all(name.startswith(prefix) for name in self._tensors):
                 found = self._tensors.items()
                 self._tensors = {name.removeprefix(prefix): parts for name, parts in found}

@@ -44,8 +44,8 @@ def deepspeed_io(
         collate: the DataLoader's `collate_fn`.
 
     Raises:
-        ConfigError: if there are several data ranks, and the dataset is an IterableDataset or has
-            no indices, so that it cannot be split.
+        ConfigError: if there are several data ranks and the dataset cannot be split, because it is
+            an IterableDataset or has no method `__getitem__`.
     """
     axis = topology.axis("dp")
     streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")

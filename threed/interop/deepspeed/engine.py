@@ -77,12 +77,13 @@ class DeepSpeedEngine:
         self.training_loader = training_loader
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
-        self._skipped = 0  # `skipped_steps` after the last update
+        self._skipped = 0  # value of the property `skipped_steps` after the last update
         self._pending = False  # True between `backward` and `step`
         self._batches = None if training_loader is None else repeat(training_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not set yet, so `self.module` below would recurse without end
+        # Before `module` is set, `self.module` below would call this method again, without end.
+        if name == "module":
             raise AttributeError(name)
         try:
             return getattr(self.module, name)
@@ -182,9 +183,10 @@ class DeepSpeedEngine:
         The boundary is the last micro-batch of a step. At the boundary, this method is collective.
 
         Raises:
-            RuntimeError: if no backward was run for the micro-batch, by this engine or by another
-                engine whose loss depends on this module; or if parameter groups or step hooks were
-                added to the optimizer that was passed to `initialize`.
+            RuntimeError: if no backward was run for the micro-batch. A backward of another engine
+                is sufficient if its loss depends on this module. The error is also raised if
+                parameter groups or step hooks were added to the optimizer that was passed to
+                `initialize`.
         """
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")

@@ -53,7 +53,7 @@ def initialize(
 
     Returns:
         (engine, optimizer, loader, scheduler). The optimizer is the engine's optimizer. The loader
-        yields batches of `training_data`; without `training_data`, it is not created (None). The
+        yields batches of `training_data`; without `training_data`, the loader is None. The
         scheduler is the passed scheduler, or a view of the schedule in `config`, or None.
 
     Raises:
@@ -80,8 +80,9 @@ def initialize(
     groups = find_groups(model, model_parameters, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
-    # The first collective connects all ranks. It must precede `translate`, which may raise a
-    # ConfigError: the other ranks would wait for a rank that exits before it is connected.
+    # The first collective connects all ranks. It must precede `translate`: if `translate` raises a
+    # ConfigError, the rank may exit, and if the rank was not connected, all other ranks would wait
+    # for it.
     collectives.exchange(None, topology.axis("world"))
     translation = translate(ds, topology.dp, facts, groups)
     loader = None
@@ -135,7 +136,7 @@ def _hidden_size(config: object) -> int | None:
 
 
 def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns optimizer.params of a ds_config; empty if invalid, because `translate` reports it."""
+    """Returns optimizer.params of a ds_config; empty if invalid (`translate` raises the error)."""
     section = ds.get("optimizer")
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}

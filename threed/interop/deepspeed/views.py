@@ -16,10 +16,10 @@ from torch import Tensor
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
-# keys of a parameter group that `_kept` leaves out: learning rates may change, and parameters are
-# compared by id
+# Keys of a parameter group whose values `_kept` does not return: the learning rates, which may
+# change, and the parameters, which are compared by id.
 RATE = {"params", "lr", "initial_lr"}
-PAIRS = "pairs of a Counter"  # `to_json` encodes a `Counter` as a dict with this key only
+PAIRS = "pairs of a Counter"  # `to_json` encodes a `Counter` as {PAIRS: [[key, count], ...]}
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -51,7 +51,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._index: list[int | None] = (
             [*own] if passed is None else _indices(self._groups, list(own))
         )
-        self._rates: list[float] = self._read()  # learning rates when last read or set
+        self._rates: list[float] = self._read()  # learning rates at the last read or change
         self._kept = [_kept(group) for group in self._groups]
         self._members = list(map(id, self._groups))
         self._hooks = [
@@ -200,9 +200,9 @@ def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int |
 
     Args:
         groups: the parameter groups of a passed optimizer.
-        own: indices of the learning rates that the engine's parameters use, ascending. If there is
-            a single group, its index is the first of these: 0, or 1 if `optim.groups` has an entry
-            for the group.
+        own: indices of the learning rates that the engine's parameters use, ascending. A single
+            group has the index own[0], which is 1 if `optim.groups` has an entry for the group, and
+            otherwise 0.
     """
     if len(groups) == 1:
         return [own[0] if own else 0]

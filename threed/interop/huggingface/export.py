@@ -102,7 +102,7 @@ def export_hf(
     record = folder_record.validated(manifest["state"]["extra"].get("hf"))
     extra_keys, json_files = folder_record.for_export(record, tokenizer)
     config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
-    del config["pad_token_id"]  # `extra_keys` has this key, unless the original folder lacks it
+    del config["pad_token_id"]  # in `extra_keys`, unless the original folder has no such key
     return write_folder(
         out, table, reader, config | extra_keys, dtype, files or tokenizer, json_files, shard_bytes
     )
@@ -118,7 +118,7 @@ def write_folder(
     Args:
         out: the folder to write.
         table: one entry per Hugging Face tensor to write (see `layouts.entries`).
-        source: the native tensors of which the Hugging Face tensors consist.
+        source: the native tensors, from which the Hugging Face tensors are built.
         config: the content of config.json, without the dtype.
         dtype: dtype of all written tensors; None keeps each tensor's dtype.
         tokenizer: the tokenizer to write; None for no tokenizer.

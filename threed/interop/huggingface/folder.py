@@ -87,8 +87,8 @@ class HFTensors(ABC):
         except CheckpointError as error:
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_files()
-        # Checked before the table of all tensors of the model is built: if a malformed
-        # configuration has a huge number of layers, this table would fill the memory.
+        # Checked before the table of all tensors of the model is built, because this table would
+        # fill the memory if a malformed configuration had a huge number of layers.
         if self.model.layers > len(names):
             raise CheckpointError(
                 f"{path}: its configuration has {counted(self.model.layers, 'layer')}, but it has fewer tensors"
@@ -206,7 +206,7 @@ class HFFolder(HFTensors):
         path: the folder.
 
     Attributes:
-        steps: number of completed training steps, which is 0 for every folder.
+        steps: number of completed training steps; always 0, because the folder does not store it.
 
     Raises:
         CheckpointError: if the folder has an adapter or no safetensors, or if its model is not
@@ -276,7 +276,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _places(path: Path) -> dict[str, str]:
-    """Returns the name of the file of every tensor, by tensor name, from the index of the shards.
+    """Returns tensor name -> name of the file that contains it, from the index of the shards.
 
     Returns an empty dict if the folder has the single file model.safetensors instead of shards.
     """

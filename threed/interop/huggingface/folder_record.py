@@ -87,9 +87,9 @@ def for_export(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the keys that an export adds to config.json, and additional JSON files to write.
 
-    They are taken from the record if the record matches the tokenizer or no tokenizer is given.
-    Otherwise they contain the tokenizer's special token ids; if there is a record, it is ignored,
-    and a warning is issued.
+    They are taken from the record if the record matches the tokenizer, or if no tokenizer is given.
+    Otherwise they contain the tokenizer's special token ids. If the record does not match the
+    tokenizer, it is ignored, and a warning is issued.
 
     Args:
         record: the record of the folder from which the weights were imported, or None.

@@ -168,7 +168,7 @@ def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: s
     Args:
         found: the shapes of the existing tensors, by name.
         wanted: the required shapes, by name.
-        what: what contains the tensors, such as the path of a checkpoint, for the message.
+        what: the source of the tensors for the message, such as the path of a checkpoint.
     """
     if problems := name_problems(found, wanted):
         raise CheckpointError(

@@ -134,7 +134,7 @@ def _opened(
         return folder, record_of_folder(folder), problems or list(folder.problems())
     except CheckpointError as error:
         return None, {}, [str(error)]
-    except Exception as error:  # returned as a problem, so that all ranks raise an error
+    except Exception as error:  # not raised here, so that all ranks raise an error together
         return None, {}, [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
 
 

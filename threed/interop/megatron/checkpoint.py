@@ -130,8 +130,8 @@ class MegatronCheckpoint:
         self.model = model_of(_args(dist, reader), str(path))
         tensors = unstacked(_of_model(dist))
         present = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
-        # Checked before the shapes of all tensors are computed: if a malformed checkpoint claims a
-        # huge number of layers, these shapes would fill the memory.
+        # Checked before the shapes of all tensors are computed, because these shapes would fill the
+        # memory if a malformed checkpoint claimed a huge number of layers.
         if self.model.layers > present:
             problem = f"it has {present} of {counted(self.model.layers, 'layer')}"
             raise CheckpointError(f"{path} does not fit its args: {problem}")

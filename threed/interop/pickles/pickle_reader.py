@@ -120,7 +120,7 @@ def _call_result(function: Any, args: Any) -> Any:
     known = KNOWN.get(function.name)
     if known is None:
         return PickledObject(function.name, args)
-    if len(args) > MOST_DIMENSIONS:  # limits memory: Python copies the arguments of a call
+    if len(args) > MOST_DIMENSIONS:  # Python copies the arguments, which needs memory
         raise ValueError("it calls a function with more arguments than any checkpoint")
     return known(*args)
 
@@ -156,9 +156,9 @@ def _empty_dict(*args: Any) -> dict[Any, Any]:
 
 
 def _first_argument(*args: Any) -> Any:
-    """Replaces functions whose first argument contains the result.
+    """Replaces functions that convert or wrap their first argument, such as torch.Size and set.
 
-    Returns this argument; without arguments, returns an empty list.
+    Returns the argument unchanged; without arguments, returns an empty list.
     """
     return args[0] if args else []
 
@@ -193,7 +193,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-PURE: Any = pickle._Unpickler  # the unpickler in Python code; Any, because it has no annotations
+PURE: Any = pickle._Unpickler  # the implementation in Python; Any, as it has no annotations
 
 
 class _Unpickler(PURE):
@@ -338,7 +338,7 @@ def _count(value: Any, allowed: int, depth: int = 0) -> int:
 
 
 class _Window(io.RawIOBase):
-    """A file object for bytes [first, last) of a file, from which `zipfile` reads a directory."""
+    """Bytes [first, last) of a file as a file object, with which `zipfile` reads the directory."""
 
     def __init__(self, file: BinaryIO, first: int, last: int) -> None:
         self._file, self._first, self._size, self._at = file, first, last - first, 0
@@ -457,8 +457,8 @@ class PickleReader:
 def _opened(path: Path, end: int = 0) -> Iterator[tuple[BinaryIO, int]]:
     """Context manager that yields (open file, size of the file in bytes).
 
-    Any error, in the `with` statement too, becomes a CheckpointError. A file of fewer than `end`
-    bytes is an error.
+    Any error becomes a CheckpointError, including errors in the body of the `with` statement. A
+    file with fewer than `end` bytes is an error, too.
     """
     try:
         if path.exists() and not path.is_file():

@@ -202,8 +202,8 @@ def _by_name(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Merges tables into one table by full key name, such as "zero_optimization.overlap_comm".
 
     Args:
-        tables: by group of keys, a table of values by key name. An entry may define the same value
-            for several keys, whose names are then separated by spaces.
+        tables: name of a group -> (names of keys in this group -> their common value). The names
+            of several keys with the same value are separated by spaces.
     """
     return {
         f"{group}.{key}".removeprefix("."): what

@@ -16,8 +16,8 @@ from threed.interop.deepspeed.config.keys import Params
 
 NO_HOOKS = "remove them, and call your function before or after engine.step()"
 DECOUPLED = "decoupled_weight_decay"
-# Hyper-parameters that must be equal in all groups. A hyper-parameter that a ds_config does not set
-# has its default value in `Params`, or is False if `Params` does not have it.
+# Hyper-parameters that must be equal in all groups. If a ds_config does not set a hyper-parameter,
+# the hyper-parameter has its default value in `Params`, or False if `Params` does not have it.
 HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
 # For each supported class: (name of the optimizer in a ds_config, hyper-parameters to read).
 READ = {
@@ -52,9 +52,9 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
         (keys and values of the group "optimizer", note for the user that lists the values).
 
     Raises:
-        ConfigError: if the optimizer is of any other class; if it has states, so that it has made
-            steps; if it has step hooks; if no group has a nonzero lr; or if groups differ in values
-            other than lr and weight_decay.
+        ConfigError: if the optimizer is of any other class; if it has states, which means that it
+            has made steps; if it has step hooks; if no group has a nonzero lr; or if groups differ
+            in values other than lr and weight_decay.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
         name, fix = type(optimizer).__name__, "pass torch's AdamW, Adam or SGD, or use the config's"
@@ -94,7 +94,7 @@ def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | Non
 
 
 def rate_of(group: Mapping[str, Any]) -> float:
-    """Returns a parameter group's learning rate, as it was before a scheduler has changed it."""
+    """Returns a parameter group's learning rate, as it was before any scheduler changed it."""
     return float(group.get("initial_lr", group["lr"]))
 
 

@@ -48,13 +48,13 @@ class Reader:
     """Parses one ds_config, and collects its problems and notes.
 
     Args:
-        autos: by key, a pair of the value that replaces "auto" and a text about the origin of this
-            value. If the pair is (None, text), "auto" is an error. If it is (None, ""), a key that
-            is "auto" is treated as missing.
-        inactive: by key, the reason why the key has no effect in this configuration.
+        autos: key -> (value that replaces "auto", text about the origin of this value). If the pair
+            is (None, text), "auto" is an error. If it is (None, ""), a key that is "auto" is
+            treated as missing.
+        inactive: key -> the reason why the key has no effect in this configuration.
 
     Attributes:
-        problems: by key, the text of the first problem that was found for the key.
+        problems: key -> the text of the first problem that was found for the key.
         notes: texts of the form "key: note", for the user.
     """
 

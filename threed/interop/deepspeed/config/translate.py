@@ -174,9 +174,9 @@ def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
 def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int, int]:
     """Returns (micro-batch size, number of accumulation steps).
 
-    If train_batch_size is given and one of the two values is not, this value is computed from
-    train_batch_size. If neither is given, the number of accumulation steps is 1, and the
-    micro-batch size is computed. Without train_batch_size, the micro-batch size is required.
+    If train_batch_size and only one of the two values are given, the other value is computed. If
+    only train_batch_size is given, the number of accumulation steps is 1, and the micro-batch size
+    is computed. Without train_batch_size, the micro-batch size is required.
     """
     total, micro, steps = (getattr(found, name) for name in BATCH)
     if total is None:
@@ -238,7 +238,8 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
             f"{ZERO}.zero_quantized_gradients", "quantizes blocks of 256 elements to 8 bits, not 4"
         )
     elements = zero.reduce_bucket_size or 64 * 2**20 // width
-    if zero.sub_group_size is not None:  # limits the elements of one rank's slice of a bucket
+    # sub_group_size limits the number of elements in one rank's slice of a bucket.
+    if zero.sub_group_size is not None:
         elements = min(elements, zero.sub_group_size * ranks)
     return {
         "stage": stage,
