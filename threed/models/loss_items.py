@@ -3,8 +3,8 @@
 The number of items is the weight of a micro-batch in the loss of a step.
 
     items = Items(module)
-    items(inputs)                    # before the forward: the possible numbers of items, 1 or 2
-    with items.observing(inputs):    # around the forward: finds out which of them is correct
+    items(inputs)                    # before the forward: one or two possible numbers of items
+    with items.observing(inputs):    # around the forward: finds out which number is correct
     items.select_weight(weights)     # after the forward: the weight for the correct number
 """
 

@@ -33,8 +33,8 @@ class Frequencies(NamedTuple):
         turned: number of elements of a head that are rotated, from its first element.
         kind: type of scaling ("linear", "llama3", "yarn" or "longrope"), or "default" for none.
         factor: scaling factor.
-        low: for llama3, its low_freq_factor. For yarn, the number of a pair: pairs up to this
-            number keep their frequency.
+        low: for llama3, its low_freq_factor. For yarn, the number of a pair of elements that are
+            rotated together: pairs up to this number keep their frequency.
         high: for llama3, its high_freq_factor. For yarn, the number of a pair: from this number on,
             the frequencies of pairs are divided by `factor`.
         original: number of positions before scaling.

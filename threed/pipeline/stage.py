@@ -62,7 +62,7 @@ class ParameterGatherer(Protocol):
 
 
 class AlwaysGathered:
-    """A gatherer without effect, for parameters that are never sharded or that hooks gather."""
+    """A gatherer without effect, for parameters that are never sharded or are gathered by hooks."""
 
     def is_freed(self, unit: int) -> bool:
         return False
@@ -269,8 +269,8 @@ class Stage:
         layer = self._layer(unit)
         with self._watch(unit) if micro.training else nullcontext():
             y = self._call(layer, unit, x, micro)
-        # `given` is empty if the input is a leaf: torch itself raises an error if a leaf is changed
-        # in place.
+        # `given` is empty if the input is a leaf. If the layer changes a leaf in place, torch
+        # itself raises an error.
         if [part._version for part in given] != versions:
             raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
@@ -462,7 +462,7 @@ class Stage:
             edges = tuple(
                 get_gradient_edge(part) if part.requires_grad else None for part in tensors(y)
             )
-            del y  # frees its memory for the backward
+            del y  # frees the output's memory before the backward
             yield x, edges
         finally:
             for one in recomputation.saved:
