@@ -311,9 +311,9 @@ def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]
     """Returns the parameters to pass to an autograd function of x and these parameters.
 
     If x requires a gradient, and autograd needs no gradient for any parameter (`goes_to_sink`),
-    each parameter is replaced by None. This saves host time: for each parameter that is passed,
-    autograd does work that takes as long as the launch of a small kernel. If x requires no
-    gradient, the parameters must be passed: without them autograd would not run the backward.
+    each parameter is replaced by None. This saves host time, because autograd's work for the passed
+    parameters would take as long as the launch of a small kernel. If x requires no gradient, the
+    parameters must be passed: without them autograd would not run the backward.
     """
     no_params = x.requires_grad and all(map(goes_to_sink, params))
     return (None,) * len(params) if no_params else params

@@ -25,10 +25,11 @@ class Items:
     """Counts the items of a module's loss.
 
     A causal model of Hugging Face predicts each label from the positions before it, so it does not
-    count the first label of a row. If the module contains such a model as a submodule, only the
-    forward shows whether the submodule gets the labels (the first label does not count) or the
-    module computes the loss itself (the first label counts). In this case the numbers of items with
-    and without the first labels are computed, and one of them is selected after the forward.
+    count the first label of a row. If the module contains such a model as a submodule, there are
+    two cases. If the submodule gets the labels, the first label of a row does not count. If the
+    module computes the loss itself, the first label counts. Only the forward shows which case
+    applies. So the numbers of items with and without the first labels are computed, and one of them
+    is selected after the forward.
     """
 
     def __init__(self, module: nn.Module) -> None:

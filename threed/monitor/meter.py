@@ -41,8 +41,8 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
     """Returns the dense peak of a device in TFLOP/s, or None if it is unknown.
 
-    The peak is unknown for MIG slices, because their names do not state their share of the GPU, and
-    for fp32, because fp32 matrix products may or may not use TF32.
+    The peak of a MIG slice is unknown, because its name does not state its share of the GPU. The
+    peak in fp32 is unknown, because fp32 matrix products may or may not use TF32.
 
     Args:
         device_name: name from `device.name`.

@@ -331,8 +331,8 @@ class Recomputed:
 def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
     """Returns the indices of the layers to recompute.
 
-    Only layers whose attribute `recomputable` is not False can be recomputed. The result contains
-    the first of these layers, and then one in every `every` of them. Layers are counted over the
+    Only layers whose attribute `recomputable` is not False can be recomputed. Of these layers, the
+    result contains the first one, and every `every`-th one after it. Layers are counted over the
     full model, so that the choice does not depend on the pipeline stages.
     """
     return [n for n, layer in enumerate(layers) if contract(layer).recomputable][::every]

@@ -82,7 +82,8 @@ class Frame:
     """The state of one autograd graph, kept from its forward to its backward.
 
     Attributes:
-        x: the input of the graph; the backward writes the input gradient to `.grad` of its tensors.
+        x: the input of the graph. The backward writes the gradients of the input tensors to their
+            `.grad`.
         edges: per output tensor: the edge at which autograd begins the tensor's backward, or None
             if the tensor requires no gradient.
         recomputation: the saved state from which the backward builds the graph of a recomputed
