@@ -15,8 +15,9 @@ from threed.distributed.collectives import split
 from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter
 from threed.layers.slicing import Flag, Slicing, sink_of
 
-# Numbers of rows: tables of PAD_FROM or more rows are padded to a multiple of PAD_TO. Smaller
-# tables are not padded, because the padding could exceed a tenth of their size.
+# PAD_FROM and PAD_TO are numbers of rows. A table of PAD_FROM or more rows is padded to a multiple
+# of PAD_TO rows. A smaller table is not padded, because the padding could exceed a tenth of its
+# size.
 PAD_FROM, PAD_TO = 1024, 128
 
 
@@ -27,7 +28,8 @@ def vocab_table(
 
     A table of 1024 or more rows per rank is padded with zeros to a multiple of 128 rows, because
     GPUs compute matrix products of such sizes faster. A padded table has the same number of rows on
-    all tensor ranks. Padding is not part of the model: see `ShardSpec.padding`.
+    all tensor ranks. The padding belongs to no global tensor, so checkpoints do not contain it
+    (`ShardSpec.padding`).
     """
     first, last = split(vocab, slicing.tp.size, slicing.tp.index)
     rows_per_rank = -(-vocab // slicing.tp.size)
@@ -39,7 +41,8 @@ def vocab_table(
 class _LookUp(torch.autograd.Function):
     """Looks up rows of a table [v/t h] by ids; returns zeros for ids of other shards.
 
-    owned: bool in the shape of ids, whether an id belongs to this shard; None if all ids do.
+    owned: whether each id belongs to this shard, bool in the shape of ids. None if all ids belong
+    to this shard.
     """
 
     @staticmethod
@@ -54,9 +57,9 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
         (ids, owned), table = ctx.saved_tensors, ctx.table
-        # For an id of another shard, `ids` has 0 and `rows` has zeros, which are added to row 0
-        # without effect. This is cheaper than selecting the ids of this shard, and no tensor's size
-        # depends on the data.
+        # An id of another shard was replaced by 0 in `ids`, and its row in `rows` is zero. Adding
+        # this row to row 0 of the gradient therefore has no effect. This is cheaper than selecting
+        # the ids of this shard, and no tensor's size depends on the data.
         rows = (dy if owned is None else dy * owned.unsqueeze(-1)).flatten(0, -2)
         sink = sink_of(table)
         if sink is not None:
@@ -90,7 +93,7 @@ class VocabEmbedding(nn.Module):
         self.data_flags = (Flag(f"token ids beyond the {vocab} of {name}"),)
 
     def flops(self, tokens: int, seq: int) -> int:
-        """Returns 0: a lookup has no matrix product.
+        """Returns 0 FLOPs, because a lookup has no matrix product.
 
         Args:
             tokens: number of tokens of the micro-batch.
@@ -143,7 +146,7 @@ class PositionEmbedding(nn.Module):
         self.weight = parameter(slicing.shared(piece, decay=True), (length, hidden))
 
     def flops(self, tokens: int, seq: int) -> int:
-        """Returns 0: a lookup has no matrix product.
+        """Returns 0 FLOPs, because a lookup has no matrix product.
 
         Args:
             tokens: number of tokens of the micro-batch.

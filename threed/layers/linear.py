@@ -66,8 +66,8 @@ class Terms(NamedTuple):
 class _Linear(torch.autograd.Function):
     """Computes y = f(x) W^T + b.
 
-    tracked: weights and bias, for which the backward returns gradients to autograd. An entry is
-    None if autograd needs no gradient for it (`for_autograd`).
+    tracked: the weights, then the bias. The backward returns their gradients to autograd. An entry
+    is None if autograd needs no gradient for this parameter (`for_autograd`).
     """
 
     @staticmethod
@@ -80,8 +80,8 @@ class _Linear(torch.autograd.Function):
         kept = len(weights) == 1 or all(tile_gatherer_of(weight) is None for weight in weights)
         ctx.save_for_backward(x, *(weights if kept else ()))
         ctx.terms = terms
-        # The product may be a view, and autograd would reject in-place changes of a view, such as
-        # relu_(). `.data` is never a view.
+        # The product may be a view. Autograd would reject in-place operations, such as relu_(), on
+        # a view that was made in a Function. `.data` is never a view.
         return product(x, weights, terms.bias, terms.by).data
 
     @staticmethod
@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
 
 
 def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, by: Matmul) -> Tensor:
-    """Returns x W^T + b, [... in] -> [... out]; `weights` has W itself or the tiles of W."""
+    """Returns x W^T + b, [... in] -> [... out]; `weights` contains W or its tiles."""
     if len(weights) == 1:
         return by.linear(x, weights[0], bias)
     return tiled.product(x, weights, bias, by)
@@ -128,9 +128,10 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients of x before f, of each weight and of the bias. Collective.
 
-    If a parameter in `terms` has a `GradSink`, its gradient is added to the sink. This function can
-    also run during a forward, if a layer calls `torch.autograd.grad` there. Then it computes only
-    the gradient of x, which is differentiable with `create_graph`.
+    If a parameter in `terms` has a `GradSink`, its gradient is added to the sink.
+
+    A layer may call `torch.autograd.grad` in its forward. This function then computes only the
+    gradient of x. With `create_graph` this gradient is differentiable.
 
     Args:
         dy: gradient of y, [... out].
@@ -144,8 +145,8 @@ def gradients(
         not needed or was added to a sink.
 
     Raises:
-        RuntimeError: if a gradient that is requested in a forward, or must be differentiable, would
-            have to be summed over tensor ranks or tiles.
+        RuntimeError: if the layer is sharded over tensor ranks or split into tiles, and the
+            gradient is requested in a forward or must be differentiable.
     """
     (params, bias, axis, gather, by), dy = terms, dy.contiguous()
     rows, cut, dx, pending = dy.flatten(0, -2), len(weights) > 1, None, None
@@ -223,8 +224,8 @@ class Traced:
     """Inputs of a linear layer in a graph of torch.compile (`layers.compiled`).
 
     Attributes:
-        layer: `Opaque` of the layer.
-        axis: `Opaque` of the layer's axis.
+        layer: the layer, wrapped in an `Opaque`, which torch.compile does not trace.
+        axis: the layer's axis, wrapped in an `Opaque`.
         outputs: number of output features on this rank.
         anchor: for a tiled layer, an empty tensor that requires a gradient if a tile does. It is
             passed in place of the weight, so that the output requires a gradient too. None for a
@@ -263,8 +264,8 @@ class Product(nn.Module):
         """Returns x W^T + bias.
 
         Args:
-            x: [... i], with the input features that this rank has.
-            bias: [o]; None for no bias.
+            x: the i input features of this rank, [... i].
+            bias: bias of the o output features of this rank, [o]; None for no bias.
         """
         if self.traced is not None and torch.compiler.is_compiling():
             return self._traced_product(self.traced, x, bias)
@@ -445,8 +446,9 @@ class SinkLinear(nn.Linear):
 def use_sinks(layer: nn.Module) -> None:
     """Replaces torch's linear layers inside a layer by `SinkLinear`.
 
-    A split backward can then defer the weight gradients of these layers. Subclasses of `nn.Linear`
-    and modules with a replaced forward stay unchanged; autograd handles their gradients.
+    A split backward computes weight gradients after input gradients. `SinkLinear` can defer its
+    weight gradient for this purpose. Subclasses of `nn.Linear` and modules with a replaced forward
+    stay unchanged; autograd handles their gradients.
     """
     for module in layer.modules():
         if type(module) is nn.Linear and "forward" not in module.__dict__:

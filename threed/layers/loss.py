@@ -147,7 +147,7 @@ class LanguageModelHead(PipelineLayer):
         self.name, self.softcap = name, softcap
         self.slicing, self.norm = slicing, norm
         self.first, last = split(vocab, slicing.tp.size, slicing.tp.index)
-        self.columns = last - self.first  # number of this rank's logits, without padding
+        self.columns = last - self.first  # number of logits per token on this rank, without padding
         self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 

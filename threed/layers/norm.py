@@ -94,7 +94,7 @@ class Norm(nn.Module):
     bias: Tensor | None
 
     def flops(self, tokens: int, seq: int) -> int:
-        """Returns 0: a norm has no matrix product.
+        """Returns 0 FLOPs, because a norm has no matrix product.
 
         Args:
             tokens: number of tokens of the micro-batch.

@@ -1,7 +1,7 @@
 """Selective recompute: the backward recomputes named operations, whose results are not saved.
 
     class Mine(nn.Module):
-        recompute = Recompute()                   # saves everything, until a Selective is installed
+        recompute = Recompute()                   # the default, which saves everything
 
         def forward(self, x):
             y = self.recompute.run("activation", torch.tanh, self.up(x))
@@ -193,7 +193,8 @@ class _Operation:
         # placeholders of the result and of the result's views, each with its layout
         self._results: list[tuple[weakref.ref[_Placeholder], Layout]] = []
         self._rng: RngState | None = None
-        self._version: tuple[int, torch.dtype] | None = None  # version and dtype of the result
+        # version counter and dtype of the result
+        self._version: tuple[int, torch.dtype] | None = None
 
     def first(self, inputs: Sequence[Tensor]) -> Tensor:
         """Runs the operation for the first time, in the forward; returns its result."""
@@ -272,8 +273,9 @@ def _contexts() -> Any:
     """Returns the policy for recompute under torch.compile: save only results of fused attention.
 
     Saving these results costs little: the next layer saves the attention output in any case, and
-    the log-sum-exp is one number per query. Moreover, if fused attention is recomputed in a graph
-    with opaque objects, torch 2.13 mistakes its random state for a saved tensor.
+    the log-sum-exp is one number per query. Moreover, torch 2.13 cannot recompute fused attention
+    in a graph with an `Opaque` input (`layers.compiled`): it mistakes the attention's random state
+    for a saved tensor.
     """
     return create_selective_checkpoint_contexts(_policy)
 
@@ -340,7 +342,8 @@ class Selective(Recompute):
         source = None if torch.compiler.is_compiling() else self._operation_of(x)
         if not layer.gather or source is None:
             return layer(x)
-        placeholder = source.result(x)  # `pack` uses it instead of x, so that x can be freed
+        # `pack` saves this placeholder instead of x, so that x can be freed
+        placeholder = source.result(x)
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:

@@ -48,7 +48,7 @@ class Slicing:
 
     @property
     def sequence_parts(self) -> int:
-        """Number of ranks that a sequence is sharded over between blocks."""
+        """Number of ranks over which a sequence is sharded between blocks."""
         return self.tp.size if self.sequence_parallel else 1
 
     def positions(self, length: int) -> Positions:
@@ -76,7 +76,7 @@ class Slicing:
         return self.positions(x.shape[0] * self.sequence_parts)
 
     def gathered_positions(self, x: Tensor) -> Positions:
-        """Returns the positions of the rows of `x` [s b ...], an activation from `gather`."""
+        """Returns the positions of the rows of `x` [s b ...], an output of `gather`."""
         return Positions.all(x.shape[0])
 
     @property
@@ -258,20 +258,20 @@ class GradSink(Protocol):
         """Adds `grad`, which has the parameter's shape, to the accumulated gradient."""
 
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
-        """Adds the matrix product a @ b, computed by `by`, to the accumulated gradient."""
+        """Adds the matrix product a @ b to the accumulated gradient. `by` computes the product."""
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds the products a @ b of all pairs, one by one. They count as one contribution."""
+        """Adds the products a @ b of all pairs, one by one. All count as one contribution."""
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows[i] to row index[i] of the accumulated gradient: rows [n h], index [n]."""
 
     def memory(self) -> tuple[Tensor, bool] | None:
-        """Returns (buffer, add): the gradient's buffer in the parameter's shape.
+        """Returns (buffer, add): the gradient's buffer, in the parameter's shape, and a flag.
 
-        If `add` is true, the caller must add the gradient to the buffer's content, otherwise
-        overwrite it. Returns None instead of the pair if the gradient has to be passed to the
-        method `add`.
+        If the flag is true, the caller must add the gradient to the buffer's content. Otherwise the
+        caller must overwrite the content. Returns None instead of the pair if the caller must pass
+        the gradient to the method `GradSink.add`.
         """
 
     def mark_added(self) -> None:
@@ -287,9 +287,9 @@ class GradSink(Protocol):
 def sink_of(weight: Tensor) -> GradSink | None:
     """Returns the sink of a parameter, or None if the gradient must be returned to autograd.
 
-    The gradient must be returned if the parameter has no sink, or if the user registered gradient
-    hooks on the parameter: autograd runs these hooks, and then the sink's own hook, which moves the
-    gradient to the sink.
+    The gradient must be returned if the parameter has no sink. It must also be returned if the user
+    registered gradient hooks on the parameter, because only autograd runs these hooks. Afterwards
+    autograd runs the sink's own hook, which moves the gradient to the sink.
     """
     return None if has_gradient_hooks(weight) else getattr(weight, "sink", None)
 
@@ -311,9 +311,9 @@ def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]
     """Returns the parameters to pass to an autograd function of x and these parameters.
 
     If x requires a gradient, and autograd needs no gradient for any parameter (`goes_to_sink`),
-    each parameter is replaced by None. If the parameters were passed, autograd would visit them in
-    vain, which takes as much host time as the launch of a small kernel. If x requires no gradient,
-    the parameters must be passed: without them autograd would not run the backward.
+    each parameter is replaced by None. This saves host time, because autograd's work for the passed
+    parameters would take as long as the launch of a small kernel. If x requires no gradient, the
+    parameters must be passed: without them autograd would not run the backward.
     """
     no_params = x.requires_grad and all(map(goes_to_sink, params))
     return (None,) * len(params) if no_params else params
@@ -333,7 +333,7 @@ def bias_gradient(bias: Tensor, rows: Tensor) -> Tensor | None:
 
 
 class VectorGradient:
-    """fp32 memory into which a kernel writes a vector's gradient.
+    """fp32 memory into which a kernel writes the gradient of a bias or of a norm's weight.
 
     The memory is the sink's buffer if possible, otherwise a temporary tensor.
 

@@ -144,8 +144,8 @@ def input_gradient(
         weights: values of the tiles.
         params: the tiles' parameters, which have the gatherers.
         by: implementation of the matrix products.
-        after: called as after(i, columns of `rows` for tile i) when tile i has been used, while the
-            next tile is being gathered.
+        after: `after(i, part)` is called when tile i has been used, while the next tile is being
+            gathered; `part` has the columns of `rows` for tile i.
     """
     last = len(weights) - 1
     total = rows.new_empty(len(rows), weights[0].shape[1], dtype=_sum_dtype(rows, len(weights)))

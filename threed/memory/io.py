@@ -167,8 +167,8 @@ class Disk:
             SwapError: if the drive is full.
         """
         need = _round_up(nbytes)
-        # The process is checked before the lock is taken: if a thread of the parent held the lock
-        # during a fork, the lock is never released in the child.
+        # The process is checked before the lock is taken, because a lock that a thread of the
+        # parent held during the fork is never released in the child.
         self._check_process("reserving space")
         with self._lock:
             self._check_open("reserving space")
@@ -252,7 +252,8 @@ class Disk:
         Raises:
             SwapError: if a transfer failed and its `wait` has not been called.
         """
-        if os.getpid() != self._process:  # a forked child inherits the file, but not the threads
+        # A forked child inherits the file but not the threads, so it has no transfers to wait for.
+        if os.getpid() != self._process:
             self._file.close()
             return
         with self._lock:

@@ -25,7 +25,7 @@ HUGE = 2 * 2**20
 class _Registered(mmap.mmap):
     """Mapped memory that may be page-locked for CUDA, and is unlocked before it is unmapped."""
 
-    address = 0  # start of the page-locked memory; 0 if it is not page-locked
+    address = 0  # address of the page-locked memory; 0 if no memory is page-locked
 
     def __del__(self) -> None:
         if self.address:

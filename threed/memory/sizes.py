@@ -82,9 +82,9 @@ def drive_buffers(gathered: int, buffers: int, early: int = 0) -> int:
     Args:
         gathered: number of parameter slices that are read from the drive at the same time.
         buffers: buffers per bucket in an update; see `update_buffers`.
-        early: largest number of buckets of a layer if updates run during the backward: both then
-            need buffers at the same time, and all buckets of a layer may wait for their update. 0
-            if updates begin after the backward, because they then reuse the backward's buffers.
+        early: if updates run during the backward, the largest number of buckets of a layer, because
+            all buckets of a layer may wait for their update while the backward also needs buffers.
+            Otherwise 0, because updates after the backward reuse the backward's buffers.
     """
     busy = gathered + BUCKETS_IN_FLIGHT + 2
     if early:

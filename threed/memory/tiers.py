@@ -35,7 +35,7 @@ from threed.memory.pool import host_buffer
 
 @dataclass(eq=False)
 class InMemory:
-    """A storage in memory. Its staged buffer is the same object, so no values are copied."""
+    """A storage in memory. It is also its own staged buffer, so no values are copied."""
 
     tensor: Tensor
 
@@ -113,12 +113,12 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
 
 
 class Copied:
-    """A read-only staged buffer on a device, with the values of a staged buffer elsewhere.
+    """A read-only copy of a staged buffer, on another device.
 
     The values cannot be written back to the storage.
 
     Args:
-        staged: the staged buffer whose values are copied. `drop` releases it, too.
+        staged: the staged buffer that is copied. `drop` releases it, too.
         device: device of the copy.
     """
 
@@ -233,8 +233,8 @@ class Drive:
 class MetaDrive(Drive):
     """A `Drive` without a file, for memory forecasts on the meta device.
 
-    All staged buffers are the same tensor. The object also takes the place of the `Disk`, and
-    transfers no bytes.
+    All staged buffers are the same tensor. The object is also its own `Disk`; its methods `read`
+    and `write` transfer no bytes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -367,8 +367,8 @@ class DriveBuffer:
         storage.staged_buffers -= 1
         try:
             self.wait()
-            # If the storage has another staged buffer, that buffer was read before this write, so
-            # its values are stale.
+            # The other staged buffer of the storage, if there is one, was read before this write.
+            # So it has stale values, and must not be stored.
             if storage.staged_buffers:
                 raise RuntimeError(
                     "values were staged twice: the other staged buffer is stale after this store"
@@ -381,7 +381,7 @@ class DriveBuffer:
 
     def _begin_write(self, offset: int) -> Transfer:
         storage, values = self.storage, self.wait()
-        if storage.writing is not None:  # two writes to one region must stay in order
+        if storage.writing is not None:  # two writes to one region must run in order
             storage.writing.wait()
         storage.writing = storage.drive.disk.write(offset, values)
         return storage.writing

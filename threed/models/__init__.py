@@ -76,9 +76,9 @@ def is_layered(model: object) -> bool:
 
 
 def find_split_problems(model: object, pp: int, tp: int) -> list[str]:
-    """Returns why an `nn.Module` cannot be split over pipeline or tensor ranks, with a fix.
+    """Returns the reason why an `nn.Module` cannot be split over pipeline or tensor ranks.
 
-    The list is empty for pp = tp = 1, otherwise it has one entry.
+    The result is a list with one message, which includes a fix. It is empty if pp = tp = 1.
 
     Args:
         model: a wrapped module, or an `nn.Module` that will be wrapped.
@@ -118,7 +118,7 @@ def wrap(model: object, topology: Topology) -> Wrapped:
 
 
 def build(config: ModelConfig, slicing: Slicing) -> Model:
-    """Returns the model of `config.arch`: a decoder, or the model of FILE.py:NAME.
+    """Returns the model that `config.arch` names: a decoder, or a custom model (FILE.py:NAME).
 
     Args:
         config: the model configuration.
@@ -135,9 +135,10 @@ def build(config: ModelConfig, slicing: Slicing) -> Model:
 def build_custom(
     custom: Callable[..., object], config: ModelConfig, slicing: Slicing, name: str = ""
 ) -> Model:
-    """Returns the model that a class or function of the user builds.
+    """Returns the model that the user's class or function builds.
 
-    While the user's code runs, torch's random generator on the CPU has the seed of `slicing`.
+    Before the user's code runs, torch's random generator on the CPU is seeded with `slicing.seed`.
+    Afterwards the generator gets its previous state back.
 
     Args:
         custom: called with (config, slicing), (config) or (), depending on its parameters.
@@ -164,7 +165,8 @@ def for_tokens(model: object, vocab: int, name: str) -> Model:
     """Returns a model that reads a batch of tokens and labels.
 
     Args:
-        model: a model of pipeline layers, which is returned, or an `nn.Module`.
+        model: a model of pipeline layers, which is returned unchanged, or an `nn.Module`, which is
+            wrapped.
         vocab: number of token ids in the data.
         name: name of the class or function that returned the model, for messages.
 

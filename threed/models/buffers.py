@@ -1,7 +1,7 @@
 """The buffers of the modules on a rank: their names, and their synchronization over data ranks.
 
     buffers = build(layers, stages, topology)
-    buffers.begin()                                        # moves them to the device, broadcasts
+    buffers.begin()                                        # moves buffers to the device, broadcasts them
     buffers.begin_step(), buffers.end_step()               # at the start and the end of each step
     buffers.agree()                                        # before an evaluation or a checkpoint
 
@@ -138,8 +138,8 @@ class Buffers:
         two_holders: whether every layer is on two pipeline ranks (bidirectional schedules).
 
     Attributes:
-        exist: whether there are buffers on any of the ranks that call the collective methods of
-            this object together. All of these ranks have the same value.
+        exist: whether any of the ranks that call the collective methods of this object together has
+            buffers. The value is the same on all of these ranks.
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class Buffers:
         """Detects which buffers change, in the first step only. Collective in the first step.
 
         Raises:
-            ValueError: if a buffer changed that must not change: the buffer of a recomputed layer,
-                or a persistent buffer whose name several layers have.
+            ValueError: if a buffer changed that must not change. Such a buffer either belongs to a
+                recomputed layer, or is one of several persistent buffers with the same name.
         """
         if not self._searched:
             self._find_changes()
@@ -242,8 +242,9 @@ class Buffers:
         seen, values = self._seen or {}, self._values()
         pairs = [(place, value, seen.get((place.owner, place.key))) for place, value in values]
         # The kernels of batch_norm change buffers without advancing their version counters. So the
-        # first step compares values. Later steps compare versions only; if one buffer of a module
-        # has changed (num_batches_tracked), the module's other buffers count as changed, too.
+        # first step compares values. Later steps compare only versions. batch_norm advances the
+        # version of one buffer, num_batches_tracked. Therefore, if one buffer of a module has
+        # changed, the module's other buffers count as changed, too.
         owners = {place.owner for place, value, before in pairs if _changed(value, before)}
         # If a non-persistent buffer was replaced by another tensor, it is assumed to be a cache. It
         # is skipped, because a cache's shape may differ between ranks.
@@ -346,7 +347,8 @@ class Buffers:
         for place in find(self._roots):
             if place.persistent and place.name in names:
                 place.store(source(place.name).to(self.topology.device))
-        # The restored values are not a change by the model, so later comparisons start from them.
+        # The restored values do not count as a change by the model, so later comparisons start from
+        # the restored values.
         self._seen = None
 
     def collect(self) -> dict[str, Tensor]:

@@ -34,7 +34,8 @@ from threed.layers.contract import title
 from threed.layers.slicing import Slicing
 
 MAX_LISTED = 8  # maximum number of problems in one message
-Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box of a global tensor
+# start and size of a box, a rectangular part of a global tensor
+Part = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)

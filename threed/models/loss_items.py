@@ -3,8 +3,8 @@
 The number of items is the weight of a micro-batch in the loss of a step.
 
     items = Items(module)
-    items(inputs)                    # before the forward: the possible numbers of items, 1 or 2
-    with items.observing(inputs):    # around the forward: finds out which of them is correct
+    items(inputs)                    # before the forward: one or two possible numbers of items
+    with items.observing(inputs):    # around the forward: finds out which number is correct
     items.select_weight(weights)     # after the forward: the weight for the correct number
 """
 
@@ -25,10 +25,11 @@ class Items:
     """Counts the items of a module's loss.
 
     A causal model of Hugging Face predicts each label from the positions before it, so it does not
-    count the first label of a row. If the module contains such a model as a submodule, only the
-    forward shows whether the submodule gets the labels (the first label does not count) or the
-    module computes the loss itself (the first label counts). In this case the numbers of items with
-    and without the first labels are computed, and one of them is selected after the forward.
+    count the first label of a row. If the module contains such a model as a submodule, there are
+    two cases. If the submodule gets the labels, the first label of a row does not count. If the
+    module computes the loss itself, the first label counts. Only the forward shows which case
+    applies. So the numbers of items with and without the first labels are computed, and one of them
+    is selected after the forward.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -33,8 +33,9 @@ Ranges = tuple[range, ...]
 Planner = Callable[[Costs | None, float | None], Plan]
 """A function that returns a plan, called with the stage times (None: equal times) and the maximum
 number of micro-batches in memory per rank (None: no limit)."""
-# Maximum number of actions that one search simulates, over all partitions; it takes 1 or 2 seconds
-# to simulate them. A search may always simulate 20 partitions, even if they have more actions.
+# Maximum number of actions that one search simulates, over all partitions. The simulation of this
+# number takes 1 or 2 seconds. A search may always simulate 20 partitions, even if this exceeds the
+# maximum.
 _ACTIONS = 400_000
 _MIN_GAIN = 1e-9  # smallest relative improvement; smaller ones are attributed to rounding
 _Result = TypeVar("_Result")
@@ -45,9 +46,9 @@ class LayerTimes(NamedTuple):
 
     Attributes:
         forward: time of the forward.
-        backward_input: time of I, which computes the gradient of the input, including the time of
-            recomputation.
-        backward_weight: time of W, which computes the gradients of the weights.
+        backward_input: time of the action I, which computes the gradient of the input. It includes
+            the time of recomputation.
+        backward_weight: time of the action W, which computes the gradients of the weights.
     """
 
     forward: float
@@ -80,8 +81,8 @@ class Division:
         seconds: simulated time of a step's forwards and backwards.
         bubble: idle fraction of the rank with the longest span, as in `Timeline.bubble`.
         imbalance: time of computation of the slowest rank, divided by the mean over all ranks.
-        gains: by name of baseline, the simulated time of a step with the baseline, divided by
-            `seconds`.
+        gains: for each baseline, by name: the simulated time of a step with the baseline, divided
+            by `seconds`.
         notices: remarks on the measurement, for the user.
         limit: maximum number of micro-batches in memory per rank for which the plan was made; None:
             no limit.
@@ -248,7 +249,11 @@ def _largest_limit(
 
 
 class _Search:
-    """A search over partitions of one model under one plan. Simulates each partition only once."""
+    """A search over partitions of one model under one plan. Simulates each partition only once.
+
+    A neighbor of a partition differs from it in one stage boundary, or in two, each moved by one
+    layer.
+    """
 
     def __init__(
         self, times: Sequence[LayerTimes], plan: Plan, layer_bytes: Sequence[LayerBytes] | None, limit: float | None
@@ -270,7 +275,7 @@ class _Search:
     def balanced(self) -> Ranges:
         """Returns the partition that minimizes the time of the slowest stage.
 
-        With one chunk per rank, only partitions within the memory limit count.
+        With one chunk per rank, partitions above the memory limit are excluded.
         """
         stages = self.plan.total_stages
         if self.limit is None or self.plan.chunks > 1:
@@ -297,7 +302,7 @@ class _Search:
         return self._prices[cut]
 
     def descend(self, cut: Ranges) -> Ranges:
-        """Moves from a partition to better neighbors as long as possible; returns the last one."""
+        """Moves to a better neighbor as long as there is one; returns the last partition."""
         while (better := self._better(cut)) is not None:
             cut = better
         return cut
@@ -358,7 +363,7 @@ class _Search:
 
 
 def _neighbors(cut: Ranges) -> Iterator[Ranges]:
-    """Yields partitions with one layer moved over one boundary, or over each of two boundaries."""
+    """Yields the neighbors of a partition, as defined in `_Search`."""
     stops = [part.stop for part in cut]
     moves = [(at, step) for at in range(len(stops) - 1) for step in (-1, 1)]
     for chosen in [*combinations(moves, 1), *combinations(moves, 2)]:

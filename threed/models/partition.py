@@ -61,7 +61,7 @@ def balanced(
     slowest = _optimum(len(costs), stages, price, max)
     if slowest is None and stage_bytes is not None and limit is not None:
         raise _no_cut(stage_bytes, limit, len(costs), stages)
-    assert slowest is not None  # without a limit a partition exists
+    assert slowest is not None  # if there is no limit, some partition is always allowed
 
     def square(stage: int, start: int, stop: int) -> int | None:
         paid = price(stage, start, stop)
@@ -125,7 +125,7 @@ def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueEr
     least = _optimum(n, stages, stage_bytes, max)
     needed = least[0] if least else 0
     given, best = in_units(limit), in_units(needed)
-    if given == best:  # equal after rounding: give both numbers in bytes
+    if given == best:  # both are equal after rounding, so the message gives both in bytes
         given, best = f"{limit} bytes", f"{needed} bytes"
     return ValueError(
         f"no partition of {counted(n, 'layer')} into {counted(stages, 'stage')}"

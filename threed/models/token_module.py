@@ -63,7 +63,8 @@ class TokenModule(Wrapped):
         """Returns the logits [b s v] of tokens [b s].
 
         Raises:
-            ForwardError: if the module returns no logits without labels.
+            ForwardError: if the module's forward, called without labels, does not return logits of
+                the expected shape.
         """
         output = self.module(tokens)
         found = getattr(output, "logits", None)

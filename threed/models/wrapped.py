@@ -220,7 +220,7 @@ class Wrapped(PipelineLayer):
         return values[slices(piece.start, piece.size)]
 
     def to_meta(self) -> None:
-        """Moves the parameters to the meta device, for a forecast: their values are dropped."""
+        """Moves the parameters to the meta device for a memory forecast, and drops their values."""
         self._original.clear()
         made: dict[nn.Parameter, nn.Parameter] = {}
         for owner in self.module.modules():
@@ -373,7 +373,7 @@ def _check_one_dtype(params: Mapping[str, nn.Parameter]) -> None:
 
 
 def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
-    """Returns the problems that a module has with `data_ranks` data ranks, each with a fix."""
+    """Returns the reasons why a module cannot run on `data_ranks` data ranks, each with a fix."""
     kinds, problems = (nn.Embedding, nn.EmbeddingBag), []
     renorm = [
         name

@@ -64,7 +64,7 @@ _STYLE: dict[Any, Any] = {
 _MOST_BARS = 32  # for more ranks, two bars per rank and a label per rank would not be legible
 # The 95th and the 5th percentile of the values (see `_most`) determine the scale of an axis:
 _LOG_RATIO = 20  # the axis is logarithmic if the 95th is more than 20 times the 5th percentile
-# On each side, an axis extends beyond the percentile by at most 3 times (95th - 5th percentile).
+# Beyond each of the two percentiles, an axis extends by at most 3 times their difference.
 _MARGIN = 3
 
 Row = Mapping[str, Any]
@@ -98,7 +98,8 @@ def loss_figure(
         title: title of the figure, such as the name of the run.
 
     Returns:
-        Whether the figure was drawn: False without matplotlib or without a finite loss.
+        Whether the figure was drawn. It is not drawn if matplotlib is not installed, or if no loss
+        is finite.
     """
     losses = _series(rows, "train/loss") + _series(rows, "val/loss")
     if not _finite(losses):
@@ -265,7 +266,8 @@ def memory_figure(
         title: title of the figure, such as the name of the run.
 
     Returns:
-        Whether the figure was drawn: False without matplotlib or without records.
+        Whether the figure was drawn. It is not drawn if matplotlib is not installed, or if there
+        are no records.
     """
     if not ranks:
         note("memory figure: no ranks were recorded")
@@ -320,7 +322,8 @@ def _rank_ticks(axes: Any, ranks: Sequence[Row]) -> None:
     every = math.ceil(len(ranks) / _MOST_BARS)
     shown = range(0, len(ranks), every)
     labels = [ranks[i].get("label", "") for i in shown]
-    if 6 < len(ranks) <= 16:  # columns are narrow, so each parallel axis gets its own line
+    # columns are narrow, so the axes of a label (pp0 dp0 tp1) are written one below the other
+    if 6 < len(ranks) <= 16:
         labels = [label.replace(" ", "\n") for label in labels]
     names = [f"rank {ranks[i]['rank']}\n{label}" for i, label in zip(shown, labels, strict=True)]
     size = style.SMALLEST if len(ranks) > 6 else None

@@ -41,8 +41,8 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
     """Returns the dense peak of a device in TFLOP/s, or None if it is unknown.
 
-    The peak is unknown for MIG slices, because their names do not state their share of the GPU, and
-    for fp32, because fp32 matrix products may or may not use TF32.
+    The peak of a MIG slice is unknown, because its name does not state its share of the GPU. The
+    peak in fp32 is unknown, because fp32 matrix products may or may not use TF32.
 
     Args:
         device_name: name from `device.name`.
@@ -108,7 +108,10 @@ class Throughput:
         self._sums.update({"tokens": tokens, "steps": 1, "step_s": step_s, **phases})
 
     def take(self) -> dict[str, float]:
-        """Returns the mean perf/ metrics of the steps since the last call; {} without a step."""
+        """Returns the mean perf/ metrics of the steps since the last call.
+
+        The result is empty if there was no step.
+        """
         sums: dict[str, float] = dict(self._sums)
         self._sums.clear()
         if not sums.get("step_s"):
@@ -135,7 +138,10 @@ class Traffic:
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """Returns the mean bytes sent per step since the last call, by axis; {} without a step."""
+        """Returns the mean bytes sent per step since the last call, by axis.
+
+        The result is empty if there was no step.
+        """
         means = {axis: sent / self._steps for axis, sent in self._sent.items()}
         self._sent.clear()
         self._steps = 0

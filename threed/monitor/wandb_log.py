@@ -157,7 +157,8 @@ def _import() -> ModuleType:
         raise RuntimeError(
             "the package is not installed: pip install wandb, or set --log.wandb off"
         ) from error
-    # Without the package, a folder wandb/ in the working directory is imported as an empty package.
+    # If the package is not installed, Python imports a folder wandb/ in the working directory as an
+    # empty package.
     if not hasattr(wandb, "init"):
         raise RuntimeError(
             "the package is not installed (`import wandb` found only a folder): pip install wandb"
@@ -192,5 +193,5 @@ def _has_key(wandb: ModuleType) -> bool:
 def _greeting(run: Any, mode: str) -> str:
     if mode == "online":
         return f"wandb: {run.url}"
-    folder = Path(run.dir).parent  # the folder of the wandb run, because run.dir is its `files`
+    folder = Path(run.dir).parent  # run.dir is the folder `files` in the folder of the wandb run
     return f"wandb: offline, nothing is sent. To upload later: wandb sync {folder}"

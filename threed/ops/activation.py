@@ -3,8 +3,8 @@
 The kernels are csrc/cuda/activation.cu on GPUs, for rows in bf16, and `ops.fused_cpu` on CPUs. A
 forward saves only its input; the backward recomputes all other values in the same pass.
 
-Memory read and written in bf16, in bytes per element of the output: SwiGLU 6 in the forward and 10
-in the backward, GELU 4 in the forward and 6 in the backward.
+In bf16, SwiGLU reads and writes 6 bytes of memory per output element in the forward, and 10 in the
+backward. GELU reads and writes 4 bytes in the forward, and 6 in the backward.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def adamw_(
     scale, lr = None, now.lr
     if p.dtype == torch.float32:
         # The kernel divides the gradient by the scale, so it gets the reciprocal. It reads the
-        # scale (and on CUDA the learning rate) as fp32, which is too coarse for an fp64 p: the
-        # other branch scales the gradient itself.
+        # scale (and on CUDA the learning rate) as fp32. This is too coarse for an fp64 p, whose
+        # gradient is therefore scaled before the call.
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:
         g = g * now.scale.to(p.dtype)

@@ -13,8 +13,9 @@ Here `causal` is a `Causal`, and `offset` is the position of the first query min
 the first key.
 
 On CPUs a block in fp32 or fp64 is computed by torch's flash attention. The plain operations of this
-module compute all other blocks: in 16 bits; with soft caps, which flash attention lacks; and on
-other devices, where torch returns no log-sum-exp under a mask.
+module compute all other blocks. These are blocks in 16 bits, blocks with soft caps (flash attention
+has no soft caps), and blocks on other devices (there torch returns no log-sum-exp if a mask is
+given).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Causal:
-    """Causal attention as a core of `layers.Attention`.
+    """Causal attention, for the argument `core` of `layers.Attention`.
 
     Attributes:
         window: number of positions that a query attends to, including its own. 0: no limit.
@@ -336,7 +337,7 @@ def _scores(q: Tensor, k: Tensor, offset: int, causal: Causal) -> tuple[Tensor, 
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """Returns x [b a n d] as [b k (g n) d]: the g = a / k heads with one key head form a matrix."""
+    """Returns x [b a n d] as [b k (g n) d]: the heads that share a key head form a matrix."""
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 

@@ -283,7 +283,8 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        # If the loss is the root of the backward, dloss is 1, and `scale_` reads no gradient.
+        # If the loss is the root of the backward, dloss is 1. Then `scale_` returns without reading
+        # the gradient.
         scale_(gradient, dloss.float())
         return gradient.view(ctx.shape), *(None,) * 6
 

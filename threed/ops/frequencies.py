@@ -7,8 +7,9 @@ each head.
     inverse(theta, size, length, device)               # radians per position, fp32 [d/2]
 
 The types of scaling are described in `threed.config.architectures.rope_scaling`. The order of
-operations is the same as in `transformers`, so that frequencies agree to the last bit: one bit of
-an fp32 frequency changes the angle at position 100,000 by up to a hundredth of a radian.
+operations is the same as in `transformers`, so that frequencies agree to the last bit. This is
+necessary, because one bit of an fp32 frequency changes the angle at position 100,000 by up to a
+hundredth of a radian.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Frequencies(NamedTuple):
         turned: number of elements of a head that are rotated, from its first element.
         kind: type of scaling ("linear", "llama3", "yarn" or "longrope"), or "default" for none.
         factor: scaling factor.
-        low: for llama3, its low_freq_factor. For yarn, the number of a pair: pairs up to this
-            number keep their frequency.
+        low: for llama3, its low_freq_factor. For yarn, the number of a pair of elements that are
+            rotated together: pairs up to this number keep their frequency.
         high: for llama3, its high_freq_factor. For yarn, the number of a pair: from this number on,
             the frequencies of pairs are divided by `factor`.
         original: number of positions before scaling.
@@ -107,8 +108,9 @@ def frequencies(
 def _yarn(common: Frequencies, scaling: RopeScaling) -> Frequencies:
     """Sets `scale`, `low` and `high` of yarn.
 
-    Pairs below `low` keep their frequency. The frequency of pairs above `high` is divided by the
-    factor. For pairs from `low` to `high`, the kept and the divided frequency are interpolated.
+    A pair consists of two elements of a head that are rotated together. Pairs with a number below
+    `low` keep their frequency. The frequency of pairs above `high` is divided by the factor. For
+    pairs from `low` to `high`, the kept and the divided frequency are interpolated.
     """
 
     def pair(turns: float) -> float:

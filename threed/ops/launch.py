@@ -38,7 +38,7 @@ LAUNCHERS = {
 
 
 def available(x: Tensor) -> bool:
-    """Returns whether x is on a GPU that the native library's kernels run on (`problem`).
+    """Returns whether x is on a GPU on which the native library's kernels run (see `problem`).
 
     Returns False while torch.compile traces, because inductor generates its own fused kernels.
     """
@@ -71,7 +71,8 @@ def problem(where: torch.device) -> str:
 
 def _probe(where: torch.device) -> None:
     """Doubles eight numbers on a device. Raises RuntimeError if the result is wrong."""
-    # without the modes of a trace, so that the kernel really runs even if the caller is traced
+    # The kernel must really run, even if the caller is being traced. So the torch modes of the
+    # trace are disabled.
     with _disable_current_modes(), torch.inference_mode():
         x = torch.ones(8, dtype=torch.bfloat16, device=where)
         factor = torch.full((), 2.0, device=where)
@@ -86,7 +87,7 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def ready(x: Tensor) -> bool:
-    """Returns whether kernels support the activation x: it is bf16 and `available`."""
+    """Returns whether kernels support x: it is bf16, on a GPU that runs kernels (`available`)."""
     return x.dtype == torch.bfloat16 and available(x)
 
 
@@ -216,6 +217,7 @@ def packed(x: Tensor) -> bool:
 def aligned(x: Tensor) -> bool:
     """Returns whether the address of x is a multiple of 16 bytes.
 
-    Only x's offset in its storage is checked, because the storage's address is such a multiple.
+    Only x's offset in its storage is checked, because the storage's address is always a multiple of
+    16 bytes.
     """
     return x.storage_offset() * x.element_size() % 16 == 0

@@ -91,8 +91,9 @@ def dequantize(q: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Dequantizes the blocks of r ranks, and returns their sum over the ranks, bf16 [n].
 
     Reads and writes r + 2 bytes of memory per element of the result (r/2 + 2 in 4 bits). Eight
-    ranks are summed at a time. The rounding error of such a sum is at most 2^-21 times the largest
-    magnitude that these eight scales can represent.
+    ranks are summed at a time, with scales that are rounded to multiples of 2^-23 times the largest
+    of the eight scales. So the rounding error of a sum is at most 2^-21 times the largest magnitude
+    that can be represented with the largest scale.
 
     Args:
         q: packed integers, uint8 [r k 256*bits/8].

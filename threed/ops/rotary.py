@@ -75,7 +75,7 @@ def table(positions: Positions, size: int, theta: Theta, device: torch.device) -
 
 
 def fits(x: Tensor, size: int, theta: Theta = 0.0) -> bool:
-    """Returns whether the kernel supports x, and heads of this size are rotated in full."""
+    """Returns whether the kernel supports x and `theta`; it can only rotate heads in full."""
     supported = size > 0 and size % 16 == 0 and rotated_size(theta, size) == size
     return supported and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 
@@ -129,8 +129,8 @@ class _SplitAndRotate(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.arguments = (positions, turned, size, theta)
         rotate_(x.view(-1, x.shape[-1]), *ctx.arguments)
-        # Autograd does not see that the kernel changed x in place. With a new version number, it
-        # raises an error if an earlier operation saved x for its backward.
+        # Autograd does not see that the kernel changed x in place. With a new version number of x,
+        # autograd raises an error if an earlier operation saved x for its backward.
         torch.autograd.graph.increment_version((x,))
         parts = x.split([size * n for n in heads], -1)
         return tuple(part.unflatten(-1, (-1, size)) for part in parts)

@@ -54,7 +54,7 @@ def _fused(
     g = g.to(p.dtype)
     scale, lr = None, now.lr
     # The kernel divides the gradient by the scale, so it gets the reciprocal. It reads the scale as
-    # fp32, which is too coarse for an fp64 p: the other branch scales the gradient itself.
+    # fp32. This is too coarse for an fp64 p, whose gradient is therefore scaled before the call.
     if p.dtype == torch.float32:
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:

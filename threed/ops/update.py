@@ -63,7 +63,7 @@ class Rule(Protocol):
 
 
 def needs_reference(p: Tensor) -> bool:
-    """Returns whether torch's fused kernels cannot update this slice.
+    """Returns whether the reference must update this slice instead of torch's fused kernels.
 
     On CUDA these kernels read the learning rate, if it is a tensor, as fp32. This is too coarse
     for fp64 weights.

@@ -1,7 +1,7 @@
 """Activation checkpointing: which layers are recomputed in the backward, and where their inputs are
 saved until then.
 
-    recomputed = build(config, units, live, slicing, topology, unlike)    # for `Stage`
+    recomputed = build(config, units, live, slicing, topology, unlike)    # an argument of `Stage`
     store = recomputed.store
     saved = store.save(x)                          # after a layer's forward; x: input of the layer
     store.fetch(saved); store.prefetch(saved)      # a few layers before the layer's backward
@@ -237,11 +237,11 @@ class ActivationStore:
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
-        """Stores the copies that `_copy_out` has enqueued (`StagedBuffer.store`), oldest first.
+        """Calls `store` of the staged buffers that `_copy_out` has begun to fill, oldest first.
 
-        The newest `at_most` copies are stored only if they have finished. The device's current
-        stream waits for each copy, so that the memory of the copied tensor can be reused. The host
-        waits for a copy only if it is written to a drive.
+        The newest `at_most` buffers are stored only if their copies have finished. The device's
+        current stream waits for each copy, so that the memory of the copied tensor can be reused.
+        The host waits for a copy only if it is written to a drive.
         """
         while self._outgoing and (len(self._outgoing) > at_most or self._outgoing[0][0].query()):
             event, staged, _ = self._outgoing.popleft()
@@ -331,9 +331,9 @@ class Recomputed:
 def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
     """Returns the indices of the layers to recompute.
 
-    Only layers whose attribute `recomputable` is not False can be recomputed. The result contains
-    the first such layer, and every `every`-th such layer after it. Layers are counted over the full
-    model, so that the choice does not depend on the pipeline stages.
+    Only layers whose attribute `recomputable` is not False can be recomputed. Of these layers, the
+    result contains the first one, and every `every`-th one after it. Layers are counted over the
+    full model, so that the choice does not depend on the pipeline stages.
     """
     return [n for n, layer in enumerate(layers) if contract(layer).recomputable][::every]
 

@@ -58,9 +58,10 @@ class Outdated(Exception):
 def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
     """Yields (action, parts of the next compute action) for every action.
 
-    The executor gathers weights for these parts in advance. An FB has two parts, its forward and
-    its backward. Any other compute action has one part, the action itself. The tuple of parts is
-    empty if no compute action follows, or if the next one is a W, which reads no weights.
+    The executor gathers weights for these parts in advance. An FB pairs a forward with the backward
+    of another micro-batch, so it has two parts. Any other compute action has one part, the action
+    itself. The tuple of parts is empty if no compute action follows, or if the next one is a W,
+    which reads no weights.
     """
     following: list[tuple[Action, ...]] = []
     next_parts: tuple[Action, ...] = ()

@@ -45,7 +45,7 @@ class LayerMajorStage(Stage):
     Every layer has a separate autograd graph.
 
     Args:
-        layers: the layers of the stage; see `Stage` for this and the other positional arguments.
+        layers: the layers of the stage. `Stage` documents the other positional arguments.
         unit_ended: `unit_ended(unit)` is called when a layer has run the backwards of all
             micro-batches; `unit` is the index of the layer among the layers of this rank.
         between: function that is called after each backward of a layer on one micro-batch, except

@@ -70,8 +70,8 @@ class Overlap:
             yield
             return
         self._on_side.add(key)
-        # The side stream has already waited for the main stream in `pair`, and the main stream has
-        # received no work since.
+        # The side stream need not wait for the main stream again: it has already waited in `pair`,
+        # and the main stream has received no work since.
         with on_stream(self._side):
             yield
 

@@ -62,7 +62,7 @@ class ParameterGatherer(Protocol):
 
 
 class AlwaysGathered:
-    """A gatherer without effect, for parameters that are never sharded or that hooks gather."""
+    """A gatherer without effect, for parameters that are never sharded or are gathered by hooks."""
 
     def is_freed(self, unit: int) -> bool:
         return False
@@ -82,7 +82,8 @@ class Frame:
     """The state of one autograd graph, kept from its forward to its backward.
 
     Attributes:
-        x: the input of the graph; the backward writes the input gradient to `.grad` of its tensors.
+        x: the input of the graph. The backward writes the gradients of the input tensors to their
+            `.grad`.
         edges: per output tensor: the edge at which autograd begins the tensor's backward, or None
             if the tensor requires no gradient.
         recomputation: the saved state from which the backward builds the graph of a recomputed
@@ -269,8 +270,8 @@ class Stage:
         layer = self._layer(unit)
         with self._watch(unit) if micro.training else nullcontext():
             y = self._call(layer, unit, x, micro)
-        # `given` is empty if the input is a leaf: torch itself raises an error if a leaf is changed
-        # in place.
+        # `given` is empty if the input is a leaf. If the layer changes a leaf in place, torch
+        # itself raises an error.
         if [part._version for part in given] != versions:
             raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
@@ -462,7 +463,7 @@ class Stage:
             edges = tuple(
                 get_gradient_edge(part) if part.requires_grad else None for part in tensors(y)
             )
-            del y  # frees its memory for the backward
+            del y  # frees the output's memory before the backward
             yield x, edges
         finally:
             for one in recomputation.saved:
