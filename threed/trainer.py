@@ -240,7 +240,7 @@ class Trainer:
         last = min(train.steps, train.stop_after or train.steps)
         writes = (
             start.step < last or not start.saved
-        )  # if False, the run is complete, and only its figures and its export are written
+        )  # if False, all steps are done, and only figures and export are written
         aside = retention.set_aside(start.extra.get("path"), start.step) if writes else ""
         with self._monitor(start, writes) as monitor:
             run = Run(

@@ -27,12 +27,12 @@ from threed.zero.records import WEIGHT
 
 # The maximum number of parameters or buffers that are reported for one kind of difference.
 MOST = 8
-# (name of the layer, names of its parameters) of each layer.
+# The layers of a model: for each layer, its name and the names of its parameters.
 Layers = Sequence[tuple[str, list[str]]]
 # A difference: (layer or None, parameter or None, description, largest absolute difference or NaN).
 About = tuple[str | None, str | None, str, float]
-# Differences of the values that layers pass to each other, by boundary and then by rank. A boundary
-# is an output or an input gradient of a layer, see `watch.Key`.
+# Boundary -> rank -> difference. A boundary is the output or the input gradient of a layer, see
+# `watch.Key`.
 Between = Mapping[Key, Mapping[int, Finding]]
 
 _MISSING = "is a partial sum on every tensor rank, because an all-reduce is missing: "
