@@ -70,7 +70,7 @@ class _Timed:
     """A timed layer with its input and output.
 
     Attributes:
-        layer: the layer of the model; a copy of it runs.
+        layer: the layer of the model. A copy of this layer runs, not the layer itself.
         name: name of the layer, for error messages.
         input: value that the previous layer returned; None for the first layer.
         recomputed: recomputation settings; None if the layer is not recomputed.

@@ -128,8 +128,8 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
 def _formula(operation: Any) -> Callable[..., int] | None:
     """Returns the formula for an operation's FLOPs, or None if it has no formula.
 
-    Fused attention has a formula of this package. Other operations use torch's formulas; an
-    in-place variant uses the formula of the operation that is not in place.
+    Fused attention has a formula of this package. Other operations use torch's formulas. For an
+    in-place operation such as `addmm_`, the formula of `addmm` is used.
     """
     if operation in attention.FUSED:
         return attention.kernel_flops
@@ -504,13 +504,13 @@ def cost_key(
 
 
 def fingerprint(value: Any, name: str, ancestors: set[int]) -> Any:
-    """Returns a hashable key of a value's structure; equal for layers that differ only in name.
+    """Returns a hashable key of a value's structure. Layers that differ only in name get equal keys.
 
     Args:
         value: a layer, or an attribute of a layer.
         name: the layer's name, which is removed from strings.
-        ancestors: ids of the values that contain this value. A module may refer to its parent, so
-            these values are not visited again.
+        ancestors: ids of the values that contain this value. They are not visited again, because a
+            module may refer to its parent, and the recursion would not end.
     """
     if isinstance(value, nn.Module | dict | list | tuple | set | frozenset):
         if id(value) in ancestors:

@@ -1,6 +1,6 @@
 """Chooses between micro-batch-major and layer-major order of a step (`--zero.order auto`).
 
-    choose(microbatches=8, kept=2**20, freed=2**30)
+    choose(microbatches=8, kept=2**20, freed=2**30)     # "layer"
 
 In micro-batch-major order, a rank runs all layers of a micro-batch before the next micro-batch. For
 each micro-batch, it sends every sharded parameter twice and every gradient once. In layer-major

@@ -178,8 +178,8 @@ class Explainer:
     ) -> Iterator[About]:
         """Yields the differences that the backward shows.
 
-        These are first the differing parameters of the layers after the origin, then the origin,
-        which is the last layer whose input gradient differs.
+        The backward begins to differ at its origin: the last layer whose input gradient differs.
+        The differing parameters of the layers after the origin are first, then follows the origin.
         """
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)
