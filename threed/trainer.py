@@ -59,7 +59,8 @@ from threed.zero.setup import describe_rate
 # After another rank has failed, a rank waits at most this many seconds for its in-memory checkpoint
 # to complete, and then exits.
 BEFORE_EXIT_S = 5.0
-# Process groups time out this many seconds later than the watchdog, which reports a hang.
+# Process groups time out this many seconds later than the watchdog, so that the watchdog can report
+# a hang first.
 GRACE_S = 60
 
 

@@ -3,11 +3,11 @@
     timer = Timer(micro_batch, dtype, grad_dtype, device)
     times = timer.measure(layers, recomputed)       # one LayerTimes per layer
 
-The layers are timed one after the other. Only the timed layer has weights, gradient buffers and an
-input. It runs forward and backward, as it does in a pipeline stage. The series over all layers is
-repeated `ROUNDS` times. In each repetition, a layer first runs `WARM` passes without measurement,
-and then `REPEATS` measured passes. The time of a layer is the lower quartile of its measured
-passes, because other processes can only make a pass slower.
+The layers are timed one after the other. Only the timed layer has weights and gradient buffers. It
+runs forward and backward, as it does in a pipeline stage. The series over all layers is repeated
+`ROUNDS` times. In each repetition, a layer first runs `WARM` passes without measurement, and then
+`REPEATS` measured passes. The time of a layer is the lower quartile of its measured passes, because
+other processes can only make a pass slower.
 
 A layer with the same structure and input shapes as an earlier layer is not run, but gets the
 earlier layer's times. So for a model of equal blocks only three layers run: the embedding, one

@@ -149,7 +149,7 @@ class Watch(TorchDispatchMode):
 
     Args:
         ignored: tensors whose storages are not counted.
-        real: True: storages on the meta device are not counted, because they take no memory.
+        real: if True, storages on the meta device are not counted, because they take no memory.
 
     Attributes:
         flops: FLOPs so far.
@@ -504,7 +504,9 @@ def cost_key(
 
 
 def fingerprint(value: Any, name: str, ancestors: set[int]) -> Any:
-    """Returns a hashable key of a value's structure. Layers that differ only in name get equal keys.
+    """Returns a hashable key of a value's structure.
+
+    Layers that differ only in name have equal keys.
 
     Args:
         value: a layer, or an attribute of a layer.

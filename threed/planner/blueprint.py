@@ -55,8 +55,8 @@ class Pipeline:
         schedule: name of the schedule.
         plan: compute actions of a step, for every pipeline rank.
         layout: the partition of layers into stages, and the ranks of the stages.
-        costs: times of the stages for which the plan was built; None for equal times.
-        limit: maximum number of micro-batches in memory per rank for which the plan was built; None
+        costs: the plan was built for these times of the stages; None for equal times.
+        limit: the plan was built for at most this number of micro-batches in memory per rank; None
             for no limit.
         division: the partition by measured times; None for any other partition.
     """
@@ -195,7 +195,9 @@ class Blueprint:
         config: Config,
         pipeline: Pipeline,
     ) -> Blueprint:
-        """Creates process groups and lays out this rank's parameters. Collective, except on meta.
+        """Builds the blueprint of this rank. Collective, except on the meta device.
+
+        Creates the process groups, and lays out the rank's parameters in memory.
 
         Args:
             model: the model, or a wrapped module.

@@ -84,7 +84,8 @@ class Forecast:
         ways: number of pipeline ranks that hold each stage: 2 for a bidirectional schedule,
             otherwise 1.
         step_flops: the FLOPs that one device could execute during a step's forwards and backwards
-            if it were never idle: a simulated time in the unit FLOPs. None if FLOPs are not known.
+            if it were never idle. This is a simulated time, in the unit FLOPs. None if FLOPs are
+            not known.
         measured_s: simulated time of a step's forwards and backwards in seconds, if it was computed
             from measured times of layers; otherwise None.
         device: name of this machine's GPU, or None.

@@ -76,8 +76,8 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        # The backward of some units reads no weights, so these units are not gathered. But while
-        # this backward runs, other units may be gathered.
+        # A unit whose backward reads no weights is not gathered. But while this backward runs,
+        # other units may be gathered, and take memory.
         for unit in () if is_forward else set(range(len(units))).difference(order):
             backward[unit] = max(backward[unit], now)
     return Gathering(times, forward, backward)

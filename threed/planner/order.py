@@ -22,8 +22,8 @@ def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"
     """Returns the order of a step, "layer" or "micro", by its memory and messages.
 
     The order is "layer" if two conditions hold. It must send fewer bytes than the order "micro".
-    And the additional activations must take at most as much memory as the sharding and offloading
-    of parameters saves. So with `--zero.order auto`, ZeRO-3 never needs more memory than ZeRO-2. In
+    Its additional activations must take at most as much memory as the sharding and offloading of
+    parameters saves. So with `--zero.order auto`, ZeRO-3 never needs more memory than ZeRO-2. In
     the order "layer", it also sends no more bytes than ZeRO-2.
 
     Args:

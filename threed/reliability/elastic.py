@@ -265,7 +265,8 @@ class Memory:
         Args:
             patience: maximum wait in seconds, after which the copy is stopped; None for no limit.
         """
-        if (writing := self._writing) is not None:  # read once: another thread may set it to None
+        # `_writing` is read only once, because another thread may set it to None
+        if (writing := self._writing) is not None:
             writing.give_up(patience)
 
     @contextmanager

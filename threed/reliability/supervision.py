@@ -75,7 +75,7 @@ class Supervision:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="threed-supervision")
 
     def before_exit(self, action: Callable[[], None]) -> None:
-        """Registers an action to run before a failure of another rank ends this process."""
+        """Registers an action that runs before this process ends because another rank failed."""
         self._before_exit.append(action)
 
     def asked(self) -> str:

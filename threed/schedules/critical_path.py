@@ -232,7 +232,7 @@ class _Actions:
         return _Times(begin, order, max(now))
 
     def tails(self, times: _Times, after: list[int]) -> list[float]:
-        """Returns, for each action, the length of the longest path from its start to the end.
+        """Returns, per action, the length of the longest path from its start to the plan's end.
 
         Args:
             times: the simulated times of the plan.

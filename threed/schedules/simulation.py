@@ -50,7 +50,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
             times = cost if isinstance(cost, tuple) else (0.0 if cost is None else cost,)
-            if not times or not all(0 <= time < math.inf for time in times):  # nan fails, too
+            if not times or not all(0 <= time < math.inf for time in times):  # rejects nan, too
                 raise ValueError(
                     f"costs: {name} is {cost}; times are finite and not negative, and a tuple has one per stage"
                 )

@@ -305,6 +305,7 @@ def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
     ):
         if search.is_over:
             return
-        # List scheduling takes three times as long as `fill`.
+        # A micro-batch on a stage has three actions. Each counts three times, because list
+        # scheduling takes three times as long as `fill`.
         search.effort -= 9 * flow.forwards * flow.microbatches
         yield orders_of(flow, Variant(hop, extra, 0, balanced, eager), limit)

@@ -111,8 +111,8 @@ def differences(
         engine: engine after the steps.
         metrics: metrics of all steps.
         truth: results of one process. Buffers, and the parameters before the last update, are
-            compared only if `truth` has them. The caller must remove buffers from `truth` whose
-            values depend on the division of a batch over ranks and micro-batches.
+            compared only if `truth` has them. The caller must remove from `truth` all
+            buffers whose values depend on how a batch is divided over ranks and micro-batches.
         tolerance: largest difference; relative for losses and norms, absolute for all others.
 
     Returns:

@@ -126,7 +126,7 @@ class Explainer:
     def __init__(self, truth: Mapping[str, Any], tensor: int, words: Iterable[str]) -> None:
         self.truth, self.tensor, self.recompute = truth, tensor, "recompute" in set(words)
         self.layers: Layers = truth["layers"]
-        self._layer_of: dict[str, int] = {}  # number of the first layer that has each parameter
+        self._layer_of: dict[str, int] = {}  # parameter -> number of the first layer that has it
         for number, (_, names) in enumerate(self.layers):
             for name in names:
                 self._layer_of.setdefault(name, number)
@@ -179,7 +179,7 @@ class Explainer:
         """Yields the differences that the backward shows.
 
         The backward begins to differ at its origin: the last layer whose input gradient differs.
-        The differing parameters of the layers after the origin are first, then follows the origin.
+        First come the parameters that differ in layers after the origin, and then the origin.
         """
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)

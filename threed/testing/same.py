@@ -369,8 +369,8 @@ def _train(
         return {"first": first, "last": last, "layers": layers, "batches": batches}, watch
     except DataError as error:
         # The engine raises DataError only after the step. At that time `at()` returns the layer
-        # that ran last, which is not the cause. So the report names the first layer whose output
-        # is not finite.
+        # that ran last, which need not be the cause. So the report names the first layer whose
+        # output is not finite.
         raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error
