@@ -2,8 +2,8 @@
 once.
 
     evaluation = Evaluation(engine, data)
-    evaluation.notice                     a note for the user; empty if there are enough windows
-    loss = evaluation.loss(stops)         collective; None if `stops` returned true
+    evaluation.notice                     # a note for the user; empty if there are enough windows
+    loss = evaluation.loss(stops)         # collective; None if `stops` returned true
     evaluation.bits_per_byte(loss)
 
 An evaluation runs full global batches, so it works with any topology, micro-batch and schedule. In
