@@ -213,10 +213,10 @@ def _one_f_one_b_orders(
         flow: the positions, with one chunk per rank.
         begin: for each rank, the number of forwards before its first backward.
         every: number of backwards after which the first rank skips a forward, repeatedly. Each
-            time, it then has one micro-batch fewer in flight. Rank r skips a forward whenever it would otherwise have
-            more than n - r micro-batches in flight, where n is the first rank's number. No rank has
-            fewer in flight than in 1F1B (arXiv 2401.10241, section 3.1). None: no forward is
-            skipped.
+            time, it then has one micro-batch fewer in flight. Rank r skips a forward whenever it
+            would otherwise have more than n - r micro-batches in flight, where n is the first
+            rank's number. No rank has fewer in flight than in 1F1B (arXiv 2401.10241, section
+            3.1). None: no forward is skipped.
     """
     orders = []
     for rank, ahead in enumerate(begin):
