@@ -59,7 +59,8 @@ from threed.zero.setup import describe_rate
 # After another rank has failed, a rank waits at most this many seconds for its in-memory checkpoint
 # to complete, and then exits.
 BEFORE_EXIT_S = 5.0
-# Process groups time out this many seconds later than the watchdog, which reports a hang.
+# Process groups time out this many seconds later than the watchdog, so that the watchdog can report
+# a hang first.
 GRACE_S = 60
 
 
@@ -240,7 +241,7 @@ class Trainer:
         last = min(train.steps, train.stop_after or train.steps)
         writes = (
             start.step < last or not start.saved
-        )  # if False, the run is complete, and only its figures and its export are written
+        )  # if False, all steps are done, and only figures and export are written
         aside = retention.set_aside(start.extra.get("path"), start.step) if writes else ""
         with self._monitor(start, writes) as monitor:
             run = Run(

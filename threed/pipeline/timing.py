@@ -1,11 +1,13 @@
 """Times each layer of a model on this machine: forward, input gradient and weight gradients.
 
-    times = Timer(micro_batch, dtype, grad_dtype, device).measure(layers, recomputed)       one LayerTimes per layer
+    timer = Timer(micro_batch, dtype, grad_dtype, device)
+    times = timer.measure(layers, recomputed)       # one LayerTimes per layer
 
-One layer at a time gets weights, gradient buffers and an input, and runs as in a pipeline stage.
-All layers are timed one after the other, and this is repeated `ROUNDS` times. In each repetition, a
-layer runs `WARM` passes that are not measured and then `REPEATS` measured passes. The result is the
-lower quartile of all measured passes of a layer, because disturbances only add time.
+The layers are timed one after the other. Only the timed layer has weights and gradient buffers. It
+runs forward and backward, as it does in a pipeline stage. The series over all layers is repeated
+`ROUNDS` times. In each repetition, a layer first runs `WARM` passes without measurement, and then
+`REPEATS` measured passes. The time of a layer is the lower quartile of its measured passes, because
+other processes can only make a pass slower.
 
 A layer with the same structure and input shapes as an earlier layer is not run, but gets the
 earlier layer's times. So for a model of equal blocks only three layers run: the embedding, one
@@ -44,7 +46,7 @@ ROUNDS, WARM, REPEATS = 3, 2, 5
 
 
 class _DeferringSink(BufferSink):
-    """A gradient sink that collects the matrix products of weight gradients until `run`."""
+    """A gradient sink that defers the matrix products of weight gradients until `run` is called."""
 
     def __init__(self, target: Tensor, scope: ForwardScope) -> None:
         super().__init__(target)
@@ -57,7 +59,7 @@ class _DeferringSink(BufferSink):
         return self.scope.active
 
     def run(self) -> None:
-        """Computes the collected matrix products, and adds them to the gradient."""
+        """Computes the deferred matrix products, and adds them to the gradient."""
         for a, b, by in self.waiting:
             by.add_product_(self.target, a, b, fresh=False)
         self.waiting.clear()
@@ -68,7 +70,7 @@ class _Timed:
     """A timed layer with its input and output.
 
     Attributes:
-        layer: the layer of the model; a copy of it runs.
+        layer: the layer of the model. A copy of this layer runs, not the layer itself.
         name: name of the layer, for error messages.
         input: value that the previous layer returned; None for the first layer.
         recomputed: recomputation settings; None if the layer is not recomputed.
@@ -169,11 +171,12 @@ class Timer:
             timed.rows.append((at[1] - at[0], at[3] - at[2], at[4] - at[3]))
 
     def _run(self, stage: Stage, x: Any, sinks: list[_DeferringSink]) -> tuple[list[Moment], Any]:
-        """Runs one forward, one backward, and the matrix products that the sinks have collected.
+        """Runs one forward, one backward, and the matrix products that the sinks have deferred.
 
         Returns:
-            (moments, output): five moments (start and end of the forward, start and end of the
-            backward, end of the collected products), and the output of the layer.
+            (moments, output). The five moments are the start and the end of the forward, the start
+            and the end of the backward, and the end of the deferred products. `output` is the
+            output of the layer.
         """
         now = self._clock.now
         given = like(x, [p.detach().requires_grad_(p.requires_grad) for p in tensors(x)])

@@ -1,7 +1,8 @@
 """Measures the cost of a layer by running it once on the meta device: FLOPs, bytes kept for the
 backward, peak bytes and bytes sent.
 
-    costs = Tracer(micro_batch, dtype, grad_dtype, traffic).trace(layers, recomputed)      one LayerCost per layer
+    tracer = Tracer(micro_batch, dtype, grad_dtype, traffic)
+    costs = tracer.trace(layers, recomputed)        # one LayerCost per layer
 
 On the meta device tensors have shapes and dtypes, but no values. So the layer's code runs forward
 and backward as in a pipeline stage, without computing or sending values. A layer with the same
@@ -127,8 +128,8 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
 def _formula(operation: Any) -> Callable[..., int] | None:
     """Returns the formula for an operation's FLOPs, or None if it has no formula.
 
-    Fused attention has a formula of this package. Other operations use torch's formulas; an
-    in-place variant uses the formula of the operation that is not in place.
+    Fused attention has a formula of this package. Other operations use torch's formulas. For an
+    in-place operation such as `addmm_`, the formula of `addmm` is used.
     """
     if operation in attention.FUSED:
         return attention.kernel_flops
@@ -142,15 +143,17 @@ class TraceError(ValueError):
 
 
 class Watch(TorchDispatchMode):
-    """Context manager: counts the FLOPs of operations inside it, and the bytes of their storages.
+    """Context manager that counts the FLOPs of operations and the bytes of tensor storages.
+
+    It sees all operations inside its block, and the storages of their arguments and results.
 
     Args:
         ignored: tensors whose storages are not counted.
-        real: whether to leave out storages on the meta device, which take no memory.
+        real: if True, storages on the meta device are not counted, because they take no memory.
 
     Attributes:
         flops: FLOPs so far.
-        most: peak bytes since `begin`.
+        most: peak bytes since the last call of `begin`.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = (), real: bool = False) -> None:
@@ -159,7 +162,7 @@ class Watch(TorchDispatchMode):
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, StorageWeakRef] = {}
         self._size: dict[int, int] = {}  # bytes of each storage when it was last seen
-        self._bound = 0  # upper bound of the number of bytes that are alive
+        self._bound = 0  # upper bound of the bytes of storages that still exist
         self.flops = self.most = 0
 
     @classmethod
@@ -220,9 +223,10 @@ class Watch(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Mode that replaces scaled dot-product attention by a fused operator.
+    """Context manager that replaces scaled dot-product attention by a fused operator.
 
-    Without it, torch would use its unfused implementation on the meta device.
+    On the meta device torch would use its unfused implementation, whose score matrix does not exist
+    in a real run.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,8 +238,8 @@ class _FusedAttention(TorchFunctionMode):
 class BufferSink:
     """A gradient sink: the object in `param.sink`, to which layers add the parameter's gradient.
 
-    It adds the gradient to a buffer, as ZeRO's gradient sinks do. Unlike these, it does not count
-    contributions or reduce the gradient.
+    It adds the gradient to a buffer, as ZeRO's gradient sinks do. ZeRO's sinks also count how often
+    a layer adds to a gradient, and reduce the gradient after the last addition; this sink does not.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -258,7 +262,7 @@ class BufferSink:
         return self.target, True
 
     def mark_added(self) -> None:
-        """Has no effect, because contributions are not counted."""
+        """Has no effect, because this sink does not count additions."""
 
     def in_forward(self) -> bool:
         return False
@@ -281,7 +285,7 @@ class Tracer:
         dtype: dtype of parameters and activations.
         grad_dtype: dtype of gradients.
         traffic: counter of bytes sent, by name of the axis. The model's axes add the bytes that
-            they send. After a trace, the counter has its earlier values again.
+            they send. At its end, a trace restores the values that the counter had before it.
 
     Attributes:
         output: `Form` (shapes and dtypes) of the value that the last layer of the newest trace
@@ -425,8 +429,8 @@ def for_layer_alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomput
 
     Args:
         recomputed: settings of the full model; None if the layer is not recomputed.
-        layer: the layer. If only some of its operations are recomputed, this function prepares the
-            layer for it (`Selective.install`).
+        layer: the layer. If only some of its operations are recomputed, this function changes the
+            layer, so that it recomputes them (`Selective.install`).
 
     Returns:
         The settings; None if the layer is not recomputed.
@@ -500,13 +504,15 @@ def cost_key(
 
 
 def fingerprint(value: Any, name: str, ancestors: set[int]) -> Any:
-    """Returns a hashable key of a value's structure; equal for layers that differ only in name.
+    """Returns a hashable key of a value's structure.
+
+    Layers that differ only in name have equal keys.
 
     Args:
         value: a layer, or an attribute of a layer.
         name: the layer's name, which is removed from strings.
-        ancestors: ids of the values that contain this value. A module may refer to its parent, so
-            these values are not visited again.
+        ancestors: ids of the values that contain this value. They are not visited again, because a
+            module may refer to its parent, and the recursion would not end.
     """
     if isinstance(value, nn.Module | dict | list | tuple | set | frozenset):
         if id(value) in ancestors:

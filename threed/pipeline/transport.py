@@ -58,8 +58,8 @@ class Links:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        # CPUs use gloo. A gloo message takes an additional round trip if its receive is posted
-        # after its send.
+        # CPUs use gloo. Receives are posted early there, because a gloo message takes an additional
+        # round trip if its receive is posted after its send.
         self.posts_ahead = topology.device.type == "cpu"
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:

@@ -55,8 +55,8 @@ class Pipeline:
         schedule: name of the schedule.
         plan: compute actions of a step, for every pipeline rank.
         layout: the partition of layers into stages, and the ranks of the stages.
-        costs: times of the stages for which the plan was built; None for equal times.
-        limit: maximum number of micro-batches in memory per rank for which the plan was built; None
+        costs: the plan was built for these times of the stages; None for equal times.
+        limit: the plan was built for at most this number of micro-batches in memory per rank; None
             for no limit.
         division: the partition by measured times; None for any other partition.
     """
@@ -145,11 +145,11 @@ def _divide_by_cost(
     config: Config,
     costs: Callable[[], Sequence[float]],
 ) -> Pipeline:
-    """Returns the pipeline of a partition that does not need measured times.
+    """Partitions the layers without measured times, and returns the pipeline.
 
-    The layers are partitioned by costs, into equal counts, or as listed in the configuration.
-    If they are partitioned by costs and the schedule chooses its plan by the times of the stages
-    (`registry.plans_by_times`), the costs are used as times.
+    `--parallel.partition` selects how: by costs ("balanced"), into equal numbers of layers
+    ("uniform"), or as listed. If the layers are partitioned by costs and the schedule chooses its
+    plan by the times of the stages (`registry.plans_by_times`), the costs are used as times.
     """
     p, flops, again = config.parallel, functools.cache(costs), fully_recomputed(config, layers)
     ranges = partition(
@@ -195,7 +195,9 @@ class Blueprint:
         config: Config,
         pipeline: Pipeline,
     ) -> Blueprint:
-        """Creates process groups and lays out this rank's parameters. Collective, except on meta.
+        """Builds the blueprint of this rank. Collective, except on the meta device.
+
+        Creates the process groups, and lays out the rank's parameters in memory.
 
         Args:
             model: the model, or a wrapped module.
@@ -249,9 +251,9 @@ class Blueprint:
             microbatches: number of micro-batches.
             training: whether the plan has backwards; False for evaluation and sampling, which run
                 only forwards.
-            part: function that returns a part of a plan. It is used with an asynchronous schedule,
-                in which steps overlap: the first step of a run has no actions of a previous step,
-                and `double_buffered.first` leaves them out. None: the full plan.
+            part: function that selects a part of the plan, for an asynchronous schedule. For
+                example, `double_buffered.first` removes the actions of the previous step, because
+                the first step of a run has no previous step. None: the full plan.
         """
         gathers, placement = self.config.zero.stage == 3, self.pipeline.layout.one_way
         if not training:

@@ -75,21 +75,22 @@ class Forecast:
         sizes: number of ranks per axis.
         parameters: number of parameters of the model.
         microbatches: number of micro-batches per step and data rank.
-        bubble: idle fraction of the time between the first and the last action of a pipeline rank,
-            for the rank with the longest such time (arXiv 2401.10241).
+        bubble: idle fraction of one pipeline rank between its first and its last action. The rank
+            is the one with the longest time between these actions (arXiv 2401.10241).
         idle: idle fraction of the time of the step; mean over pipeline ranks.
         flops_per_token: FLOPs of forward and backward per token.
         ranks: forecast of each rank.
         division: the partition by measured times; None if the configuration does not use it.
         ways: number of pipeline ranks that hold each stage: 2 for a bidirectional schedule,
             otherwise 1.
-        step_flops: simulated time of a step's forwards and backwards, with idle time, expressed as
-            the FLOPs that one device executes in this time; None if FLOPs are not known.
+        step_flops: the FLOPs that one device could execute during a step's forwards and backwards
+            if it were never idle. This is a simulated time, in the unit FLOPs. None if FLOPs are
+            not known.
         measured_s: simulated time of a step's forwards and backwards in seconds, if it was computed
             from measured times of layers; otherwise None.
         device: name of this machine's GPU, or None.
-        note: reason why the memory of activations is not known, so that `ranks` does not include
-            it; empty if it is included.
+        note: empty if `ranks` includes the memory of activations; otherwise the reason why this
+            memory is not known.
     """
 
     config: Config
@@ -120,8 +121,8 @@ class Forecast:
             world: number of ranks.
             build: function that builds a custom model of `threed.layers` for a `Slicing`; by
                 default, the model of `config.model` is built.
-            division: the engine's partition by measured times. Without it (None), the layers are
-                measured here if the configuration partitions by measured times.
+            division: the engine's partition by measured times. None: this function measures the
+                layers itself if `--parallel.partition` is measured.
 
         Raises:
             ValueError: if the model cannot be partitioned.
@@ -466,7 +467,7 @@ def _ways_text(config: Config, ways: int) -> str:
 
 
 def _recompute_text(config: Config) -> str:
-    """Returns a text that names the recomputed layers or operations, and where inputs are saved."""
+    """Returns a text with the recomputed layers or operations, and the place of saved inputs."""
     r, sliced = config.recompute, config.parallel.sequence and config.parallel.tp > 1
     layers = "each block" if r.every == 1 else f"one block in {r.every}"
     if r.mode == "selective":

@@ -48,8 +48,9 @@ def gathering(
     """Simulates the gathers of one chunk of a rank.
 
     Args:
-        units: per unit, the groups of parameters that it gathers, with their numbers of elements. A
-            group shared by units is gathered once while it is in use.
+        units: per unit, the groups of parameters that it gathers, with their numbers of elements.
+            If several units use a group at the same time, it is gathered only once, and is released
+            after the last of these units.
         reads: per unit, whether its backward reads weights.
         actions: all actions of the rank in a step. Actions without computation are ignored. If a
             pass of another chunk runs between two passes of this chunk, no unit stays gathered
@@ -75,8 +76,8 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        # A unit whose backward reads no weights is not gathered for it, but other units may be
-        # gathered at that time.
+        # A unit whose backward reads no weights is not gathered. But while this backward runs,
+        # other units may be gathered, and take memory.
         for unit in () if is_forward else set(range(len(units))).difference(order):
             backward[unit] = max(backward[unit], now)
     return Gathering(times, forward, backward)

@@ -184,8 +184,8 @@ def _divider(
 ) -> Callable[[Sequence[LayerBytes] | None, float | None], Division]:
     """Returns a function that partitions the model within a memory limit.
 
-    It is called as `divide_within(layer_sizes, limit)`: the bytes of each layer, and the memory
-    limit of a rank in bytes; or (None, None) for no limit.
+    The returned function has two parameters: the bytes of each layer, and the memory limit of a
+    rank in bytes. Both are None if there is no limit.
     """
     name, stages = config.parallel.schedule, plan.total_stages
 
@@ -231,9 +231,9 @@ def trace_layer_bytes(
 
 
 def max_over_ranks(ranks: Sequence[Sequence[LayerBytes]]) -> list[LayerBytes]:
-    """Returns the bytes of each layer as maxima over tensor ranks.
+    """Returns the bytes of each layer: the maximum over the tensor ranks.
 
-    Each kind of bytes (states, activations, temporary memory) is a separate maximum.
+    The maximum is computed separately for states, activations and temporary memory.
 
     Args:
         ranks: per tensor rank, the bytes of each layer.

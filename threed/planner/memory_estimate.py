@@ -376,7 +376,7 @@ def _activations_by_layer(
         stays = cost.input * (cost.keeps_input or previous_keeps)
         passed = cost.kept + stays + cost.output
         # A micro-batch that waits for its backward through this layer keeps the gradient of the
-        # layer's output, in addition to the output itself if the layer keeps it.
+        # layer's output. If the layer keeps the output for the backward, the output exists, too.
         waiting = passed + cost.output * cost.keeps_output
         if unit == len(layers) - 1:
             all_kept = kept + rest * cost.input + cost.kept + stays

@@ -1,6 +1,6 @@
 """Chooses between micro-batch-major and layer-major order of a step (`--zero.order auto`).
 
-    choose(microbatches=8, kept=2**20, freed=2**30)
+    choose(microbatches=8, kept=2**20, freed=2**30)     # "layer"
 
 In micro-batch-major order, a rank runs all layers of a micro-batch before the next micro-batch. For
 each micro-batch, it sends every sharded parameter twice and every gradient once. In layer-major
@@ -21,10 +21,10 @@ from threed.config.checks import LAYER_MAJOR
 def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"]:
     """Returns the order of a step, "layer" or "micro", by its memory and messages.
 
-    The order is "layer" if it sends less, and if its additional activations take at most as much
-    memory as the sharding and offloading of parameters saves. So with `--zero.order auto`, ZeRO-3
-    needs at most as much memory as ZeRO-2, and sends at most as many bytes as ZeRO-2, and as ZeRO-3
-    in micro-batch-major order.
+    The order is "layer" if two conditions hold. It must send fewer bytes than the order "micro".
+    Its additional activations must take at most as much memory as the sharding and offloading of
+    parameters saves. So with `--zero.order auto`, ZeRO-3 never needs more memory than ZeRO-2. In
+    the order "layer", it also sends no more bytes than ZeRO-2.
 
     Args:
         microbatches: number of micro-batches of a step.

@@ -1,11 +1,11 @@
 """Keeps copies of a run's state in its machines' memory, and resumes from a copy or a checkpoint.
 
-    memory = Memory(engine, folder)             inactive unless `checkpoint.memory-every` is set
+    memory = Memory(engine, folder)             # inactive unless `checkpoint.memory-every` is set
     extra = resume(engine, folder, retention, memory)
-    memory.begin(note)                          after the state is loaded, before the first step
-    memory.save_if_due(step, extra)             after a step; a thread writes the copy
-    with memory.ending(): ...                   on an error, waits some seconds for the copy
-    memory.remove()                             after the run has finished successfully
+    memory.begin(note)                          # after the state is loaded, before the first step
+    memory.save_if_due(step, extra)             # after a step; a thread writes the copy
+    with memory.ending(): ...                   # on an error, waits some seconds for the copy
+    memory.remove()                             # after the run has finished successfully
 
 If torchrun restarts the ranks, on the same or another number of machines, they resume from the
 newest step for which the remaining machines together have a complete state. Each launch or restart
@@ -97,14 +97,14 @@ class Memory:
             and engine.config.checkpoint.resume != "auto"
             and self.machines.first
         ):
-            self.place.keep()  # removes copies of earlier starts; a restart would load them
+            self.place.keep()  # removes old copies, because a later restart would load them
 
     def _begin_folder(self) -> bool:
-        """Creates this machine's folder in memory on the first rank of the machine.
+        """Creates this machine's folder in memory. Only the first rank of the machine does so.
 
         Returns:
-            Whether torchrun has restarted the ranks, so that the folder already existed. False on
-            the other ranks of the machine.
+            On the first rank of the machine: whether the folder already existed, because torchrun
+            has restarted the ranks. On the other ranks: False.
         """
         if not self.machines.first:
             return False
@@ -206,8 +206,10 @@ class Memory:
     def save_if_due(self, step: int, extra: Callable[[], Mapping[str, Any]]) -> None:
         """Begins to copy the state if `step` is a multiple of `every`; a thread writes the copy.
 
-        If the step was skipped, does nothing, so that the copy of an earlier step is kept, as with
-        checkpoints. If the previous copy is still being written, waits until it is finished.
+        If the step was skipped, no copy is written, and the copy of an earlier step remains.
+        Checkpoints are delayed after a skipped step for the same reason: training may not be able
+        to continue from this state. If the previous copy is still being written, this method waits
+        until it is finished.
 
         Args:
             step: the number of finished steps.
@@ -263,7 +265,8 @@ class Memory:
         Args:
             patience: maximum wait in seconds, after which the copy is stopped; None for no limit.
         """
-        if (writing := self._writing) is not None:  # read once: another thread may set it to None
+        # `_writing` is read only once, because another thread may set it to None
+        if (writing := self._writing) is not None:
             writing.give_up(patience)
 
     @contextmanager
@@ -313,8 +316,8 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
     """Loads the newest complete state, from memory or a checkpoint. Collective.
 
     Returns:
-        The additional state that was saved, with the keys below added. If no state was loaded, a
-        dict with only `problems`, or an empty dict.
+        A dict with the additional state that was saved, and with the keys below. If no state was
+        loaded, the dict contains only `problems`, or nothing if there were no problems.
 
         - path: path of the checkpoint; for a copy in memory, the path that a checkpoint of its step
           would have.

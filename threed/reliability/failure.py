@@ -65,7 +65,7 @@ def describe(beat: Beat) -> str:
 
 
 def a_sibling_failed(folder: str | Path, rank: int, world_size: int) -> bool:
-    """Returns whether another rank on this machine failed or was killed."""
+    """Returns whether another rank on this machine failed, was killed, or lost its connection."""
     return any(
         b["state"] in ("failed", "lost") or (b["state"] == "" and process_state(b) == "ended")
         for b in heartbeat.read_siblings(folder, rank, world_size)
@@ -79,9 +79,9 @@ def wait_for_names(
     """Waits until the cause of a lost connection is known, and returns the lines to report.
 
     Returns:
-        The result of `named` once it is not empty. An empty list once a rank of this machine has
-        reported its own failure. If `patience` seconds pass before that, rank 0 returns lines about
-        other ranks (`_elsewhere`), and the other ranks return an empty list.
+        If this rank reports killed ranks: the lines of `named`. If another rank of this machine has
+        reported its own failure: an empty list. If neither is the case after `patience` seconds:
+        on rank 0, lines about other ranks (`_elsewhere`); on the other ranks, an empty list.
     """
     end = time.monotonic() + patience
     while not (found := named(folder, rank, world_size)) and time.monotonic() < end:
@@ -93,12 +93,15 @@ def wait_for_names(
 
 
 def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """Returns lines about ranks of other launchers and machines, which `named` does not check.
+    """Returns lines about the ranks that this rank's launcher did not start.
+
+    `named` does not check these ranks, because they belong to other launchers or other machines.
 
     Returns:
-        A line per dead rank of other launchers on this machine. If no process on this machine has
-        ended and no rank has reported a failure: one line with the running ranks at the earliest
-        step. Otherwise an empty list, because another rank reports the cause.
+        A line per rank that another launcher started on this machine and that has died. If no
+        process on this machine has ended and no rank has reported a failure: one line with the
+        running ranks whose step is the earliest. In all other cases an empty list, because another
+        rank reports the cause.
     """
     beats = [b for b in heartbeat.read_all(folder) if b["rank"] < world_size and b["rank"] != rank]
     running = [beat for beat in beats if beat["state"] == ""]

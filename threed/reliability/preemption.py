@@ -67,7 +67,8 @@ class Stop:
         """Reads the flags of the previous check, and sends this rank's flag. Collective.
 
         Returns:
-            Whether the run is to stop, because a rank was asked to stop before the previous check.
+            Whether the run is to stop: True if any rank was asked to stop before the previous
+            check.
         """
         sent, self._sent = self._sent, None
         if not self.reason and sent is not None and sent():

@@ -6,15 +6,16 @@
 A bad step (with gradients that are not finite, or a spike of their norm) is skipped: weights and
 moments stay unchanged, so the same batch can run again. If the two computations agree, the data or
 the weights are bad, and a note lists the samples. If they differ, a rank made an error in one of
-the computations; a note names this rank, and training continues with the second result. The idea is
-from Megatron-Core's rerun state machine (`megatron/core/rerun_state_machine.py`).
+the computations. A note then names the ranks that may have made the error, and training continues
+with the second result. The idea is from Megatron-Core's rerun state machine
+(`megatron/core/rerun_state_machine.py`).
 
 For each rank, hashes of its outputs are compared between the two computations: activations for the
 next stage, losses, and gradients before their reduction. An error on one rank changes the outputs
 of later stages in the forward, of earlier stages in the backward, and of the other tensor ranks of
 its stage at once. It does not change outputs of other data ranks, because gradients are hashed
-before their reduction. So the note names the stage that differs first, in the order of computation,
-with all its tensor ranks.
+before their reduction. So the note names the tensor ranks of one stage: of all stages that differ,
+the one that comes first in the order of computation.
 
 Two computations are equal only if every operation is deterministic. By default, the attention
 backward on GPUs is not. So all steps run under `torch.use_deterministic_algorithms`: torch then
@@ -190,7 +191,7 @@ class Recheck:
         all_ranks = collectives.exchange(own, topology.axis("world"))
         places = [topology.grid.coordinates(rank) for rank in range(topology.world)]
         plan = self.engine.blueprint.pipeline.plan
-        # True if each pipeline rank s has stage s and no other stage.
+        # Whether each pipeline rank s has stage s and no other stage.
         in_turn = plan.chunks == 1 and not plan.placement
         ranks = culprits([found for found, *_ in all_ranks], places, in_turn)
         head = f"step {first.step} was computed twice"

@@ -4,9 +4,9 @@
         supervision.heart.beat(step, "step")
         supervision.asked()     # why this rank is to stop: "SIGTERM", "train.time-limit 60 s" or ""
 
-One background thread per rank listens for signals and runs the watchdog. An error that leaves the
-block is reported once over all ranks: by the rank that raised it, or, if a rank was killed, by
-another rank on its machine. Ranks that only lost their connection to a dead rank raise LostContact.
+One background thread per rank listens for signals and runs the watchdog. If an error leaves the
+block, exactly one rank reports it: the rank that raised it or, if a rank was killed, another rank
+on the same machine. Ranks that only lost their connection to a dead rank raise LostContact.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Supervision:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="threed-supervision")
 
     def before_exit(self, action: Callable[[], None]) -> None:
-        """Registers an action to run before a failure of another rank ends this process."""
+        """Registers an action that runs before this process ends because another rank failed."""
         self._before_exit.append(action)
 
     def asked(self) -> str:
@@ -145,9 +145,9 @@ class Supervision:
     def _report(self, error: Exception) -> None:
         """Marks the heartbeat with the outcome, and prints the error unless the caller prints it.
 
-        The caller prints errors of `REPORTED` and errors from disks that cannot be written. If
-        another rank has died, prints a line per killed rank that this rank reports
-        (`failure.named`) instead of the error.
+        The caller prints errors of the types in `REPORTED`, broken pipes, and errors of disks that
+        cannot be written. If the error means that another rank has died, this method does not print
+        the error, but the lines of `failure.wait_for_names`.
 
         Raises:
             LostContact: if the error means that another rank has died.
@@ -167,9 +167,9 @@ class Supervision:
             _print(text)
 
     def _report_others(self, error: Exception) -> None:
-        """Prints the lines of `failure.wait_for_names`, and raises LostContact with them.
+        """Prints the lines of `failure.wait_for_names`, and raises LostContact with these lines.
 
-        Returns without a report if the user has interrupted the run.
+        If the user has interrupted the run, it prints nothing and returns.
         """
         if self.interrupted.wait(1.0):
             return

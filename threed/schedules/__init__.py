@@ -1,9 +1,9 @@
 """Pipeline schedules as data: build a plan, check it, simulate it, add its communication, draw it.
 
-    plan = build("1f1b", stages=4, microbatches=8)      compute actions per rank, checked
-    simulate(plan, Costs(1, 1, 1))                      makespan, bubble, peak activations, messages
-    lower(plan)                                         adds sends, receives and reductions
-    svg(simulate(plan, Costs(1, 1, 1)).spans)           Gantt chart of simulated or measured times
+    plan = build("1f1b", stages=4, microbatches=8)  # compute actions per rank, checked
+    simulate(plan, Costs(1, 1, 1))                  # makespan, bubble, peak activations, messages
+    lower(plan)                                     # adds sends, receives and reductions
+    svg(simulate(plan, Costs(1, 1, 1)).spans)       # Gantt chart of simulated or measured times
 
 A custom schedule is a function (stages, microbatches) -> Plan. The decorator `@schedule("mine")`
 registers the function under a name. `build` and `--parallel.schedule` also accept FILE.py:function

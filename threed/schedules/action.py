@@ -1,8 +1,8 @@
 """The actions of a pipeline rank; a plan has one list of actions per rank.
 
-Use: `Action.parse("F0.3")` is the forward of micro-batch 3 on the rank's chunk 0;
-`Action.parse("F0.3+B1.2")` is the same forward, run together with the backward of micro-batch 2 on
-chunk 1.
+Use: `Action.parse("F0.3")` returns the forward of micro-batch 3 on the rank's chunk 0.
+`Action.parse("F0.3+B1.2")` returns an action that runs this forward together with the backward of
+micro-batch 2 on chunk 1.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Action(NamedTuple):
         microbatch: the index of the micro-batch in the step, from 0. A negative index is a
             micro-batch of the previous step: -1 is the last one. GATHER, REDUCE, VALIDATE, NORM and
             UPDATE belong to no micro-batch, and also have the index -1.
-        chunk: the index of the chunk on the rank that runs the action; for a send or receive, not
-            the index on the peer. It is 0 for VALIDATE, NORM and UPDATE, which concern all chunks.
+        chunk: the index of the chunk on the rank that runs the action, even for a send or receive:
+            the peer may use another index. 0 for VALIDATE, NORM and UPDATE, which concern all
+            chunks.
 
     """
 

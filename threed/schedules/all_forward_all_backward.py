@@ -28,7 +28,8 @@ def gpipe(stages: int, microbatches: int) -> Plan:
 def forward_only(stages: int, microbatches: int, placement: Sequence[Sequence[int]] = ()) -> Plan:
     """Returns a plan without backwards, in which activations are freed after each forward.
 
-    If several forwards of a rank have their input, the one with the lowest micro-batch index runs.
+    A rank may have the inputs of several forwards. It then runs the forward with the lowest
+    micro-batch index.
 
     Args:
         stages: number of pipeline ranks.

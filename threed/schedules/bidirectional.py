@@ -216,8 +216,9 @@ class _Rank:
     def _steady(self) -> None:
         """Appends the actions of phases 4 and 5.
 
-        On the last rank before the turning point, the first forward of near and the first backward
-        of far run in sequence, not as a pair, so that the result of the forward is ready earlier.
+        On the last rank whose near chunk a micro-batch passes, the first forward of near and the
+        first backward of far run in sequence, not as a pair, so that the result of the forward is
+        ready earlier.
         """
         for number in range(self.count - 2 * self.ranks + self.depth + 1):
             first = self._forward(self.near), self._backward(self.far)

@@ -10,7 +10,8 @@ round rates each such swap by an estimate: the length of the longest path throug
 after the swap. The round makes the swap with the smallest estimate, even if the plan gets longer,
 so that the search leaves local minima. The round also makes further swaps that are estimated to
 shorten the plan, but no two swaps of a round share an action. The reversal of a swap is tabu for a
-few rounds. Every F, I and W can be swapped.
+few rounds. Every F (forward), I (gradient of the input) and W (gradients of the weights) can be
+swapped.
 
 Sources, all on job-shop scheduling: van Laarhoven et al. 1992 (DOI 10.1287/opre.40.1.113: one such
 swap never causes a deadlock), Taillard 1994 (DOI 10.1287/ijoc.6.2.108: estimate of the path length
@@ -231,7 +232,7 @@ class _Actions:
         return _Times(begin, order, max(now))
 
     def tails(self, times: _Times, after: list[int]) -> list[float]:
-        """Returns, for each action, the length of the longest path from its start to the end.
+        """Returns, per action, the length of the longest path from its start to the plan's end.
 
         Args:
             times: the simulated times of the plan.

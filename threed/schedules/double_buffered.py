@@ -1,7 +1,8 @@
 """PipeDream-2BW: 1F1B without a flush between steps; gradients are one weight version behind.
 
-Use: `plan = two_bw(stages=4, microbatches=8)` is a step in the middle of a run, `first(plan)` is
-the first step of a run, and `drain(plan)` has the backwards that remain after the last step.
+Use: `plan = two_bw(stages=4, microbatches=8)` returns the plan of a step in the middle of a run,
+`first(plan)` the plan of a run's first step, and `drain(plan)` a plan of the backwards that remain
+after the last step.
 
 In every step, stage s leaves (stages - s - 1) backwards to the next step, which runs them between
 its first forwards. So ranks are not idle between steps. A batch uses one version of the weights
@@ -55,6 +56,6 @@ def first(plan: Plan) -> Plan:
 
 
 def drain(plan: Plan) -> Plan:
-    """Returns the plan that ends a run: only the backwards that the last step left open."""
+    """Returns the plan that ends a run: the backwards that the last step did not run."""
     late = (tuple(action for action in actions if action.microbatch < 0) for actions in plan.ranks)
     return replace(plan, microbatches=0, ranks=tuple(late), left=())

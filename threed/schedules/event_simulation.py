@@ -40,7 +40,7 @@ class _Exchange(NamedTuple):
 
 
 class _ActionType(NamedTuple):
-    """The properties that are equal for all actions that differ only in their micro-batch.
+    """Properties of an action that do not depend on its micro-batch.
 
     Attributes:
         duration: time of the action.

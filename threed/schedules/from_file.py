@@ -1,8 +1,8 @@
 """Custom schedules in files: a function (FILE.py:NAME) or a plan in torch's CSV format (FILE.csv).
 
-    fn = find("mine.py:zigzag", registered)       the function zigzag in mine.py
-    plan_of("mine.py:zigzag", fn, 4, 8)           zigzag(4, 8), checked
-    read_csv("mine.csv")                          the plan in the file
+    fn = find("mine.py:zigzag", registered)       # the function zigzag in mine.py
+    plan_of("mine.py:zigzag", fn, 4, 8)           # zigzag(4, 8), checked
+    read_csv("mine.csv")                          # the plan in the file
 
 Every error names the file and the problem; if the function raises, the error also names the line.
 """
@@ -90,8 +90,8 @@ def plan_of(
 ) -> Plan:
     """Returns the plan of FILE.csv, or the plan that FILE.py:NAME builds for these sizes.
 
-    A process calls a function only once for the same sizes, so that a random plan stays the same
-    during a run.
+    The plan of a function is cached for each combination of sizes. So even if a function returns
+    random plans, its plan stays the same during a run.
 
     Args:
         name: FILE.csv or FILE.py:NAME.
@@ -141,7 +141,7 @@ def _call(name: str, fn: Function, stages: int, microbatches: int, chunks: int |
         ) from error
     try:
         _check(plan)
-    except Exception as error:  # a plan may contain any values: any exception is possible
+    except Exception as error:  # wrong values in the plan can cause any exception
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{name}{arguments}: {kind}{error}") from error
     return plan

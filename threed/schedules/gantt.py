@@ -153,7 +153,8 @@ def _headings(title: str, subtitle: str) -> Iterator[str]:
 
 
 def _lanes(page: _Page) -> Iterator[str]:
-    every = ceil(13 / (page.lane + page.gap))  # only every n-th lane has a label, 13 pixels high
+    # A label needs 13 pixels. If lanes are lower, only every n-th lane has a label.
+    every = ceil(13 / (page.lane + page.gap))
     for rank in range(page.lanes):
         y = page.y(rank)
         yield f'<rect x="{_LEFT}" y="{y}" width="{style.WIDTH - _LEFT - _RIGHT}" height="{page.lane}" fill="{style.SURFACE}"/>'

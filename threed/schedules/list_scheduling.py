@@ -3,11 +3,12 @@
 Use: `orders = list_orders(flow, Priority(...), limit)`; then `split_backward.fill(flow, orders,
 limit)` inserts the W.
 
-The ranks are simulated over time. An F or I can run if its input is available. An F also needs free
-memory: the rank must be below `limit`, and the stage below `Priority.in_flight`. A free rank runs,
-of all F and I that can run, the one with the lowest priority number. If none can run, the rank runs
-its oldest pending W. With `Priority.eager`, a rank with full memory runs its oldest pending W even
-if an I can run. Positions and orders are defined in split_backward.py.
+F is a forward, I a backward for the gradient of the input, and W a backward for the gradients of
+the weights. The ranks are simulated over time. An F or I can run if its input is available. An F
+also needs free memory: the rank must be below `limit`, and the stage below `Priority.in_flight`. A
+free rank runs, of all F and I that can run, the one with the lowest priority number. If none can
+run, the rank runs its oldest pending W. With `Priority.eager`, a rank with full memory runs its
+oldest pending W even if an I can run. Positions and orders are defined in split_backward.py.
 """
 
 from __future__ import annotations

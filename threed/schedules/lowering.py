@@ -5,10 +5,11 @@ RF) and gradients (SB, RB), and with REDUCE, in the lists of the ranks.
 
 The plan is simulated with unit times. The starts of all actions and the departures of all messages
 are sorted into one global timeline, which is then distributed to the ranks. The send and the
-receive of a message are one entry of the timeline. So execution in the order of the timeline
-finishes, even if a transfer blocks both ranks. If, in addition, every channel delivers its messages
-in order, the plan finishes at any relative speed of the ranks. If each receive were placed directly
-before its first use instead, 1F1B would deadlock: see `deadlock_check.py` and its test.
+receive of a message are one entry of the timeline. So if the entries are executed one after the
+other, the plan finishes, even if a transfer blocks both of its ranks. If every channel also
+delivers its messages in order, the plan finishes at any relative speed of the ranks. If each
+receive were placed directly before its first use instead, 1F1B would deadlock: see
+`deadlock_check.py` and its test.
 """
 
 from __future__ import annotations

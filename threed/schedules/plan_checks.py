@@ -1,8 +1,8 @@
-"""Checks of a plan before any tensor moves. Every error names the rank and the action.
+"""Checks a plan before it runs. Every error names the rank and the action.
 
 `legal(plan)` checks each rank's list of actions separately, for missing, repeated and misordered
-actions. `validate` in deadlock_check.py also simulates all ranks together, and checks the
-communication of a plan that contains any.
+actions. `validate` in deadlock_check.py also simulates all ranks together. If the plan contains
+communication, `validate` checks it, too.
 """
 
 from __future__ import annotations

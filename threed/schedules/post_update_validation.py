@@ -1,8 +1,8 @@
 """Places and checks VALIDATE: the action at which a rank may still undo the previous update.
 
-    lowered = add_validation(lowered)         adds a VALIDATE to every rank
-    check_validation(lowered)                 raises ValueError if a VALIDATE is misplaced
-    time_between_steps(plan, costs)           time saved per step without a barrier between steps
+    lowered = add_validation(lowered)         # adds a VALIDATE to every rank
+    check_validation(lowered)                 # raises ValueError if a VALIDATE is misplaced
+    time_between_steps(plan, costs)           # time saved per step without a barrier between steps
 
 At VALIDATE a rank may undo the update that precedes the step, and the step then restarts
 (post-update validation, arXiv 2401.10241, section 4). This requires two conditions. First, no rank
@@ -101,7 +101,7 @@ def _messages(plan: Plan) -> list[Message]:
                 received = places[to[0]].get(
                     Action(_RECEIVE_OF[action.kind], action.microbatch, to[1])
                 )
-                if received is not None:  # otherwise `check_rendezvous` raises
+                if received is not None:  # None: `check_rendezvous` reports the missing receive
                     found.append((sender, sent, to[0], received))
     return found
 

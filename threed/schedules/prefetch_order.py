@@ -2,7 +2,7 @@
 
 A unit is the number of a layer. A pass is one forward or one backward of the chunk.
 
-    walk(range(4), ahead=1)      gather 0, 1 · run 0 · release 0 · gather 2 · run 1 · ...
+    walk(range(4), ahead=1)      # gather 0 and 1 · run 0 · release 0 · gather 2 · run 1 · ...
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The schedules by name: built-in and registered ones, and files with a custom schedule.
 
     plan = build("1f1b", stages=4, microbatches=8)
-    own_chunks("zb-v")          2: zb-v has two chunks per rank
-    is_asynchronous("2bw")      True: the steps of 2bw overlap
+    own_chunks("zb-v")          # 2: zb-v has two chunks per rank
+    is_asynchronous("2bw")      # True: the steps of 2bw overlap
 
 A name is one of `available()`, FILE.py:FUNCTION or FILE.csv.
 """

@@ -50,7 +50,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
             times = cost if isinstance(cost, tuple) else (0.0 if cost is None else cost,)
-            if not times or not all(0 <= time < math.inf for time in times):  # nan fails, too
+            if not times or not all(0 <= time < math.inf for time in times):  # rejects nan, too
                 raise ValueError(
                     f"costs: {name} is {cost}; times are finite and not negative, and a tuple has one per stage"
                 )
@@ -231,8 +231,8 @@ def peak_activations(plan: Plan, rank: int) -> float:
 def most_kept(plan: Plan, rank: int, kept: Sequence[int]) -> int:
     """Returns the peak amount of live activations on a rank, in the unit of `kept`.
 
-    Only the order of actions matters, because actions of a rank never overlap in time. During a
-    pair, the activations of both the forward and the backward are live.
+    Only the order of actions matters, because actions of a rank never overlap in time. While an
+    action runs a forward together with a backward (FB), the activations of both are live.
 
     Args:
         plan: the plan, with or without communication.

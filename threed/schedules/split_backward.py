@@ -152,7 +152,8 @@ class _Rank:
         self.now = 0.0
         self.begin = 0.0
         self.activations = 0  # live activations; a micro-batch on one chunk counts as 1
-        self.waiting: list[int] = []  # positions of all I so far; W is pending from `first` on
+        # positions of all I so far; the W of `waiting[first:]` have not run yet
+        self.waiting: list[int] = []
         self.first = 0
         self.out: list[int] = []  # the actions so far, as in `Filled.ranks`
 

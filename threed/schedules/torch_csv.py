@@ -1,7 +1,7 @@
 """Conversion of plans to and from the CSV format of torch.distributed.pipelining.
 
-    text = to_csv(build("1f1b", stages=4, microbatches=8))    one row per rank: 0F0,0F1,0F2,0F3...
-    plan = from_csv(text, "mine.csv")                         errors name the row and the cell
+    text = to_csv(build("1f1b", stages=4, microbatches=8))    # one row per rank: 0F0,0F1,0F2,0F3...
+    plan = from_csv(text, "mine.csv")                         # errors name the row and the cell
 
 A cell is one action: stage of the model, kind (F, B, I, W), micro-batch. The cell
 `(0F7;7B3)OVERLAP_F_B` runs a forward together with a backward. Empty cells are ignored. The stages

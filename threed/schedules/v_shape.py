@@ -167,9 +167,9 @@ def phases(unit: Flow) -> Orders:
     return orders
 
 
-# By hop, a function of the number of ranks. It returns the number of idle units on the first rank
-# between the last forward of a micro-batch and its first I. With this gap, no actions of the
-# repeated pattern collide.
+# The key is `hop` (see `pattern`). The value is a function of the number of ranks. It returns how
+# many time units the first rank is idle between the last forward of a micro-batch and its first I.
+# With this gap, no actions of the repeated pattern collide.
 _GAPS = {1: lambda ranks: 2 if ranks % 3 == 0 else 0, 2: lambda ranks: 0 if ranks % 2 else 3}
 
 

@@ -212,10 +212,11 @@ def _one_f_one_b_orders(
     Args:
         flow: the positions, with one chunk per rank.
         begin: for each rank, the number of forwards before its first backward.
-        every: number of backwards after which the first rank skips a forward, so that it has one
-            micro-batch fewer in flight. Rank r then skips a forward if it would otherwise have more
-            micro-batches in flight than the first rank's number minus r. No rank has fewer in
-            flight than in 1F1B (arXiv 2401.10241, section 3.1). None: no forward is skipped.
+        every: number of backwards after which the first rank skips a forward, repeatedly. Each
+            time, it then has one micro-batch fewer in flight. Rank r skips a forward whenever it
+            would otherwise have more than n - r micro-batches in flight, where n is the first
+            rank's number. No rank has fewer in flight than in 1F1B (arXiv 2401.10241, section
+            3.1). None: no forward is skipped.
     """
     orders = []
     for rank, ahead in enumerate(begin):
@@ -304,6 +305,7 @@ def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
     ):
         if search.is_over:
             return
-        # List scheduling takes three times as long as `fill`.
+        # A micro-batch on a stage has three actions. Each counts three times, because list
+        # scheduling takes three times as long as `fill`.
         search.effort -= 9 * flow.forwards * flow.microbatches
         yield orders_of(flow, Variant(hop, extra, 0, balanced, eager), limit)

@@ -38,8 +38,8 @@ class Results:
         losses: loss per step.
         norms: gradient norm per step.
         weights: weights by global name.
-        moments: for each optimizer state, its tensors by global name of the parameter. With 2BW and
-            delayed updates, the parameters before the last update are one more state.
+        moments: for each optimizer state, its tensors by global name of the parameter. With 2BW or
+            delayed updates, there is an additional state: the parameters before the last update.
         buffers: persistent buffers by global name.
     """
 
@@ -60,8 +60,9 @@ class Finding:
     """A difference from the results of one process.
 
     Attributes:
-        kind: "loss", "norm", "shards" (elements that no rank or several ranks own) or "buffer". For
-            a weight or an optimizer state, the name of this part, as in `Results.parts`.
+        kind: kind of the value that differs: "loss", "norm" or "buffer"; for a weight or an
+            optimizer state, its key in `Results.parts`. "shards" means that some elements of a
+            parameter belong to no rank, or to several ranks.
         what: description of the difference.
         largest: largest absolute difference of an element, or NaN.
         parameter: global name of the parameter or buffer, or "".
@@ -110,8 +111,8 @@ def differences(
         engine: engine after the steps.
         metrics: metrics of all steps.
         truth: results of one process. Buffers, and the parameters before the last update, are
-            compared only if `truth` has them. The caller leaves out buffers that depend on how a
-            batch is divided.
+            compared only if `truth` has them. The caller must remove from `truth` all
+            buffers whose values depend on how a batch is divided over ranks and micro-batches.
         tolerance: largest difference; relative for losses and norms, absolute for all others.
 
     Returns:

@@ -27,12 +27,12 @@ from threed.zero.records import WEIGHT
 
 # The maximum number of parameters or buffers that are reported for one kind of difference.
 MOST = 8
-# (name of the layer, names of its parameters) of each layer.
+# The layers of a model: for each layer, its name and the names of its parameters.
 Layers = Sequence[tuple[str, list[str]]]
 # A difference: (layer or None, parameter or None, description, largest absolute difference or NaN).
 About = tuple[str | None, str | None, str, float]
-# Differences of the values that layers pass to each other, by boundary and then by rank. A boundary
-# is an output or an input gradient of a layer, see `watch.Key`.
+# Boundary -> rank -> difference. A boundary is the output or the input gradient of a layer, see
+# `watch.Key`.
 Between = Mapping[Key, Mapping[int, Finding]]
 
 _MISSING = "is a partial sum on every tensor rank, because an all-reduce is missing: "
@@ -126,7 +126,7 @@ class Explainer:
     def __init__(self, truth: Mapping[str, Any], tensor: int, words: Iterable[str]) -> None:
         self.truth, self.tensor, self.recompute = truth, tensor, "recompute" in set(words)
         self.layers: Layers = truth["layers"]
-        self._layer_of: dict[str, int] = {}  # number of the first layer that has each parameter
+        self._layer_of: dict[str, int] = {}  # parameter -> number of the first layer that has it
         for number, (_, names) in enumerate(self.layers):
             for name in names:
                 self._layer_of.setdefault(name, number)
@@ -178,8 +178,8 @@ class Explainer:
     ) -> Iterator[About]:
         """Yields the differences that the backward shows.
 
-        These are first the differing parameters of the layers after the origin, then the origin,
-        which is the last layer whose input gradient differs.
+        The backward begins to differ at its origin: the last layer whose input gradient differs.
+        First come the parameters that differ in layers after the origin, and then the origin.
         """
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)

@@ -188,9 +188,9 @@ def same_everywhere(
     Args:
         build: the model's class, or a function that returns the model. It is called with (config,
             slicing), (config) or (), where `config` is a `ModelConfig` and `slicing` a `Slicing`.
-            It may return an `nn.Module`, which only data parallelism and ZeRO can train; without
-            `batch`, this module must read token ids (`threed.models.TokenModule`). Must be
-            importable from a module, because ranks are separate processes.
+            It must be importable from a module, because ranks are separate processes. If it returns
+            a plain `nn.Module`, only topologies with data parallelism and ZeRO can train the model;
+            and without `batch`, the model must read token ids (`threed.models.TokenModule`).
         batch: a function, called as `batch(config, step)` with the `Config` and the number of a
             step. It returns the global batch: tensors by name, each with
             `config.train.global_batch` rows. Must be importable. By default, random tokens.
@@ -207,7 +207,8 @@ def same_everywhere(
     Raises:
         ValueError: if a topology's name is invalid, or `build` or `batch` cannot be passed to other
             processes.
-        ConfigError: if the configuration cannot be compared.
+        ConfigError: if `config` sets the number of ranks of an axis, compiles layers, or uses a
+            dtype other than fp64 and fp32.
 
     Example:
 
@@ -332,8 +333,8 @@ def _train(
         truth: results of the reference training; empty in the reference training itself.
 
     Returns:
-        A dict with the results of `look` ("first", "last"), the layers and the batches; and the
-        watch, with the values that layers passed to each other.
+        (results, watch). `results` is a dict with the keys "first" and "last" (what `look` has
+        returned), "layers" and "batches". `watch` has the values that layers passed to each other.
     """
     os.dup2(2, 1)  # sends a model's prints to stderr, because the report is written to stdout
     phase, at, layers = "build", lambda: "", list[tuple[str, list[str]]]()
@@ -367,8 +368,9 @@ def _train(
         last = look("last", engine, metrics)
         return {"first": first, "last": last, "layers": layers, "batches": batches}, watch
     except DataError as error:
-        # The engine raises DataError only after the step, when `at()` is the layer that ran last.
-        # So the first layer with a non-finite output is reported instead.
+        # The engine raises DataError only after the step. At that time `at()` returns the layer
+        # that ran last, which need not be the cause. So the report names the first layer whose
+        # output is not finite.
         raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error
@@ -469,8 +471,9 @@ def _train_reference(task: _Task) -> Seen:
 def _train_and_compare(task: _Task, parsed: dict[str, int]) -> Seen:
     """Trains on all ranks of a topology. Returns this rank's differences from the reference."""
     truth, usual = _load(task.file), task.config.train.micro_batch
-    # Buffers with statistics, such as running means, depend on how the batch is divided. So buffers
-    # are not compared if the topology divides it in another way than the reference.
+    # Buffers with statistics, such as running means, depend on how the batch is divided over ranks
+    # and micro-batches. So buffers are not compared if a topology divides the batch differently
+    # from the reference.
     divided = parsed.get("dp", 1) > 1 or parsed.get("micro", usual) != usual
 
     def look(when: str, engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:

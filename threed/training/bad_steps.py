@@ -79,7 +79,7 @@ class BadSteps(Callback):
             self._compared = step
 
     def delay_checkpoint(self) -> bool:
-        """Returns whether to delay the due checkpoint, because the last step was skipped.
+        """Returns whether the last step was skipped, so that the due checkpoint must be delayed.
 
         Collective.
         """

@@ -86,8 +86,11 @@ class Run:
         self.supervision.heart.beat(self.engine.steps if step is None else step, phase)
 
     def hurries(self) -> bool:
-        """Returns whether the run must end soon, so that saves must ignore the limit
-        `checkpoint.write-limit-mib`. Thread-safe."""
+        """Returns whether the run must end soon. Thread-safe.
+
+        If so, saves do not limit their speed to `checkpoint.write-limit-mib`, so that they finish
+        early.
+        """
         return bool(self.stop or self.supervision.asked())
 
     def is_logged(self, step: int) -> bool:

@@ -141,8 +141,10 @@ class Checkpoints(Callback):
 
     @cached_property
     def _has_room(self) -> bool:
-        """Whether saves are asynchronous: the configuration allows it, and there is enough free
-        memory for a copy of the state."""
+        """Whether saves are asynchronous.
+
+        They are if the configuration allows it and enough memory is free for a copy of the state.
+        """
         asked = self.run.config.checkpoint.async_ is not False
         room = asked and self.engine.saver.has_room()
         if asked and not room:

@@ -2,8 +2,8 @@
 once.
 
     evaluation = Evaluation(engine, data)
-    evaluation.notice                     a note for the user; empty if there are enough windows
-    loss = evaluation.loss(stops)         collective; None if `stops` returned true
+    evaluation.notice                     # a note for the user; empty if there are enough windows
+    loss = evaluation.loss(stops)         # collective; None if `stops` returned true
     evaluation.bits_per_byte(loss)
 
 An evaluation runs full global batches, so it works with any topology, micro-batch and schedule. In
@@ -63,7 +63,8 @@ class Evaluation(Callback):
         """
         sums: list[Tensor] = []
         for first in range(0, self.windows, self.batch):
-            # A batch is weighted by its number of windows: all windows have equally many labels.
+            # The weight of a batch is its number of windows, because all windows have equally many
+            # labels.
             here = min(self.batch, self.windows - first)
             sums.append(self.engine.evaluate(self._rows(first + self.index * self.share)) * here)
             if stops():

@@ -15,7 +15,7 @@ class NotFiniteError(RuntimeError):
 
 
 class NoLogitsError(RuntimeError):
-    """Raised on every rank if the model returns only a loss, so that no token can be sampled."""
+    """Raised on every rank if the model is a module that cannot return logits for token ids."""
 
 
 def generate(
@@ -39,7 +39,8 @@ def generate(
 
     Raises:
         NotFiniteError: if the logits are not finite.
-        NoLogitsError: if the model is a module that, called without labels, returns no logits.
+        NoLogitsError: if the model is a module that does not read token ids, or that returns no
+            logits when it is called without labels.
     """
     length, device = engine.config.model.seq, engine.topology.device
     draw = torch.Generator().manual_seed(seed)
