@@ -171,7 +171,7 @@ class ModuleGatherer(Gatherer):
             _Hook(self, model.module, None)
 
     def before_free(self, group: Group) -> None:
-        """Stores the changes of the group's parameters by user code; see `Changes.store`."""
+        """Stores the changes that user code made to the group's parameters; see `Changes.store`."""
         self.version += self.changes.store(group)
 
     # -------------------------------------------------------------------------------------------------------- forward

@@ -292,7 +292,7 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
 
 
 def _read_by_tracer() -> bool:
-    """Returns whether the caller of this function was itself called by a tracer of torch."""
+    """Returns whether code of torch.compile (`TRACERS`) called the caller of this function."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith(TRACERS)
 
 
@@ -314,10 +314,10 @@ class _Managed(nn.Parameter):
         """The gradient. Usually None, because the engine moves gradients to its own buffers.
 
         Raises:
-            RuntimeError: the attribute is read between a backward and the end of its step, when
-                functions such as torch's `clip_grad_norm_` would find no gradients and do nothing.
-                `torch.compile` gets None instead, because it reads `.grad` of every parameter in
-                the code that it compiles.
+            RuntimeError: the attribute is read after a backward, before the end of the step.
+                Functions such as torch's `clip_grad_norm_` would find no gradients at that time,
+                and do nothing. `torch.compile` gets None and no error, because it reads `.grad` of
+                every parameter in the code that it compiles.
         """
         grad: Tensor | None = GRAD.__get__(self)
         if grad is None and not _read_by_tracer():
