@@ -188,8 +188,8 @@ class ModuleGatherer(Gatherer):
 
     def runs_compiled(self, module: nn.Module) -> bool:
         """Returns whether the module, or a submodule, is compiled."""
-        # once True, `_compiles` stays True: after `torch._dynamo.reset`, `compiles()` returns False
-        # although modules are still compiled
+        # `_compiles` stays True once it is True, because after `torch._dynamo.reset` `compiles()`
+        # returns False although modules are still compiled
         self._compiles = self._compiles or compiles()
         return self._compiles and any(
             part._compiled_call_impl or "_orig_mod" in part._modules for part in module.modules()

@@ -340,7 +340,7 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """Lowest index of the units that use a parameter of this bucket; -1 if all of it is padding."""
+        """Lowest index of the units that use the bucket's parameters; -1 if all of it is padding."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
@@ -400,7 +400,7 @@ class Group:
     def owned(self) -> bool:
         """Whether this rank counts the group in the gradient norm and saves it in checkpoints.
 
-        If several ranks hold replicas of their portions, only the first of these ranks does so.
+        If several ranks hold replicas of the same portions, only the first of these ranks does so.
         """
         return all(axis.index == 0 for axis in self.copies)
 

@@ -101,8 +101,8 @@ class Optimistic:
         self.consistency, self.counters = consistency, counters
         self.outcome, self.apply, self.observe = outcome, apply, observe
         self.restarts = 0
-        # Whether the guess was right for the last step. If that step did not use the guess: whether
-        # the guess would have been right. The value is the same on all ranks.
+        # Whether the guess was right for the last step, even if that step did not use the guess.
+        # The value is the same on all ranks.
         self._last_guess_right = True
         self._attempt: Attempt | None = None
         # the tensors that an update changes, copied before the last guessed update

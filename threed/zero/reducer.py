@@ -209,7 +209,7 @@ class Reducer:
             self._launch(queue)
 
     def _end_round(self, queue: LaunchQueue) -> None:
-        """Ends a round (a micro-batch or a step): launches the remaining reductions of the queue.
+        """Launches the remaining reductions of the queue in a round (a micro-batch or a step).
 
         Then updates the expected numbers of contributions, if they may still change.
         """

@@ -373,7 +373,9 @@ class Reductions:
         self._squares.clear()
 
     def finish(self) -> list[Gradient]:
-        """Ends the reductions of a step: sums slices over the axes of `later_sums`. Collective.
+        """Sums slices over the axes of `later_sums`, and waits for all reductions. Collective.
+
+        Call it at the end of a step.
 
         Returns:
             The gradient of each bucket, in the order of `Layout.buckets`.

@@ -220,7 +220,7 @@ class Snapshot:
             self._release(item)
 
     def close(self) -> None:
-        """Ends the snapshot: all states may change, and a running `values` raises GivenUp."""
+        """Ends the snapshot, so that all states may change. A running `values` raises GivenUp."""
         self._closed = True
         for item in self._items:
             item.safe.set()
