@@ -3,7 +3,7 @@
     runner  = Asynchronous(plan_of, reducer, optimizer)
     losses  = runner.run(executor.run, micros)
     results = runner.update(carry)    # results() waits for the sums over all ranks
-    runner.finish(executor.run)       # before states are read: completes the last step
+    runner.finish(executor.run)       # completes the last step; call it before states are read
 
 The last backwards of a batch run between the first forwards of the next batch. The update for batch
 k is applied while batch k + 1 runs. All passes of batch k + 1 use the weights from before this

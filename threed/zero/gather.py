@@ -10,9 +10,9 @@
 Unsharded parameters (stages 1 and 2, small ones under stage 3) are gathered once per update, by
 `publish`. The gather overlaps with the beginning of the next forward, and `ready` waits for it.
 Sharded parameters (stage 3) are gathered at every use, into a new buffer. The parameters stay the
-same Python objects (`parameter_access`). For the backward, autograd saves the shape of a
-sharded parameter and its offset in the buffer, not its values (`SavedView`). The backward gathers
-the parameters into another buffer and reads them there.
+same Python objects (`parameter_access`). For the backward, autograd saves the shape of a sharded
+parameter and its offset in the buffer, not its values (`SavedView`). The backward gathers the
+parameters into another buffer and reads them there.
 
 Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases: first this rank's
 slices are read, then the all-gather runs. The all-gather starts when the gather of another group

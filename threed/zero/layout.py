@@ -340,7 +340,7 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """Lowest index of the units that use the bucket's parameters; -1 if all of it is padding."""
+        """Lowest index of the units that use the bucket's parameters; -1 if it is all padding."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
