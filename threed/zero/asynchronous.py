@@ -3,14 +3,15 @@
     runner  = Asynchronous(plan_of, reducer, optimizer)
     losses  = runner.run(executor.run, micros)
     results = runner.update(carry)    # results() waits for the sums over all ranks
-    runner.finish(executor.run)       # before states are read: completes the last step
+    runner.finish(executor.run)       # completes the last step; call it before states are read
 
-The last backwards of a batch run between the first forwards of the next batch. All passes of a
-batch use the same version of the weights: the version before the update for the previous batch.
-That update is applied while the batch runs, and creates the version that the next batch uses. So
-gradients are computed with weights that are one update older than the weights to which they are
-applied (section 3.1). A call of `finish` applies that update earlier, before the batch begins. The
-batch still uses the older version, so calls of `finish` do not change the training result.
+The last backwards of a batch run between the first forwards of the next batch. The update for batch
+k is applied while batch k + 1 runs. All passes of batch k + 1 use the weights from before this
+update, and all passes of batch k + 2 use the weights from after it. So gradients are computed with
+weights that are one update older than the weights to which they are applied (section 3.1).
+
+A call of `finish` applies the update for batch k before batch k + 1 begins. Batch k + 1 still uses
+the weights from before this update, so calls of `finish` do not change the training result.
 
 The gradient norm covers all pipeline stages. The all-reduce of the norm starts when the last stage
 has its gradients, and is waited for at the end of the step. Until then this rank's slices of the
@@ -55,8 +56,7 @@ class Asynchronous:
         optimizer: updates the weights, and keeps two versions of them (`Policy.versions` is 2).
 
     Attributes:
-        pending: always True, because the results of `update` need a sum over all ranks that is
-            still in flight.
+        pending: whether a read of the results of `update` waits for other ranks. Always True.
         open: number of micro-batches of the last step if its last backwards and its update are
             still outstanding, else 0.
         seconds: [s1, s2], host seconds that the last plan spent in `all_passes_ended` (s1), and in
@@ -88,14 +88,14 @@ class Asynchronous:
         """Returns the state for a checkpoint.
 
         Returns:
-            A dict with "last_update": [gradient norm, learning rate] of the newest update, with
-            None for a number that is not finite.
+            A dict with one entry. "last_update": [gradient norm, learning rate] of the newest
+            update; a number that is not finite is stored as None.
         """
         numbers = float(self._last.grad_norm), float(self._last.lr)
         return {"last_update": [number if math.isfinite(number) else None for number in numbers]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the gradient norm and learning rate that the next metrics report.
+        """Restores the gradient norm and learning rate that the metrics of the next step report.
 
         Both are 0 if `state` does not contain them.
 
@@ -112,7 +112,7 @@ class Asynchronous:
         self._carry = torch.zeros_like(norm)[None]
 
     def begin(self, microbatches: int) -> None:
-        """Does nothing: `run` and `all_passes_ended` begin the accumulation of gradients."""
+        """Does nothing, because `run` and `all_passes_ended` begin to accumulate gradients."""
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs the outstanding backwards of the previous step, and this step's micro-batches.
@@ -134,7 +134,7 @@ class Asynchronous:
         return self._run(run, self.plan_of(count, part=None if self.open else first), micros)
 
     def drop(self) -> None:
-        """Does nothing: a step ends when `Engine.step` returns, so no step is left to discard."""
+        """Does nothing, because no step is in progress between two calls of `Engine.step`."""
 
     def finish(self, run: Run) -> None:
         """Runs the outstanding backwards of the last step and applies its update. Collective.
@@ -156,7 +156,8 @@ class Asynchronous:
         try:
             losses = run(plan, micros)
         except BaseException:
-            # lost are the gradients of this step, and of the previous step if it was outstanding
+            # the gradients of this step are lost, and so are the gradients of the previous step if
+            # its update was outstanding
             self.optimizer.consistency.invalidate()
             raise
         self.open = len(micros)

@@ -45,8 +45,8 @@ class Contributions:
         late: number of contributions of this round that arrived too late for the buffer, because
             the reduction of a bucket with part of the gradient had already been launched.
         used: whether any contribution was counted since construction or the last `restore`.
-        positions: indices of the gradient's buckets in the launch order of their `LaunchQueue`,
-            ascending.
+        positions: indices, in the launch order of a `LaunchQueue`, of the buckets that contain the
+            gradient or a part of it; ascending.
     """
 
     def __init__(self, uses: int = 1, known: bool = True) -> None:
@@ -58,7 +58,7 @@ class Contributions:
 
     @property
     def counted(self) -> int | None:
-        """Value for a checkpoint: `per_pass` if known and not equal to the uses, else None."""
+        """`per_pass` for a checkpoint; None if it is unknown or equal to the number of uses."""
         return None if self.per_pass == self._uses else self.per_pass
 
     def restore(self, counted: int | None) -> None:
@@ -78,8 +78,8 @@ class Contributions:
         """Begins a round of `passes` micro-batches.
 
         Returns:
-            Whether the gradient is incomplete: contributions are expected in this round, or their
-            number is unknown.
+            Whether the gradient is incomplete. This is the case if contributions are expected in
+            this round, or if their number is unknown.
         """
         self.remaining, self.added, self.late = (self.per_pass or 0) * passes, 0, 0
         return self.per_pass is None or self.remaining > 0
@@ -113,7 +113,9 @@ class Contributions:
         self.late += 1
 
     def learn(self, passes: int, dynamic: bool) -> None:
-        """Sets `per_pass` to the contributions per micro-batch of the round that ended.
+        """Sets `per_pass` to the number of contributions per micro-batch in the round that ended.
+
+        The number is rounded up. If `per_pass` is unknown (None), it remains None.
 
         Args:
             passes: number of micro-batches in the round.
@@ -167,7 +169,7 @@ class LaunchQueue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a bucket is left to launch, and all gradients in the next one are complete."""
+        """Whether there is a next bucket to launch, and all gradients in it are complete."""
         return not self.is_done and self._incomplete[self.launched] == 0
 
     @property
@@ -250,8 +252,9 @@ class Deferral:
         """Context manager that yields a list of the contributions computed in the block.
 
         Each parameter's `reducer.Sink` appends its contributions to the list instead of adding them
-        to the gradient. For a matrix product, the list holds only the two factors. A contribution
-        is counted in the round in which `add_deferred` adds it to its gradient.
+        to the gradient. If a contribution is a matrix product, the list contains its two factors,
+        and `add_deferred` computes the product. A contribution is counted in the round in which
+        `add_deferred` adds it to its gradient.
         """
         self.waiting = waiting = list[Contribution]()
         try:
@@ -273,7 +276,7 @@ class Deferral:
 
 
 class Owner(Protocol):
-    """Interface of an owner of backwards: the part of `Reducer` that `own_backward` uses."""
+    """Interface of an object to which backwards belong, such as `Reducer`; see `own_backward`."""
 
     def give_up(self) -> None: ...
 
@@ -313,7 +316,8 @@ class PlainBackwards:
         self._ended()
 
 
-# Owners of the running backwards, innermost last. The list is global, as is autograd's engine.
+# Owners of the running backwards, innermost last. The list is global, because autograd does not
+# pass the owner of a backward to the hooks of parameters.
 _running: list[object] = []
 
 

@@ -6,19 +6,20 @@
                                     during the backward
     early.progress()                called between backwards: starts to read states for the next
                                     updates, and updates the buckets whose states have been read
-    done = early.end(now)           when the step's scalars are known: ends the step; returns the
-                                    states that were updated during the backward
+    done = early.end(now)           ends the step; returns the states that were updated during the
+                                    backward. `now` contains the step's true scalars: learning
+                                    rates, number of the update, clip factor, skip flag
 
-In layer order (`--zero.order layer`) every layer runs all micro-batches before the next layer, so
-that a gradient is complete when the backwards of its layer have ended. The optimizer state of that
-layer can then be read, updated and written while the backwards of other layers run. At that time it
-is unknown whether the step will be skipped or its gradients clipped. The update guesses that
-neither will happen, and writes the new state to a second region of the drive. If the guess was
-right, the second region replaces the first one at the end of the step. If the guess was wrong, or
-if the step is interrupted, the first region still has the old state. If the gradients must be
-clipped, the update runs again at the end of the step, from gradients that were also written to the
-drive. After a wrong guess, updates run at the end of each step, up to and including the first step
-for which the guess would have been right. The number and size of buffers in memory are constant.
+In layer order (`--zero.order layer`) every layer runs all micro-batches before the next layer. So a
+gradient is complete when the backwards of its layer have ended. The optimizer state of that layer
+can then be read, updated and written while the backwards of other layers run. At that time it is
+unknown whether the step will be skipped or its gradients clipped. The update guesses that neither
+will happen, and writes the new state to a second region of the drive. If the guess was right, the
+second region replaces the first one at the end of the step. If the guess was wrong, or if the step
+is interrupted, the first region still has the old state. If the gradients must be clipped, the
+update runs again at the end of the step, from gradients that were also written to the drive. After
+a wrong guess, updates run at the end of each step, up to and including the first step for which the
+guess would have been right. The number and size of buffers in memory are constant.
 
 GreedySnake (arXiv 2512.17570) instead runs a part of the update during the next forward. Layers
 therefore receive the parameters that this part updates one step late.
@@ -46,8 +47,8 @@ class Early:
         max_pending: largest number of gradients that may wait in the queue. If the queue is longer,
             `take` updates the oldest buckets.
         clips: whether gradient clipping is enabled.
-        guess: function that returns the guess: the scalars of the next update, on the host, under
-            the assumption that the step is neither clipped nor skipped.
+        guess: function that returns the scalars of the next update, on the host, under the
+            assumption that the step is neither clipped nor skipped.
         apply: function that applies the update rule to the staged buffers of a state; see
             `Optimizer._apply_rule`.
     """

@@ -1,8 +1,8 @@
 """Gathers parameters before they are used and releases them afterwards.
 
     publish(bucket)   begins to gather new values, after the optimizer has updated this rank's slice
-    complete()        gathers the slices that several pipeline ranks update in portions, then
-                      publishes them
+    complete()        if several pipeline ranks each update a portion of a slice: gathers these
+                      portions, then begins to gather the full slices, as `publish` does
     start(unit)       begins to gather the parameters of a unit (a layer or module, see `layout`)
     ready(unit)       waits until the parameters of a unit are gathered
     release(unit)     frees the memory of the unit's parameters, unless another unit still uses them
@@ -10,14 +10,14 @@
 Unsharded parameters (stages 1 and 2, small ones under stage 3) are gathered once per update, by
 `publish`. The gather overlaps with the beginning of the next forward, and `ready` waits for it.
 Sharded parameters (stage 3) are gathered at every use, into a new buffer. The parameters stay the
-same Python objects (`parameter_access`). For the backward, autograd saves the offset and the shape
-of a sharded parameter in the buffer, not its values (`SavedView`). The backward gathers the
+same Python objects (`parameter_access`). For the backward, autograd saves the shape of a sharded
+parameter and its offset in the buffer, not its values (`SavedView`). The backward gathers the
 parameters into another buffer and reads them there.
 
 Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases: first this rank's
-slices are read, then the all-gather runs. The all-gather starts when the next group is opened or
-when a unit waits for the gather. With prefetching, both phases overlap with the computation of
-earlier units.
+slices are read, then the all-gather runs. The all-gather starts when the gather of another group
+begins, or when a unit waits for the parameters. With prefetching, both phases overlap with the
+computation of earlier units.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _each(act: Callable[[Group], None], groups: Sequence[Group]) -> None:
 
 
 class SavedView:
-    """A tensor that autograd saved as a position in a group's buffer.
+    """The position of a tensor in a group's buffer; autograd saves it instead of the tensor.
 
     Attributes:
         group: the group.
@@ -125,8 +125,8 @@ class Gatherer:
     Attributes:
         accesses: the `Access` of each parameter.
         by_storage: address of a storage (`storage_of`) -> its owner, for the memory of sharded
-            parameters. The owner is (group, None) if the storage is a group's buffer, and (group,
-            slot) if it is the placeholder of a parameter that is not gathered.
+            parameters. The owner of a group's buffer is (group, None). The owner of a placeholder,
+            to which a parameter points while it is not gathered, is (group, slot).
         version: counter that is incremented when the values of sharded parameters change.
         wrapped: whether the parameters belong to a wrapped module. If so, the user's program may
             read and change the parameters at any time.
@@ -253,7 +253,7 @@ class Gatherer:
     # ------------------------------------------------------------------------------------------------ sharded parameters
 
     def is_freed(self, unit: int) -> bool:
-        """Returns whether a unit has sharded parameters, which are gathered only for its use."""
+        """Returns whether a unit has sharded parameters, which are freed while they are unused."""
         return unit in self._groups_of_unit
 
     def start(self, unit: int) -> None:
@@ -295,7 +295,7 @@ class Gatherer:
     # -------------------------------------------------------------------------------------------------------- groups
 
     def before_use(self, group: Group) -> None:
-        """Hook for subclasses: called before a sharded parameter is used; may `open` its group."""
+        """Hook for subclasses: called before a sharded parameter is used; may gather its group."""
 
     def before_free(self, group: Group) -> None:
         """Hook for subclasses: called before a group's memory is freed."""
@@ -342,8 +342,8 @@ class Gatherer:
 
         Args:
             group: the sharded group.
-            holder: the user of the group: a `Holder`, or the number of a unit or module call (see
-                `Holder`). `close` must be called with the same value.
+            holder: the user of the group: a member of `Holder`, the number of a unit, or the
+                nesting depth of a module call. `close` must be called with the same value.
         """
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))

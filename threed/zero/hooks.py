@@ -171,7 +171,7 @@ class ModuleGatherer(Gatherer):
             _Hook(self, model.module, None)
 
     def before_free(self, group: Group) -> None:
-        """Stores the changes of the group's parameters by user code; see `Changes.store`."""
+        """Stores the changes that user code made to the group's parameters; see `Changes.store`."""
         self.version += self.changes.store(group)
 
     # -------------------------------------------------------------------------------------------------------- forward
@@ -188,8 +188,8 @@ class ModuleGatherer(Gatherer):
 
     def runs_compiled(self, module: nn.Module) -> bool:
         """Returns whether the module, or a submodule, is compiled."""
-        # once True, `_compiles` stays True: after `torch._dynamo.reset`, `compiles()` returns False
-        # although modules are still compiled
+        # `_compiles` stays True once it is True, because after `torch._dynamo.reset` `compiles()`
+        # returns False although modules are still compiled
         self._compiles = self._compiles or compiles()
         return self._compiles and any(
             part._compiled_call_impl or "_orig_mod" in part._modules for part in module.modules()

@@ -18,8 +18,9 @@ Parameters are stored in backward order, so that buckets complete one after the 
 backward. The gradients of all parameters of a group are reduced over the same axes. So a bucket
 needs one collective per axis, one call of the update rule, and one owner that counts it in the
 gradient norm. If the gradients of a group are summed over tensor ranks, the parameters of the group
-have the same shapes on all of these ranks, so that slices align. Vocabulary shards can have
-different sizes on different tensor ranks, and are therefore in separate groups.
+have the same shapes on all of these ranks. Otherwise a slice would contain different elements on
+different tensor ranks. Vocabulary shards can have different sizes on different tensor ranks, and
+are therefore in separate groups.
 
 The ZeRO stages (arXiv 1910.02054) differ in which tensors of a group are kept in full. Under stage
 3 each unit has separate groups, so that units can be gathered one at a time. Only parameters with
@@ -92,7 +93,8 @@ class Policy:
 
     Attributes:
         stage: ZeRO stage, 0 to 3.
-        data: data axes of the parameters without `ShardSpec.over`.
+        data: data axes of the parameters that are not distributed over data ranks
+            (`ShardSpec.over` is None).
         bucket_bytes: largest size of a bucket, in bytes of `grad_dtype`.
         param_dtype: dtype of the parameters that layers use.
         grad_dtype: dtype of the summed gradients.
@@ -115,8 +117,8 @@ class Policy:
             (`threed.zero.early_updates`).
         delayed: whether an update runs during the next step. That step still uses the parameters
             from before the update.
-        dealt: value of `ShardSpec.over` -> data axes of the parameters with this value, which are
-            distributed over data ranks.
+        dealt: data axes of the parameters that are distributed over data ranks, by the value of
+            `ShardSpec.over`.
     """
 
     stage: int
@@ -264,7 +266,7 @@ class Run:
     offset: int
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields boxes of the global tensor that make up the run.
+        """Yields the boxes of the global tensor that together contain the run's elements.
 
         The `offset` of each box is its position in the portion, in elements.
         """
@@ -338,7 +340,7 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """Lowest index of the units that use a parameter of this bucket; -1 without such units."""
+        """Lowest index of the units that use the bucket's parameters; -1 if it is all padding."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
@@ -398,7 +400,7 @@ class Group:
     def owned(self) -> bool:
         """Whether this rank counts the group in the gradient norm and saves it in checkpoints.
 
-        If several ranks hold replicas of their portions, only the first of these ranks does so.
+        If several ranks hold replicas of the same portions, only the first of these ranks does so.
         """
         return all(axis.index == 0 for axis in self.copies)
 
@@ -578,7 +580,7 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     for slot in slots:
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
-    granule = data.shard.size * holders.size * ALIGN  # so that every portion is aligned
+    granule = data.shard.size * holders.size * ALIGN  # so that portions start at multiples of ALIGN
     numel = max(1, -(-end // granule)) * granule
     several = tuple(axis for axis in sums if axis.size > 1)
     axes = data.shard, data.gather, several, holders, tuple(copies)
@@ -624,7 +626,7 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     apart = group.key.trainable and (policy.slices_gradients or policy.versions > 1)
     elements = max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)
-    if group.key.units is None:  # sharded groups need no MIN_BUCKETS: they are already small
+    if group.key.units is None:  # sharded groups are small, so they need no MIN_BUCKETS
         elements = min(elements, max(group.numel // MIN_BUCKETS, MIN_BUCKET_NUMEL))
     step = max(group.granule, elements // group.granule * group.granule)
     for first in range(0, group.numel, step):

@@ -1,4 +1,4 @@
-"""Changes of parameters by user code, such as an EMA, clipping, or renormalized embeddings.
+"""Changes that user code makes to parameters, such as an EMA, clipping or renormalization.
 
     changes = Changes(module, layout, gatherer)
     changes.begin()                    tracks every change from now on
@@ -32,7 +32,7 @@ from threed.zero.state import WEIGHT, State, store_all
 
 
 class Changes:
-    """Tracks changes of a wrapped module's parameters by user code.
+    """Tracks changes that user code makes to the parameters of a wrapped module.
 
     Changed values are copied to this rank's slices and to master weights.
 
@@ -73,7 +73,7 @@ class Changes:
         return found
 
     def _copy_into_buffer(self, group: Group, slot: Slot) -> None:
-        """Copies new values of a parameter into the group's buffer, if its `.data` was replaced.
+        """If a parameter's `.data` was replaced, copies the new values into the group's buffer.
 
         Afterwards `.data` is a view of the buffer again.
 
@@ -144,8 +144,8 @@ class Changes:
     def absorb_edits(self, optimizer: Optimizer) -> None:
         """Copies all changes so far to the optimizer's states.
 
-        Release all sharded groups before this call. The release stores their changes (`store`), and
-        this call copies only stored changes.
+        Release all sharded groups before this call, because changes of sharded parameters are
+        copied from the slices, and the release stores these changes in the slices (`store`).
 
         Args:
             optimizer: the optimizer that holds the states.

@@ -48,7 +48,7 @@ class OffloadedOptimizer(Optimizer):
             self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
         self._thread = ThreadPoolExecutor(1, "delayed-update") if policy.delayed else None
         self._delayed: Future[None] | None = None  # the newest update that runs or ran in `_thread`
-        self._unpublished = False  # whether the parameters are one update older than the weights
+        self._unpublished = False  # whether parameters are one update older than master weights
 
     def wait(self) -> None:
         """Waits for the last update and for gathers in flight, so that states can be read.

@@ -6,11 +6,13 @@
                                                     applies the right update
 
 This is post-update validation (arXiv 2401.10241, section 4). If updates waited for the all-reduce
-of the norm, every rank would wait for the slowest rank at the end of each step. Schedules in which
-ranks end their steps at different times would then not be faster than others. An update therefore
-uses a guess: that the step is neither clipped nor skipped. All values that an update changes are
-copied first, and restored if the guess was wrong. So the final result is bit-identical to the
-result of an update that waits. All ranks call `validate` at the same point of the next step's plan
+of the norm, every rank would wait for the slowest rank at the end of each step. Some schedules are
+faster because ranks end their steps at different times, and this wait would remove the gain. An
+update therefore guesses that the step is neither clipped nor skipped, and does not wait for the
+norm. All values that an update changes are copied first, and restored if the guess was wrong. So
+the final result is bit-identical to the result of an update that waits.
+
+All ranks call `validate` at the same point of the next step's plan
 (`threed.schedules.post_update_validation`) and read the same sum, so they agree on whether to
 restart that step. After a wrong guess, updates wait for the norm, up to and including the first
 step for which the guess would have been right. So if every step is clipped, only the first update
@@ -47,7 +49,7 @@ class Attempt:
         gradients: per bucket, the summed gradients of this rank's portion.
         results: function that waits for the sums over all ranks, and returns the true results of
             the step, which are computed from these sums.
-        wrong: pending bool scalar: whether the true clip factor or skip flag differs from the
+        wrong: pending bool scalar, True if the true clip factor or skip flag differs from the
             guess.
         guessed: True if the update used the guess; False if it waited for the sums.
     """
@@ -59,7 +61,7 @@ class Attempt:
 
 
 class PreservedGradient(InMemory):
-    """Gradients that an update must not overwrite: `fetch` returns a copy for the update rule."""
+    """Gradients that an update rule cannot overwrite, because `fetch` returns a copy of them."""
 
     def fetch(self) -> InMemory:
         return InMemory(self.tensor.clone())
@@ -82,8 +84,8 @@ class Optimistic:
             next update; see `BadSteps.outcome`.
         apply: `apply(gradients, results, guessed)` applies an update; `guessed` is whether the
             results are a guess.
-        observe: function that is called with the true results of an update, after its guess was
-            found to be right; None for no such call.
+        observe: function that is called with the true results of an update after `validate` has
+            found that the guess was right; or None.
 
     Attributes:
         restarts: number of updates that were undone so far.
@@ -99,8 +101,8 @@ class Optimistic:
         self.consistency, self.counters = consistency, counters
         self.outcome, self.apply, self.observe = outcome, apply, observe
         self.restarts = 0
-        # Whether the guess was right for the last step. If that step did not use the guess: whether
-        # the guess would have been right. The value is the same on all ranks.
+        # Whether the guess was right for the last step, even if that step did not use the guess.
+        # The value is the same on all ranks.
         self._last_guess_right = True
         self._attempt: Attempt | None = None
         # the tensors that an update changes, copied before the last guessed update
@@ -114,8 +116,8 @@ class Optimistic:
     def step(self, gradients: Sequence[Gradient], own_sums: Tensor) -> Callable[[], Update]:
         """Updates the weights. Collective.
 
-        If the guess was right for the last step, or would have been right, this call uses the guess
-        and does not wait for the norm. Otherwise it waits.
+        If the guess was right for the last step, this call uses the guess and does not wait for the
+        norm. Otherwise it waits. The guess can also be right for a step that did not use it.
 
         Args:
             gradients: per bucket, the summed gradients of this rank's portion.

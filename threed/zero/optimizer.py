@@ -1,4 +1,4 @@
-"""The ZeRO optimizer (arXiv 1910.02054): each rank updates its slices and gathers the others.
+"""The ZeRO optimizer (arXiv 1910.02054): a rank updates its slices and gathers all other slices.
 
     step(gradients, carry)   computes the global norm, the clip factor and the skip flag. Then, per
                              bucket: applies the rule (AdamW, SGD, Lion) to this rank's slice,
@@ -69,7 +69,7 @@ class Optimizer:
         everyone: axis of all ranks, for the norm.
         rates: learning rates of the parameter groups.
         device: device of the layers.
-        grad_clip: largest gradient norm: gradients with a larger norm are scaled down to it; 0 for
+        grad_clip: gradients with a larger norm than `grad_clip` are scaled down to this norm; 0 for
             no clipping.
         loss_scale: the rule by which the loss scale changes. The gradients that this class gets are
             multiplied by the loss scale, and are divided by it in the update.
@@ -231,7 +231,7 @@ class Optimizer:
         self._before_overwriting(everything)
         with self.consistency.changing():
             self.gatherer.wait_all()  # a gather in flight may still read the slices
-            self.gatherer.release_all()  # gathered parameters would be stale
+            self.gatherer.release_all()  # the block makes gathered parameters stale
             yield
             self._after_overwriting(everything)
             self.gatherer.complete()
@@ -254,8 +254,8 @@ class Optimizer:
     def _own_sums(self, gradients: Sequence[Gradient], carry: Tensor) -> Tensor:
         """Returns this rank's terms of the sums that an update depends on, fp64 [3 + k].
 
-        They are terms of the squared norm, the number of ranks with non-finite gradients, the loss
-        and the flags; see `BadSteps.outcome`.
+        The sums are the squared norm, the number of ranks with non-finite gradients, the loss and
+        the k flags of invalid data; see `BadSteps.outcome`.
         """
         self._wait_for_update()
         self._stretches = {} if self.unused is None else self.unused.stretches
@@ -450,7 +450,7 @@ class Synchronous:
         self.optimizer.validate()
 
     def state(self) -> dict[str, Any]:
-        """Returns an empty dict: there is no additional state to save in a checkpoint."""
+        """Returns an empty dict, because there is no additional state to save in a checkpoint."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -12,15 +12,17 @@ in modules, closures, lists, hooks. A group is a set of parameters that are gath
                 freed memory
 
 Sharded parameters that code outside `threed.layers` uses have the class `GuardedParameter` while
-they are gathered. Views of such a parameter are `GuardedView`s: reading a view raises an error if
-the parameter's values have changed since the view was created. When a torch function is called on a
-parameter or view of these classes, autograd saves an offset and a shape in the group's buffer
-(`gather.SavedView`) instead of a tensor, so that the buffer can be freed before the backward. The
-memory of a buffer is not freed while a tensor shares it: `Group.allocate` makes a new buffer for
-each gather, and Python frees the old buffer with its last view.
+they are gathered. Views of such a parameter are `GuardedView`s. A view of a buffer that the group
+has released can be read until values of sharded parameters change. Afterwards a read of the view
+raises an error.
 
 A guarded tensor is an `AbsentParameter`, a `GuardedParameter` or a `GuardedView`. Any torch
-function that is called on it first gathers its values, or checks that they are still valid.
+function that is called on it first gathers its values, or checks that they are still valid. If the
+parameter is sharded, autograd then saves the tensor's shape and its offset in the group's buffer
+(`gather.SavedView`), not the tensor itself. So the buffer can be freed before the backward.
+
+A view of a released buffer never reads other data, because `Group.allocate` makes a new buffer for
+each gather, and Python frees the memory of the old buffer only when its last view is freed.
 """
 
 from __future__ import annotations
@@ -292,7 +294,7 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
 
 
 def _read_by_tracer() -> bool:
-    """Returns whether the caller of this function was itself called by a tracer of torch."""
+    """Returns whether code of torch.compile (`TRACERS`) called the caller of this function."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith(TRACERS)
 
 
@@ -314,10 +316,10 @@ class _Managed(nn.Parameter):
         """The gradient. Usually None, because the engine moves gradients to its own buffers.
 
         Raises:
-            RuntimeError: the attribute is read between a backward and the end of its step, when
-                functions such as torch's `clip_grad_norm_` would find no gradients and do nothing.
-                `torch.compile` gets None instead, because it reads `.grad` of every parameter in
-                the code that it compiles.
+            RuntimeError: the attribute is read after a backward, before the end of the step.
+                Functions such as torch's `clip_grad_norm_` would find no gradients at that time,
+                and do nothing. `torch.compile` gets None and no error, because it reads `.grad` of
+                every parameter in the code that it compiles.
         """
         grad: Tensor | None = GRAD.__get__(self)
         if grad is None and not _read_by_tracer():

@@ -63,7 +63,7 @@ class Rates:
             self._given = list(rates), start_copy_in(values, self.factors.device)
 
     def state(self) -> dict[str, Any]:
-        """Returns {"rates": the rates that the program has set} for a checkpoint, or {} if none."""
+        """Returns {"rates": rates set by the program} for a checkpoint; {} if it has set none."""
         return {} if self._given is None else {"rates": self._given[0]}
 
     def restore(self, state: dict[str, Any]) -> None:

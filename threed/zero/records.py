@@ -63,7 +63,7 @@ class Record:
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields the records of all states of this rank, in buffer order: one per piece and part.
+    """Yields one record per piece and part, in buffer order, for all states of this rank.
 
     Args:
         optimizer: the optimizer that holds the states.
@@ -74,12 +74,12 @@ def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Itera
 
 
 def states(optimizer: Optimizer) -> list[State]:
-    """Returns all states of this rank: of trained, frozen, and previous (`earlier`) parameters."""
+    """Returns all states of this rank: the optimizer's `states`, `frozen` and `earlier`."""
     return [*optimizer.states, *optimizer.frozen, *optimizer.earlier]
 
 
 def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields the records of a state, in buffer order: one per piece and part.
+    """Yields one record per piece and part of a state, in buffer order.
 
     Args:
         state: the state.

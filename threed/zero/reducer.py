@@ -218,9 +218,9 @@ class Reducer:
             self._launch(queue)
 
     def _end_round(self, queue: LaunchQueue) -> None:
-        """Ends a round (a micro-batch or a step): launches the remaining reductions of the queue.
+        """Launches the remaining reductions of the queue in a round (a micro-batch or a step).
 
-        Then updates the expected numbers of contributions, while they may still change.
+        Then updates the expected numbers of contributions, if they may still change.
         """
         self._launch_all(queue)
         if self._counts_change:
@@ -656,7 +656,7 @@ class Sink:
         return True
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds `rows` [n h] to the rows of the gradient with the indices `index` [n]."""
+        """Adds row i of `rows` [n h] to row `index[i]` of the gradient, for all i; `index`: [n]."""
         self._check_loss()
         if self._try_defer(self.add_rows, index, rows):
             return None

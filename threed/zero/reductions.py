@@ -31,7 +31,10 @@ class Gradients:
     """
 
     def view(self, slot: Slot) -> Tensor:
-        """Returns the memory of a gradient, in the parameter's shape; its values are undefined."""
+        """Returns the memory of a gradient, in the parameter's shape.
+
+        Before the first contribution of a round its values are undefined.
+        """
         raise NotImplementedError
 
     def window(self, bucket: Bucket) -> Tensor:
@@ -39,7 +42,7 @@ class Gradients:
         raise NotImplementedError
 
     def set_zero(self, slot: Slot, bucket: Bucket) -> None:
-        """Sets the part of a gradient in a bucket to 0, if the gradient got no contributions."""
+        """Sets the part of a gradient in a bucket to 0; called if there were no contributions."""
         bucket.part(slot, self.window(bucket)).zero_()
 
     def take_window(self, bucket: Bucket) -> Tensor:
@@ -50,7 +53,7 @@ class Gradients:
         """Releases the memory of a window for reuse; called after the reduction of the window."""
 
     def reset(self) -> None:
-        """Discards all gradients, after an aborted step."""
+        """Discards all gradients; called when a step begins or is discarded."""
 
     def trim(self) -> None:
         """Frees buffers that are not in use."""
@@ -124,7 +127,7 @@ class BucketGradients(Gradients):
         return self._open[bucket]
 
     def take_window(self, bucket: Bucket) -> Tensor:
-        # the part of a gradient that is in the bucket, if this part fills the entire bucket
+        # if a single gradient fills the entire bucket: the part of this gradient in the bucket
         alone: Tensor | None = None
         for slot in self._spanning_slots[bucket]:
             if slot not in self._spanning:
@@ -370,7 +373,9 @@ class Reductions:
         self._squares.clear()
 
     def finish(self) -> list[Gradient]:
-        """Ends the reductions of a step: sums slices over the axes of `later_sums`. Collective.
+        """Sums slices over the axes of `later_sums`, and waits for all reductions. Collective.
+
+        Call it at the end of a step.
 
         Returns:
             The gradient of each bucket, in the order of `Layout.buckets`.
@@ -407,7 +412,9 @@ class Reductions:
         return InFlight(bucket, None, pending, staged, add=False, complete=True)
 
     def _gradient(self, bucket: Bucket) -> Gradient:
-        if bucket not in self._squares:  # fewer micro-batches ran than `Reducer.begin` announced
+        # `store` has computed no sum of squares if fewer micro-batches ran than `Reducer.begin`
+        # announced, because the last one that ran did not mark its slices as complete
+        if bucket not in self._squares:
             staged = bucket.portion_grad.fetch()
             self._squares[bucket] = squares(staged.wait())
             staged.drop()

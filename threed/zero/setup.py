@@ -44,7 +44,7 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
 def shard_axes(config: Config, topology: Topology, over: str | None = None) -> tuple[str, str, str]:
     """Returns the names of the axes over which parameters are sharded, replicated and gathered.
 
-    An empty name stands for an axis with only this rank. `Topology.prepare` creates the axes.
+    An empty name means that the axis contains only this rank. `Topology.prepare` creates the axes.
 
     Args:
         config: the configuration.
@@ -135,7 +135,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     Args:
         layout: layout of the parameters.
         config: the configuration.
-        moments: number of tensors that the update rule keeps per parameter.
+        moments: number of state tensors of the update rule per parameter, such as 2 for Adam.
     """
     zero, policy = config.zero, layout.policy
     slices: Counter[int] = Counter()
@@ -188,8 +188,8 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
 def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iterator[str]:
     """Yields a message for each pattern of `optim.groups` that matches no parameter of the model.
 
-    If parameters are distributed over data ranks (`ShardSpec.over`), no pattern is checked: ranks
-    then have parameters with different names, and a pattern may match on another rank.
+    If parameters are distributed over data ranks (`ShardSpec.over`), no pattern is checked,
+    because a pattern that matches no name on this rank may match a name on another rank.
 
     Args:
         optim: the optimizer's options, with the parameter groups.
@@ -231,7 +231,7 @@ def rule(optim: OptimConfig, name: str | None = None) -> Rule:
 
 
 def state_names(optim: OptimConfig) -> tuple[str, ...]:
-    """Returns the names of all tensors that the rules of the parameter groups keep."""
+    """Returns the names of the state tensors, such as moments, of all groups' update rules."""
     rules = [rule(optim, name) for name in (None, *(group.name for group in optim.groups))]
     return tuple(dict.fromkeys(name for each in rules for name in each.state_names))
 

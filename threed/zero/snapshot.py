@@ -1,8 +1,8 @@
 """The optimizer's states at one moment, read while training continues and changes them.
 
     snapshot = Snapshot(records, optimizer, room)     takes the snapshot; on a GPU, starts to copy
-    optimizer.readers.add("disk", snapshot.release)   makes an update wait, before it changes a
-                                                      state, until the state was read or copied
+    optimizer.readers.add("disk", snapshot.release)   from now on, an update changes a state only
+                                                      after the state was read or copied
     for values in snapshot.values(): ...              yields the values; call it in another thread
     snapshot.close()                                  ends the snapshot; updates no longer wait
 
@@ -58,7 +58,7 @@ class _Item:
             the last element that a record contains.
         drive: name of each part that is on a drive -> the part's storage.
         copies: name of each part -> copy of its view in `memory`. Empty before the copy.
-        copied: event recorded after the copies from a GPU; None without such copies.
+        copied: event recorded after the copies from a GPU; None if nothing was copied from a GPU.
         safe: event that is set once updates may change the state.
         lock: lock that a thread holds while it copies the state.
     """
@@ -193,7 +193,7 @@ class Snapshot:
         turn = {state: number for number, state in enumerate(reversed(optimizer.states))}
         self._to_copy = sorted(self._items, key=lambda item: turn.get(item.state, len(turn)))
         for item in self._to_copy if gpu else ():
-            # copied here, because the copy must wait for the caller's current stream
+            # copied in this thread, because the copy must wait for this thread's current stream
             self._copy(item)
 
     # -------------------------------------------------------------------------------------------------------- updates
@@ -220,7 +220,7 @@ class Snapshot:
             self._release(item)
 
     def close(self) -> None:
-        """Ends the snapshot: all states may change, and a running `values` raises GivenUp."""
+        """Ends the snapshot, so that all states may change. A running `values` raises GivenUp."""
         self._closed = True
         for item in self._items:
             item.safe.set()

@@ -53,7 +53,7 @@ class State:
 
     @property
     def weight(self) -> Storage:
-        """The storage of the weights, whose dtype is fp32 or wider if they are trained."""
+        """The storage of the weights; trained weights are fp32 or fp64."""
         return self.storages[WEIGHT]
 
     @property
@@ -81,7 +81,7 @@ class State:
             gradient: storage of the gradient. If it is on another device, it is copied.
 
         Returns:
-            Name of each part, and "gradient" -> its staged buffer.
+            Name of each part -> its staged buffer. The name of the gradient is "gradient".
         """
         found = _fetch_all({**self.storages, GRADIENT: gradient})
         if gradient.device != self.weight.device:
@@ -170,8 +170,8 @@ def fetched_in_turn(
     """Yields (state, buffers) pairs in order, and reads the next pair while one pair is in use.
 
     Args:
-        wanted: the pairs, created lazily: taking a pair from this iterable starts the reads into
-            its buffers.
+        wanted: the pairs, created lazily. Taking a pair from this iterable starts the reads into
+            the pair's buffers.
     """
     ahead: deque[tuple[State, dict[str, StagedBuffer]]] = deque()
     try:
@@ -195,7 +195,8 @@ def drop_all(buffers: dict[str, StagedBuffer]) -> None:
 def store_all(buffers: dict[str, StagedBuffer]) -> None:
     """Begins to write the buffers' values to their storages, and empties the dict."""
     while buffers:
-        # removed from the dict first: if `store` fails, `drop_all` must not drop the buffer again
+        # removed from the dict before `store`, because `drop_all` must not drop the buffer again if
+        # `store` fails
         buffers.popitem()[1].store()
 
 

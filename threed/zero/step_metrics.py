@@ -100,7 +100,8 @@ class Faults:
             counts: the counts after that step, fp64 [number of flags].
 
         Raises:
-            DataError: if a flag with `error=True` was set and had not been reported.
+            DataError: a flag with `error=True` was set and had not been reported, or an earlier
+                call for the same step raised this error.
         """
         if what := self._new(counts):
             self._raised[step] = (
@@ -133,7 +134,8 @@ class Faults:
     def _new(self, counts: Tensor) -> list[str]:
         """Returns a description of each error that was not reported yet; marks it as reported.
 
-        Flags with `error=False` are not errors: a warning is issued for each new one.
+        Only flags with `error=True` are errors. For each other flag that was not reported yet, a
+        warning is issued.
         """
         now = counts.tolist()
         new = [

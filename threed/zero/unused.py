@@ -34,8 +34,8 @@ def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
 
     Args:
         layout: layout of the parameters.
-        unused: parameters that this rank has not used. Tied parameters in it are ignored, because
-            another pipeline rank may have used them.
+        unused: parameters that this rank has not used. Tied parameters of this set are ignored,
+            because another pipeline rank may have used them.
         warns: whether this rank may emit the warning.
     """
     groups = [group for group in layout.groups if not group.key.tied]
@@ -47,14 +47,14 @@ def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
 
 
 def _on_all_ranks(layout: Layout, own: set[T]) -> set[T]:
-    """Returns the entries of `own` that are in the set of every data rank. Collective."""
+    """Returns the entries that are in the argument `own` of every data rank. Collective."""
     for axis in (layout.policy.data.shard, layout.policy.data.replicas):
         own = own.intersection(*collectives.exchange(sorted(own), axis))
     return own
 
 
 def _warn(layout: Layout, text: str, names: Sequence[str]) -> None:
-    """Emits a warning with the names on the first data rank, unless `names` is empty."""
+    """On the first data rank, emits a warning that lists `names`, unless `names` is empty."""
     if names and layout.policy.data.shard.index == layout.policy.data.replicas.index == 0:
         warnings.warn(text.format(", ".join(names)), stacklevel=4)
 
@@ -73,7 +73,8 @@ def update_stretches(
         stretches: the ranges; see `Stretch`.
         values: weights, gradient and moments of the bucket's slice, each [n].
         now: scalars of the update.
-        out: tensor [n] that receives the new weights; None if they are not needed separately.
+        out: tensor [n] that receives a copy of the new weights, rounded to its dtype; None for no
+            copy.
     """
     for first, last, since in stretches:
         weight, gradient, *moments = (tensor[first:last] for tensor in values)

@@ -254,7 +254,7 @@ def sum_of_squares(
 
 
 def _to_device(device: torch.device, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the scalar tensors on `device`. All tensors from elsewhere are moved in one copy."""
+    """Returns the scalar tensors on `device`; tensors on another device are moved in one copy."""
     away = [part for part in parts if part.device != device]
     arrived = iter(start_copy_in(torch.stack(away), device).unbind() if away else ())
     return [part if part.device == device else next(arrived) for part in parts]
