@@ -46,7 +46,7 @@ if __name__ == "__main__":
 from tests.mutations import Mutant, apply, find, instrument, means_something_else  # noqa: E402
 
 AREAS = {
-    "engine": ["engine.py", "pipeline/batches.py", "training/sampling.py"],
+    "engine": ["engine/*.py", "pipeline/batches.py", "training/sampling.py"],
     "trainer": ["trainer.py", "planner/forecast.py"],
     "zero": ["zero/*.py"],
     "pipeline": ["pipeline/*.py"],

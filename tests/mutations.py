@@ -1,8 +1,8 @@
 """Small changes of meaning of Python source, and marks that record executed statements.
 
-    mutants = find("threed/engine.py", text)                  # every change that the operators below can make
+    mutants = find("threed/engine/base.py", text)                  # every change that the operators below can make
     changed = apply(text, mutants[0])
-    marked, names = instrument("threed/engine.py", text, 0)   # the source with `_hits[n] = 1` before each statement
+    marked, names = instrument("threed/engine/base.py", text, 0)   # the source with `_hits[n] = 1` before each statement
 
 Both use the syntax tree of `ast`. There are no changes of code that does not affect results:
 docstrings, annotations, decorators, texts of errors, log output, and keywords without effect on a

@@ -34,7 +34,7 @@ SET: dict[str, str] = {
     "zero.contributions: slot.param.grad": OTHER,
     "zero.gather: group.slots[0].param.tile_gatherer": PARAMETER,
     "zero.reducer: slot.param.grad": OTHER,
-    "zero.reducer: slot.param.sink": PARAMETER,
+    "zero.sinks: slot.param.sink": PARAMETER,
     "zero.versions: param.data": OTHER,
 }
 # Module-level objects that functions change, with the reason.

@@ -248,7 +248,7 @@ def test_the_root_of_the_package_is_a_table_of_contents() -> None:
 USERS_OF_INTEROP = {
     "cli.commands",
     "cli.launch",
-    "engine",
+    "engine.base",
     "reliability.elastic",
     "trainer",
     "training.final_report",
@@ -264,7 +264,7 @@ def test_nothing_below_imports_interop_but_for_the_engine() -> None:
             names = {n for n in _imports(tree, module) if n.startswith("threed.interop")}
             found |= {module.removeprefix("threed."): names} if names else {}
     assert found.keys() == USERS_OF_INTEROP
-    assert {name.rpartition(".")[2] for name in found["engine"]} == {"is_hf_folder", "load_hf"}
+    assert {name.rpartition(".")[2] for name in found["engine.base"]} == {"is_hf_folder", "load_hf"}
 
 
 def test_one_module_names_cuda() -> None:
@@ -304,14 +304,14 @@ PLANTED = {
         "threed.zero.layout: imports upward",
     ),
     "upward, to the exports": (
-        "threed/engine.py",
+        "threed/engine/base.py",
         "import threed",
-        "threed.engine: imports upward",
+        "threed.engine.base: imports upward",
     ),
     "upward, to a lazy export": (
-        "threed/engine.py",
+        "threed/engine/base.py",
         "from threed.checkpoint import load",
-        "threed.engine: imports upward, from threed.engine to threed.interop.loading",
+        "threed.engine.base: imports upward, from threed.engine to threed.interop.loading",
     ),
     "upward, from a package with lazy exports": (
         "threed/checkpoint/__init__.py",
@@ -329,17 +329,17 @@ PLANTED = {
         "threed.schedules.gantt: imports torch",
     ),
     "distributed": (
-        "threed/engine.py",
+        "threed/engine/base.py",
         "import torch.distributed as dist",
-        "threed.engine: torch.distributed belongs",
+        "threed.engine.base: torch.distributed belongs",
     ),
     "distributed, from": (
-        "threed/engine.py",
+        "threed/engine/base.py",
         "from torch import distributed",
-        "threed.engine: torch.distributed belongs",
+        "threed.engine.base: torch.distributed belongs",
     ),
     "distributed, used": (
-        "threed/engine.py",
+        "threed/engine/base.py",
         "import torch\ntorch.distributed.barrier()",
         "torch.distributed belongs",
     ),

@@ -78,7 +78,7 @@ CONFIG = Walkthrough(
         ),
         Step("threed.models:build", "creates the layers of the architecture on the meta device"),
         Step(
-            "threed.engine:Engine",
+            "threed.engine.base:Engine",
             "combines model, topology and configuration",
             by="build_engine",
         ),
@@ -164,7 +164,7 @@ CONFIG = Walkthrough(
 )
 
 _EXECUTOR, _STAGE = "threed.pipeline.executor:Executor", "threed.pipeline.stage:Stage"
-_LOOP, _ENGINE = "threed.trainer:Loop", "threed.engine:Engine"
+_LOOP, _ENGINE = "threed.trainer:Loop", "threed.engine.base:Engine"
 
 MICROBATCH = Walkthrough(
     "micro-batch",
@@ -305,7 +305,7 @@ MICROBATCH = Walkthrough(
 
 _REDUCER = "threed.zero.reducer:Reducer"
 _REDUCTIONS = "threed.zero.reductions:Reductions"
-_SINK = "threed.zero.reducer:Sink"
+_SINK = "threed.zero.sinks:Sink"
 _OPTIMIZER = "threed.zero.optimizer:Optimizer"
 
 GRADIENT = Walkthrough(

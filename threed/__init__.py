@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     )
     from threed.config.groups import Config
     from threed.distributed.topology import Topology
-    from threed.engine import Engine, LayeredEngine, ModuleEngine
+    from threed.engine.base import Engine
+    from threed.engine.layered import LayeredEngine
+    from threed.engine.module import ModuleEngine
     from threed.interop.deepspeed.initialize import initialize
     from threed.interop.loading import load
     from threed.layers.slicing import MicroBatch, Slicing
@@ -49,9 +51,9 @@ else:
         {
             "Config": "threed.config.groups",
             "Topology": "threed.distributed.topology",
-            "Engine": "threed.engine",
-            "LayeredEngine": "threed.engine",
-            "ModuleEngine": "threed.engine",
+            "Engine": "threed.engine.base",
+            "LayeredEngine": "threed.engine.layered",
+            "ModuleEngine": "threed.engine.module",
             "StepMetrics": "threed.zero.step_metrics",
             "Trainer": "threed.trainer",
             "load": "threed.interop.loading",

@@ -67,7 +67,7 @@ class MLP(nn.Module):
         return self.down(self.recompute.run("activation", self.activate, y))
 
     def activate(self, x: Tensor) -> Tensor:
-        """Applies the activation: returns the input of `down` for the output x of `up`."""
+        """Returns the activation of the output x of `up`; it is the input of `down`."""
         return self.activation(x)
 
 

@@ -188,7 +188,7 @@ def build(
     name: str, stages: int, microbatches: int, chunks: int | None = None,
     costs: Costs | None = None, limit: float | None = None,
 ) -> Plan:  # fmt: skip
-    """Builds and checks the plan of a schedule. The plan has only compute actions.
+    """Returns the plan of a schedule, after checking it. The plan has only compute actions.
 
     Args:
         name: one of `available()`, FILE.py:function or FILE.csv.

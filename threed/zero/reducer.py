@@ -24,25 +24,21 @@ step (`late_gradients`). So every contribution is part of the step's gradient ex
 from __future__ import annotations
 
 import enum
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from threed.distributed import collectives
 from threed.distributed.topology import Axis
-from threed.layers.slicing import ForwardScope, add_to
+from threed.layers.slicing import ForwardScope
 from threed.memory.tiers import StagedBuffer
-from threed.ops.matmul import NATIVE, Matmul
 from threed.zero.contributions import (
     Contributions,
     Deferral,
     LaunchQueue,
     PlainBackwards,
-    is_own,
 )
 from threed.zero.early_updates import Early
 from threed.zero.gather import Gatherer
@@ -59,6 +55,7 @@ from threed.zero.reductions import (
     Reductions,
     later_sums,
 )
+from threed.zero.sinks import Sink
 from threed.zero.unused import Unused, warn_of_unused
 
 # Value of `microbatches` in `Reducer.begin` if the number of micro-batches is not known yet. It is
@@ -523,215 +520,3 @@ class Reducer:
             sink.counts.restore(state.get("uses", {}).get(sink.slot.spec.name))
         if self.unused is not None:
             self.unused.restore(state.get("unused"))
-
-
-class Sink:
-    """Accumulates the gradient of one parameter.
-
-    The first contribution of a round (a micro-batch or a step, see the module's docstring)
-    overwrites the gradient's memory; later contributions are added to it.
-
-    Layers of `threed.layers` call the `add` methods of `param.sink`. For all other modules,
-    autograd calls `take` when it has computed a gradient of the parameter.
-
-    Args:
-        reducer: the reducer that owns the sink.
-        slot: the parameter.
-        counts: counts the expected and the added contributions to the gradient.
-        queue: launch queue of the parameter's buckets.
-    """
-
-    def __init__(
-        self, reducer: Reducer, slot: Slot, counts: Contributions, queue: LaunchQueue
-    ) -> None:
-        self.reducer, self.slot, self.counts, self.queue = reducer, slot, counts, queue
-        slot.param.sink = self  # type: ignore[attr-defined]
-        hook = _grad_hook(weakref.ref(self))
-        self._hook = slot.param.register_post_accumulate_grad_hook(hook)
-
-    def run_last(self, microbatches: int) -> None:
-        """Moves the sink's hook behind the user's post-accumulate hooks.
-
-        The user's hooks read `param.grad`, which the sink's hook sets to None.
-
-        Args:
-            microbatches: number of micro-batches of the next step.
-
-        Raises:
-            RuntimeError: the user has registered such hooks, and the step has several
-                micro-batches. The hooks would expect the sum over micro-batches in `param.grad`,
-                which contains only the gradient of one micro-batch.
-        """
-        hooks = self.slot.param._post_accumulate_grad_hooks
-        if hooks is None or len(hooks) < 2:
-            return
-        if microbatches > 1:
-            raise RuntimeError(
-                f"{self.slot.spec.name}: register_post_accumulate_grad_hook with {microbatches}"
-                " micro-batches per step: .grad holds the gradient of one micro-batch, not the sum"
-                " so far; use register_hook, which gets the gradient of one micro-batch in plain"
-                " PyTorch too"
-            )
-        hooks[self._hook.id] = hooks.pop(self._hook.id)
-
-    def add(self, grad: Tensor) -> None:
-        """Adds a contribution with the full shape of the parameter."""
-        if self._try_defer(self.add, grad):
-            return
-        if self.is_late():
-            self.reducer.add_late(self, grad)
-            return
-        target = self._target()
-        if self.counts.added:
-            target.add_(grad)
-        else:
-            target.copy_(grad)
-        self.mark_added()
-
-    def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
-        """Adds the matrix product `a @ b` as a contribution.
-
-        The product is accumulated directly into the gradient's memory, unless it arrives late.
-
-        Args:
-            a: left factor [m k], where the parameter's shape is [m n].
-            b: right factor [k n].
-            by: implementation of the matrix product.
-        """
-        self._check_loss()
-        if self._try_defer(self.add_product, a, b, by):
-            return None
-        if self.is_late():
-            return self.add(by.product(a, b))
-        by.add_product_(self._target(), a, b, fresh=not self.counts.added)
-        return self.mark_added()
-
-    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds the sum of matrix products `a @ b`, computed one at a time, as one contribution.
-
-        `pairs` yields one pair (a, b) at a time to save memory. If contributions are deferred, a
-        single pair is kept as its two factors. Several pairs are multiplied now, and only the sum
-        of their products is kept, because keeping all factors would need more memory.
-        """
-        self._check_loss()
-        total, fresh = None, not self.counts.added
-        pairs = iter(pairs)
-        if self.defers():
-            first, second = next(pairs, None), next(pairs, None)
-            if first is not None and second is None:
-                return self.add_product(*first, by)
-            pairs = chain((pair for pair in (first, second) if pair is not None), pairs)
-        direct = not (self.defers() or self.is_late())
-        for a, b in pairs:
-            if direct:
-                by.add_product_(self._target(), a, b, fresh=fresh)
-                fresh = False
-            else:
-                total = add_to(total, a, b, by)
-        self.mark_added() if total is None else self.add(total)
-
-    def _check_loss(self) -> None:
-        """Raises RuntimeError if the gradient was computed during a layer's forward."""
-        if self.reducer.scope.active:
-            raise RuntimeError(
-                f"{self.slot.spec.name}: a gradient was computed during a layer's forward:"
-                " torch.autograd.grad in a forward must not differentiate a layer of threed.layers,"
-                " which adds to the gradient of the loss; use torch's own modules"
-            )
-
-    def _try_defer(self, add: Callable[..., None], *arguments: Any) -> bool:
-        """Defers a contribution if this is the input-gradient pass of a split backward.
-
-        Args:
-            add: function that adds the contribution.
-            arguments: the arguments of `add`.
-
-        Returns:
-            Whether the contribution was deferred.
-        """
-        waiting = self.reducer.deferral.waiting
-        if waiting is None:
-            return False
-        waiting.append((add, arguments))
-        return True
-
-    def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds row i of `rows` [n h] to row `index[i]` of the gradient, for all i; `index`: [n]."""
-        self._check_loss()
-        if self._try_defer(self.add_rows, index, rows):
-            return None
-        if self.is_late():
-            full = rows.new_zeros(self.slot.param.shape)
-            return self.add(full.index_add_(0, index, rows) if len(full) else full)
-        target = self._target()
-        if not self.counts.added:
-            target.zero_()
-        if target.shape[0]:
-            target.index_add_(0, index, rows.to(target.dtype))
-        return self.mark_added()
-
-    def memory(self) -> tuple[Tensor, bool] | None:
-        """Returns the gradient's memory, for a caller that writes its contribution there.
-
-        Returns:
-            (memory, accumulate): the gradient's memory, with the parameter's shape, and whether
-            the caller must add its contribution to the values there (True) or overwrite them
-            (False). After writing, the caller must call `mark_added`. None if the memory must not
-            be written now; the caller must then call `Sink.add` instead.
-        """
-        self._check_loss()
-        if self.defers() or self.is_late():
-            return None
-        return self._target(), self.counts.added > 0
-
-    def mark_added(self) -> None:
-        """Counts a contribution that was written to the gradient's memory."""
-        if self.counts.add():
-            self.reducer.mark_complete(self)
-
-    def is_late(self) -> bool:
-        """Returns whether a contribution would be late.
-
-        It would be late if a part of the gradient is already being reduced in this round (a
-        micro-batch or a step).
-        """
-        return self.queue.is_late(self.counts)
-
-    def in_forward(self) -> bool:
-        """Returns whether a layer's forward is running; the sink then accepts no gradients."""
-        return self.reducer.scope.active
-
-    def defers(self) -> bool:
-        """Returns whether contributions are deferred to the weight pass (W) of a split backward."""
-        return self.reducer.deferral.waiting is not None
-
-    def take(self, param: Tensor) -> None:
-        """Moves `param.grad` into the sink; called by autograd's post-accumulate hook.
-
-        A gradient that another engine's backward computes stays in `.grad` and accumulates there.
-        It is added when a step of this engine ends, unless `Reducer.drop` discards it first.
-        """
-        if self.reducer.dynamic and not is_own(self.reducer, self.slot, self.reducer.plain):
-            if self.reducer.gatherer is not None:
-                self.reducer.gatherer.gradient_complete(self.slot)
-            return
-        if (grad := GRAD.__get__(param)) is not None:
-            GRAD.__set__(param, None)
-            self.add(grad.to_dense() if grad.is_sparse else grad)
-
-    def _target(self) -> Tensor:
-        return self.reducer.memory.view(self.slot)
-
-
-def _grad_hook(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
-    """Returns a post-accumulate hook for autograd that calls `sink.take`.
-
-    The hook holds a weak reference to the sink. Python's garbage collector cannot traverse
-    autograd's hooks, so a strong reference would keep the engine and its swap file alive forever.
-    """
-
-    def hook(param: Tensor) -> None:
-        if (alive := sink()) is not None:
-            alive.take(param)
-
-    return hook

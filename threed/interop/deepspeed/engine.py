@@ -363,7 +363,11 @@ class DeepSpeedEngine:
     ) -> AbstractContextManager[nn.Module]:
         """Returns a context manager that yields the module with full (gathered) parameters.
 
-        See `threed.engine.ModuleEngine.gathered`.
+        See `threed.ModuleEngine.gathered`.
+
+        Args:
+            params: the parameters that the block uses; None: all parameters.
+            modifier_rank: rank that edits the parameters; None: every rank makes the same changes.
         """
         return self.engine.gathered(params, modifier_rank=modifier_rank)
 

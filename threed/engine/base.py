@@ -1,63 +1,46 @@
-"""The engine: trains a model on a topology, one optimizer step per call.
-
-    topo    = Topology(pp=2, tp=2)
-    engine  = Engine(model, topo, config)
-    metrics = engine.step(batch)         # batch: this data rank's share of the global batch
-    engine.save(path)                    # engine.start_save(path).wait() writes in the background
-
-A step counts the valid tokens of the global batch; runs the pipeline plan, while gradients are
-reduced bucket by bucket; computes the gradient norm; updates this rank's slices of the parameters;
-and gathers the parameters, overlapped with the next forward. Usually the host does not wait for the
-value of a tensor during a step. It waits when the program reads a property of `StepMetrics`.
-"""
+"""The base class of engines: the parts of a step that all models share."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from threed.checkpoint import compatibility, native
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.saving import Save, Saver
 from threed.config import Config, ConfigError
 from threed.config.checks import find_refusals
-from threed.config.resolution import resolve
 from threed.distributed import collectives
-from threed.distributed.sharding import initial
 from threed.distributed.topology import Topology
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.interop.huggingface.weights import load_hf
-from threed.layers import MicroBatch
 from threed.layers.linear import use_sinks
-from threed.models import Model, Wrapped, buffers, is_layered, options_of, wrap
+from threed.models import Model, Wrapped, buffers, is_layered, options_of
 from threed.ops.precision import LossScale
-from threed.pipeline import activation_checkpointing, compiling
+from threed.pipeline import compiling
 from threed.pipeline.batches import Batch, Batches
 from threed.pipeline.executor import Executor, Outdated, Span
 from threed.pipeline.layer_major import LayerMajorExecutor
 from threed.pipeline.overlap import Overlap
 from threed.pipeline.transport import Transport, links
 from threed.planner.build import draw
-from threed.zero import agreement, records, replicas, setup
+from threed.zero import agreement, replicas, setup
 from threed.zero.asynchronous import Asynchronous
 from threed.zero.contributions import PlainBackwards, own_backward
 from threed.zero.gather import Gatherer
 from threed.zero.hooks import ModuleGatherer
-from threed.zero.layout import Slot
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.optimizer import Optimizer, Synchronous
 from threed.zero.rates import Rates
-from threed.zero.reducer import OPEN, Reducer
+from threed.zero.reducer import Reducer
 from threed.zero.step_metrics import Faults, Later, loss_of
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
@@ -107,10 +90,15 @@ class Engine:
     """
 
     wraps_module: ClassVar[bool]
+    _kinds: ClassVar[dict[bool, type[Engine]]] = {}  # by `wraps_module`
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        Engine._kinds.setdefault(cls.wraps_module, cls)
 
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
         """Returns a `LayeredEngine` for a model of pipeline layers, else a `ModuleEngine`."""
-        kind = LayeredEngine if is_layered(model) else ModuleEngine
+        kind = cls._kinds[not is_layered(model)]
         # `copy.copy` of an engine passes the engine's own class, which is a subclass, as `cls`. The
         # copy must have the same class.
         return super().__new__(kind if cls is Engine else cls)
@@ -549,327 +537,3 @@ class Engine:
 # Makes help(Engine) show the parameters of __init__ instead of the parameters of __new__.
 _parameters = list(inspect.signature(Engine.__init__).parameters.values())[1:]
 Engine.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
-
-
-class LayeredEngine(Engine):
-    """Trains a model of pipeline layers; `Engine(...)` creates it for a `threed.models.Model`.
-
-    In addition to the methods of `Engine`, it has the method `logits`.
-    """
-
-    wraps_module = False
-
-    def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Model, Config]:
-        layered = cast(Model, model)
-        setup.check_tile(config.zero.tile, layered.slicing.tile, wrapped=False)
-        return layered, config
-
-    def _initialize(self) -> None:
-        values = functools.partial(initial, seed=self.config.train.seed)
-        records.initialize(self.optimizer, values, again=True)
-
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Returns the logits of a batch of tokens. Collective.
-
-        Args:
-            tokens: token ids, int64 [b s].
-
-        Returns:
-            On the last pipeline stage: the logits [b s v/t] of this tensor rank's shard of the
-            vocabulary. None on other stages.
-        """
-        self.finish()
-        with torch.inference_mode(False):
-            micro = MicroBatch(tokens.to(self.topology.device), training=False)
-            outputs = self.executor.run(self.plan_of(1, training=False), [micro])
-            self.gatherer.release_all()
-            return outputs[0].transpose(0, 1) if outputs else None
-
-
-class ModuleEngine(Engine):
-    """Trains any `nn.Module` on data ranks; `Engine(...)` creates it for a plain module.
-
-    `step` runs a full batch. Instead, a custom loop can run the micro-batches itself, between
-    `begin` and `update`.
-
-    Attributes:
-        accumulating: True between `begin` and `update`, except while a backward runs.
-
-    Example:
-
-        engine.begin(microbatches=4)
-        for inputs in micro_batches:
-            loss = engine.module(**inputs).loss
-            engine.backward(loss)
-        metrics = engine.update()
-    """
-
-    wraps_module = True
-    accumulating = False
-    model: Wrapped
-    gatherer: ModuleGatherer
-    plain: PlainBackwards
-    # in a step with plain backwards: the update divides the sum of gradients by this number
-    _divisor: int | None = None
-    _microbatches: int | None  # number of micro-batches of the step in progress; None: not known
-    _loss: Tensor  # weighted sum of the step's losses so far, fp64 [1]
-
-    @property
-    def module(self) -> nn.Module:
-        """The module. Between `begin` and `update`, running it gathers its sharded parameters."""
-        return self.model.module
-
-    def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Wrapped, Config]:
-        wrapped = wrap(model, self.topology)
-        setup.check_tile(config.zero.tile, wrapped.slicing.tile, wrapped=True)
-        config = resolve(config, 0, self.topology.world)
-        activation_checkpointing.enable(wrapped.module, config)
-        return wrapped, config
-
-    def _initialize(self) -> None:
-        values = functools.partial(self.model.initial, seed=self.config.train.seed)
-        self.model.agree(self.topology.data, self.topology.device)
-        records.initialize(self.optimizer, values, again=False)
-        self.model.initialized(self.topology.device, self.batches.dtype)
-        self.gatherer.changes.begin()
-
-    def begin(self, microbatches: int | None = 1) -> None:
-        """Begins an optimizer step in a custom loop. Collective.
-
-        Args:
-            microbatches: number of micro-batches of the step; None if the number is not known. With
-                None, every call of `backward` needs an argument `weight`. Moreover, under ZeRO
-                stages 0 and 1, gradients are reduced during the last backward only if it is called
-                with `last=True`; otherwise they are reduced after it.
-        """
-        self.faults.clear()
-        self._begin(OPEN if microbatches is None else microbatches)
-        self.accumulating, self._microbatches, self._divisor = True, microbatches, None
-        self._loss = torch.zeros(1, dtype=torch.float64, device=self.topology.device)
-        self.plain.allow(True)
-
-    def _plain_backwards(self) -> PlainBackwards:
-        plain = self.plain = PlainBackwards(self._plain_begins, self._plain_ended)
-        module_of_outputs = lambda module, args, output: self._watch(output)  # noqa: E731
-        self.module.register_forward_hook(module_of_outputs)
-        return plain
-
-    def _watch(self, output: Any) -> None:
-        """Registers hooks by which a gradient of the module's output begins a plain backward.
-
-        Without them, it would begin at the first gradient of a parameter. With a reentrant
-        activation checkpoint, this is in a nested backward, which ends earlier.
-        """
-        for leaf in tree_leaves(output) if self.plain.accepts and torch.is_grad_enabled() else ():
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self.plain.enter)
-
-    def _plain_begins(self) -> None:
-        """Begins a pass for a `loss.backward()` of the program.
-
-        Gradients then accumulate without a weight, and the update divides their sum.
-        """
-        if self.config.precision.dtype == "fp16":
-            raise RuntimeError(
-                "loss.backward() under fp16: call engine.backward(loss), which scales the loss"
-            )
-        if self._divisor is None:
-            if self.reducer.passes:
-                raise RuntimeError(
-                    "loss.backward() in a step after engine.backward(loss): use one of them"
-                )
-            self._divisor = self.topology.dp * (self._microbatches or 1)
-        self._check_scales()
-        self.reducer.count_freely()
-        self.accumulating = False
-
-    def _plain_ended(self) -> None:
-        self.accumulating = True
-        self.reducer.pass_ended()
-
-    def backward(
-        self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False, *,
-        retain_graph: bool = False,
-    ) -> None:  # fmt: skip
-        """Runs the backward of a micro-batch and accumulates its gradients and its loss.
-
-        A micro-batch may have several losses, each with a backward. If this method raises an error,
-        the gradients of the step are discarded. Afterwards, call `begin` to start the next step.
-
-        Instead, a program can call `loss.backward()`, also of a loss that depends on the modules of
-        several engines. The gradients are then divided by the number of micro-batches that `begin`
-        got (by 1 for None) and by the number of data ranks. Reductions of ZeRO stages 0 and 1 start
-        only after the last backward, and the metrics' loss is NaN. Refused under fp16, and after
-        this method in the same step.
-
-        Args:
-            loss: mean loss of the micro-batch, a scalar.
-            weight: the loss of the step is the sum of the micro-batches' losses, each multiplied by
-                its `weight`. By default 1 / (micro-batches × data ranks), so that the loss of the
-                step is the mean over all micro-batches of all data ranks.
-            last: whether this is the last backward of the step. Only needed if the number of
-                micro-batches of the step is not known (`begin(None)`).
-            retain_graph: whether another backward of the same graph follows.
-
-        Raises:
-            RuntimeError: if `begin` was not called.
-            ValueError: if the step began with `begin(None)` and no weight is given.
-        """
-        self._check_begun()
-        began = time.perf_counter()
-        if weight is None:
-            if self._microbatches is None:
-                raise ValueError("backward in a step of begin(None) needs a weight")
-            weight = 1.0 / (self._microbatches * self.topology.dp)
-        self._check_scales()
-        if retain_graph:
-            self.reducer.count_freely()
-        if last:
-            self.reducer.next_is_last()
-        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
-        self.accumulating = False
-        with own_backward(self.reducer):
-            scale = (self.optimizer.scaler.scale * weight * (self._divisor or 1)).to(wide.dtype)
-            torch.autograd.backward((wide * scale,), retain_graph=retain_graph)
-        self.accumulating = True
-        self._loss += loss.detach().double() * weight
-        self.reducer.pass_ended()
-        self._seconds += time.perf_counter() - began
-
-    def update(self, tokens: int = 0) -> StepMetrics:
-        """Ends the step: reduces the gradients over ranks and updates the weights. Collective.
-
-        Args:
-            tokens: number of tokens of the global batch, for the metrics only.
-
-        Returns:
-            The metrics of the step.
-
-        Raises:
-            RuntimeError: if `begin` was not called.
-        """
-        self._check_begun()
-        # Some ranks may have launched more reductions than others. Every rank must launch all of
-        # its reductions before another collective is called.
-        self.reducer.all_passes_ended()
-        self.optimizer.divide_by(self._divisor or 1)
-        metrics = self._end_step(self._loss, tokens)
-        return dataclasses.replace(metrics, has_loss=self._divisor is None)
-
-    def _check_begun(self) -> None:
-        if not self.accumulating:
-            raise RuntimeError("call Engine.begin(microbatches) first: no step is in progress")
-
-    def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
-        self.accumulating = False
-        self.plain.allow(False)
-        self._sync_states()
-        self._check_scales()
-        return super()._end_step(loss, tokens)
-
-    def _begin(self, microbatches: int) -> None:
-        self.plain.allow(False)
-        self.optimizer.divide_by(1)
-        self.gatherer.release_all()  # parameters must be freed even if the check raises an error
-        self._check_scales()
-        super()._begin(microbatches)
-
-    def _check_scales(self) -> None:
-        """Raises RuntimeError if gradients of another engine's backward have another factor.
-
-        With fp16 the factor is that engine's loss scale; in a step with plain backwards, it is the
-        weight of that engine's losses.
-        """
-        scaled = self.config.precision.dtype == "fp16" or self._divisor is not None
-        for slot, _ in self.reducer.foreign if scaled else ():
-            raise RuntimeError(
-                f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"
-                " engine's loss scale: call zero_grad() before this engine's backward"
-            )
-
-    def zero_grad(self) -> None:
-        super().zero_grad()
-        if self.accumulating:
-            self._loss.zero_()
-
-    def discard(self) -> None:
-        """Discards the step in progress of a custom loop, for example after an error."""
-        self.accumulating = False
-        self.plain.allow(False)
-        self.reducer.give_up()
-
-    @contextmanager
-    def inference(self) -> Iterator[nn.Module]:
-        """Context manager: yields the module for forwards without gradients."""
-        try:
-            # `no_grad` instead of inference mode, because the module may cache tensors here and use
-            # them in training later
-            with torch.inference_mode(False), torch.no_grad():
-                yield self.module
-        finally:
-            self.gatherer.release_all()
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Context manager: the module is in evaluation mode and can run forwards. Collective."""
-        with super().evaluating(), self.model.evaluating():
-            yield
-
-    @contextmanager
-    def gathered(
-        self, params: Iterable[Tensor] | None = None, *, modifier_rank: int | None = None
-    ) -> Iterator[nn.Module]:
-        """Context manager: yields the module with full parameters, to read or edit. Collective.
-
-        Blocks can be nested. They can also be used within a step of a custom loop, between its
-        backwards; edits in such a block take effect in the update of the step.
-
-        Args:
-            params: the parameters of the module that the block uses; None: all parameters. Other
-                parameters in the same buffer are gathered, too.
-            modifier_rank: rank that edits the parameters; at the end of the block, all other ranks
-                get its values. None: the program makes the same changes on every rank.
-
-        Raises:
-            ValueError: if an entry of `params` is not a parameter of this engine, or if no rank has
-                the number `modifier_rank`.
-        """
-        slots = self._slots_of(params)
-        everyone = self.topology.axis("world")
-        if modifier_rank is not None and not 0 <= modifier_rank < everyone.size:
-            raise ValueError(f"modifier_rank {modifier_rank}: ranks are 0 to {everyone.size - 1}")
-        between_steps = not (self.gatherer.lent or self.accumulating)
-        if between_steps:
-            self._sync_states()
-            self.optimizer.wait()
-        try:
-            with self.gatherer.gathered(slots):
-                yield self.module
-                if modifier_rank is not None:
-                    self.gatherer.changes.broadcast(slots, everyone, modifier_rank)
-        finally:
-            if between_steps:
-                self._sync_states()
-
-    def _slots_of(self, params: Iterable[Tensor] | None) -> list[Slot]:
-        """Returns the slots of parameters in their order, without repetition; all for None."""
-        if params is None:
-            return list(self.layout.slots)
-        known = {id(slot.param): slot for slot in self.layout.slots}
-        found: dict[Slot, None] = {}
-        for param in (params,) if isinstance(params, Tensor) else params:
-            if id(param) not in known:
-                shape = list(getattr(param, "shape", ()))
-                raise ValueError(
-                    f"gathered: a {type(param).__name__} of shape {shape} is not a parameter of this engine"
-                )
-            found[known[id(param)]] = None
-        return list(found)
-
-    def _sync_states(self) -> None:
-        """Completes the last step; copies the program's edits of parameters to the optimizer.
-
-        See `threed.zero.manual_edits`.
-        """
-        super()._sync_states()
-        self.gatherer.changes.absorb_edits(self.optimizer)

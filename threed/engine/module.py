@@ -1,0 +1,315 @@
+"""The engine of wrapped modules: any `nn.Module`, trained on data ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from threed.config import Config
+from threed.config.resolution import resolve
+from threed.engine.base import Engine
+from threed.models import Model, Wrapped, wrap
+from threed.pipeline import activation_checkpointing
+from threed.zero import records, setup
+from threed.zero.contributions import PlainBackwards, own_backward
+from threed.zero.hooks import ModuleGatherer
+from threed.zero.layout import Slot
+from threed.zero.reducer import OPEN
+from threed.zero.step_metrics import StepMetrics as StepMetrics
+
+
+class ModuleEngine(Engine):
+    """Trains any `nn.Module` on data ranks; `Engine(...)` creates it for a plain module.
+
+    `step` runs a full batch. Instead, a custom loop can run the micro-batches itself, between
+    `begin` and `update`.
+
+    Attributes:
+        accumulating: True between `begin` and `update`, except while a backward runs.
+
+    Example:
+
+        engine.begin(microbatches=4)
+        for inputs in micro_batches:
+            loss = engine.module(**inputs).loss
+            engine.backward(loss)
+        metrics = engine.update()
+    """
+
+    wraps_module = True
+    accumulating = False
+    model: Wrapped
+    gatherer: ModuleGatherer
+    plain: PlainBackwards
+    # in a step with plain backwards: the update divides the sum of gradients by this number
+    _divisor: int | None = None
+    _microbatches: int | None  # number of micro-batches of the step in progress; None: not known
+    _loss: Tensor  # weighted sum of the step's losses so far, fp64 [1]
+
+    @property
+    def module(self) -> nn.Module:
+        """The module. Between `begin` and `update`, running it gathers its sharded parameters."""
+        return self.model.module
+
+    def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Wrapped, Config]:
+        wrapped = wrap(model, self.topology)
+        setup.check_tile(config.zero.tile, wrapped.slicing.tile, wrapped=True)
+        config = resolve(config, 0, self.topology.world)
+        activation_checkpointing.enable(wrapped.module, config)
+        return wrapped, config
+
+    def _initialize(self) -> None:
+        values = functools.partial(self.model.initial, seed=self.config.train.seed)
+        self.model.agree(self.topology.data, self.topology.device)
+        records.initialize(self.optimizer, values, again=False)
+        self.model.initialized(self.topology.device, self.batches.dtype)
+        self.gatherer.changes.begin()
+
+    def begin(self, microbatches: int | None = 1) -> None:
+        """Begins an optimizer step in a custom loop. Collective.
+
+        Args:
+            microbatches: number of micro-batches of the step; None if the number is not known. With
+                None, every call of `backward` needs an argument `weight`. Moreover, under ZeRO
+                stages 0 and 1, gradients are reduced during the last backward only if it is called
+                with `last=True`; otherwise they are reduced after it.
+        """
+        self.faults.clear()
+        self._begin(OPEN if microbatches is None else microbatches)
+        self.accumulating, self._microbatches, self._divisor = True, microbatches, None
+        self._loss = torch.zeros(1, dtype=torch.float64, device=self.topology.device)
+        self.plain.allow(True)
+
+    def _plain_backwards(self) -> PlainBackwards:
+        plain = self.plain = PlainBackwards(self._plain_begins, self._plain_ended)
+        module_of_outputs = lambda module, args, output: self._watch(output)  # noqa: E731
+        self.module.register_forward_hook(module_of_outputs)
+        return plain
+
+    def _watch(self, output: Any) -> None:
+        """Registers hooks by which a gradient of the module's output begins a plain backward.
+
+        Without them, it would begin at the first gradient of a parameter. With a reentrant
+        activation checkpoint, this is in a nested backward, which ends earlier.
+        """
+        for leaf in tree_leaves(output) if self.plain.accepts and torch.is_grad_enabled() else ():
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self.plain.enter)
+
+    def _plain_begins(self) -> None:
+        """Begins a pass for a `loss.backward()` of the program.
+
+        Gradients then accumulate without a weight, and the update divides their sum.
+        """
+        if self.config.precision.dtype == "fp16":
+            raise RuntimeError(
+                "loss.backward() under fp16: call engine.backward(loss), which scales the loss"
+            )
+        if self._divisor is None:
+            if self.reducer.passes:
+                raise RuntimeError(
+                    "loss.backward() in a step after engine.backward(loss): use one of them"
+                )
+            self._divisor = self.topology.dp * (self._microbatches or 1)
+        self._check_scales()
+        self.reducer.count_freely()
+        self.accumulating = False
+
+    def _plain_ended(self) -> None:
+        self.accumulating = True
+        self.reducer.pass_ended()
+
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False, *,
+        retain_graph: bool = False,
+    ) -> None:  # fmt: skip
+        """Runs the backward of a micro-batch and accumulates its gradients and its loss.
+
+        A micro-batch may have several losses, each with a backward. If this method raises an error,
+        the gradients of the step are discarded. Afterwards, call `begin` to start the next step.
+
+        Instead, a program can call `loss.backward()`, also of a loss that depends on the modules of
+        several engines. The gradients are then divided by the number of micro-batches that `begin`
+        got (by 1 for None) and by the number of data ranks. Reductions of ZeRO stages 0 and 1 start
+        only after the last backward, and the metrics' loss is NaN. Refused under fp16, and after
+        this method in the same step.
+
+        Args:
+            loss: mean loss of the micro-batch, a scalar.
+            weight: the loss of the step is the sum of the micro-batches' losses, each multiplied by
+                its `weight`. By default 1 / (micro-batches × data ranks), so that the loss of the
+                step is the mean over all micro-batches of all data ranks.
+            last: whether this is the last backward of the step. Only needed if the number of
+                micro-batches of the step is not known (`begin(None)`).
+            retain_graph: whether another backward of the same graph follows.
+
+        Raises:
+            RuntimeError: if `begin` was not called.
+            ValueError: if the step began with `begin(None)` and no weight is given.
+        """
+        self._check_begun()
+        began = time.perf_counter()
+        if weight is None:
+            if self._microbatches is None:
+                raise ValueError("backward in a step of begin(None) needs a weight")
+            weight = 1.0 / (self._microbatches * self.topology.dp)
+        self._check_scales()
+        if retain_graph:
+            self.reducer.count_freely()
+        if last:
+            self.reducer.next_is_last()
+        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+        self.accumulating = False
+        with own_backward(self.reducer):
+            scale = (self.optimizer.scaler.scale * weight * (self._divisor or 1)).to(wide.dtype)
+            torch.autograd.backward((wide * scale,), retain_graph=retain_graph)
+        self.accumulating = True
+        self._loss += loss.detach().double() * weight
+        self.reducer.pass_ended()
+        self._seconds += time.perf_counter() - began
+
+    def update(self, tokens: int = 0) -> StepMetrics:
+        """Ends the step: reduces the gradients over ranks and updates the weights. Collective.
+
+        Args:
+            tokens: number of tokens of the global batch, for the metrics only.
+
+        Returns:
+            The metrics of the step.
+
+        Raises:
+            RuntimeError: if `begin` was not called.
+        """
+        self._check_begun()
+        # Some ranks may have launched more reductions than others. Every rank must launch all of
+        # its reductions before another collective is called.
+        self.reducer.all_passes_ended()
+        self.optimizer.divide_by(self._divisor or 1)
+        metrics = self._end_step(self._loss, tokens)
+        return dataclasses.replace(metrics, has_loss=self._divisor is None)
+
+    def _check_begun(self) -> None:
+        if not self.accumulating:
+            raise RuntimeError("call Engine.begin(microbatches) first: no step is in progress")
+
+    def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
+        self.accumulating = False
+        self.plain.allow(False)
+        self._sync_states()
+        self._check_scales()
+        return super()._end_step(loss, tokens)
+
+    def _begin(self, microbatches: int) -> None:
+        self.plain.allow(False)
+        self.optimizer.divide_by(1)
+        self.gatherer.release_all()  # parameters must be freed even if the check raises an error
+        self._check_scales()
+        super()._begin(microbatches)
+
+    def _check_scales(self) -> None:
+        """Raises RuntimeError if gradients of another engine's backward have another factor.
+
+        With fp16 the factor is that engine's loss scale; in a step with plain backwards, it is the
+        weight of that engine's losses.
+        """
+        scaled = self.config.precision.dtype == "fp16" or self._divisor is not None
+        for slot, _ in self.reducer.foreign if scaled else ():
+            raise RuntimeError(
+                f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"
+                " engine's loss scale: call zero_grad() before this engine's backward"
+            )
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        if self.accumulating:
+            self._loss.zero_()
+
+    def discard(self) -> None:
+        """Discards the step in progress of a custom loop, for example after an error."""
+        self.accumulating = False
+        self.plain.allow(False)
+        self.reducer.give_up()
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """Context manager: yields the module for forwards without gradients."""
+        try:
+            # `no_grad` instead of inference mode, because the module may cache tensors here and use
+            # them in training later
+            with torch.inference_mode(False), torch.no_grad():
+                yield self.module
+        finally:
+            self.gatherer.release_all()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context manager: the module is in evaluation mode and can run forwards. Collective."""
+        with super().evaluating(), self.model.evaluating():
+            yield
+
+    @contextmanager
+    def gathered(
+        self, params: Iterable[Tensor] | None = None, *, modifier_rank: int | None = None
+    ) -> Iterator[nn.Module]:
+        """Context manager: yields the module with full parameters, to read or edit. Collective.
+
+        Blocks can be nested. They can also be used within a step of a custom loop, between its
+        backwards; edits in such a block take effect in the update of the step.
+
+        Args:
+            params: the parameters of the module that the block uses; None: all parameters. Other
+                parameters in the same buffer are gathered, too.
+            modifier_rank: rank that edits the parameters; at the end of the block, all other ranks
+                get its values. None: the program makes the same changes on every rank.
+
+        Raises:
+            ValueError: if an entry of `params` is not a parameter of this engine, or if no rank has
+                the number `modifier_rank`.
+        """
+        slots = self._slots_of(params)
+        everyone = self.topology.axis("world")
+        if modifier_rank is not None and not 0 <= modifier_rank < everyone.size:
+            raise ValueError(f"modifier_rank {modifier_rank}: ranks are 0 to {everyone.size - 1}")
+        between_steps = not (self.gatherer.lent or self.accumulating)
+        if between_steps:
+            self._sync_states()
+            self.optimizer.wait()
+        try:
+            with self.gatherer.gathered(slots):
+                yield self.module
+                if modifier_rank is not None:
+                    self.gatherer.changes.broadcast(slots, everyone, modifier_rank)
+        finally:
+            if between_steps:
+                self._sync_states()
+
+    def _slots_of(self, params: Iterable[Tensor] | None) -> list[Slot]:
+        """Returns the slots of parameters in their order, without repetition; all for None."""
+        if params is None:
+            return list(self.layout.slots)
+        known = {id(slot.param): slot for slot in self.layout.slots}
+        found: dict[Slot, None] = {}
+        for param in (params,) if isinstance(params, Tensor) else params:
+            if id(param) not in known:
+                shape = list(getattr(param, "shape", ()))
+                raise ValueError(
+                    f"gathered: a {type(param).__name__} of shape {shape} is not a parameter of this engine"
+                )
+            found[known[id(param)]] = None
+        return list(found)
+
+    def _sync_states(self) -> None:
+        """Completes the last step; copies the program's edits of parameters to the optimizer.
+
+        See `threed.zero.manual_edits`.
+        """
+        super()._sync_states()
+        self.gatherer.changes.absorb_edits(self.optimizer)
