@@ -146,3 +146,122 @@ def test_plain_backwards_train_as_plain_pytorch(stage: int) -> None:
     found = run_ranks(RANKS, train_all, stage)[0]
     for case, got in zip(CASES, found, strict=True):
         assert_same(got, truth(*case[:3]))
+
+
+# --------------------------------------------------------------------------------------------------------- several losses
+
+
+def train_with_losses(stage: int, micros: int) -> Any:
+    """Two losses of one graph, each by `engine.backward`."""
+    engine: Any = engine_at(stage, net(), 0.05, micros)
+    norms, losses = [], []
+    for step in range(3):
+        engine.begin(micros)
+        for micro in range(micros):
+            found = engine.module(rows(step, micro, engine.topology.rank))
+            engine.backward(found["out"].square().mean(), retain_graph=True)
+            engine.backward(found["hidden"].abs().mean())
+        metrics = engine.update()
+        norms.append(metrics.grad_norm)
+        losses.append(metrics.loss)
+    assert all(loss > 0 for loss in losses)
+    return norms, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_losses_of_a_graph_train_as_their_sum(stage: int) -> None:
+    for micros in (1, 2):
+        got = run_ranks(RANKS, train_with_losses, stage, micros)[0]
+        assert_same(got, truth("two", micros, 0.05))
+
+
+def train_two_engines(stage: int) -> Any:
+    """One loss of the outputs of two engines."""
+    first: Any = engine_at(stage, net(0), 0.0, 1)
+    second: Any = engine_at(stage, net(1), 0.0, 1)
+    for step in range(3):
+        x = rows(step, 0, first.topology.rank)
+        first.begin(1)
+        second.begin(1)
+        (first.module(x)["out"] * second.module(x)["hidden"]).square().mean().backward()
+        metrics = first.update(), second.update()
+        assert all(m.loss != m.loss and not m.skipped for m in metrics)  # NaN
+    return first.full_state_dict(), second.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_engines_train_by_one_loss(stage: int) -> None:
+    modules = [net(0), net(1)]
+    params = [p for m in modules for p in m.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            x = rows(step, 0, rank)
+            product = modules[0](x)["out"] * modules[1](x)["hidden"]
+            (product.square().mean() / RANKS).backward()
+        optimizer.step()
+    for got, module in zip(run_ranks(RANKS, train_two_engines, stage)[0], modules, strict=True):
+        for name, value in got.items():
+            torch.testing.assert_close(value, module.state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------- edges and refusals
+
+
+class Interruption(Exception):
+    pass
+
+
+def at_the_edges() -> None:
+    engine: Any = engine_at(1, net(), 0.0, 1)
+    x = rows(0, 0, 0)
+
+    def loss() -> Tensor:
+        value: Tensor = engine.module(x)["out"].square().mean()
+        return value
+
+    with pytest.raises(RuntimeError, match=r"outside any engine's step: call engine\.begin\(\)"):
+        loss().backward()
+    engine.begin(1)
+    engine.backward(loss())
+    with pytest.raises(RuntimeError, match=r"in a step after engine\.backward\(loss\): use one of"):
+        loss().backward()
+    engine.update()
+
+    def interrupt(grad: Tensor) -> None:
+        raise Interruption
+
+    before = engine.full_state_dict()
+    engine.begin(1)
+    out = engine.module(x)["hidden"]
+    out.register_hook(interrupt)
+    with pytest.raises(Interruption):
+        engine.module.third(out).mean().backward()
+    with pytest.raises(RuntimeError, match="no step is in progress"):
+        engine.update()
+    after = engine.full_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    engine.begin(1)
+    loss().backward()
+    assert not engine.update().skipped
+    engine.begin(None)  # the program divides the loss by the number of micro-batches itself
+    for _ in range(2):
+        (loss() / 2).backward()
+    one = engine.update().grad_norm
+    engine.zero_grad()
+    right = torch.autograd.grad(loss(), engine.module.third.weight)[0]
+    assert one > float(right.norm()) > 0
+
+
+def in_fp16() -> None:
+    engine: Any = engine_at(1, Net(), 0.0, 1, precision={"dtype": "fp16"})
+    engine.begin(1)
+    loss = engine.module(rows(0, 0, 0).half().detach())["out"].square().mean()
+    with pytest.raises(RuntimeError, match=r"loss\.backward\(\) under fp16: call engine\.backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("what", [at_the_edges, in_fp16])
+def test_edges_of_plain_backwards(what: Any) -> None:
+    run_ranks(1, what)

@@ -34,11 +34,12 @@ from threed.pipeline.transport import Transport, links
 from threed.planner.build import draw
 from threed.zero import agreement, replicas, setup
 from threed.zero.asynchronous import Asynchronous
-from threed.zero.contributions import PlainBackwards, own_backward
+from threed.zero.contributions import own_backward
 from threed.zero.gather import Gatherer
 from threed.zero.hooks import ModuleGatherer
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.optimizer import Optimizer, Synchronous
+from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.rates import Rates
 from threed.zero.reducer import Reducer
 from threed.zero.step_metrics import Faults, Later, loss_of

@@ -7,11 +7,9 @@ import functools
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from threed.config import Config
 from threed.config.resolution import resolve
@@ -19,9 +17,10 @@ from threed.engine.base import Engine
 from threed.models import Model, Wrapped, wrap
 from threed.pipeline import activation_checkpointing
 from threed.zero import records, setup
-from threed.zero.contributions import PlainBackwards, own_backward
+from threed.zero.contributions import own_backward
 from threed.zero.hooks import ModuleGatherer
 from threed.zero.layout import Slot
+from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.reducer import OPEN
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
@@ -89,20 +88,9 @@ class ModuleEngine(Engine):
         self.plain.allow(True)
 
     def _plain_backwards(self) -> PlainBackwards:
-        plain = self.plain = PlainBackwards(self._plain_begins, self._plain_ended)
-        module_of_outputs = lambda module, args, output: self._watch(output)  # noqa: E731
-        self.module.register_forward_hook(module_of_outputs)
-        return plain
-
-    def _watch(self, output: Any) -> None:
-        """Registers hooks by which a gradient of the module's output begins a plain backward.
-
-        Without them, it would begin at the first gradient of a parameter. With a reentrant
-        activation checkpoint, this is in a nested backward, which ends earlier.
-        """
-        for leaf in tree_leaves(output) if self.plain.accepts and torch.is_grad_enabled() else ():
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self.plain.enter)
+        self.plain = PlainBackwards(self._plain_begins, self._plain_ended)
+        self.plain.watch(self.module)
+        return self.plain
 
     def _plain_begins(self) -> None:
         """Begins a pass for a `loss.backward()` of the program.
@@ -119,7 +107,6 @@ class ModuleEngine(Engine):
                     "loss.backward() in a step after engine.backward(loss): use one of them"
                 )
             self._divisor = self.topology.dp * (self._microbatches or 1)
-        self._check_scales()
         self.reducer.count_freely()
         self.accumulating = False
 

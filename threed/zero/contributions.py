@@ -281,39 +281,12 @@ class Owner(Protocol):
     def give_up(self) -> None: ...
 
 
-class PlainBackwards:
-    """Backwards of one engine that the program starts by a plain `loss.backward()`.
+class Plain(Protocol):
+    """The part of `PlainBackwards` that `is_own` uses."""
 
-    The first gradient of a backward begins a pass of the engine; the pass ends with the backward.
+    accepts: bool
 
-    Args:
-        begins: called when a pass begins.
-        ended: called when it has ended.
-
-    Attributes:
-        accepts: whether a step of the engine is in progress.
-        running: whether a pass is in progress.
-    """
-
-    def __init__(self, begins: Callable[[], None], ended: Callable[[], None]) -> None:
-        self._begins, self._ended = begins, ended
-        self.accepts = self.running = False
-
-    def allow(self, on: bool) -> None:
-        """Sets `accepts`. A pass that an error has interrupted is dropped."""
-        self.accepts, self.running = on, False
-
-    def enter(self, *_: Any) -> None:
-        """Begins a pass in the running backward, unless `engine.backward` has started it."""
-        if _running or self.running or not self.accepts:
-            return
-        self._begins()
-        self.running = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave)
-
-    def _leave(self) -> None:
-        self.running = False
-        self._ended()
+    def enter(self) -> None: ...
 
 
 # Owners of the running backwards, innermost last. The list is global, because autograd does not
@@ -334,7 +307,12 @@ def own_backward(owner: Owner) -> Iterator[None]:
         _running.pop()
 
 
-def is_own(owner: object, slot: Slot, plain: PlainBackwards | None = None) -> bool:
+def in_own_backward() -> bool:
+    """Returns whether a backward that an engine has started is running."""
+    return bool(_running)
+
+
+def is_own(owner: object, slot: Slot, plain: Plain | None = None) -> bool:
     """Returns whether the running backward belongs to the owner.
 
     A backward that no engine has started belongs to all engines with a step in progress.

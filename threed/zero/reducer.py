@@ -38,13 +38,13 @@ from threed.zero.contributions import (
     Contributions,
     Deferral,
     LaunchQueue,
-    PlainBackwards,
 )
 from threed.zero.early_updates import Early
 from threed.zero.gather import Gatherer
 from threed.zero.late_gradients import LateGradients
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.parameter_access import GRAD
+from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.reductions import (
     PLAIN,
     BucketGradients,

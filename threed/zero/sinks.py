@@ -15,12 +15,12 @@ from threed.zero.contributions import (
     Contributions,
     Deferral,
     LaunchQueue,
-    PlainBackwards,
     is_own,
 )
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Slot
 from threed.zero.parameter_access import GRAD
+from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.reductions import Gradients
 
 
