@@ -455,13 +455,9 @@ def test_what_cannot_be_done(engine: DeepSpeedEngine) -> None:
     with pytest.raises(RuntimeError, match="step without a backward"):
         engine.step()
     loss = engine(x, y)
-    with pytest.raises(ValueError, match="retain_graph"):
-        engine.backward(loss, retain_graph=True)
     with pytest.raises(ValueError, match="scalar loss"):
         engine.backward(y)
     engine.backward(loss)
-    with pytest.raises(RuntimeError, match="backward was called twice"):
-        engine.backward(loss)
     with pytest.raises(RuntimeError, match="train_batch in the middle of a step"):
         engine.train_batch(iter([]))
     engine.step()

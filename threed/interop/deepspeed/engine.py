@@ -78,7 +78,9 @@ class DeepSpeedEngine:
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
         self._skipped = 0  # value of the property `skipped_steps` after the last update
-        self._pending = False  # True between `backward` and `step`
+        self._seen = 0  # number of backwards of this step that ran before the last call of `step`
+        # whether this micro-batch is the step's last; None: counted by the configuration
+        self._boundary: bool | None = None
         self._batches = None if training_loader is None else repeat(training_loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -117,51 +119,54 @@ class DeepSpeedEngine:
     def _begin(self) -> None:
         """Begins a step of the engine, unless a step is in progress."""
         if not self.engine.accumulating:
+            self.micro_steps -= self.micro_steps % self.translation.accumulation
+            self._seen = 0
             self.optimizer.synchronize()
             self.engine.begin(self.translation.accumulation)
+            if self._boundary is not None:
+                self.engine.reducer.count_freely()
+
+    @property
+    def _pending(self) -> bool:
+        """Whether a backward has run since the last call of `step`."""
+        return self.engine.reducer.passes > self._seen
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Runs the backward of one micro-batch, and accumulates the gradients. Collective.
+        """Runs the backward of one loss of a micro-batch, and accumulates the gradients. Collective.
 
         The loss is divided by the number of micro-batches of all ranks in the step. So the
-        gradients of a step add up to the gradients of the mean loss of the global batch.
+        gradients of a step add up to the gradients of the mean loss of the global batch. Instead of
+        this method, a program can call `loss.backward()` (see `threed.ModuleEngine.backward`).
 
         If the backward raises an error, the step is discarded together with the gradients of its
         earlier micro-batches, and the next micro-batch is the first of a new step.
 
         Args:
             loss: the mean loss of the micro-batch, a scalar tensor.
-            retain_graph: not supported; must be False.
+            retain_graph: whether another backward of the same graph follows.
             scale_wrt_gas: whether to divide the loss by the number of accumulation steps, in
                 addition to the number of ranks.
 
         Returns:
-            `loss`, unchanged.
+            `loss`, divided by the number of accumulation steps if `scale_wrt_gas`.
 
         Raises:
-            RuntimeError: if `step` was not called after the previous `backward`.
-            ValueError: if `retain_graph` is True or `loss` is not a scalar tensor.
+            ValueError: if `loss` is not a scalar tensor.
         """
-        if retain_graph:
-            raise ValueError(
-                "retain_graph is not supported: add the losses, and call backward once"
-            )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError("backward needs a scalar loss")
-        if self._pending:
-            fix = "call engine.step() after each backward; it updates at the boundary only"
-            raise RuntimeError(f"backward was called twice: {fix}")
         self._begin()
-        weight = 1.0 / (self.topology.dp * (self.translation.accumulation if scale_wrt_gas else 1))
+        accumulation = self.translation.accumulation if scale_wrt_gas else 1
         try:
-            self.engine.backward(loss, weight)
+            self.engine.backward(
+                loss, 1.0 / (self.topology.dp * accumulation), retain_graph=retain_graph
+            )
         except BaseException as error:
             self._discard_step(error)
             raise
-        self._pending = True
-        return loss
+        return loss.detach() / accumulation
 
     def _discard_step(self, error: BaseException) -> None:
         """Discards the current step after an error.
@@ -175,7 +180,7 @@ class DeepSpeedEngine:
             )
         self.engine.discard()
         self.micro_steps -= done
-        self._pending = False
+        self._seen = 0
 
     def step(self) -> None:
         """Ends a micro-batch; at the accumulation boundary, runs an optimizer step.
@@ -197,7 +202,7 @@ class DeepSpeedEngine:
             self.optimizer.stepped()
             self._step_scheduler()
         self.micro_steps += 1
-        self._pending = False
+        self._seen = self.engine.reducer.passes
 
     def _step_scheduler(self) -> None:
         """Advances the program's scheduler.
@@ -217,11 +222,26 @@ class DeepSpeedEngine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Returns whether the current micro-batch is the last of its step."""
+        if self._boundary is not None:
+            return self._boundary
         return (self.micro_steps + 1) % self.translation.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Sets whether the current micro-batch, and the following ones, are the last of a step.
+
+        From the first call on, the program calls this method before the backward of every
+        micro-batch. The losses are still divided by `gradient_accumulation_steps`.
+
+        Args:
+            is_boundary: whether `step` runs an optimizer step.
+        """
+        self._boundary = is_boundary
+        if self.engine.accumulating:
+            self.engine.reducer.count_freely()
 
     def _check_boundary(self, what: str, instead: str) -> None:
         self.engine.finish()
-        if self._pending or self.micro_steps % self.translation.accumulation:
+        if self.engine.reducer.passes:
             raise RuntimeError(f"{what} in the middle of a step: {instead}")
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:

@@ -12,7 +12,7 @@ _ROWS = {
     "save_16bit_model save_fp16_model _zero3_consolidated_16bit_state_dict get_fp32_state_dict": WEIGHTS,
     "load_module_state_dict": "use engine.engine.load_full_state_dict(weights)",
     "load_state_dict": "use engine.engine.load_full_state_dict(weights), or engine.load_checkpoint(folder)",
-    "no_sync set_gradient_accumulation_boundary": ACCUMULATION,
+    "no_sync": ACCUMULATION,
     "set_gradient_accumulation_steps set_train_batch_size set_train_micro_batch_size": "use the config's batch sizes",
     "allreduce_gradients": "use engine.step(), which sums gradients over ranks",
     "clip_fp32_gradients gradient_clipping": "use the config's gradient_clipping",

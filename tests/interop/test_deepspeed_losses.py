@@ -1,0 +1,101 @@
+"""Losses of scripts for DeepSpeed: plain backwards, several losses per micro-batch, boundaries that the script sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import threed
+from tests.harness import run_ranks
+from tests.zero.test_plain_backward import RANKS, assert_same, net, rows, truth
+
+ACCUMULATION = 2
+
+
+def engine_at(stage: int) -> Any:
+    ds = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": ACCUMULATION, "gradient_clipping": 0.05,
+        "optimizer": {"type": "AdamW", "params": {
+            "lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.0,
+        }},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    module = net()
+    return threed.initialize(model=module, model_parameters=module.parameters(), config=ds)[0]
+
+
+def plain(engine: Any, found: dict[str, Tensor]) -> None:
+    found["out"].square().mean().backward(retain_graph=True)
+    found["hidden"].abs().mean().backward()
+
+
+def by_engine(engine: Any, found: dict[str, Tensor]) -> None:
+    loss = found["out"].square().mean()
+    returned = engine.backward(loss, retain_graph=True)
+    assert returned == pytest.approx(float(loss) / ACCUMULATION)
+    engine.backward(found["hidden"].abs().mean())
+
+
+WAYS: dict[str, Callable[[Any, dict[str, Tensor]], None]] = {
+    "plain": plain, "engine": by_engine, "boundary": by_engine, "plain, boundary": plain,
+}  # fmt: skip
+
+
+def train(way: str, stage: int) -> Any:
+    engine, norms = engine_at(stage), []
+    rank = engine.global_rank
+    for step in range(3):
+        for micro in range(ACCUMULATION):
+            found = engine(rows(step, micro, rank))
+            if "boundary" in way:
+                engine.set_gradient_accumulation_boundary(micro == ACCUMULATION - 1)
+            WAYS[way](engine, found)
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert (engine.global_steps, engine.micro_steps) == (3, 3 * ACCUMULATION)
+    return norms, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_losses_a_micro_batch_train_as_plain_pytorch(stage: int) -> None:
+    right = truth("two", ACCUMULATION, 0.05)
+    for way in WAYS:
+        assert_same(run_ranks(RANKS, train, way, stage)[0], right)
+
+
+def interrupted() -> None:
+    """After an error in a plain backward, the next micro-batch is the first of a new step."""
+    engine = engine_at(1)
+
+    def interrupt(grad: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    for micro in range(2):
+        out = engine(rows(0, micro, 0))["hidden"]
+        if micro == 1:
+            out.register_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.module.third(out).mean().backward()
+            break
+        out.mean().backward()
+        engine.step()
+    for step in range(2):
+        for micro in range(2):
+            plain(engine, engine(rows(step, micro, 0)))
+            engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (2, 4)
+    right = engine_at(1)
+    for step in range(2):
+        for micro in range(2):
+            plain(right, right(rows(step, micro, 0)))
+            right.step()
+    found = engine.full_state_dict()
+    assert all(torch.equal(found[name], value) for name, value in right.full_state_dict().items())
+
+
+def test_a_step_after_an_interrupted_plain_backward() -> None:
+    run_ranks(1, interrupted)
