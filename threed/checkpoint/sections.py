@@ -176,9 +176,10 @@ class Section:
         return len(self.parts) * sum(self._counts(number))
 
     def _counts(self, number: int) -> Iterator[int]:
-        """Yields the number of elements that a share contains of each window, line by line.
+        """Yields, for each window, the number of its elements in a share.
 
-        Only one part of the state is counted, because the number is the same for all parts (weight,
+        The order is: all windows of the first line, all windows of the second line, and so on. Only
+        one part of the state is counted, because the number is the same for all parts (weight,
         exp_avg, ...).
 
         Args:
@@ -190,17 +191,18 @@ class Section:
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns the offset of each window in a share, as if the share had only one part.
+        """Returns the offset of each window in a share, divided by the number of parts.
 
-        A share contains the same number of elements of every part of the state (weight, exp_avg,
-        ...). So the true offset of a window is the returned offset times the number of parts.
+        In a share, a window has the same number of elements of every part of the state (weight,
+        exp_avg, ...). So the offsets are computed for one part: the true offset of a window is the
+        returned offset times the number of parts.
 
         Args:
             number: number of the share.
 
         Returns:
-            Offsets in elements, one per window, line by line; followed by the number of elements of
-            one part in the share.
+            One offset per window, in elements, in the order of `_counts`. The last entry belongs to
+            no window: it is the number of elements that the share has of one part.
         """
         if number not in self._starts:
             self._starts[number] = array("q", accumulate(self._counts(number), initial=0))

@@ -202,10 +202,11 @@ class ModuleEngine(Engine):
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Raises RuntimeError if gradients of another engine's backward have another factor.
+        """Raises RuntimeError if another engine's gradients cannot be added to this step's.
 
-        With fp16 the factor is that engine's loss scale; in a step with plain backwards, it is the
-        weight of that engine's losses.
+        With fp16 they cannot be added, because the engines may have different loss scales. In a
+        step with plain backwards they cannot be added either: the other engine has multiplied its
+        losses by weights, but the losses of plain backwards have no weights.
         """
         scaled = self.config.precision.dtype == "fp16" or self._divisor is not None
         for slot, _ in self.reducer.foreign if scaled else ():

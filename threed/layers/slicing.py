@@ -261,7 +261,10 @@ class GradSink(Protocol):
         """Adds the matrix product a @ b to the accumulated gradient. `by` computes the product."""
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds the products a @ b of all pairs, one by one. All count as one contribution."""
+        """Adds the products a @ b of all pairs to the accumulated gradient.
+
+        The products are computed one at a time, and together count as one contribution.
+        """
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows[i] to row index[i] of the accumulated gradient: rows [n h], index [n]."""

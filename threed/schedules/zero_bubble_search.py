@@ -234,11 +234,12 @@ def _one_f_one_b_orders(
 
 
 def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
-    """Yields numbers of warm-up forwards per rank, which increase towards the first rank.
+    """Yields tuples to try: the number of warm-up forwards of each rank. Earlier ranks have more.
 
     Let f, b and t be the times of F, I and a message. A rank is not idle before its first I if it
-    has 1 + (b + 2t) / f warm-up forwards more than the next rank. Other differences are tried, too.
-    No number exceeds the memory limit.
+    has 1 + (b + 2t) / f warm-up forwards more than the next rank. Tuples with other differences
+    between ranks are also yielded. The memory limit bounds each number, so ranks may have equal
+    numbers.
     """
     ranks, last = flow.ranks, len(flow.rank) - 1
     f = sum(flow.time[: flow.forwards]) / ranks or 1.0

@@ -316,7 +316,7 @@ class Reductions:
     def wait_oldest(self) -> None:
         """Waits for the oldest reduction and begins to copy its sum to the slice's device."""
         reduction = self._in_flight.popleft()
-        reduction.staged.wait()  # a drive may still be reading the sum of earlier micro-batches
+        reduction.staged.wait()  # the read of the earlier sum from a drive may be in progress
         total, device = reduction.pending.wait(), reduction.staged.values.device
         if total.device == device:
             self._store(reduction, total)

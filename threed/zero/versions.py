@@ -5,8 +5,9 @@ See PipeDream-2BW (arXiv 2006.09503).
     versions.rotate()           call it before an update: reuses the memory of the older version for
                                 the newest version, which the update then changes
     versions.show(newest)       selects the version that layers read: the newest or the previous one
-    versions.restore(both)      completes the previous version after a load, because a load sets
-                                only this rank's slices
+    versions.restore(both)      call it after a load, because a load sets only this rank's slices:
+                                gathers the previous version or, if the load did not set its slices,
+                                copies the newest version to it
 
 Autograd saves the parameter itself, or a view of it, not a copy. A backward therefore needs the
 same values in the same memory as its forward. So all passes of a batch must use the same version,
