@@ -105,7 +105,7 @@ def take_full(
     All names and shapes are checked before the first tensor is overwritten.
 
     Args:
-        optimizer: holder of the weights.
+        optimizer: the optimizer, whose weights are overwritten.
         buffers: buffers of the model.
         topology: the parallel axes of the run, and this rank's position on them.
         given: full tensors by global name.

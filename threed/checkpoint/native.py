@@ -63,7 +63,7 @@ def load(
 
     Args:
         path: folder of the checkpoint.
-        optimizer: holder of the weights and states.
+        optimizer: the optimizer, whose weights and states are overwritten.
         topology: the parallel axes of the run, and this rank's position on them.
         config: configuration of the run.
         extras: buffers and random generators to restore.
@@ -167,7 +167,7 @@ def _refuse_unreadable(
         reader: the open checkpoint.
         without_moments: names of the tensors for which the checkpoint has weights and no moments.
             The moments of these tensors start at zero, so they are not required.
-        optimizer: holder of the states that will be loaded.
+        optimizer: the optimizer, whose states will be loaded.
         extras: buffers and random generators that will be loaded.
         rank: saved rank whose generator states will be loaded; None for no generators.
 
@@ -200,7 +200,7 @@ def _overwrite(
         path: folder of the checkpoint, for messages.
         source: tensors of the checkpoint.
         trained: names of the tensors whose values must be finite.
-        optimizer: holder of the states.
+        optimizer: the optimizer, whose states are overwritten.
         everyone: axis of all ranks.
 
     Raises:
@@ -267,7 +267,7 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
     """Gathers the full tensors of one part of the state on rank 0. Collective.
 
     Args:
-        optimizer: holder of the states.
+        optimizer: the optimizer, whose states are gathered.
         topology: the parallel axes of the run, and this rank's position on them.
         part: "weight" for the master weights, or the name of a tensor that the optimizer's rule
             keeps, such as "exp_avg".

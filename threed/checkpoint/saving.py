@@ -180,7 +180,7 @@ class Save:
         Call `optimizer.wait()` first, because all updates must have finished.
 
         Args:
-            optimizer: holder of the states.
+            optimizer: the optimizer, whose states are saved.
             room: host memory for the snapshot.
             now: whether to return only after the values of all states are copied or written. Use
                 True if code other than the optimizer changes the states after this call, because

@@ -176,8 +176,8 @@ def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
             own = boxes.setdefault(use.spec.over or "", {})
             own.setdefault(piece.name, []).append((piece.start, piece.size))
             where.setdefault(piece.name, use)
-    # ranks[over][i][t]: the boxes (tensor name -> boxes) that tensor rank t holds on the i-th rank
-    # of the axis `over`. If `over` is "", only i = 0 exists.
+    # ranks[over][i][t]: the boxes (tensor name -> boxes) that one rank holds: the rank with index i
+    # on the axis `over` and index t on the tensor axis. If `over` is "", only i = 0 exists.
     ranks: dict[str, list[Any]] = {}
     for over, own in sorted(boxes.items()):
         row = collectives.exchange(own, topology.axis("tp"))
@@ -197,8 +197,9 @@ def _partition_fault(
     Args:
         shape: shape of the global tensor.
         replicated: name of the axis over which the tensor is replicated, or None.
-        rows: rows[i][t] has the boxes (start, size) of the tensor on tensor rank t, on the i-th
-            rank of the axis `ShardSpec.over`. There is one row if the tensor has no such axis.
+        rows: rows[i][t] has the boxes (start, size) of the tensor on one rank: the rank with index
+            i on the axis `ShardSpec.over` and index t on the tensor axis. There is one row if the
+            tensor has no axis `ShardSpec.over`.
     """
     parts_by_rank = list[tuple[int, Part]]()
     for ranks in rows:

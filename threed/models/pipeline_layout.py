@@ -105,10 +105,12 @@ class PipelineLayout:
         return sorted({(min(a, b), max(a, b)) for a, b in passes if a != b})
 
     def ties(self, names: Sequence[Sequence[str]]) -> dict[str, Tie]:
-        """Returns the parameters that several ranks hold, by name, ordered by the first layer.
+        """Returns, by name, the parameters that several pipeline ranks hold.
+
+        Parameters that occur in earlier layers come first.
 
         Args:
-            names: names of the parameters of every layer of the model; the same on all ranks.
+            names: per layer of the model, the names of its parameters; the same on all ranks.
         """
         users: dict[str, list[int]] = {}
         for number, layer_names in enumerate(names):

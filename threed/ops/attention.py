@@ -235,9 +235,15 @@ def backward(
 
 
 def merge_(y: Tensor, lse: Tensor, more_y: Tensor, more_lse: Tensor) -> None:
-    """Merges attention of the same queries to more keys into y [b a n d] and lse [b a n].
+    """Merges two outputs of attention of the same queries to different keys, in place.
 
-    Changes y and lse in place. Computes in fp32 or wider.
+    Computes in fp32 or wider.
+
+    Args:
+        y: output of `forward` for the first keys [b a n d]; overwritten by the output for all keys.
+        lse: log-sum-exp for the first keys [b a n]; overwritten by the log-sum-exp for all keys.
+        more_y: output of `forward` for the other keys [b a n d].
+        more_lse: log-sum-exp for the other keys [b a n].
     """
     more_lse = more_lse.to(lse.dtype)
     share = torch.sigmoid(more_lse - lse).masked_fill_(more_lse.isneginf(), 0.0)

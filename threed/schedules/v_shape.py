@@ -201,7 +201,8 @@ class _Tightening:
 
     def __init__(self, unit: Flow, begin: tuple[int, ...], limit: int):
         self.unit, self.limit = unit, limit
-        self.last = len(begin)  # the W of position p has number p + last
+        # F and I have the numbers of their positions; the W of the I at position p is p + last
+        self.last = len(begin)
         times = {**dict(enumerate(begin)), **self._weights(begin)}
         count = unit.microbatches
         self.times = {

@@ -242,7 +242,10 @@ def _compare(
     truth: Mapping[str, Any],
     timeout: float,
 ) -> None:
-    """Trains in one topology, and adds the differences to the report."""
+    """Trains in one topology, and adds its differences from the reference to the report.
+
+    A training that fails is also added to the report.
+    """
     try:
         ranks = run_ranks(ranks_of(parsed), _train_and_compare, task, parsed, timeout=timeout)
     except RanksFailed as error:

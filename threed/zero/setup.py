@@ -249,7 +249,7 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
     offloads = {zero.offload_optimizer, zero.offload_params} != {"none"}
     if plan.stages == 1 or plan.asynchronous or zero.delayed_update or offloads:
         return False
-    # a difference of at most 1e-6 is a rounding error
+    # the result is a difference of two times; up to 1e-6, it is only a rounding error
     return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6
 
 

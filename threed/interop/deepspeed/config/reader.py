@@ -48,9 +48,9 @@ class Reader:
     """Parses one ds_config, and collects its problems and notes.
 
     Args:
-        autos: key -> (value that replaces "auto", text about the origin of this value). If the pair
-            is (None, text), "auto" is an error. If it is (None, ""), a key that is "auto" is
-            treated as missing.
+        autos: key -> (value that replaces "auto", text for messages: where the value is from). If
+            the pair is (None, text), "auto" is an error. If it is (None, ""), a key that is "auto"
+            is treated as missing.
         inactive: key -> the reason why the key has no effect in this configuration.
 
     Attributes:

@@ -127,9 +127,10 @@ def _value(ds: Any, path: str) -> Any:
 
 
 def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str]]:
-    """Returns the argument `autos` of `Reader`.
+    """Returns, for each key that may be "auto", the value that replaces "auto".
 
-    It maps a key to (the value that replaces "auto", a text about the origin of this value).
+    The result is the argument `autos` of `Reader`: key -> (value, where the value is from). The
+    second entry is text of a message, such as "as Hugging Face fills it in".
     """
     hidden, size = model.hidden, f"from the model's hidden size {model.hidden}, {TRAINER}"
     dtype = f"as the model's weights are {model.dtype}"
