@@ -5,7 +5,8 @@
 
 Values depend only on the seed, names and global indices. So topology, micro-batch size,
 recomputation and schedule do not change them. Philox maps a counter, a number of 128 bits, to four
-32-bit words. Element e of a tensor is computed from word e % 4 of counter e // 4.
+random 32-bit words, which give the values of four elements: elements 4c to 4c + 3 of a tensor are
+computed from counter c.
 """
 
 from __future__ import annotations

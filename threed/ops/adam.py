@@ -106,7 +106,7 @@ def adamw_(
 
 
 def _on_host(number: Tensor) -> Tensor:
-    """Returns a number as an fp64 scalar in host memory, whose address native code can read."""
+    """Returns a number as an fp64 scalar in host memory, so that native code can read it."""
     return (
         number
         if number.dtype == torch.float64 and number.device.type == "cpu"

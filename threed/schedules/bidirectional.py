@@ -31,8 +31,9 @@ DualPipe and DualPipeV run forwards together with backwards. Every rank holds tw
 rank r holds stage r for one direction and stage (stages - 1 - r) for the other direction, so all
 weights are stored twice. DualPipeV: all micro-batches run in one direction through a V of twice as
 many stages, down on the first chunks and up on the second chunks, so each weight is stored once. In
-both schedules a rank runs eight phases. `near` is the chunk that new micro-batches reach first on a
-rank, and `far` is the other chunk. A pair is a forward and a backward that run together:
+both schedules a rank runs eight phases. `near` is the chunk of a rank whose stage has the lower
+number, so it is nearer to the model's input, and `far` is the other chunk. A pair is a forward and
+a backward that run together:
 
 1. forwards of near
 2. a forward of near, then a forward of far, repeatedly
@@ -173,8 +174,8 @@ def dualpipev(stages: int, microbatches: int) -> Plan:
 class _Rank:
     """Builds the list of actions of one rank in DualPipe or DualPipeV.
 
-    A micro-batch runs on the near chunks of some ranks first, and on far chunks afterwards. On each
-    rank, near is the chunk that new micro-batches reach first, and far is the other chunk.
+    On each rank, near is the chunk whose stage has the lower number, and far is the other chunk. So
+    a micro-batch first runs on near chunks, and then on far chunks.
 
     Args:
         depth: number of ranks that a micro-batch passes before it reaches the near chunk of this

@@ -94,10 +94,12 @@ class Entry:
         }
 
     def to_hf(self, native: Callable[[str], LazyTensor]) -> LazyTensor:
-        """Returns the Hugging Face tensor; fp32 zeros if the model lacks the native tensors.
+        """Returns the Hugging Face tensor of this entry, composed of its native tensors.
+
+        If the model does not have the native tensors, the result consists of fp32 zeros.
 
         Args:
-            native: function from the name of a native tensor to this tensor.
+            native: function that returns the native tensor of a given name.
         """
         if not self.in_model:
             return MemoryTensor(torch.zeros(()).expand(self.shape))

@@ -256,7 +256,7 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
 
 
 def _offload(reader: Reader, zero: keys.Zero) -> dict[str, Any]:
-    """Returns the keys of `zero` for the offload of optimizer states and parameters."""
+    """Returns the offload keys of the group `zero`: the device per kind of state, and a folder."""
     groups = (zero.offload_optimizer, zero.offload_param)
     devices = {place: group.device for place, group in zip(PLACES, groups, strict=True)}
     for old, key in OLD_SWITCHES.items():
