@@ -292,13 +292,19 @@ def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pending:
-    """Starts to sum `tensor` over the axis, in rank order on gloo. Collective.
+    """Starts to sum `tensor` over the axis. Collective.
+
+    On gloo the terms are added in rank order.
 
     Args:
-        tensor: this rank's term. It may be overwritten with the result.
+        tensor: this rank's term. Its values are undefined after the call, because the result may
+            overwrite them.
         axis: the ranks.
         codec: encodes the terms, and also the sums. Exception: on two ranks with gloo, a `Cast`
             encodes only the terms.
+
+    Returns:
+        A `Pending`, whose result is the sum in the shape and dtype of `tensor`.
     """
     if axis.size == 1:
         return done(tensor)

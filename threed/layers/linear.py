@@ -3,8 +3,8 @@
 In Y = X A^T, a column-parallel layer shards A by rows (outputs), a row-parallel layer by columns
 (inputs) (Megatron-LM, arXiv 1909.08053, section 3):
 
-        column   Y_i = f(X) A_i^T        f: identity forward, all-reduce backward
-        row      Y   = g(sum X_i A_i^T)  g: all-reduce forward, identity backward
+        column   Y_i = f(X) A_i^T    f: identity forward, all-reduce backward
+        row      Y   = g(X_i A_i^T)  g: all-reduce forward, identity backward
 
 With sequence parallelism f all-gathers [s/t b h] to [s b h] and reduce-scatters in the backward; g
 does the reverse. These collectives send as many bytes as the all-reduces that they replace. The
@@ -186,9 +186,9 @@ def gradients(
 
 
 def _in_forward(terms: Terms) -> bool:
-    """Returns whether a stage is running a forward, according to a parameter's `GradSink`.
+    """Returns whether the stage that owns these parameters is running a forward.
 
-    Returns False if no parameter has a sink.
+    The first `GradSink` of the weights and the bias gives the answer. Without a sink it is False.
     """
     for param in (*terms.weights, terms.bias):
         sink = None if param is None else sink_of(param)

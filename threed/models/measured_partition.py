@@ -323,7 +323,7 @@ class _Search:
         return None
 
     def _excess(self, cut: Ranges) -> float:
-        """Returns by how many bytes the highest peak of a rank exceeds the limit; at least 0."""
+        """Returns the bytes above the memory limit on the worst rank; 0 if all ranks fit."""
         if self.limit is None:
             return 0.0
         return max(0.0, *(self._rank_bytes(rank, [cut[stage] for stage in self.placement[rank]]) - self.limit

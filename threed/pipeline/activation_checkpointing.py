@@ -104,10 +104,10 @@ class OnDrives:
         """Returns a drive whose buffers have at least `nbytes` bytes.
 
         If the buffers of the current drive are too small, a drive with larger buffers replaces it.
-        From then on, saved inputs use regions of the new size in the swap file, and smaller regions
-        are released. New buffers are at least 1.5 times as large as the old ones. So even if no
-        smaller region is reused, all smaller regions together take at most twice the space of the
-        new ones.
+        From then on, saved inputs use regions of the new size in the swap file. Smaller regions are
+        released, but the swap file reuses a region only for the same size, so their space may stay
+        unused. To bound this space, new buffers are at least 1.5 times as large as the old ones:
+        all smaller regions together take at most twice the space of the new ones.
         """
         old = 0 if self._drive is None else self._drive.nbytes
         if self._drive is None or nbytes > old:

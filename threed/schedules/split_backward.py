@@ -1,12 +1,13 @@
-"""Represents schedules with split backwards as orders of positions, and places weight gradients.
-
-Use: `flow = Flow.of(placement, microbatches, costs)`; `filled = fill(flow, orders, limit, patient)`
-inserts the weight gradients into given orders of forwards and backwards, and simulates the result;
-`to_plan(name, flow, filled)` converts the result to a `Plan`.
+"""Completes schedules with split backwards: inserts the weight gradients into given orders.
 
 Every micro-batch passes *positions* 0 .. 2n-1: the forwards of the n stages of the model, then
-their backwards for the input (I) from the last stage to the first. The weight gradient W of each I
-may run at any later time on the same rank: when that rank would be idle, or when it needs memory.
+their backwards for the input (I) from the last stage to the first. An *order* lists the positions
+that a rank runs. The weight gradient W of each I may run at any later time on the same rank: when
+that rank would be idle, or when it needs memory.
+
+Use: `flow = Flow.of(placement, microbatches, costs)` computes the positions and their times.
+`filled = fill(flow, orders, limit)` inserts the weight gradients and simulates the result; `limit`
+is the maximum number of live activations on a rank. `to_plan(name, flow, filled)` returns a `Plan`.
 Source: arXiv 2401.10241, section 3.
 """
 

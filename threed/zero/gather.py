@@ -130,7 +130,7 @@ class Gatherer:
         version: counter that is incremented when the values of sharded parameters change.
         wrapped: whether the parameters belong to a wrapped module. If so, the user's program may
             read and change the parameters at any time.
-        lent: the parameters that blocks of `gathered` keep in memory.
+        lent: the parameters of all `with gathered(...)` blocks that are still running.
         order: hash of the sequence of groups that were gathered so far. It must be equal on all
             ranks, because gathers are collective.
     """

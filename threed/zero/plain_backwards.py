@@ -13,16 +13,17 @@ from threed.zero.contributions import in_own_backward
 
 
 class PlainBackwards:
-    """Backwards of one engine that the program starts by a plain `loss.backward()`.
+    """Handles backwards that the program starts by `loss.backward()`, not by `engine.backward`.
 
-    The first gradient of a backward begins a pass of the engine; the pass ends with the backward.
+    The first gradient that such a backward computes begins a pass of the engine. The pass ends with
+    the backward.
 
     Args:
         begins: called when a pass begins.
         ended: called when it has ended.
 
     Attributes:
-        accepts: whether a step of the engine is in progress.
+        accepts: whether such backwards are allowed, because a step of the engine is in progress.
         running: whether a pass is in progress.
     """
 

@@ -1,4 +1,4 @@
-"""Builds parts of ZeRO from the configuration: layout policy, update rule, rates, loss scale."""
+"""Builds parts of ZeRO from the configuration: layout, update rule, learning rate, loss scale."""
 
 from __future__ import annotations
 
