@@ -32,7 +32,8 @@ UTF8_MARK = b"\xef\xbb\xbf"
 OTHER_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
 }  # fmt: skip
-# Fraction of NUL bytes above which a piece is rejected as UTF-16 or UTF-32 without a mark.
+# A piece of text with a larger fraction of NUL bytes is rejected, because it is probably UTF-16 or
+# UTF-32 without a byte-order mark.
 MAX_NUL_SHARE = 0.25
 TEXT_ENDINGS = (".txt", ".jsonl")
 # The default corpus excludes third-party code, tests, and folders with compiled files.

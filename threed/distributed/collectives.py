@@ -626,8 +626,9 @@ def leave(code: int = 0) -> None:
     if not dist.is_initialized():
         return
     if code == 0:
+        # Destroying the group may wait for other ranks. After the barrier, all ranks are about to
+        # destroy it.
         dist.barrier()
-        # Destroying the group may wait for other ranks, so no rank may exit before the barrier.
         dist.destroy_process_group()
 
     sys.stdout.flush()

@@ -98,10 +98,10 @@ def _newest(src: Path) -> Path:
 
 
 def _default_format(src: Path) -> str:
-    """Returns the default format for a native checkpoint: "safetensors" or "hf" (Hugging Face).
+    """Returns the format to which the native checkpoint `src` is converted by default.
 
-    The format is "safetensors" for custom models and plain modules, which have no Hugging Face
-    layout in threed.
+    The format is "hf" (Hugging Face). For custom models and plain modules it is "safetensors",
+    because they have no Hugging Face layout in threed.
     """
     model = native.read_manifest(src)["config"]["model"]
     # A checkpoint of a plain module without token ids has a vocabulary size of 0.

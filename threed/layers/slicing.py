@@ -176,8 +176,8 @@ class MicroBatch:
         training: whether dropout is on.
         inputs: the batch's other tensors [b ...], by name. They keep their dtypes unless
             `precision.cast_inputs` is on. For a wrapped module: all of its keyword arguments.
-        loss_chunks: number of chunks into which the head divides the sequence. The logits of one
-            chunk exist at a time.
+        loss_chunks: number of chunks into which the head divides the sequence. Only the logits of
+            one chunk exist at a time.
     """
 
     tokens: Tensor | None = None

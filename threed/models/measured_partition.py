@@ -126,7 +126,8 @@ def times_by_flops(flops: Sequence[float], again: Sequence[int]) -> list[LayerTi
     """Returns layer times in proportion to FLOPs, in arbitrary units.
 
     Args:
-        flops: FLOPs of forward and backward per layer; a backward counts as two forwards.
+        flops: FLOPs per layer, the sum of forward and backward without recomputation. The actions
+            F, I and W each take a third of them.
         again: indices of the layers that are recomputed, whose backward therefore includes a
             forward.
     """

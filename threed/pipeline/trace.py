@@ -284,12 +284,12 @@ class Tracer:
         micro: a micro-batch on the meta device, with the shapes and dtypes of the run.
         dtype: dtype of parameters and activations.
         grad_dtype: dtype of gradients.
-        traffic: counter of bytes sent, by name of the axis. The model's axes add the bytes that
-            they send. At its end, a trace restores the values that the counter had before it.
+        traffic: bytes sent, by name of the axis; the axes of the model update this counter. The
+            tracer reads the counter, and restores it after each measured layer.
 
     Attributes:
-        output: `Form` (shapes and dtypes) of the value that the last layer of the newest trace
-            returned; None for a loss.
+        output: `Form` (shapes and dtypes) of the output of the last layer in the newest trace;
+            None if the output is a loss.
     """
 
     def __init__(

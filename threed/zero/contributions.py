@@ -39,7 +39,7 @@ class Contributions:
             False, the gradient is only complete when the round ends.
 
     Attributes:
-        per_pass: number of contributions expected per micro-batch, None if it is unknown.
+        per_pass: number of contributions expected per micro-batch; None if `known` is False.
         remaining: number of contributions that are still expected in this round.
         added: number of contributions of this round that were added to the gradient's buffer.
         late: number of contributions of this round that arrived too late for the buffer, because
@@ -64,7 +64,7 @@ class Contributions:
     def restore(self, counted: int | None) -> None:
         """Restores `per_pass` from a saved state, and sets `used` to False.
 
-        If the current `per_pass` is unknown (None), it remains None.
+        If `known` was False, `per_pass` remains None.
 
         Args:
             counted: value of the property `counted` when the state was saved; if it is None,
@@ -115,7 +115,8 @@ class Contributions:
     def learn(self, passes: int, dynamic: bool) -> None:
         """Sets `per_pass` to the number of contributions per micro-batch in the round that ended.
 
-        The number is rounded up. If `per_pass` is unknown (None), it remains None.
+        The number is the mean over the micro-batches, rounded up. The method has no effect if
+        `known` was False, so that `per_pass` is None.
 
         Args:
             passes: number of micro-batches in the round.

@@ -305,8 +305,9 @@ def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
             for name, value in old.items()
             if name in ("type", "short_factor", "long_factor")
         }
-        # The rope_scaling of transformers 4 cannot express `factor` and `attention_factor`. If one
-        # of them is set, `rest` becomes empty, so that no rope_scaling is written.
+        # For these models (Phi-3), transformers 4 accepts only these three keys in rope_scaling. If
+        # `factor` or `attention_factor` is set, `rest` is emptied, so that no rope_scaling is
+        # written.
         rest = {} if "factor" in rest or "attention_factor" in rest else rest
     if record.local:
         table["rope_local_base_freq"] = keys["rope_local_theta"]

@@ -407,9 +407,9 @@ def scale_of(scaler: Any) -> dict[str, float]:
     scale, at, overflow, left = (-1.0 if value is None else value for value in values)
     if None in values or not scale > 0:
         return {}
-    # threed doubles the scale after `window` updates without an overflow. In DeepSpeed 0.19, the
-    # first doubling after an overflow happens after `window` + 1 updates. Therefore `good` is one
-    # less than the number of updates since the overflow.
+    # `at` - `overflow` - 1 updates have succeeded since the overflow. `good` is one less: after an
+    # overflow, DeepSpeed 0.19 first doubles the scale after `loss_scale_window` + 1 such updates,
+    # but threed after `loss_scale_window`.
     good = max(0.0, at - overflow - 2)
     return {"loss_scale": scale, "good_steps": good, "hysteresis_left": max(0.0, left)}
 
