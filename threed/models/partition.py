@@ -109,7 +109,10 @@ def _check_stages(n: int, stages: int) -> None:
 
 
 def _prefix_sums(costs: Sequence[float]) -> list[int]:
-    """Returns the running sums of costs, as integers in a common unit, without rounding."""
+    """Returns the prefix sums of the costs, from 0, as exact integers.
+
+    All costs are multiplied by the same factor: the smallest one that makes every cost an integer.
+    """
     exact = [Fraction(value) for value in costs]
     if any(value < 0 for value in exact):
         raise ValueError("a layer's cost is negative")
