@@ -57,9 +57,9 @@ About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # (dtype, shape) of e
 Metadata = Mapping[str, str]
 Parts = Iterable[bytes | Tensor]  # contents of a file: bytes, and uint8 tensors [n] on the CPU
 NONE: Metadata = MappingProxyType({})
-POLL_S = 0.125  # Seconds between calls of `hurries` in `write_hashed`.
-# BLOCK: bytes that one task hashes. PIECE: bytes that the task reads at a time. CHUNK: bytes per
-# pair of checksums.
+POLL_S = 0.125  # `write_hashed` calls `hurries` every POLL_S seconds while it waits for the limit.
+# BLOCK: bytes of a file that one task hashes. PIECE: bytes that the task reads at a time. CHUNK:
+# bytes that `sums` summarizes in two 64-bit checksums.
 BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16
 
 

@@ -83,10 +83,12 @@ def digest(about: Mapping[str, Any]) -> str:
 
 
 class Section:
-    """Lines (flat buffers of parameter groups) whose windows are split in the same way.
+    """A set of lines (flat buffers of parameter groups) that are split in the same way.
+
+    The module's docstring explains windows, portions and writers.
 
     Attributes:
-        about: description of the section in the manifest.
+        about: the section's entry in the manifest, a JSON object.
         parts: names of the saved parts of the state: weight, exp_avg, ...
         dtype: dtype of the values, as in safetensors ("F32").
         portions: number of portions into which each window is split.

@@ -388,10 +388,10 @@ class _Draft:
         return config.model_copy(update=groups)
 
     def is_consequence(self, problem: str) -> bool:
-        """Returns whether a problem names one of the `suspects`.
+        """Returns whether a problem may be a consequence of a problem that is already recorded.
 
-        Such a problem may be a consequence of a problem that is already recorded. Problems may name
-        the flags of `parallel` by their keys alone, as in `tp 2 × pp 2`.
+        This is the case if its text names a flag in `suspects`. A flag of the group `parallel` may
+        be named by its key alone, as in `tp 2 × pp 2`.
         """
         words = problem.replace(":", " ").replace(",", " ").split()
         names = [(flag, flag.removeprefix("--parallel.")) for flag in self.suspects]

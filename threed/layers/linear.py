@@ -221,15 +221,17 @@ class _AddBias(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """Inputs of a linear layer in a graph of torch.compile (`layers.compiled`).
+    """Arguments of the custom operators that run a linear layer in a compiled graph.
+
+    `layers.compiled` defines these operators.
 
     Attributes:
         layer: the layer, wrapped in an `Opaque`, which torch.compile does not trace.
         axis: the layer's axis, wrapped in an `Opaque`.
         outputs: number of output features on this rank.
-        anchor: for a tiled layer, an empty tensor that requires a gradient if a tile does. It is
-            passed in place of the weight, so that the output requires a gradient too. None for a
-            layer without tiles.
+        anchor: for a tiled layer, an empty tensor that is passed in place of the weight. It
+            requires a gradient if any tile does, so that the layer's output requires a gradient
+            too. None for a layer without tiles.
     """
 
     layer: Any
@@ -245,7 +247,8 @@ class Product(nn.Module):
         axis: axis of f, as in `Terms`.
         gather: whether f gathers x, as in `Terms`.
         matmul: implementation of the matrix products.
-        traced: inputs for torch.compile, set by `compile_layer`; None if the layer is not compiled.
+        traced: arguments of the layer's custom operators, set by `compile_layer`; None if the layer
+            is not compiled.
     """
 
     axis, gather, matmul = LOCAL, False, NATIVE

@@ -286,7 +286,8 @@ class OnDrive:
         self.drive, self.device = drive, drive.device
         self.hold(numel, dtype)
         self.offset = drive.disk.reserve(self.nbytes)
-        self.second_offset: int | None = None  # offset of the second region; None: no such region
+        # offset of the region for new values; None if there is no second region
+        self.second_offset: int | None = None
         self.writing: Transfer | None = None
         self.staged_buffers = 0  # number of staged buffers in use
 

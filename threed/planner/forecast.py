@@ -406,7 +406,7 @@ class _Column:
         return stage_costs(times_by_flops(flops, again), pipeline.layout.ranges)
 
     def blueprint(self, stage: int, pipeline: Pipeline) -> Blueprint:
-        """Returns the blueprint of the first rank of a stage in this column."""
+        """Returns a stage's blueprint on the first rank with this tensor-parallel index."""
         position = {**dict.fromkeys(AXES, 0), "pp": stage, "tp": self.number}
         topology = Topology.on_meta(self.grid, self.grid.rank_of(position))
         return Blueprint.build(self.model, self.layers, topology, self.config, pipeline)

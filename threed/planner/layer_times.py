@@ -211,7 +211,7 @@ def trace_layer_bytes(
     device: torch.device,
     ways: int = 1,
 ) -> list[LayerBytes]:
-    """Returns the bytes that every layer takes on a rank, traced on the meta device.
+    """Returns the memory that each layer needs on one rank, traced on the meta device.
 
     Args:
         model: the model that defines the layers.

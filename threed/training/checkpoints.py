@@ -132,7 +132,10 @@ class Checkpoints(Callback):
         return self.run.folder / "checkpoints" / f"step-{step}"
 
     def _extra(self) -> Mapping[str, Any]:
-        """Returns additional entries for a checkpoint, which a resumed run and exports read."""
+        """Returns the `extra` values for a checkpoint's manifest: tokenizer, data, origin and job.
+
+        A resumed run and exports read them.
+        """
         run, text = self.run, self.run.data.tokenizer
         tokenizer = {"tokenizer": text.files, "fingerprint": text.fingerprint, "eot": text.eot}
         origin = {"data_sha256": run.data.sha256, "hf": run.start.extra.get("hf")}

@@ -247,7 +247,7 @@ class Optimizer:
             self.optimistic.discard()
 
     def _after_overwriting(self, everything: bool) -> None:
-        """Hook for subclasses: called after values were set, before parameters are gathered."""
+        """Hook for subclasses: called when an `overwriting` block ends, before the gathers."""
 
     # -------------------------------------------------------------------------------- scalars of an update
 
@@ -263,7 +263,14 @@ class Optimizer:
         return torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
 
     def _outcome(self, rates: Tensor | None = None) -> Outcome:
-        """Returns a function that computes the next `Update` from the sums over all ranks."""
+        """Returns a function that computes the next `Update`; see `BadSteps.outcome`.
+
+        The argument of the function is the result of `_own_sums`, summed over all ranks.
+
+        Args:
+            rates: learning rate per parameter group, [groups]; None for the rates of the next
+                update.
+        """
         rates = self.rates(self.updates) if rates is None else rates
         return self.bad.outcome(rates, self.scaler.scale * self._divisor, self.grad_clip)
 

@@ -63,7 +63,7 @@ class Record:
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields one record per piece and part, in buffer order, for all states of this rank.
+    """Yields the records of all states of this rank, in buffer order.
 
     Args:
         optimizer: the optimizer that holds the states.
@@ -79,10 +79,10 @@ def states(optimizer: Optimizer) -> list[State]:
 
 
 def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields one record per piece and part of a state, in buffer order.
+    """Yields the records of one state, in buffer order: for each piece, one record per part.
 
     Args:
-        state: the state.
+        state: state of a bucket.
         parts: names of the parts to include; by default all parts.
     """
     wanted = [part for part in state.storages if parts is None or part in parts]
