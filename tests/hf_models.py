@@ -147,4 +147,8 @@ def train_plainly(
         norms.append(float(nn.utils.clip_grad_norm_(trained, clip)))
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return (
+        losses,
+        norms,
+        {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)},
+    )

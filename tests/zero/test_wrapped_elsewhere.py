@@ -102,7 +102,7 @@ def plainly(kind: str) -> Result:
     losses, _ = plain_steps(
         whole, [batch(step) for step in range(STEPS)], clip if kind == "clipped" else None
     )
-    return losses, {name: p.detach() for name, p in module.named_parameters()}
+    return losses, {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def train(kind: str, engine: Any, steps: range) -> list[float]:

@@ -169,7 +169,14 @@ def train_plainly(case: Case, count: int) -> Result:
         norms.append(float(nn.utils.clip_grad_norm_(trained, 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, {name: param.detach().clone() for name, param in model.named_parameters()}
+    return (
+        losses,
+        norms,
+        {
+            name: param.detach().clone()
+            for name, param in model.named_parameters(remove_duplicate=False)
+        },
+    )
 
 
 # --------------------------------------------------------------------------------------------- places change no number

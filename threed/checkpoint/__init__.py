@@ -3,6 +3,7 @@
     checkpoint.save(engine, "runs/tiny/checkpoints/step-200")          collective
     engine = checkpoint.load("runs/tiny", threed.Topology(tp=2))       collective; in any topology
     print(checkpoint.inspect("runs/tiny/checkpoints/step-200"))        checks all hashes
+    tensors = checkpoint.weights("runs/tiny")                          read on demand
     checkpoint.convert("runs/tiny/checkpoints/step-200", "tiny-hf")    to a Hugging Face folder
 
 The functions are defined in `threed.interop`, because they also handle the formats of other
@@ -13,13 +14,14 @@ implement the native format, its readers and writers, and copies of the training
 from threed.core.exports import lazy
 
 TYPE_CHECKING = False
-__all__ = ["save", "load", "inspect", "CheckpointInfo", "convert", "CheckpointError"]
+__all__ = ["save", "load", "inspect", "CheckpointInfo", "weights", "convert", "CheckpointError"]
 
 if TYPE_CHECKING:
     from threed.checkpoint.files import CheckpointError
     from threed.interop.convert import convert
     from threed.interop.inspection import CheckpointInfo, inspect
     from threed.interop.loading import load, save
+    from threed.interop.weights import weights
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -28,6 +30,7 @@ else:
             "load": "threed.interop.loading",
             "inspect": "threed.interop.inspection",
             "CheckpointInfo": "threed.interop.inspection",
+            "weights": "threed.interop.weights",
             "convert": "threed.interop.convert",
             "CheckpointError": "threed.checkpoint.files",
         },

@@ -139,6 +139,7 @@ class _State(_Strict):
     extra: dict[str, Any]
     uses: dict[Name, Count] = Field(default_factory=dict)
     unused: _Unused | None = None
+    aliases: dict[Name, Name] = Field(default_factory=dict)  # further names of tied weights
     loss_scale: Annotated[float, Field(gt=0)] | None = None
     good_steps: Amount | None = None
     hysteresis_left: Amount | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -225,6 +226,51 @@ class ModuleEngine(Engine):
         self.accumulating = False
         self.plain.allow(False)
         self.reducer.give_up()
+
+    @functools.cached_property
+    def aliases(self) -> dict[str, str]:
+        """Further name of a tied weight in the module -> the name under which the engine has it."""
+        first = {id(slot.param): slot.spec.name for slot in self.layout.slots}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: first[id(p)] for name, p in named if first.get(id(p), name) != name}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Returns the full weights and persistent buffers, on the CPU of rank 0. Collective.
+
+        Returns:
+            See `Engine.full_state_dict`. A tied weight is in the dict under all its names.
+        """
+        found = super().full_state_dict()
+        return found | {name: found[first] for name, first in self.aliases.items() if found}
+
+    def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
+        """Sets weights and buffers from full tensors; optimizer moments are kept. Collective.
+
+        Args:
+            weights: see `Engine.load_full_state_dict`. A tied weight may have any of its names; if
+                it has several, their values must be equal.
+
+        Raises:
+            KeyError, ValueError: if names or shapes differ from the names and shapes of the model.
+        """
+        known = dict(weights)
+        for name, first in self.aliases.items():
+            if name in known:
+                value = known.pop(name)
+                if not torch.equal(known.setdefault(first, value), value):
+                    raise ValueError(f"{name} and {first} are tied, but have different values")
+        super().load_full_state_dict(known)
+
+    def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Returns the state of training for a checkpoint's manifest. Collective.
+
+        Args:
+            extra: see `Engine.counters`.
+
+        Returns:
+            See `Engine.counters`; in addition, "aliases": the property `aliases`.
+        """
+        return super().counters(extra) | {"aliases": self.aliases}
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:

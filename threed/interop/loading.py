@@ -95,7 +95,7 @@ def load(
 
         engine = threed.load("runs/tiny/hf", threed.Topology(tp=2), train={"global_batch": 8})
     """
-    source, topology = _source(Path(path)), topology or Topology()
+    source, topology = newest_checkpoint(Path(path)), topology or Topology()
     saved = _saved(source)
     parallel = {"pp": topology.pp, "tp": topology.tp, "dp": topology.dp}
     groups = {"parallel": parallel, **saved}
@@ -153,7 +153,7 @@ def _load_weights(engine: Engine, folder: Path) -> None:
         raise CheckpointError(f"{folder}: {error.args[0]}") from None
 
 
-def _source(path: Path) -> Path:
+def newest_checkpoint(path: Path) -> Path:
     """Returns the folder to load: the newest checkpoint of a run folder, or `path` itself."""
     if (path / MANIFEST).is_file() or is_hf_folder(path) or is_safetensors_folder(path):
         return path

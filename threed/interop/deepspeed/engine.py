@@ -338,6 +338,7 @@ class DeepSpeedEngine:
                 stacklevel=2,
             )
         self.engine.zero_grad()
+        self._seen = self.engine.reducer.passes
 
     @property
     def global_steps(self) -> int:
@@ -408,8 +409,9 @@ class DeepSpeedEngine:
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
     ) -> bool:
         """Writes the checkpoint save_dir/tag, and writes the tag to save_dir/latest. Collective.
 
@@ -418,6 +420,7 @@ class DeepSpeedEngine:
             tag: the name of the checkpoint; None means "global_stepN". Must be equal on all ranks.
             client_state: data of the program (numbers, strings, lists and dicts) to save with the
                 checkpoint.
+            save_latest: whether to write the tag to save_dir/latest.
 
         Returns:
             True.
@@ -428,20 +431,20 @@ class DeepSpeedEngine:
         """
         self._check_boundary("save_checkpoint", "save at an accumulation boundary")
         self.optimizer.synchronize()
-        tag = tag or f"global_step{self.global_steps}"
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         everyone = self.topology.axis("world")
         if len(tags := set(collectives.exchange(tag, everyone))) > 1:
             raise ValueError(f"ranks save under different tags: {', '.join(sorted(tags))}")
         extra = {"client_state": dict(client_state or {}), "lr_scheduler": self._scheduler_state()}
         self.engine.save(Path(save_dir) / tag, extra)
-        if everyone.index == 0:
+        if everyone.index == 0 and save_latest:
             with building(Path(save_dir) / LATEST) as (scratch,):
                 scratch.write_text(tag, encoding="utf-8")
         collectives.barrier(everyone)  # ensures that no rank returns before `latest` exists
         return True
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None
+        self, load_dir: str | Path, tag: str | int | None = None
     ) -> tuple[str | None, Any]:
         """Loads the checkpoint load_dir/tag. Collective.
 
@@ -464,7 +467,7 @@ class DeepSpeedEngine:
                 tag = (Path(load_dir) / LATEST).read_text(encoding="utf-8").strip()
         if tag is None:
             return None, None
-        path = Path(load_dir) / tag
+        path = Path(load_dir) / str(tag)
         extra = self.engine.load(path)
         self.optimizer.show()
         if self.lr_scheduler is not None and (state := extra.get("lr_scheduler")):
