@@ -75,7 +75,16 @@ def table(positions: Positions, size: int, theta: Theta, device: torch.device) -
 
 
 def fits(x: Tensor, size: int, theta: Theta = 0.0) -> bool:
-    """Returns whether the kernel supports x and `theta`; it can only rotate heads in full."""
+    """Returns whether the kernel (`rotate_`) supports these arguments.
+
+    The kernel rotates all elements of a head, so a `theta` that rotates only some of them is not
+    supported.
+
+    Args:
+        x: rows of heads, [s b width] or [(s b) width].
+        size: head's size d.
+        theta: base of the frequencies, or a result of `ops.frequencies.frequencies`.
+    """
     supported = size > 0 and size % 16 == 0 and rotated_size(theta, size) == size
     return supported and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 

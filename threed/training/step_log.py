@@ -48,7 +48,7 @@ class StepLog(Callback):
         self._began = self._data_s = 0.0
 
     def before_batch(self) -> None:
-        """Called before the batch of a step is fetched."""
+        """Starts to measure the time of a step. Called before the step's batch is fetched."""
         self._began = time.perf_counter()
 
     def before_step(self, run: Run, step: int) -> None:

@@ -83,7 +83,7 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
             for bucket in group.buckets
         ]
         data = axis is topology.data
-        if data:  # all data ranks have the same buckets, so all are compared
+        if data:  # data ranks must agree in all of their buckets
             buckets = [*layout.buckets, *layout.frozen]
         cuts = [
             (b.first, b.last, [(s.first, (data and s.spec.over) or s.spec.name) for s in b.slots()])

@@ -156,7 +156,8 @@ class Reducer:
     def _add_queue(self, chunks: tuple[int, ...]) -> None:
         """Creates the launch queue of some chunks of the model, and `Sink`s of their parameters."""
         groups = [g for g in self.layout.groups if g.key.trainable and g.key.chunks == chunks]
-        # whether several chunks contribute to a gradient, each in a different round
+        # whether a gradient gets contributions from several chunks in different rounds: if buckets
+        # are reduced per micro-batch, the backward of each chunk is a separate round
         split = self.rounds and len(chunks) > 1
         counts = {
             slot: Contributions(1) if self.dynamic
