@@ -278,7 +278,7 @@ class GradSink(Protocol):
         """
 
     def mark_added(self) -> None:
-        """Counts a contribution that the caller has written to the buffer from `memory`."""
+        """Counts a contribution that the caller has written to the buffer returned by `memory`."""
 
     def in_forward(self) -> bool:
         """Returns whether a stage is running a forward, in which the sink accepts no gradients."""

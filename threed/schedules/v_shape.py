@@ -201,7 +201,8 @@ class _Tightening:
 
     def __init__(self, unit: Flow, begin: tuple[int, ...], limit: int):
         self.unit, self.limit = unit, limit
-        # F and I have the numbers of their positions; the W of the I at position p is p + last
+        # numbers of actions: an F or I has the number of its position, and the W that belongs to
+        # the I at position p has the number p + last
         self.last = len(begin)
         times = {**dict(enumerate(begin)), **self._weights(begin)}
         count = unit.microbatches

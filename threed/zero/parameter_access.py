@@ -152,8 +152,9 @@ class Access:
         """Gathers the parameter, or waits for its gather.
 
         Raises:
-            RuntimeError: the values are not in memory and cannot be gathered here; the message
-                names the parameter.
+            RuntimeError: the values are not in memory, and cannot be gathered at this point (for
+                example, between two steps, outside `engine.gathered()`); the message names the
+                parameter.
         """
         if self.group.sliced:
             self.gatherer.require(self.group, self.slot)

@@ -353,10 +353,11 @@ class Reducer:
             self.gatherer.pass_ended()
 
     def unit_ended(self, unit: int) -> None:
-        """Launches the reductions of all buckets that the last backward of a unit has completed.
+        """Launches the reductions of all buckets that are complete after a unit's last backward.
 
-        A bucket is complete if its earliest unit is `unit` or a later unit, because the backward
-        runs the units in reverse order.
+        Must be called when the unit has run the backwards of all micro-batches. The backward runs
+        the units in reverse order, so the gradients of a bucket are then complete if its earliest
+        unit is `unit` or a later unit.
 
         Args:
             unit: index of the unit.

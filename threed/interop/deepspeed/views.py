@@ -16,8 +16,8 @@ from torch import Tensor
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
-# Keys of a parameter group whose values `_kept` does not return: the learning rates, which may
-# change, and the parameters, which are compared by id.
+# Keys of a parameter group whose values `_kept` does not return: the learning rates, because they
+# may change, and the parameters, because `_kept` returns their ids instead.
 RATE = {"params", "lr", "initial_lr"}
 PAIRS = "pairs of a Counter"  # `to_json` encodes a `Counter` as {PAIRS: [[key, count], ...]}
 
