@@ -405,9 +405,10 @@ def names(layer: nn.Module) -> list[str]:
 
 
 def dealt_over(layers: Sequence[nn.Module]) -> set[str]:
-    """Returns the names of the axes of data ranks over which parameters are distributed.
+    """Returns the axes `ShardSpec.over` of all parameters, such as "dp" or "dp/2".
 
-    Each rank of such an axis holds different pieces of a parameter (`ShardSpec.over`).
+    Each data rank of such an axis holds different pieces of a parameter, for example different
+    experts. ZeRO, in contrast, shards a parameter over data ranks with the same pieces.
     """
     specs = (spec_of(param) for layer in layers for param in layer.parameters())
     return {spec.over for spec in specs if spec.over is not None}

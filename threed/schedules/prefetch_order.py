@@ -1,6 +1,7 @@
 """The order in which a pass gathers, runs and releases a chunk's units, with prefetched gathers.
 
-A unit is the number of a layer. A pass is one forward or one backward of the chunk.
+Units are identified by the numbers of their layers. A pass is one forward or one backward of the
+chunk.
 
     walk(range(4), ahead=1)      # gather 0 and 1 · run 0 · release 0 · gather 2 · run 1 · ...
 """

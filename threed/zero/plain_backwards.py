@@ -13,17 +13,19 @@ from threed.zero.contributions import in_own_backward
 
 
 class PlainBackwards:
-    """Handles backwards that the program starts by `loss.backward()`, not by `engine.backward`.
+    """Detects backwards that the program starts by `loss.backward()`, not by `engine.backward`.
 
-    The first gradient that such a backward computes begins a pass of the engine. The pass ends with
-    the backward.
+    These backwards are called plain. When a plain backward computes its first gradient, `begins` is
+    called, so that the engine can prepare for the gradients. When the backward ends, `ended` is
+    called. The time between the two calls is a pass.
 
     Args:
-        begins: called when a pass begins.
-        ended: called when it has ended.
+        begins: called without arguments when a pass begins.
+        ended: called without arguments when a pass has ended.
 
     Attributes:
-        accepts: whether such backwards are allowed, because a step of the engine is in progress.
+        accepts: whether plain backwards are allowed; true from `engine.begin()` to the end of the
+            step.
         running: whether a pass is in progress.
     """
 
