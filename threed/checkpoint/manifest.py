@@ -207,7 +207,10 @@ class _Manifest(_Strict):
 
 
 def check_structure(manifest: Mapping[str, Any], what: str = "the manifest") -> None:
-    """Checks the structure and values of a manifest, and that its files contain all tensors.
+    """Checks the structure and values of a manifest, without opening the files that it describes.
+
+    Also checks that, according to the manifest, the files contain each element of every tensor
+    exactly once.
 
     Args:
         manifest: manifest, with or without its hash.

@@ -365,11 +365,14 @@ class _Draft:
         return Config.model_validate({group: keys for group, keys in self.values.items() if keys})
 
     def begin(self, found: Groups, config: Config) -> Config:
-        """Returns the configuration with the values of a folder of pretrained weights.
+        """Returns `config`, with the values of a folder of pretrained weights in place of its own.
+
+        For the keys in `_OWN`, a value from a preset, a file or a flag takes precedence over the
+        folder. For other keys, a flag that contradicts the folder is recorded as a problem.
 
         Args:
             found: values of the folder, {group: {key: value}}; {} without a folder.
-            config: the configuration from all other sources.
+            config: the configuration from all other sources: defaults, preset or file, and flags.
         """
         groups = {}
         for group, keys in found.items():

@@ -325,7 +325,10 @@ class Buffers:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Returns the shapes of all persistent buffers by name (None: no value). Collective."""
+        """Returns the shapes of the persistent buffers of all pipeline ranks, by name. Collective.
+
+        The shape is None for a buffer that its module has set to None.
+        """
         own = {n: None if p.value is None else p.value.shape for n, p in self.persistent().items()}
         return {
             name: None if shape is None else tuple(shape)

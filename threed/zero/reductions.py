@@ -387,9 +387,10 @@ class Reductions:
         return [self._gradient(bucket) for bucket in self.layout.buckets]
 
     def close(self) -> Callable[[], list[Gradient]]:
-        """Launches the sums over the axes of `later_sums`, without waiting for them. Collective.
+        """Launches the sums at the end of a step, without waiting for them. Collective.
 
-        The next step may launch reductions before the returned function is called.
+        These are the sums of slices over the axes that `later_sums` returns for their buckets. The
+        next step may launch reductions before the returned function is called.
 
         Returns:
             A function that waits for the sums and returns the gradient of each bucket, in the order
