@@ -138,8 +138,9 @@ class Buffers:
         two_holders: whether every layer is on two pipeline ranks (bidirectional schedules).
 
     Attributes:
-        exist: whether any of the ranks that call the collective methods of this object together has
-            buffers. The value is the same on all of these ranks.
+        exist: whether this rank's modules have buffers. If several persistent buffers have the same
+            name, or `recomputed` is not empty, all ranks exchange which buffers change. In this
+            case: whether the modules of any rank have buffers.
     """
 
     def __init__(
@@ -260,7 +261,11 @@ class Buffers:
         self._seen = self._observe(copy=False)
 
     def _check_changes(self, found: set[str]) -> None:
-        """Raises ValueError if one of the changing buffers must not change."""
+        """Raises ValueError if `found` contains a buffer that must not change; see `end_step`.
+
+        Args:
+            found: names of the buffers that changed on any rank.
+        """
         if shared := sorted(found & self._shared):
             two_ranks = "on the two ranks that hold the layer; use a schedule with each layer on one rank (1f1b, zb-v)"
             same_name = "in several layers with that name; give each layer its own name"

@@ -199,10 +199,12 @@ class LaunchQueue:
         self._begin_round(passes)
 
     def expect(self, passes: int) -> None:
-        """Adds micro-batches to the current round, in which no bucket may have been launched yet.
+        """Changes the expected number of micro-batches of the current round.
+
+        It must be called before the first bucket of the round is launched.
 
         Args:
-            passes: number of additional micro-batches; negative if there are fewer.
+            passes: number of micro-batches to add; negative to remove micro-batches.
         """
         self._count_incomplete(count for count in self._parameters if count.expect(passes))
 

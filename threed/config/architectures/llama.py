@@ -1,7 +1,9 @@
 """Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases (arXiv 2307.09288).
 
-Rotary scaling: arXiv 2407.21783. A Llama with the model key `qk_norm` is a Qwen3 model without
-windows. Configurations that are older than the architecture "qwen3" describe Qwen3 in this way.
+Rotary scaling: arXiv 2407.21783.
+
+With the model key `qk_norm`, a Llama is the same model as a Qwen3 without windows. Configurations
+that were written before threed had the architecture "qwen3" describe Qwen3 models in this way.
 """
 
 from __future__ import annotations
