@@ -94,7 +94,7 @@ def rotate_(
 ) -> None:
     """Rotates the first `heads` heads in every row of x in place. Launches one kernel.
 
-    Reads and writes 4 bytes of memory per element of these heads.
+    Per element of these heads, reads 2 bytes of memory and writes 2 bytes.
 
     Args:
         x: rows of heads, bf16 [(s b) width].

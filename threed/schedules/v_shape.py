@@ -121,7 +121,8 @@ def orders_of(unit: Flow, variant: Variant, limit: int) -> Orders | None:
     """Returns the orders of one variant, or None if the variant leads to no valid order.
 
     Args:
-        unit: the positions of a V and their times. With `Variant.tight`, all times must be 1 unit.
+        unit: the flow of a placement in the shape of a V. With `Variant.tight`, every F, I and W of
+            a chunk must take 1 unit of time.
         variant: how to derive the orders.
         limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1.
     """
