@@ -360,7 +360,10 @@ GRADIENT = Walkthrough(
             via=("mark_added",),
         ),
         Step(f"{_REDUCER}._launch", "launches the reduction of the next bucket in order"),
-        Step(f"{_REDUCTIONS}.launch", "reduces the window of the bucket into its slice"),
+        Step(
+            f"{_REDUCTIONS}.launch",
+            "sums the full gradients of the bucket over ranks; each rank gets its slice",
+        ),
         Step(
             "threed.distributed.collectives:start_reduce_scatter", "starts the sum over data ranks"
         ),

@@ -249,7 +249,7 @@ class ModelConfig(_Group):
     bias: Switch | None = None
     """biases in linear layers; if not set, true for gpt, else false"""
     mlp_bias: Switch | None = None
-    """biases in the MLP; if not set, as bias for gpt and llama, else false"""
+    """biases in the MLP; if not set, the value of bias for gpt and llama, else false"""
     norm_eps: Positive = 1e-5
     """added to the variance in norms"""
     rope_theta: Positive = 10000.0

@@ -1,8 +1,8 @@
 """Saves an engine, and builds one from a run, a checkpoint or a Hugging Face folder.
 
-    engine = threed.load("runs/tiny")             # `load` below
-    loss = engine.evaluate(batch)
-    threed.checkpoint.save(engine, "evaluated")   # `save` below
+engine = threed.load("runs/tiny")             # `load` below
+loss = engine.evaluate(batch)
+threed.checkpoint.save(engine, "evaluated")   # `save` below
 """
 
 from __future__ import annotations
