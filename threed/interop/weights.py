@@ -23,7 +23,7 @@ def weights(path: str | Path, *, check: bool = True) -> Mapping[str, Tensor]:
 
     Needs no process group and no code of the model, whatever the number of ranks that saved the
     checkpoint. Every access reads the full tensor from the files. For a native checkpoint, the
-    values are those of the optimizer (fp32, or fp64 for a model in fp64); a tied weight has all its
+    values are the master weights (fp32, or fp64 for a model in fp64); a tied weight has all its
     names.
 
     Args:
@@ -32,7 +32,7 @@ def weights(path: str | Path, *, check: bool = True) -> Mapping[str, Tensor]:
         check: whether to check the hashes of all files of a native checkpoint first.
 
     Returns:
-        A mapping from global name to full tensor, on the CPU. The names are those of
+        A mapping from global name to full tensor, on the CPU. The names are the same as in
         `Engine.full_state_dict`, also for a Hugging Face folder.
 
     Raises:
