@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import threed
 from tests.configs import Case, batch, config_of, engine_of, share
@@ -111,6 +113,35 @@ def test_a_custom_model_is_built_by_its_class(tmp_path: Path) -> None:
     ((before, after, refused),) = run_ranks(1, own_model, tmp_path)
     assert after == pytest.approx(before, rel=1e-12)
     assert "another model" in refused
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.linear(x).square().mean()
+        return loss
+
+
+def module_of_a_loop(folder: Path) -> tuple[float, float, int, str]:
+    config = threed.Config.model_validate({"train": {"global_batch": 4, "micro_batch": 2}})
+    engine = threed.Engine(Mean(), Topology(), config)
+    data = {"x": torch.arange(12.0).view(4, 3)}
+    engine.step(data)
+    engine.save(folder / "loop")
+    again = threed.load(folder / "loop", build=Mean)
+    with pytest.raises(ConfigError) as refused:
+        threed.load(folder / "loop")
+    steps = again.steps
+    return engine.step(data).loss, again.step(data).loss, steps, str(refused.value)
+
+
+def test_a_module_of_a_custom_loop_is_built_by_its_class(tmp_path: Path) -> None:
+    ((before, after, steps, refused),) = run_ranks(1, module_of_a_loop, tmp_path)
+    assert (steps, after) == (1, before)
+    assert "its model is a custom nn.Module: pass build=CLASS" in refused
 
 
 def test_what_is_not_there_and_what_does_not_fit_is_refused(

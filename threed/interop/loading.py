@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from torch import nn
 
 from threed import models
 from threed.checkpoint import native
@@ -99,6 +101,9 @@ def load(
     saved = _saved(source)
     parallel = {"pp": topology.pp, "tp": topology.tp, "dp": topology.dp}
     groups = {"parallel": parallel, **saved}
+    is_module = groups["model"].get("vocab") == 0  # saved by an engine of a wrapped module
+    if is_module:
+        groups["model"] = {**groups["model"], "vocab": None}
     for name, values in changes.items():
         groups[name] = {**groups.get(name, {}), **values}
     arch = str(groups["model"].get("arch"))
@@ -106,6 +111,8 @@ def load(
         fix = "pass build=MODEL, or model={'arch': 'FILE.py:MODEL'}"
         problem = f"{path}: its model is the code {arch}, which is not imported by itself"
         raise ConfigError([f"{problem}: {fix}"])
+    if is_module and build is None and not names_model(arch):
+        raise ConfigError([f"{path}: its model is a custom nn.Module: pass build=CLASS"])
     if names_model(arch) and build is not None:
         # The configuration gets the name of `build`. Code that later builds the model from the
         # configuration then imports `build`, and not the file that the checkpoint names.
@@ -117,7 +124,7 @@ def load(
         raise ConfigError([f"{path}: {error}"]) from None
     if problems := find_problems(config, topology.world):
         raise ConfigError(problems)
-    config = resolve(config, config.model.vocab or 1, topology.world)
+    config = resolve(config, 0 if is_module else config.model.vocab or 1, topology.world)
     engine = build_engine(config, topology, build)
     if is_safetensors_folder(source):
         _load_weights(engine, source)
@@ -142,6 +149,9 @@ def build_engine(config: Config, topology: Topology, build: Build | None = None)
     slicing = Slicing(topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
     if build is None:
         return Engine(models.build(config.model, slicing), topology, config)
+    if config.model.vocab == 0:  # of a custom loop: the module gets other inputs than tokens
+        module = models.call_custom(build, config.model, slicing)
+        return Engine(cast(nn.Module, module), topology, config)
     return Engine(models.build_custom(build, config.model, slicing), topology, config)
 
 

@@ -135,7 +135,22 @@ def build(config: ModelConfig, slicing: Slicing) -> Model:
 def build_custom(
     custom: Callable[..., object], config: ModelConfig, slicing: Slicing, name: str = ""
 ) -> Model:
-    """Returns the model that the user's class or function builds.
+    """Returns the model that the user's class or function builds, for batches of tokens.
+
+    Args:
+        custom, config, slicing: see `call_custom`.
+        name: name for messages; by default the name of `custom`.
+
+    Raises:
+        ConfigError: if the result is neither a model of pipeline layers nor an `nn.Module` that
+            reads token ids, or if `custom` needs other arguments.
+    """
+    name = name or getattr(custom, "__name__", type(custom).__name__)
+    return for_tokens(call_custom(custom, config, slicing), config.vocab or 0, name)
+
+
+def call_custom(custom: Callable[..., object], config: ModelConfig, slicing: Slicing) -> object:
+    """Returns the object that the user's class or function builds.
 
     Before the user's code runs, torch's random generator on the CPU is seeded with `slicing.seed`.
     Afterwards the generator gets its previous state back.
@@ -144,21 +159,17 @@ def build_custom(
         custom: called with (config, slicing), (config) or (), depending on its parameters.
         config: the configuration of the model.
         slicing: how layers are sharded over tensor ranks.
-        name: name for messages; by default the name of `custom`.
 
     Raises:
-        ConfigError: if the result is neither a model of pipeline layers nor an `nn.Module` that
-            reads token ids, or if `custom` needs other arguments.
+        ConfigError: if `custom` needs other arguments.
     """
-    name = name or getattr(custom, "__name__", type(custom).__name__)
     try:
         count = count_arguments(custom, MODEL)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(slicing.seed)
-        model = custom(*(config, slicing)[:count])
-    return for_tokens(model, config.vocab or 0, name)
+        return custom(*(config, slicing)[:count])
 
 
 def for_tokens(model: object, vocab: int, name: str) -> Model:
