@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.configs import Case, batch, config_of, engine_of, share
+from tests.configs import Case, batch, config_of, engine_of, share, topology_of
 from tests.harness import run_ranks
 from threed.config import Config
 from threed.distributed.sharding import Piece
@@ -335,6 +336,13 @@ def test_batches_that_cannot_be_cut_are_refused(rows: int, complaint: str) -> No
     engine.step(data(engine))
 
 
+def test_an_empty_batch_of_a_module_is_refused() -> None:
+    config = Config.model_validate({"train": {"global_batch": 1, "micro_batch": 1}})
+    engine = Engine(torch.nn.Linear(1, 1), topology_of(1, 1), config)
+    with pytest.raises(ValueError, match="batch of 0 sequences"):
+        engine.step({})
+
+
 def check_sequence() -> None:
     engine = engine_of(
         config_of(Case(tp=2, sequence=True, layers=2, model="llama", microbatches=3))
@@ -362,6 +370,9 @@ def check_metrics() -> StepMetrics:
     assert metrics[0].tokens == 12 * 16
     assert engine.consumed == 24
     assert {*metrics[0].seconds} == {"fwd_bwd_s", "dp_comm_s", "optim_s"}
+    began = time.perf_counter()
+    seconds = engine.step(data(engine, 2)).seconds
+    assert seconds["fwd_bwd_s"] > 0.2 * (time.perf_counter() - began)
     kept = metrics[0].loss, metrics[0].grad_norm, metrics[0].lr
     engine.step(data(engine, 2))
     assert (metrics[0].loss, metrics[0].grad_norm, metrics[0].lr) == kept, (
