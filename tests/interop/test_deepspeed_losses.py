@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,5 +98,48 @@ def interrupted() -> None:
     assert all(torch.equal(found[name], value) for name, value in right.full_state_dict().items())
 
 
-def test_a_step_after_an_interrupted_plain_backward() -> None:
+def interrupted_before_step() -> None:
+    """A step whose second loss failed does not update."""
+    engine = engine_at(1)
+    before = engine.full_state_dict()
+    found = engine(rows(0, 0, 0))
+    found["hidden"].abs().mean().backward(retain_graph=True)
+
+    def interrupt(grad: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    engine.module.first.weight.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        found["out"].square().mean().backward()
+    with pytest.raises(RuntimeError, match="step without a backward"):
+        engine.step()
+    after = engine.full_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def gradients_of_another_loss(folder: Path) -> None:
+    """A discriminator gets gradients of the generator's loss: they are dropped, and do not prevent a save."""
+    engine = engine_at(1)
+    x = rows(0, 0, 0)
+    engine(x)["out"].mean().backward()
+    engine.save_checkpoint(folder, tag=3, save_latest=False)
+    assert sorted(path.name for path in folder.iterdir()) == ["3"]
+    engine.zero_grad()
+    engine.backward(engine(x)["out"].square().mean())
+    with pytest.raises(RuntimeError, match="zero_grad between backward and step"):
+        engine.zero_grad()
+    engine.step()
+    with pytest.raises(RuntimeError, match="save_checkpoint in the middle of a step"):
+        engine.save_checkpoint(folder)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(x)["out"].square().mean())
+    engine.step()
+    assert engine.global_steps == 1
+    engine.load_checkpoint(folder, tag=3)
+    assert engine.global_steps == 0
+
+
+def test_a_step_after_an_interrupted_plain_backward(tmp_path: Path) -> None:
     run_ranks(1, interrupted)
+    run_ranks(1, interrupted_before_step)
+    run_ranks(1, gradients_of_another_loss, tmp_path)

@@ -156,6 +156,23 @@ def refused() -> None:
         resized(engine)
 
 
+def interrupted(engine: Any) -> None:
+    with engine.gathered(engine.module.first, modifier_rank=1):
+        if engine.topology.rank == 1:
+            raise KeyError("gone")
+
+
+def failing() -> None:
+    """An error in the block on one rank is an error on all ranks, which would else wait for it."""
+    engine: Any = engine_at(3)
+    rank = engine.topology.rank
+    error = KeyError if rank == 1 else RuntimeError
+    with pytest.raises(error, match="gone" if rank == 1 else "raised an error on rank 1"):
+        interrupted(engine)
+    with engine.gathered(engine.module.first):  # a module: its parameters
+        assert engine.module.first.bias.sum().isfinite()
+
+
 def of_encoded() -> None:
     """Layers get rounded values of int8 gathers, the block exact ones, also in a step."""
     engine: Any = engine_at(3, compress_weights="int8")
@@ -172,6 +189,6 @@ def of_encoded() -> None:
     engine.update()
 
 
-@pytest.mark.parametrize("what", [of_sharded, refused, of_encoded])
+@pytest.mark.parametrize("what", [of_sharded, refused, failing, of_encoded])
 def test_of_sharded_parameters(what: Any) -> None:
     run_ranks(RANKS, what)

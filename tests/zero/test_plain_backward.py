@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -221,7 +225,7 @@ def at_the_edges() -> None:
         value: Tensor = engine.module(x)["out"].square().mean()
         return value
 
-    with pytest.raises(RuntimeError, match=r"outside any engine's step: call engine\.begin\(\)"):
+    with pytest.raises(RuntimeError, match=r"outside any step of this parameter's engine: before"):
         loss().backward()
     engine.begin(1)
     engine.backward(loss())
@@ -265,3 +269,65 @@ def in_fp16() -> None:
 @pytest.mark.parametrize("what", [at_the_edges, in_fp16])
 def test_edges_of_plain_backwards(what: Any) -> None:
     run_ranks(1, what)
+
+
+def gradients_of_inputs() -> None:
+    """`torch.autograd.grad` through an output is no backward of the step."""
+    engine: Any = engine_at(1, net(), 0.0, 1)
+    x = rows(0, 0, 0)
+    for _ in range(2):
+        engine.begin(1)
+        out = engine.module(x)["out"]
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        engine.backward(out.square().mean() + grad.square().mean())
+        torch.autograd.grad(engine.module(x)["out"].sum(), x)
+        metrics = engine.update()
+        assert metrics.loss > 0
+    engine.begin(1)
+    engine.module(x)["out"].square().mean().backward(create_graph=True)
+    engine.zero_grad()  # after it, the step may use engine.backward
+    loss = engine.module(x)["out"].square().mean()
+    engine.backward(loss)
+    assert engine.update().loss == pytest.approx(float(loss))
+
+
+def freed() -> None:
+    """Neither the module, nor a copy of it, nor an output keeps the engine alive."""
+    engine: Any = engine_at(1, net(), 0.0, 1)
+    module = engine.module
+    engine.begin(1)
+    found = module(rows(0, 0, 0))
+    found["out"].square().mean().backward(retain_graph=True)
+    with engine.gathered():
+        copied = copy.deepcopy(module)
+    engine.update()
+    alive = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert alive() is None
+    copied(rows(0, 0, 0))["out"].square().mean().backward()
+    assert found["out"].requires_grad
+
+
+def with_a_loss_of_the_head(stage: int) -> int:
+    """A second loss that uses only some parameters does not make the gradients of the others late."""
+    engine: Any = engine_at(stage, net(), 0.0, 1)
+    late = []
+    add = engine.reducer.late.add
+    with mock.patch.object(engine.reducer.late, "add", lambda *a: (late.append(a), add(*a))):
+        for step in range(3):
+            engine.begin(1)
+            found = engine.module(rows(step, 0, engine.topology.rank))
+            found["out"].square().mean().backward(retain_graph=True)
+            engine.module.third(found["hidden"].detach()).mean().backward()
+            engine.update()
+    return len(late)
+
+
+@pytest.mark.parametrize("what", [gradients_of_inputs, freed])
+def test_what_plain_backwards_leave_alone(what: Any) -> None:
+    run_ranks(1, what)
+
+
+def test_losses_of_different_parameters_are_not_late() -> None:
+    assert run_ranks(RANKS, with_a_loss_of_the_head, 3) == [0, 0]

@@ -24,7 +24,8 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, TypeVar
@@ -604,6 +605,29 @@ def attempt_together(
         problem = describe(other)
     raise_together([problem], axis, error)
     return found[0]
+
+
+@contextmanager
+def failing_together(axis: Axis, what: str) -> Iterator[None]:
+    """Context manager: if the block raises an error on one rank, it does on all ranks. Collective.
+
+    Args:
+        axis: the ranks.
+        what: name of the block, for the error on the other ranks.
+
+    Raises:
+        RuntimeError: if the block has raised an error on another rank.
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        ranks = [
+            rank for rank, other in zip(axis.ranks, exchange(failed, axis), strict=True) if other
+        ]
+    if ranks:
+        raise RuntimeError(f"{what} raised an error on rank {ranks[0]}")
 
 
 def flight_record() -> bytes:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from threed.config import Config
 from threed.config.resolution import resolve
+from threed.distributed import collectives
 from threed.engine.base import Engine
 from threed.models import Model, Wrapped, wrap
 from threed.pipeline import activation_checkpointing
@@ -89,8 +90,7 @@ class ModuleEngine(Engine):
         self.plain.allow(True)
 
     def _plain_backwards(self) -> PlainBackwards:
-        self.plain = PlainBackwards(self._plain_begins, self._plain_ended)
-        self.plain.watch(self.module)
+        self.plain = PlainBackwards(self.module, self._plain_begins, self._plain_ended)
         return self.plain
 
     def _plain_begins(self) -> None:
@@ -110,6 +110,16 @@ class ModuleEngine(Engine):
             self._divisor = self.topology.dp * (self._microbatches or 1)
         self.reducer.count_freely()
         self.accumulating = False
+
+    @property
+    def has_plain_backwards(self) -> bool:
+        """Whether the program has called `loss.backward()` in the step in progress."""
+        return self.accumulating and self._divisor is not None
+
+    def drop_interrupted(self) -> None:
+        """Discards the step if an error has interrupted a plain backward of it."""
+        if self.plain.interrupted:
+            self.discard()
 
     def _plain_ended(self) -> None:
         self.accumulating = True
@@ -143,6 +153,7 @@ class ModuleEngine(Engine):
             RuntimeError: if `begin` was not called.
             ValueError: if the step began with `begin(None)` and no weight is given.
         """
+        self.drop_interrupted()
         self._check_begun()
         began = time.perf_counter()
         if weight is None:
@@ -176,6 +187,7 @@ class ModuleEngine(Engine):
         Raises:
             RuntimeError: if `begin` was not called.
         """
+        self.drop_interrupted()
         self._check_begun()
         # Some ranks may have launched more reductions than others. Every rank must launch all of
         # its reductions before another collective is called.
@@ -211,15 +223,26 @@ class ModuleEngine(Engine):
         """
         scaled = self.config.precision.dtype == "fp16" or self._divisor is not None
         for slot, _ in self.reducer.foreign if scaled else ():
+            why = "scaled by that engine's loss scale"
+            if self._divisor is not None:
+                why = "multiplied by a weight, unlike the gradients of loss.backward()"
             raise RuntimeError(
-                f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"
-                " engine's loss scale: call zero_grad() before this engine's backward"
+                f"{slot.spec.name} has a gradient of another engine's backward, {why}: call zero_grad()"
+                " before this engine's backward"
             )
 
+    def finish(self) -> None:
+        """Completes the last step if its update is pending. Collective. See `Engine.finish`."""
+        self.drop_interrupted()
+        super().finish()
+
     def zero_grad(self) -> None:
+        """Drops the gradients of a step that has not ended; see `Engine.zero_grad`."""
+        self.drop_interrupted()
         super().zero_grad()
         if self.accumulating:
             self._loss.zero_()
+            self._divisor = None
 
     def discard(self) -> None:
         """Discards the step in progress of a custom loop, for example after an error."""
@@ -291,7 +314,10 @@ class ModuleEngine(Engine):
 
     @contextmanager
     def gathered(
-        self, params: Iterable[Tensor] | None = None, *, modifier_rank: int | None = None
+        self,
+        params: Iterable[Tensor] | nn.Module | None = None,
+        *,
+        modifier_rank: int | None = None,
     ) -> Iterator[nn.Module]:
         """Context manager: yields the module with full parameters, to read or edit. Collective.
 
@@ -299,7 +325,7 @@ class ModuleEngine(Engine):
         backwards; edits in such a block take effect in the update of the step.
 
         Args:
-            params: the parameters of the module that the block uses; None: all parameters. Other
+            params: the parameters that the block uses, or a submodule; None: all parameters. Other
                 parameters in the same buffer are gathered, too.
             modifier_rank: rank that edits the parameters; at the end of the block, all other ranks
                 get its values. None: the program makes the same changes on every rank.
@@ -308,6 +334,7 @@ class ModuleEngine(Engine):
             ValueError: if an entry of `params` is not a parameter of this engine, or if no rank has
                 the number `modifier_rank`.
         """
+        self.drop_interrupted()
         slots = self._slots_of(params)
         everyone = self.topology.axis("world")
         if modifier_rank is not None and not 0 <= modifier_rank < everyone.size:
@@ -318,20 +345,24 @@ class ModuleEngine(Engine):
             self.optimizer.wait()
         try:
             with self.gatherer.gathered(slots):
-                yield self.module
-                if modifier_rank is not None:
+                if modifier_rank is None:
+                    yield self.module
+                else:
+                    with collectives.failing_together(everyone, "the block of gathered"):
+                        yield self.module
                     self.gatherer.changes.broadcast(slots, everyone, modifier_rank)
         finally:
             if between_steps:
                 self._sync_states()
 
-    def _slots_of(self, params: Iterable[Tensor] | None) -> list[Slot]:
+    def _slots_of(self, params: Iterable[Tensor] | nn.Module | None) -> list[Slot]:
         """Returns the slots of parameters in their order, without repetition; all for None."""
         if params is None:
             return list(self.layout.slots)
         known = {id(slot.param): slot for slot in self.layout.slots}
         found: dict[Slot, None] = {}
-        for param in (params,) if isinstance(params, Tensor) else params:
+        given = params.parameters() if isinstance(params, nn.Module) else params
+        for param in (given,) if isinstance(given, Tensor) else given:
             if id(param) not in known:
                 shape = list(getattr(param, "shape", ()))
                 raise ValueError(

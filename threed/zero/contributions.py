@@ -334,9 +334,10 @@ def is_own(owner: object, slot: Slot, plain: Plain | None = None) -> bool:
     if plain is None or not plain.accepts:
         slot.param.grad = None
         raise RuntimeError(
-            f"{slot.spec.name}: a gradient was computed in a backward outside any engine's step: call engine.begin()"
-            " before the forward, then engine.backward(loss) or loss.backward(). For gradients of inputs only, use"
-            " torch.autograd.grad, or requires_grad_(False) for the parameters"
+            f"{slot.spec.name}: a gradient was computed in a backward outside any step of this parameter's engine:"
+            " before the forward, call begin() of this engine, or run the forward by"
+            " engine(...) of threed.initialize. For gradients of inputs only, use torch.autograd.grad, or"
+            " requires_grad_(False) for the parameters"
         )
     plain.enter()
     return True

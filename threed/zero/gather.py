@@ -327,7 +327,7 @@ class Gatherer:
             where = "in the layer that registers it"
             if self.wrapped:
                 where = (
-                    "in its module's forward, or between steps inside `with engine.gathered():` (which a step, an"
+                    "in its module's forward, or inside `with engine.gathered():` (which a step, an"
                     " evaluation or a save in it ends)"
                 )
             raise RuntimeError(

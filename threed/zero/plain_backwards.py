@@ -2,80 +2,126 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from threed.zero.contributions import in_own_backward
 
 
 class PlainBackwards:
-    """Detects backwards that the program starts by `loss.backward()`, not by `engine.backward`.
+    """Handles backwards that the program starts by `loss.backward()`, not by `engine.backward`.
 
-    These backwards are called plain. When a plain backward computes its first gradient, `begins` is
-    called, so that the engine can prepare for the gradients. When the backward ends, `ended` is
-    called. The time between the two calls is a pass.
+    The first gradient of a parameter that such a backward computes begins a pass of the engine. The
+    pass ends with the backward. With a reentrant activation checkpoint, this gradient may be
+    computed in a nested backward, which ends before the program's backward. Therefore hooks on the
+    outputs of the module, whose gradients are computed in the program's backward, register the
+    callback that ends the pass.
 
     Args:
-        begins: called without arguments when a pass begins.
-        ended: called without arguments when a pass has ended.
+        module: the wrapped module.
+        begins: method of the engine that is called when a pass begins.
+        ended: method of the engine that is called when it has ended.
 
     Attributes:
-        accepts: whether plain backwards are allowed; true from `engine.begin()` to the end of the
-            step.
+        accepts: whether such backwards are allowed, because a step of the engine is in progress.
         running: whether a pass is in progress.
     """
 
-    def __init__(self, begins: Callable[[], None], ended: Callable[[], None]) -> None:
-        self._begins, self._ended = begins, ended
+    def __init__(
+        self, module: nn.Module, begins: Callable[[], None], ended: Callable[[], None]
+    ) -> None:
+        self.module = module
+        # weak, because parameters refer to this object, and the program may keep the module only
+        self._begins, self._ended = weakref.WeakMethod(begins), weakref.WeakMethod(ended)
         self.accepts = self.running = False
+        self._end: weakref.ref[_End] | None = None
+        self._handle: RemovableHandle | None = None
 
     def allow(self, on: bool) -> None:
         """Sets `accepts`. A pass that an error has interrupted is dropped."""
-        self.accepts, self.running = on, False
+        self.accepts, self.running, self._end = on, False, None
+        if self._handle is not None:
+            self._handle.remove()
+        hook = _OutputHook(self, self.module) if on else None
+        self._handle = None if hook is None else self.module.register_forward_hook(hook)
 
-    def watch(self, module: nn.Module) -> None:
-        """Has a pass begin when a gradient of one of the module's outputs is computed.
+    @property
+    def interrupted(self) -> bool:
+        """Whether an error has ended the backward of the pass in progress."""
+        return self.running and not self._ends
 
-        Otherwise it would begin at the first gradient of a parameter. With a reentrant activation
-        checkpoint, this is in a nested backward, which ends before the program's backward.
-        """
-        _OutputHook(self, module)
+    @property
+    def _ends(self) -> bool:
+        """Whether autograd will call `leave`; it drops the callback if an error ends a backward."""
+        return self._end is not None and self._end() is not None
 
-    def enter(self, *_: Any) -> None:
-        """Begins a pass in the running backward, unless `engine.backward` has started it."""
-        if in_own_backward() or self.running or not self.accepts:
-            return
-        self._begins()
-        self.running = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+    def expect_end(self) -> None:
+        """Registers the end of the running backward, unless `engine.backward` has started it."""
+        if self.accepts and not self._ends and not in_own_backward():
+            end = _End(self)
+            self._end = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _leave(self) -> None:
-        self.running = False
-        self._ended()
+    def enter(self) -> None:
+        """Begins a pass in the running backward, unless one is in progress."""
+        if not self.running:
+            if (begins := self._begins()) is not None:
+                begins()
+            self.running = True
+            self.expect_end()
+
+    def leave(self) -> None:
+        """Ends the pass in progress, at the end of the backward."""
+        ran, self.running, self._end = self.running, False, None
+        if ran and (ended := self._ended()) is not None:
+            ended()
+
+
+class _End:
+    """The callback at the end of a backward."""
+
+    def __init__(self, plain: PlainBackwards) -> None:
+        self.plain = plain
+
+    def __call__(self) -> None:
+        self.plain.leave()
 
 
 class _OutputHook:
-    """The forward hook of a wrapped module. It does nothing for copies and unpickled modules."""
+    """The forward hook of a wrapped module. It does nothing for copies and unpickled modules.
+
+    It does not keep the engine alive: autograd's hooks are not traversed by Python's garbage
+    collector, and the program may keep an output.
+    """
 
     module: nn.Module | None = None
 
     def __init__(self, plain: PlainBackwards, module: nn.Module) -> None:
-        self.plain, self.module = plain, module
-        module.register_forward_hook(self.after)
+        self.plain, self.module = weakref.ref(plain), module
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or module is not self.module:
             return
-        for leaf in tree_leaves(output) if self.plain.accepts and torch.is_grad_enabled() else ():
+        for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self.plain.enter)
+                leaf.register_hook(_expecting_end(self.plain))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OutputHook:
-        return self
+        return _OutputHook.__new__(_OutputHook)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
+
+
+def _expecting_end(plain: weakref.ref[PlainBackwards]) -> Callable[[Tensor], None]:
+    def hook(grad: Tensor) -> None:
+        if (alive := plain()) is not None:
+            alive.expect_end()
+
+    return hook

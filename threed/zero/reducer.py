@@ -222,7 +222,9 @@ class Reducer:
         """
         self._launch_all(queue)
         if self._counts_change:
-            queue.learn(self._passes, self.dynamic)
+            # A step of unknown length may have several losses per micro-batch, and each of them may
+            # use other parameters: then a smaller number does not replace a larger one.
+            queue.learn(self._passes, self.dynamic and not self._open)
 
     @property
     def _counts_change(self) -> bool:

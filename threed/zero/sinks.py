@@ -234,6 +234,7 @@ class Sink:
             return
         if (grad := GRAD.__get__(param)) is not None:
             GRAD.__set__(param, None)
+            grad = grad.detach()  # with create_graph=True it is part of a graph
             self.add(grad.to_dense() if grad.is_sparse else grad)
 
     def _target(self) -> Tensor:

@@ -78,6 +78,7 @@ class DeepSpeedEngine:
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
         self._skipped = 0  # value of the property `skipped_steps` after the last update
+        self._done = 0  # number of micro-batches of the step in progress that `step` has completed
         self._seen = 0  # number of backwards of this step that ran before the last call of `step`
         # whether this micro-batch is the step's last; None: counted by the configuration
         self._boundary: bool | None = None
@@ -118,17 +119,23 @@ class DeepSpeedEngine:
 
     def _begin(self) -> None:
         """Begins a step of the engine, unless a step is in progress."""
+        self.engine.drop_interrupted()
         if not self.engine.accumulating:
-            self.micro_steps -= self.micro_steps % self.translation.accumulation
-            self._seen = 0
+            self._forget_step()
             self.optimizer.synchronize()
             self.engine.begin(self.translation.accumulation)
             if self._boundary is not None:
                 self.engine.reducer.count_freely()
 
+    def _forget_step(self) -> None:
+        """Resets the counters of the step in progress, whose gradients were discarded."""
+        self.micro_steps -= self._done
+        self._done = self._seen = 0
+
     @property
     def _pending(self) -> bool:
         """Whether a backward has run since the last call of `step`."""
+        self.engine.drop_interrupted()
         return self.engine.reducer.passes > self._seen
 
     def backward(
@@ -173,14 +180,13 @@ class DeepSpeedEngine:
 
         If this discards the gradients of earlier micro-batches, a note is added to `error`.
         """
-        if done := self.micro_steps % self.translation.accumulation:
+        if done := self._done:
             error.add_note(
                 f"threed: the step is discarded, with its {counted(done, 'earlier micro-batch')} of"
                 f" {self.translation.accumulation}; the next micro-batch is the first of a new step"
             )
         self.engine.discard()
-        self.micro_steps -= done
-        self._seen = 0
+        self._forget_step()
 
     def step(self) -> None:
         """Ends a micro-batch; at the accumulation boundary, runs an optimizer step.
@@ -203,6 +209,7 @@ class DeepSpeedEngine:
             self._step_scheduler()
         self.micro_steps += 1
         self._seen = self.engine.reducer.passes
+        self._done = self._done + 1 if self.engine.accumulating else 0
 
     def _step_scheduler(self) -> None:
         """Advances the program's scheduler.
@@ -224,7 +231,7 @@ class DeepSpeedEngine:
         """Returns whether the current micro-batch is the last of its step."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.translation.accumulation == 0
+        return (self._done + 1) % self.translation.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Sets whether the current micro-batch, and the following ones, are the last of a step.
@@ -241,7 +248,9 @@ class DeepSpeedEngine:
 
     def _check_boundary(self, what: str, instead: str) -> None:
         self.engine.finish()
-        if self.engine.reducer.passes:
+        # Gradients of plain backwards may be of another engine's loss, and are dropped by zero_grad.
+        only_plain = self.engine.has_plain_backwards and not self._done
+        if self.engine.reducer.passes and not only_plain:
             raise RuntimeError(f"{what} in the middle of a step: {instead}")
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -267,6 +276,7 @@ class DeepSpeedEngine:
         if source is None:
             raise ValueError("train_batch needs an iterator, or training_data given to initialize")
         self.module.train()
+        manual, self._boundary = self._boundary, None
         try:
             for _ in range(self.translation.accumulation):
                 self.backward(loss_of(self._run(next(source))))
@@ -274,6 +284,8 @@ class DeepSpeedEngine:
         except BaseException as error:
             self._discard_step(error)
             raise
+        finally:
+            self._boundary = manual
         assert self.metrics is not None
         return self.metrics.loss_tensor
 
@@ -326,9 +338,10 @@ class DeepSpeedEngine:
             set_to_none: has no effect; accepted because torch's `zero_grad` has it.
 
         Raises:
-            RuntimeError: between `backward` and `step`.
+            RuntimeError: between `backward` of this engine and `step`. After a plain
+                `loss.backward()`, the gradients are dropped, as in PyTorch.
         """
-        if self._pending:
+        if self._pending and not self.engine.has_plain_backwards:
             what = "zero_grad between backward and step would discard the gradients of the step"
             raise RuntimeError(f"{what}: call step first")
         if done := self.micro_steps % self.translation.accumulation:
@@ -380,14 +393,17 @@ class DeepSpeedEngine:
         return self.translation.config.zero.stage
 
     def gathered(
-        self, params: Iterable[Tensor] | None = None, *, modifier_rank: int | None = None
+        self,
+        params: Iterable[Tensor] | nn.Module | None = None,
+        *,
+        modifier_rank: int | None = None,
     ) -> AbstractContextManager[nn.Module]:
         """Returns a context manager that yields the module with full (gathered) parameters.
 
         See `threed.ModuleEngine.gathered`.
 
         Args:
-            params: the parameters that the block uses; None: all parameters.
+            params: the parameters that the block uses, or a submodule; None: all parameters.
             modifier_rank: rank that edits the parameters; None: every rank makes the same changes.
         """
         return self.engine.gathered(params, modifier_rank=modifier_rank)
@@ -468,10 +484,13 @@ class DeepSpeedEngine:
         if tag is None:
             return None, None
         path = Path(load_dir) / str(tag)
+        if self._pending:
+            self.zero_grad()
         extra = self.engine.load(path)
         self.optimizer.show()
         if self.lr_scheduler is not None and (state := extra.get("lr_scheduler")):
             self.lr_scheduler.load_state_dict(from_json(state))
         self._skipped = self.skipped_steps
         self.micro_steps = self.engine.steps * self.translation.accumulation
+        self._done = self._seen = 0
         return str(path), extra.get("client_state", {})
