@@ -137,6 +137,8 @@ def gradients_of_another_loss(folder: Path) -> None:
     assert engine.global_steps == 1
     engine.load_checkpoint(folder, tag=3)
     assert engine.global_steps == 0
+    engine.save_checkpoint(folder)
+    assert set(threed.checkpoint.weights(folder)) == set(net().state_dict())
 
 
 def test_a_step_after_an_interrupted_plain_backward(tmp_path: Path) -> None:

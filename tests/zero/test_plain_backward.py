@@ -331,3 +331,29 @@ def test_what_plain_backwards_leave_alone(what: Any) -> None:
 
 def test_losses_of_different_parameters_are_not_late() -> None:
     assert run_ranks(RANKS, with_a_loss_of_the_head, 3) == [0, 0]
+
+
+def counts_of_backwards() -> None:
+    engine: Any = engine_at(1, net(), 0.0, 1)
+    x = rows(0, 0, 0)
+    loss = lambda: engine.module(x)["out"].square().mean()  # noqa: E731
+    for count in (0, -1, 2.5):
+        with pytest.raises(ValueError, match="pass an integer of at least 1, or None"):
+            engine.begin(count)
+    engine.begin(2)
+    engine.backward(loss())
+    with pytest.raises(RuntimeError, match="a step with 1 backward is in progress: call update"):
+        engine.begin(2)
+    with pytest.warns(UserWarning, match=r"update after 1 backward, but begin\(2\)"):
+        engine.update()
+    engine.begin(2)
+    engine.backward(loss())
+    engine.discard()
+    engine.begin(2)
+    for _ in range(2):
+        loss().backward()
+    assert engine.update().loss_scale == 1.0
+
+
+def test_counts_of_backwards() -> None:
+    run_ranks(1, counts_of_backwards)

@@ -217,7 +217,7 @@ def _resume_words(config: Config, options: Options) -> list[str]:
 def _resume_hint(config: Config, words: list[str] | None) -> str:
     newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
     if newest is None:
-        return "no checkpoint was saved yet"
+        return "no checkpoint was saved yet (--checkpoint.every N saves while the run trains; SIGTERM saves before it ends)"
     more = resuming_flags(config)
     # With `words`, a Hugging Face folder defined the model. The original command line has no flags
     # for the model, so the command that resumes reads the run's config.toml.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from threed.config import Config
 from threed.config.resolution import resolve
+from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.engine.base import Engine
 from threed.models import Model, Wrapped, wrap
@@ -52,6 +54,7 @@ class ModuleEngine(Engine):
     plain: PlainBackwards
     # in a step with plain backwards: the update divides the sum of gradients by this number
     _divisor: int | None = None
+    _varies = False  # whether the number of backwards may differ from the number in `begin`
     _microbatches: int | None  # number of micro-batches of the step in progress; None: not known
     _loss: Tensor  # weighted sum of the step's losses so far, fp64 [1]
 
@@ -82,10 +85,23 @@ class ModuleEngine(Engine):
                 None, every call of `backward` needs an argument `weight`. Moreover, under ZeRO
                 stages 0 and 1, gradients are reduced during the last backward only if it is called
                 with `last=True`; otherwise they are reduced after it.
+
+        Raises:
+            ValueError: if `microbatches` is not an integer of at least 1, nor None.
+            RuntimeError: if a step with gradients is in progress.
         """
+        if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+            raise ValueError(f"begin({microbatches!r}): pass an integer of at least 1, or None")
+        self.drop_interrupted()
+        if self.accumulating and self.reducer.passes:
+            raise RuntimeError(
+                f"begin: a step with {counted(self.reducer.passes, 'backward')} is in progress: call update() to end it,"
+                " or discard() to drop its gradients"
+            )
         self.faults.clear()
         self._begin(OPEN if microbatches is None else microbatches)
         self.accumulating, self._microbatches, self._divisor = True, microbatches, None
+        self._varies = False
         self._loss = torch.zeros(1, dtype=torch.float64, device=self.topology.device)
         self.plain.allow(True)
 
@@ -115,6 +131,14 @@ class ModuleEngine(Engine):
     def has_plain_backwards(self) -> bool:
         """Whether the program has called `loss.backward()` in the step in progress."""
         return self.accumulating and self._divisor is not None
+
+    def allow_any_count(self) -> None:
+        """Allows another number of backwards in the step in progress than `begin` got.
+
+        The number is still the default weight of the losses.
+        """
+        self._varies = True
+        self.reducer.count_freely()
 
     def drop_interrupted(self) -> None:
         """Discards the step if an error has interrupted a plain backward of it."""
@@ -189,6 +213,13 @@ class ModuleEngine(Engine):
         """
         self.drop_interrupted()
         self._check_begun()
+        ran = self.reducer.passes
+        if self._microbatches and 0 < ran < self._microbatches and not self._varies:
+            warnings.warn(
+                f"update after {counted(ran, 'backward')}, but begin({self._microbatches}): the gradients are divided by"
+                f" {self._microbatches}; pass the number of micro-batches of the step to begin, or weights to backward",
+                stacklevel=2,
+            )
         # Some ranks may have launched more reductions than others. Every rank must launch all of
         # its reductions before another collective is called.
         self.reducer.all_passes_ended()

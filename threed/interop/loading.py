@@ -37,6 +37,7 @@ from threed.layers import Slicing
 Build = Callable[..., Any]
 # Groups of configuration keys that are loaded from a checkpoint, because they define the model and
 # its training. The other groups, such as "parallel", define where and how the training runs.
+LATEST = "latest"  # file of `DeepSpeedEngine.save_checkpoint` with the tag of the newest checkpoint
 TRAINED = ("model", "precision", "train", "optim", "data")
 
 
@@ -167,6 +168,10 @@ def newest_checkpoint(path: Path) -> Path:
     """Returns the folder to load: the newest checkpoint of a run folder, or `path` itself."""
     if (path / MANIFEST).is_file() or is_hf_folder(path) or is_safetensors_folder(path):
         return path
+    if (path / LATEST).is_file():  # a folder of `DeepSpeedEngine.save_checkpoint`
+        saved = path / (path / LATEST).read_text(encoding="utf-8").strip()
+        if (saved / MANIFEST).is_file():
+            return saved
     newest = next(candidates(path, "auto"), None)
     if newest is None:
         raise CheckpointError(

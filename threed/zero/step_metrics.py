@@ -314,11 +314,8 @@ class StepMetrics:
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the loss was multiplied in the step's backward (fp16 loss scaling).
-
-        Without `has_loss`: the number by which the sum of gradients was divided.
-        """
-        return float(self._numbers().update.loss_scale)
+        """Factor by which the loss was multiplied in the step's backward (fp16 loss scaling)."""
+        return float(self._numbers().update.loss_scale) if self.has_loss else 1.0
 
     @property
     def skipped(self) -> int:

@@ -27,9 +27,8 @@ from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.missing import INSTEAD
 from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView, from_json, to_json
+from threed.interop.loading import LATEST
 from threed.models.wrapped import loss_of
-
-LATEST = "latest"  # file that contains the tag of the newest checkpoint
 
 
 class DeepSpeedEngine:
@@ -125,7 +124,7 @@ class DeepSpeedEngine:
             self.optimizer.synchronize()
             self.engine.begin(self.translation.accumulation)
             if self._boundary is not None:
-                self.engine.reducer.count_freely()
+                self.engine.allow_any_count()
 
     def _forget_step(self) -> None:
         """Resets the counters of the step in progress, whose gradients were discarded."""
@@ -244,7 +243,7 @@ class DeepSpeedEngine:
         """
         self._boundary = is_boundary
         if self.engine.accumulating:
-            self.engine.reducer.count_freely()
+            self.engine.allow_any_count()
 
     def _check_boundary(self, what: str, instead: str) -> None:
         self.engine.finish()
@@ -482,6 +481,10 @@ class DeepSpeedEngine:
             with contextlib.suppress(FileNotFoundError):
                 tag = (Path(load_dir) / LATEST).read_text(encoding="utf-8").strip()
         if tag is None:
+            warnings.warn(
+                f"{load_dir} has no file {LATEST}: nothing was loaded; pass a tag, or another folder",
+                stacklevel=2,
+            )
             return None, None
         path = Path(load_dir) / str(tag)
         if self._pending:
