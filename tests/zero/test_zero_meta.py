@@ -48,13 +48,14 @@ def test_the_same_weights_whatever_the_stage_and_the_ranks(name: str) -> None:
         assert weights.keys() == first.keys()
         assert all(torch.equal(weights[key], first[key]) for key in first)
     # The module's own initialization: about as large as that of one built the usual way, and no two alike.
-    usual = dict(hf_models.make(name).named_parameters(remove_duplicate=False))
+    model = hf_models.make(name)
+    usual = dict(model.named_parameters(remove_duplicate=False))
     assert first.keys() == usual.keys()
     for key, values in first.items():
         assert values.std(correction=0) == pytest.approx(
             float(usual[key].detach().std(correction=0)), rel=0.35, abs=1e-3
         ), key
-    matrices = [values for values in first.values() if values.dim() > 1]
+    matrices = [first[key] for key, param in model.named_parameters() if param.dim() > 1]
     assert not any(
         torch.equal(a, b)
         for i, a in enumerate(matrices)
