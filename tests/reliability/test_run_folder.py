@@ -196,3 +196,27 @@ def leave_rubbish(checkpoints: Path) -> None:
 
 def test_a_second_run_is_refused_before_it_changes_anything(tmp_path: Path) -> None:
     run_ranks(1, second_run, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("seen", "renewed"),
+    [([None, 5, 6], True), ([None, None, 5, 5, 6], True), ([5, None, 6], True), ([5, 5], False), ([0], False)],
+)  # fmt: skip
+def test_an_owner_file_that_cannot_be_read_for_a_moment_is_not_that_of_an_ended_run(
+    seen: list[int | None], renewed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may fail to open the file once; the run is alive if its time changes later."""
+    answers = iter(seen)
+    monkeypatch.setattr(ownership, "_modified", lambda file: next(answers, seen[-1]))
+    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: None)
+    assert ownership._is_renewed(tmp_path / "owner", 0.05) is renewed
+
+
+def test_the_time_of_an_owner_file(tmp_path: Path) -> None:
+    file = tmp_path / "owner"
+    assert ownership._modified(file) == 0
+    file.mkdir()  # cannot be opened: unknown
+    assert ownership._modified(file) is None
+    file.rmdir()
+    file.write_text("")
+    assert (ownership._modified(file) or 0) > 0

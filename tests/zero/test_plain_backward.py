@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -349,7 +350,7 @@ def counts_of_backwards() -> None:
     engine.begin(2)
     engine.backward(loss())
     engine.discard()
-    engine.begin(2)
+    engine.begin(np.int64(2))
     for _ in range(2):
         loss().backward()
     assert engine.update().loss_scale == 1.0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,9 @@ class ModuleEngine(Engine):
             ValueError: if `microbatches` is not an integer of at least 1, nor None.
             RuntimeError: if a step with gradients is in progress.
         """
-        if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+        if microbatches is not None and not (
+            isinstance(microbatches, SupportsIndex) and operator.index(microbatches) >= 1
+        ):
             raise ValueError(f"begin({microbatches!r}): pass an integer of at least 1, or None")
         self.drop_interrupted()
         if self.accumulating and self.reducer.passes:

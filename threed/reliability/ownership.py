@@ -141,19 +141,28 @@ def _is_renewed(file: Path, patience: float) -> bool:
     first, end = _modified(file), time.monotonic() + patience
     while first != 0 and time.monotonic() < end:
         time.sleep(min(0.5, patience / 10))
-        if _modified(file) not in (0, first):
+        now = _modified(file)
+        if first is None:
+            first = now
+        elif now not in (None, 0, first):
             return True
     return False
 
 
-def _modified(file: Path) -> int:
-    """Returns a file's modification time in ns; 0 if its run has ended or it cannot be read."""
-    with (
-        contextlib.suppress(OSError),
-        file.open("rb") as opened,
-    ):  # the file is opened so that a network file system reads its attributes from the server
-        return os.fstat(opened.fileno()).st_mtime_ns
-    return 0
+def _modified(file: Path) -> int | None:
+    """Returns a file's modification time in ns; 0 if its run has ended.
+
+    Returns None if the file cannot be read, because a network file system may fail for a moment
+    while the run is alive.
+    """
+    try:
+        # the file is opened so that a network file system reads its attributes from the server
+        with file.open("rb") as opened:
+            return os.fstat(opened.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        return None
 
 
 class Owner:
