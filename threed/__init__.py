@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from threed.engine.base import Engine
     from threed.engine.layered import LayeredEngine
     from threed.engine.module import ModuleEngine
-    from threed.interop.deepspeed.initialize import initialize
+    from threed.interop.deepspeed.initialization import initialize
     from threed.interop.loading import load
     from threed.layers.slicing import MicroBatch, Slicing
     from threed.trainer import Trainer
@@ -59,7 +59,7 @@ else:
             "load": "threed.interop.loading",
             "Slicing": "threed.layers.slicing",
             "MicroBatch": "threed.layers.slicing",
-            "initialize": "threed.interop.deepspeed.initialize",
+            "initialize": "threed.interop.deepspeed.initialization",
         },
         (
             "layers",

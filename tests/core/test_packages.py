@@ -206,7 +206,7 @@ def test_without_optional_packages_runs_work_and_what_needs_one_names_it(tmp_pat
         (
             "pytest",
             "threed.cli.commands",
-            "threed.interop.deepspeed.initialize",
+            "threed.interop.deepspeed.initialization",
             "threed.cli.launch",
         ),
         TOOLS | words,

@@ -17,7 +17,7 @@ from tests.reliability.test_bad_numbers import COVERING, bits
 from threed import layers
 from threed.distributed.topology import alone
 from threed.engine import Engine
-from threed.interop.deepspeed.initialize import initialize
+from threed.interop.deepspeed.initialization import initialize
 from threed.layers import Slicing
 from threed.zero.step_metrics import DataError
 

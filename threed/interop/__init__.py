@@ -35,12 +35,12 @@ __all__ = ["initialize", "DeepSpeedEngine"]
 
 if TYPE_CHECKING:
     from threed.interop.deepspeed.engine import DeepSpeedEngine
-    from threed.interop.deepspeed.initialize import initialize
+    from threed.interop.deepspeed.initialization import initialize
 else:
     __getattr__, __dir__ = lazy(
         __name__,
         {
-            "initialize": "threed.interop.deepspeed.initialize",
+            "initialize": "threed.interop.deepspeed.initialization",
             "DeepSpeedEngine": "threed.interop.deepspeed.engine",
         },
     )

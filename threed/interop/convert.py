@@ -21,7 +21,7 @@ from threed.checkpoint.retention import candidates
 from threed.core.source import names_model
 from threed.data.tokenizer import Tokenizer, TokenizerJson, load_tokenizer
 from threed.data.tokenizer_files import TokenizerFiles, find_files, folder_files
-from threed.interop.deepspeed.checkpoint import DeepSpeedCheckpoint, step_folder
+from threed.interop.deepspeed.checkpoint_reader import DeepSpeedCheckpoint, step_folder
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.export import export_hf, write_folder
 from threed.interop.huggingface.folder import CONFIG, HFFolder, has_weights, is_hf_folder

@@ -9,11 +9,11 @@
         engine.step()           # updates the weights at the accumulation boundary
 
 Instead of these calls, `engine.train_batch(iterator)` runs a full step: all forwards and backwards,
-and the update. `initialize.initialize` inspects the model and the given optimizer, translates the
+and the update. `initialization.initialize` inspects the model and the given optimizer, translates the
 configuration (package `config`), and wraps a `threed.engine.ModuleEngine`. Rank 0 prints
 `engine.notes`: the keys without effect, and the values chosen for "auto". Any nn.Module can be
 trained, with any ZeRO stage. docs/guide/deepspeed.md lists the supported keys. The module
-`checkpoint` reads DeepSpeed's checkpoints.
+`checkpoint_reader` reads DeepSpeed's checkpoints.
 
 This package is internal.
 """
