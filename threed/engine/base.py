@@ -512,6 +512,17 @@ class Engine:
         self.runner.restore(state)
         return dict(state["extra"])
 
+    def destroy(self) -> None:
+        """Gives the module back, if the engine wraps one; see `ModuleEngine.destroy`. Collective.
+
+        Raises:
+            NotImplementedError: if the model consists of pipeline layers.
+        """
+        raise NotImplementedError(
+            "threed does not offer destroy() for a model of pipeline layers, of which a rank has only a part: delete"
+            " the engine and the model, and build both again; full_state_dict() returns the weights"
+        )
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the full weights and persistent buffers, on the CPU of rank 0. Collective.
 

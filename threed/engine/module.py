@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import operator
 import time
 import warnings
@@ -24,9 +25,10 @@ from threed.pipeline import activation_checkpointing
 from threed.zero import records, setup
 from threed.zero.contributions import own_backward
 from threed.zero.hooks import ModuleGatherer
-from threed.zero.layout import Slot
+from threed.zero.layout import Slot, point
 from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.reducer import OPEN
+from threed.zero.release import full_values
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
 
@@ -68,7 +70,7 @@ class ModuleEngine(Engine):
         wrapped = wrap(model, self.topology)
         setup.check_tile(config.zero.tile, wrapped.slicing.tile, wrapped=True)
         config = resolve(config, 0, self.topology.world)
-        activation_checkpointing.enable(wrapped.module, config)
+        self._disable_checkpointing = activation_checkpointing.enable(wrapped.module, config)
         return wrapped, config
 
     def _initialize(self) -> None:
@@ -284,6 +286,49 @@ class ModuleEngine(Engine):
         self.plain.allow(False)
         self.reducer.give_up()
 
+    def destroy(self) -> None:
+        """Ends the engine and gives the module back, complete and without the engine. Collective.
+
+        Afterwards every rank has all parameters in full, with their current values, on the engine's
+        device, and in the dtype that the module had before. If that dtype is wider than the
+        engine's, the values of trained parameters come from the master weights. Parameters stay the
+        same objects, tied and frozen as they are, and can be used by another engine or by plain
+        PyTorch. Hooks, attributes and activation checkpointing that the engine has added to the
+        module are removed. Swap files are closed, and the engine's memory is freed. Afterwards all
+        methods raise RuntimeError, but another call of `destroy` has no effect.
+
+        The module needs memory for its full parameters, in addition to the engine's.
+
+        Raises:
+            RuntimeError: if a step with gradients is in progress, or if the call is in a block of
+                `gathered`; the engine is unchanged.
+        """
+        self.drop_interrupted()
+        if self.accumulating and self.reducer.passes:
+            raise RuntimeError(
+                f"destroy: a step with {counted(self.reducer.passes, 'backward')} is in progress: call update() to end"
+                " it, or discard() to drop its gradients"
+            )
+        if self.gatherer.lent:
+            raise RuntimeError("destroy inside `with engine.gathered():`: end the block first")
+        self.saver.end()
+        self._sync_states()
+        self.reducer.drop()
+        values = list(full_values(self.optimizer, self.model.given_dtype))
+        self.plain.allow(False)
+        self.reducer.remove()
+        self.gatherer.remove()
+        for slot, full in values:
+            point(slot.param, full)
+        self.model.remove()
+        self._disable_checkpointing()
+        try:
+            self.optimizer.close()
+        finally:
+            vars(self).clear()
+            self.__class__ = _Destroyed
+            gc.collect()  # parts of the engine refer to each other
+
     @functools.cached_property
     def aliases(self) -> dict[str, str]:
         """Further name of a tied weight in the module -> the name under which the engine has it."""
@@ -412,3 +457,17 @@ class ModuleEngine(Engine):
         """
         super()._sync_states()
         self.gatherer.changes.absorb_edits(self.optimizer)
+
+
+class _Destroyed(ModuleEngine):
+    """The class of an engine after `destroy`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "destroy" or name.startswith("__"):
+            return super().__getattribute__(name)
+        raise RuntimeError(
+            f"engine.{name}: the engine was destroyed; threed.Engine(module, ...) makes a new one"
+        )
+
+    def destroy(self) -> None:
+        """Has no effect."""

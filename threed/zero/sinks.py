@@ -66,6 +66,11 @@ class Sink:
         hook = _grad_hook(weakref.ref(self))
         self._hook = slot.param.register_post_accumulate_grad_hook(hook)
 
+    def remove(self) -> None:
+        """Removes the sink and its hook from the parameter."""
+        self._hook.remove()
+        del self.slot.param.sink  # type: ignore[attr-defined]
+
     def run_last(self, microbatches: int) -> None:
         """Moves the sink's hook behind the user's post-accumulate hooks.
 
