@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import threading
 import weakref
@@ -197,6 +198,7 @@ def cases(folder: str) -> list[Case]:
 
 
 def all_given_back(folder: str) -> None:
+    gc.freeze()  # `destroy` collects garbage, which takes long with all that the parent has imported
     for stage, dtype, given, sections in cases(folder):
         given_back(config_of(stage, dtype, **sections), given)
 
@@ -206,7 +208,7 @@ def test_a_module_comes_back_as_it_was_and_trains_again(tmp_path: Path) -> None:
 
 
 def test_a_module_of_one_rank_comes_back(tmp_path: Path) -> None:
-    for stage, dtype, given, sections in cases(str(tmp_path))[3:8:2]:
+    for stage, dtype, given, sections in cases(str(tmp_path))[3:7:3]:
         given_back(config_of(stage, dtype, **sections), given)
 
 

@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from threed.config import Config
+from threed.config import Config, OptimConfig, RecomputeConfig
 from threed.config.resolution import resolve
 from threed.core.messages import counted
 from threed.distributed import collectives
@@ -29,6 +29,7 @@ from threed.zero.layout import Slot, point
 from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.reducer import OPEN
 from threed.zero.release import full_values
+from threed.zero.sinks import refuse_gradients
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
 
@@ -37,6 +38,15 @@ class ModuleEngine(Engine):
 
     `step` runs a full batch. Instead, a custom loop can run the micro-batches itself, between
     `begin` and `update`.
+
+    With `trains=False`, the engine only evaluates, for example the reference model of DPO. A rank
+    then keeps only its weights, in the compute dtype and sharded as `zero.stage` says: no
+    gradients, master weights and optimizer states. The sections `optim` and `recompute` have no effect. Run the
+    module under `torch.no_grad()`, or in `inference()` or `evaluating()`. `load` loads the weights
+    of a checkpoint. `begin`, `backward`, `step`, `update` and `save` raise RuntimeError. The flags
+    `requires_grad` stay as they are, but a backward that computes a gradient of a parameter raises
+    RuntimeError. To compute gradients of inputs, freeze the parameters
+    (`module.requires_grad_(False)`).
 
     Attributes:
         accumulating: True between `begin` and `update`, except while a backward runs.
@@ -70,10 +80,13 @@ class ModuleEngine(Engine):
         wrapped = wrap(model, self.topology)
         setup.check_tile(config.zero.tile, wrapped.slicing.tile, wrapped=True)
         config = resolve(config, 0, self.topology.world)
+        config = config if self.trains else _without_training(config)
         self._disable_checkpointing = activation_checkpointing.enable(wrapped.module, config)
         return wrapped, config
 
     def _initialize(self) -> None:
+        slots = () if self.trains else self.layout.slots
+        self._refusals = [refuse_gradients(slot) for slot in slots]
         values = functools.partial(self.model.initial, seed=self.config.train.seed)
         self.model.agree(self.topology.data, self.topology.device)
         records.initialize(self.optimizer, values, again=False)
@@ -232,7 +245,15 @@ class ModuleEngine(Engine):
         metrics = self._end_step(self._loss, tokens)
         return dataclasses.replace(metrics, has_loss=self._divisor is None)
 
+    def _check_trains(self) -> None:
+        if not self.trains:
+            raise RuntimeError(
+                "this engine only evaluates (trains=False): it has no gradients and optimizer states; train and save"
+                " with an engine that trains, and get the weights by full_state_dict()"
+            )
+
     def _check_begun(self) -> None:
+        self._check_trains()
         if not self.accumulating:
             raise RuntimeError("call Engine.begin(microbatches) first: no step is in progress")
 
@@ -244,6 +265,7 @@ class ModuleEngine(Engine):
         return super()._end_step(loss, tokens)
 
     def _begin(self, microbatches: int) -> None:
+        self._check_trains()
         self.plain.allow(False)
         self.optimizer.divide_by(1)
         self.gatherer.release_all()  # parameters must be freed even if the check raises an error
@@ -320,6 +342,8 @@ class ModuleEngine(Engine):
         self.gatherer.remove()
         for slot, full in values:
             point(slot.param, full)
+        for handle in self._refusals:
+            handle.remove()
         self.model.remove()
         self._disable_checkpointing()
         try:
@@ -372,6 +396,7 @@ class ModuleEngine(Engine):
         Returns:
             See `Engine.counters`; in addition, "aliases": the property `aliases`.
         """
+        self._check_trains()
         return super().counters(extra) | {"aliases": self.aliases}
 
     @contextmanager
@@ -457,6 +482,14 @@ class ModuleEngine(Engine):
         """
         super()._sync_states()
         self.gatherer.changes.absorb_edits(self.optimizer)
+
+
+def _without_training(config: Config) -> Config:
+    """Returns the configuration with the defaults of all keys that concern gradients and states."""
+    unused = {"offload_optimizer": "none", "delayed_update": False, "early_update": "auto"}
+    zero = config.zero.model_copy(update=unused)
+    defaults = {"zero": zero, "optim": OptimConfig(), "recompute": RecomputeConfig()}
+    return config.model_copy(update=defaults)
 
 
 class _Destroyed(ModuleEngine):

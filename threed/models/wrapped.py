@@ -288,7 +288,11 @@ class Wrapped(PipelineLayer):
                 owner._buffers[key] = None if buffer is None else buffer.to(device, to)
 
     def check_unused(self) -> None:
-        """Raises ValueError if an engine has used this object."""
+        """Checks that no engine has used this object.
+
+        Raises:
+            ValueError: if an engine has used it.
+        """
         if self._used:
             raise ValueError(
                 f"this Wrapped({type(self.module).__name__}) has had an engine: call destroy() of that engine, and make"
