@@ -42,6 +42,8 @@ class DeepSpeedEngine:
         training_loader: the loader from which `train_batch` reads without an iterator, or None.
         notes: messages of `initialize`. The attribute `notes` has these messages, followed by the
             messages of the translation.
+        engine: the engine to drive; None creates a `threed.engine.ModuleEngine`.
+        indices: indices of the groups' learning rates, see `EngineOptimizer`.
 
     Attributes:
         engine: the wrapped `threed.engine.ModuleEngine`.
@@ -59,10 +61,11 @@ class DeepSpeedEngine:
     def __init__(
         self, model: nn.Module, topology: Topology, translation: Translation,
         passed: torch.optim.Optimizer | None = None, training_loader: DataLoader[Any] | None = None,
-        notes: Sequence[str] = (),
+        notes: Sequence[str] = (), engine: ModuleEngine | None = None,
+        indices: Sequence[int | None] | None = None,
     ) -> None:  # fmt: skip
         t = self.translation = translation
-        self.engine = ModuleEngine(
+        self.engine = engine or ModuleEngine(
             model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale
         )
         self.module, self.topology = model, topology
@@ -70,7 +73,7 @@ class DeepSpeedEngine:
         self.global_rank = topology.rank
         self.world_size = topology.world
         scheduled = t.learning_rate is not None
-        self.optimizer = EngineOptimizer(self.engine, self.zero_grad, passed, scheduled)
+        self.optimizer = EngineOptimizer(self.engine, self.zero_grad, passed, scheduled, indices)
         self.lr_scheduler: Any = SchedulerView(self.optimizer) if scheduled else None
         self.notes = (*notes, *translation.notes)
         self.training_loader = training_loader
