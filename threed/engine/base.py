@@ -124,7 +124,7 @@ class Engine:
         self.config, blueprint = draw(self.model, topology, config, trains)
         self.blueprint, self.layout = blueprint, blueprint.layout
         own_layers = [blueprint.layers[number] for number in blueprint.held]
-        self.batches = Batches(self.model, topology, config, blueprint.layers)
+        self.batches = self._make_batches(blueprint.layers)
         flags = [self.batches.empty, *blueprint.flags]
         self.faults = Faults(flags, topology.device, warns=topology.rank == 0)
         wrapped = self.model if isinstance(self.model, Wrapped) else None
@@ -176,6 +176,10 @@ class Engine:
             device=topology.device, varying=options_of(self.model).boundaries_vary,
             on_validate=self.optimizer.validate, updates=asynchronous,
         )  # fmt: skip
+
+    def _make_batches(self, layers: Sequence[nn.Module]) -> Batches:
+        """Returns the object that splits batches into micro-batches, given all layers."""
+        return Batches(self.model, self.topology, self.config, layers)
 
     def _make_optimizer(self, rates: Rates, loss_scale: LossScale) -> Optimizer:
         """Returns the optimizer; an `OffloadedOptimizer` if states or parameters are offloaded."""

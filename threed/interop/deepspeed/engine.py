@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from threed.distributed.topology import Topology
+from threed.engine import ModuleEngine
 from threed.interop.deepspeed.checkpoints import Checkpoints
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import deepspeed_io, repeat
-from threed.interop.deepspeed.ownership import release, take
+from threed.interop.deepspeed.ownership import owner, release, take
 from threed.ops.precision import DTYPES
 
 
@@ -44,6 +45,8 @@ class DeepSpeedEngine(Checkpoints):
         ds: the ds_config.
         collate_fn: default `collate_fn` of `deepspeed_io`.
         trains: whether the engine has an optimizer; otherwise it only evaluates.
+        engine: the engine to drive; None creates a `threed.engine.ModuleEngine`.
+        indices: indices of the groups' learning rates, see `EngineOptimizer`.
 
     Attributes:
         engine: the wrapped `threed.engine.ModuleEngine`.
@@ -71,10 +74,12 @@ class DeepSpeedEngine(Checkpoints):
         passed: torch.optim.Optimizer | None = None, training_dataloader: DataLoader[Any] | None = None,
         notes: Sequence[str] = (), ds: Mapping[str, Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None, *, trains: bool = True,
+        engine: ModuleEngine | None = None, indices: Sequence[int | None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            model, topology, translation, passed, training_dataloader, notes, trains=trains
-        )
+            model, topology, translation, passed, training_dataloader, notes, trains=trains,
+            engine=engine, indices=indices,
+        )  # fmt: skip
         self.config = dict(ds or {})
         self.basic_optimizer = self.optimizer
         self.client_lr_scheduler: Any = None
@@ -97,12 +102,14 @@ class DeepSpeedEngine(Checkpoints):
         or another engine. The gradients of a step in progress are dropped. Another call has no
         effect.
         """
-        release(self.module)
-        if self.optimizer is not None:
-            self.optimizer.remove()
+        if owner(self.module) is not self:
+            return
         if self.engine.accumulating:
             self.engine.discard()
         self.engine.destroy()
+        if self.optimizer is not None:
+            self.optimizer.remove()
+        release(self.module)
 
     # ------------------------------------------------------------------------------------------------- steps and data
 

@@ -80,7 +80,13 @@ def initialize(
         RuntimeError: if a step of an earlier engine of the module is in progress.
     """
     model, config = _check_arguments(args, model, config, config_params, mpu, mesh_param)
+    from threed.interop.deepspeed.api.pipeline import PipelineModule, initialize_pipeline
+
     ds = read(config)
+    if isinstance(model, PipelineModule):
+        return initialize_pipeline(
+            ds, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+        )
     notes: list[str] = []
     if (earlier := owner(model)) is not None:
         notes.append("model: its engine of an earlier call of initialize is destroyed")
@@ -115,7 +121,7 @@ def initialize(
             raise ConfigError([f"lr_scheduler: {problem}"])
     if lr_scheduler is not None and trains:
         engine.set_scheduler(lr_scheduler)
-    if topology.rank == 0:
+    if topology.rank == 0 and engine.notes:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 

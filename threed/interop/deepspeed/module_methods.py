@@ -8,19 +8,25 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from threed.interop.deepspeed.missing import INSTEAD
 
 # Methods of nn.Module that are called on the wrapped module
 ON_MODULE = (
-    "add_module bfloat16 buffers children cpu cuda double extra_repr float get_buffer get_extra_state get_parameter"
-    " get_submodule half ipu modules mtia named_buffers named_children named_modules named_parameters parameters"
+    "add_module buffers children extra_repr get_buffer get_extra_state get_parameter get_submodule modules"
+    " named_buffers named_children named_modules named_parameters parameters"
     " register_backward_hook register_buffer register_forward_hook register_forward_pre_hook"
     " register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook"
     " register_load_state_dict_pre_hook register_module register_parameter register_state_dict_post_hook"
-    " register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory to to_empty type xpu"
+    " register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory"
 ).split()  # fmt: skip
+# (method of nn.Module, dtype or kind of device to which it converts)
+CONVERSIONS: tuple[tuple[Any, ...], ...] = (
+    ("half", torch.float16), ("bfloat16", torch.bfloat16), ("float", torch.float32), ("double", torch.float64),
+    ("cpu", "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("ipu", "ipu"), ("mtia", "mtia"), ("type",),
+)  # fmt: skip
 
 
 def _on_module(name: str) -> Callable[..., Any]:
@@ -31,6 +37,28 @@ def _on_module(name: str) -> Callable[..., Any]:
         return self if found is self.module else found
 
     return functools.wraps(getattr(nn.Module, name))(call)
+
+
+def _conversion(name: str, *to: Any) -> Callable[..., Any]:
+    """Returns a method that checks a conversion, see `ModuleMethods.to`.
+
+    Args:
+        name: the name of the method.
+        to: the dtype, or the kind of device; the argument of the method if missing.
+    """
+
+    def call(self: ModuleMethods, given: Any = None) -> Any:
+        target = to[0] if to else given
+        if isinstance(target, str):  # a kind of device; `given` may be an index
+            target = torch.device(target if given is None else given)
+        return self.to(target)
+
+    return functools.wraps(getattr(nn.Module, name))(call)
+
+
+def _same(device: torch.device, own: torch.device) -> bool:
+    """Returns whether `device`, possibly without an index, is the device `own`."""
+    return device.type == own.type and device.index in (None, own.index or 0)
 
 
 class ModuleMethods(nn.Module):
@@ -46,10 +74,12 @@ class ModuleMethods(nn.Module):
     Attributes:
         module: the wrapped module.
         forward: runs the module; has the signature of the module's `forward`.
+        device: the device of the parameters.
         is_compiled: whether `compile` was called.
     """
 
     module: nn.Module
+    device: torch.device
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -65,6 +95,12 @@ class ModuleMethods(nn.Module):
         module = self.__dict__.get("module")
         if module is None:
             raise AttributeError(name)
+        try:
+            return super().__getattr__(
+                name
+            )  # a parameter, buffer or module that the program has set
+        except AttributeError:
+            pass
         try:
             return getattr(module, name)
         except AttributeError:
@@ -118,6 +154,35 @@ class ModuleMethods(nn.Module):
         self.module.compile(**{**compile_kwargs, "backend": backend})
         self.is_compiled = True
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the engine, if the module has the dtype and is on the device.
+
+        Args:
+            args: arguments of `nn.Module.to`.
+            kwargs: keyword arguments of `nn.Module.to`.
+
+        Raises:
+            NotImplementedError: for another dtype or device than the module's.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        param = next((p for p in self.module.parameters() if p.is_floating_point()), None)
+        if param is not None and dtype not in (None, param.dtype):
+            fix = (
+                "enable fp16 or bf16 in the configuration, or convert the module before initialize"
+            )
+            what = f"a conversion of an engine's module to {dtype}"
+            raise NotImplementedError(f"threed does not offer {what}: {fix}")
+        if device is not None and not _same(device, self.device):
+            what = f"a move of an engine's module from {self.device} to {device}"
+            fix = "offload by the configuration, or call engine.destroy() first"
+            raise NotImplementedError(f"threed does not offer {what}: {fix}")
+        return self
+
+    def to_empty(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises NotImplementedError, because the engine has the storage of the parameters."""
+        fix = "build the module on the meta device before initialize"
+        raise NotImplementedError(f"threed does not offer engine.to_empty: {fix}")
+
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
         """Raises NotImplementedError, because a rank may hold only slices of the weights."""
         fix = "use engine.full_state_dict(), or save_checkpoint()"
@@ -126,3 +191,5 @@ class ModuleMethods(nn.Module):
 
 for _name in ON_MODULE:
     setattr(ModuleMethods, _name, _on_module(_name))
+for _name, *_to in CONVERSIONS:
+    setattr(ModuleMethods, _name, _conversion(_name, *_to))

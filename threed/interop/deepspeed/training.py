@@ -31,25 +31,25 @@ class TrainingLoop(ModuleMethods):
     def __init__(
         self, model: nn.Module, topology: Topology, translation: Translation,
         passed: torch.optim.Optimizer | None = None, training_dataloader: DataLoader[Any] | None = None,
-        notes: Sequence[str] = (), *, trains: bool = True,
+        notes: Sequence[str] = (), *, trains: bool = True, engine: ModuleEngine | None = None,
+        indices: Sequence[int | None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model)
         t = self.translation = translation
-        self.engine = ModuleEngine(
+        self.engine = engine or ModuleEngine(
             model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale,
-            **({} if trains else {"trains": False}),
+            trains=trains,
         )  # fmt: skip
         self.topology, self.device = topology, topology.device
         self.global_rank, self.world_size = topology.rank, topology.world
-        scheduled = trains and t.learning_rate is not None
-        self.optimizer = (
-            EngineOptimizer(self.engine, self.zero_grad, self._step_skipped, passed, scheduled)
-            if trains
-            else None
-        )
-        self.lr_scheduler: Any = (
-            SchedulerView(self.optimizer) if self.optimizer is not None and scheduled else None
-        )
+        self.optimizer: EngineOptimizer | None = None
+        self.lr_scheduler: Any = None
+        if trains:
+            scheduled = t.learning_rate is not None
+            self.optimizer = EngineOptimizer(
+                self.engine, self.zero_grad, self._step_skipped, passed, scheduled, indices
+            )
+            self.lr_scheduler = SchedulerView(self.optimizer) if scheduled else None
         self.client_optimizer = passed
         self.notes = (*notes, *translation.notes)
         self.training_dataloader = training_dataloader
@@ -183,14 +183,23 @@ class TrainingLoop(ModuleMethods):
         self._begin()
         if self.is_gradient_accumulation_boundary():
             optimizer.synchronize()
-            self._earlier, self.metrics = self.metrics, self.engine.update()
-            self._step_applied = True
-            self.global_samples += self.translation.train_batch_size
-            optimizer.stepped()
-            self._step_scheduler(lr_kwargs or {})
+            self._updated(self.engine.update(), lr_kwargs or {})
         self.micro_steps += 1
         self._seen = self.engine.reducer.passes
         self._done = self._done + 1 if self.engine.accumulating else 0
+
+    def _updated(self, metrics: StepMetrics, lr_kwargs: Mapping[str, Any]) -> None:
+        """Records an optimizer step, and advances the program's scheduler.
+
+        Args:
+            metrics: the metrics of the step.
+            lr_kwargs: keyword arguments for the scheduler's `step`.
+        """
+        self._earlier, self.metrics = self.metrics, metrics
+        self._step_applied = True
+        self.global_samples += self.translation.train_batch_size
+        self._trained_optimizer().stepped()
+        self._step_scheduler(lr_kwargs)
 
     def _step_scheduler(self, arguments: Mapping[str, Any]) -> None:
         """Advances the program's scheduler.

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from threed.distributed.sharding import spec_of
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
@@ -34,23 +35,28 @@ class EngineOptimizer(torch.optim.Optimizer):
         passed: the optimizer that was passed to `initialize`; None if the configuration defines the
             optimizer. A passed optimizer and this optimizer share the same `param_groups`.
         scheduled: whether the configuration has a learning rate schedule.
+        indices: for each group, the index of its learning rate in `Engine.learning_rates`, or None
+            for a group of frozen parameters. None: derived from the groups' parameters, which must
+            then all be in this rank's module.
     """
 
     def __init__(
         self, engine: ModuleEngine, zero_grad: Callable[[], None], skipped: Callable[[], bool],
         passed: torch.optim.Optimizer | None = None, scheduled: bool = False,
+        indices: Sequence[int | None] | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._zero_grad, self._skipped = engine, zero_grad, skipped
         self._scaled = engine.config.precision.dtype == "fp16"
         self._groups: list[dict[str, Any]] = []
         self._complete = False
-        own = _engine_groups(engine)
+        own = _engine_groups(engine, [index for index in indices or () if index is not None])
         super().__init__(list(own.values()) if passed is None else passed.param_groups, {})
         self._complete = True
         # For each group, the index of its learning rate in `Engine.learning_rates`.
-        self._index: list[int | None] = (
-            [*own] if passed is None else _indices(self._groups, list(own))
-        )
+        self._index: list[int | None] = [*own]
+        if passed is not None:
+            found = _indices(self._groups, list(own)) if indices is None else list(indices)
+            self._index = found
         self._rates: list[float] = self._read()  # learning rates at the last read or change
         self._kept = [_kept(group) for group in self._groups]
         self._members = list(map(id, self._groups))
@@ -230,8 +236,13 @@ def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int |
     return [sum(trained[: number + 1]) if used else None for number, used in enumerate(trained)]
 
 
-def _engine_groups(engine: ModuleEngine) -> dict[int, dict[str, Any]]:
-    """Returns the engine's parameter groups, each by its index in `Engine.learning_rates`."""
+def _engine_groups(engine: ModuleEngine, indices: Sequence[int] = ()) -> dict[int, dict[str, Any]]:
+    """Returns the engine's parameter groups, each by its index in `Engine.learning_rates`.
+
+    Args:
+        engine: the engine.
+        indices: indices of groups to return even if this rank has no parameters of them.
+    """
     optim, rates = engine.config.optim, engine.learning_rates
     sgd = optim.name == "sgd"
     constants: dict[str, Any] = {"momentum": optim.momentum} if sgd else {"betas": optim.betas}
@@ -239,9 +250,14 @@ def _engine_groups(engine: ModuleEngine) -> dict[int, dict[str, Any]]:
     trained = [group for group in engine.layout.groups if group.key.trainable]
     options = {slot.spec.name: group.key.options for group in trained for slot in group.slots}
     found: dict[int, dict[str, Any]] = {}
-    # `named_parameters` does not read values, so sharded parameters need not be gathered.
-    for name, param in engine.module.named_parameters():
-        if name in options:
+    for index in indices:
+        given = optim.groups[index - 1].weight_decay if index else None
+        decay = optim.weight_decay if given is None else given
+        found[index] = {"params": [], "lr": rates[index], "weight_decay": decay, **constants}
+    # The parameters' names and records are read, not their values, so sharded parameters need not be
+    # gathered.
+    for param in engine.module.parameters():
+        if (name := spec_of(param).name) in options:
             own = options[name]
             group = {"params": [], "lr": rates[own.rate], "weight_decay": own.decay, **constants}
             found.setdefault(own.rate, group)["params"].append(param)

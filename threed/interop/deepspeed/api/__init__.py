@@ -1,0 +1,1 @@
+"""DeepSpeed's public modules, under DeepSpeed's names. This package is internal."""
