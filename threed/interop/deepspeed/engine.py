@@ -23,6 +23,7 @@ from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.engine import ModuleEngine, StepMetrics
+from threed.interop.deepspeed.api.zero import mark_parameters
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.missing import INSTEAD
@@ -65,6 +66,7 @@ class DeepSpeedEngine:
         self.engine = ModuleEngine(
             model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale
         )
+        mark_parameters(self.engine)
         self.module, self.topology = model, topology
         self.device = topology.device
         self.global_rank = topology.rank
