@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from threed.distributed.topology import Topology
 from threed.engine import ModuleEngine
+from threed.interop.deepspeed.api.zero import unmark_parameters
 from threed.interop.deepspeed.checkpoints import Checkpoints
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import deepspeed_io, repeat
@@ -107,6 +108,7 @@ class DeepSpeedEngine(Checkpoints):
         if self.engine.accumulating:
             self.engine.discard()
         self.engine.destroy()
+        unmark_parameters(self.module.parameters())
         if self.optimizer is not None:
             self.optimizer.remove()
         release(self.module)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from threed.core.messages import counted
 from threed.distributed.topology import Topology
 from threed.engine import ModuleEngine, StepMetrics
+from threed.interop.deepspeed.api.zero import mark_parameters
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.module_methods import ModuleMethods
@@ -40,6 +41,7 @@ class TrainingLoop(ModuleMethods):
             model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale,
             trains=trains,
         )  # fmt: skip
+        mark_parameters(self.engine)
         self.topology, self.device = topology, topology.device
         self.global_rank, self.world_size = topology.rank, topology.world
         self.optimizer: EngineOptimizer | None = None
