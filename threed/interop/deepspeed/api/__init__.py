@@ -1,0 +1,1 @@
+"""The modules of DeepSpeed's API, one file each."""
