@@ -160,7 +160,8 @@ class Wrapped(PipelineLayer):
             self._original[name] = param.detach()
             if region := region_of(param):
                 self._regions[name] = region
-        if missing := [name for name in self._original if name not in (initial or self._original)]:
+        given = self._original if initial is None else initial
+        if missing := [name for name in self._original if name not in given]:
             raise ValueError(f"initial has no values for {few(missing)}")
         self._unit_of: dict[str, Unit] = {}
         for unit in self.units:
