@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.configs import topology_of
+from tests.configs import RECOMPUTE, topology_of
 from tests.harness import run_ranks
-from threed import Config, Engine
+from threed import Config, Engine, Topology, layers
+from threed.config.resolution import resolve
+from threed.distributed.sharding import Init, Piece, ShardSpec
 
 WIDTH, RANKS = 8, 2
 
@@ -51,6 +54,44 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+class First(layers.PipelineLayer):
+    name = "first"
+
+    def forward(self, x: Tensor | None, micro: layers.MicroBatch) -> Tensor:
+        assert micro.tokens is not None
+        return micro.tokens.t()[..., None].double().expand(-1, -1, WIDTH) / 10 + 1
+
+
+class Middle(layers.PipelineLayer):
+    name = "middle"
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = Piece("middle.weight", (WIDTH, WIDTH), (0, 0), (WIDTH, WIDTH), init=Init(std=0.1))
+        spec = ShardSpec((whole,), replicated="tp")
+        self.weight = layers.parameter(spec, (WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, micro: layers.MicroBatch) -> Tensor:
+        out: Tensor = Product.apply(x, self.weight, self.weight.view(WIDTH, WIDTH))
+        return out
+
+
+class Last(layers.PipelineLayer):
+    name, recomputable = "last", False
+
+    def forward(self, x: Tensor, micro: layers.MicroBatch) -> Tensor:
+        assert micro.weight is not None
+        return x.square().sum() * micro.weight
+
+
+class Layered:
+    def __init__(self, slicing: layers.Slicing) -> None:
+        self.slicing, self.hidden = slicing, WIDTH
+
+    def layers(self) -> list[nn.Module]:
+        return [First(), Middle(), Last()]
+
+
 def prepare(weight: Any) -> None:
     weight.main_grad, weight.saved = torch.zeros(WIDTH, WIDTH, dtype=torch.float64), []
 
@@ -87,6 +128,42 @@ def of_wrapped() -> None:
                 weight.main_grad * RANKS, wanted.main_grad, rtol=1e-12, atol=1e-12
             )
             engine.update()
+
+
+def of_layers() -> None:
+    """Recomputed layers, whose inputs are saved on a drive, or sliced over tensor ranks."""
+    for tp in (1, RANKS):
+        topology = topology_of(1, tp)
+        for stage, mode in (
+            (0, "none"),
+            (1, "full"),
+            (2, "nvme"),
+            (3, "full"),
+            (3, "sliced" if tp > 1 else "nvme"),
+        ):
+            config = layers_config(stage, RECOMPUTE[mode], topology)
+            model = Layered(layers.Slicing(topology.axis("tp"), False))
+            engine = Engine(model, topology, config)
+            weight: Any = engine.blueprint.layers[1].weight
+            prepare(weight)
+            tokens = torch.arange(8).view(2, 4)
+            engine.step({"tokens": tokens, "labels": tokens})
+            assert [some is weight for some in weight.saved] == [True]
+            assert weight.main_grad.abs().sum() > 0
+
+
+def layers_config(stage: int, recompute: dict[str, Any], topology: Topology) -> Config:
+    drive = tempfile.gettempdir() if recompute.get("offload") == "nvme" else None
+    config = Config.model_validate({
+        "parallel": {"tp": topology.tp, "sequence": False}, "precision": {"dtype": "fp64"}, "recompute": recompute,
+        "zero": {"stage": stage, "resident": 0, "nvme_path": drive},
+        "train": {"global_batch": 2 * topology.dp, "micro_batch": 2}, "model": {"seq": 4},
+    })  # fmt: skip
+    return resolve(config, 10, topology.world)
+
+
+def test_a_saved_parameter_of_a_layer_is_the_parameter() -> None:
+    run_ranks(RANKS, of_layers)
 
 
 def test_a_saved_parameter_is_the_parameter() -> None:
