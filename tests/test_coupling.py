@@ -17,6 +17,11 @@ LAYER = "a layer is changed in place: the user's code refers to the object"
 # Assignments to a field of an object with a class of another module, with the reason.
 SET: dict[str, str] = {
     "data.tokenizer: self._backend.encode_special_tokens": OTHER,
+    "interop.deepspeed.api.zero: param.ds_engine": PARAMETER,
+    "interop.deepspeed.api.zero: param.ds_id": PARAMETER,
+    "interop.deepspeed.api.zero: param.ds_numel": PARAMETER,
+    "interop.deepspeed.api.zero: param.ds_shape": PARAMETER,
+    "interop.deepspeed.api.zero: param.ds_status": PARAMETER,
     "interop.deepspeed.views: optimizer._opt_called": OTHER,
     "layers.compiled: module.opaque": LAYER,
     "layers.compiled: module.traced": LAYER,

@@ -148,6 +148,7 @@ class PipelineEngine(DeepSpeedEngine):
         training_loader: the loader from which `train_batch` reads without an iterator, or None.
         notes: messages of `initialize`.
         indices: for each parameter group, the index of its learning rate; None for a frozen one.
+        ds: the ds_config.
 
     Attributes:
         grid: position of this process among stages and data ranks.
@@ -159,11 +160,11 @@ class PipelineEngine(DeepSpeedEngine):
     def __init__(
         self, module: PipelineModule, translation: Translation, trainer: PipelineTrainer,
         passed: torch.optim.Optimizer | None, training_loader: DataLoader[Any] | None,
-        notes: Sequence[str], indices: Sequence[int | None],
+        notes: Sequence[str], indices: Sequence[int | None], ds: Mapping[str, Any],
     ) -> None:  # fmt: skip
         super().__init__(
-            module, module.axes, translation, passed, training_loader, notes,
-            cast(ModuleEngine, trainer), indices,
+            module, module.axes, translation, passed, training_loader, notes, ds,
+            engine=cast(ModuleEngine, trainer), indices=indices,
         )  # fmt: skip
         self.trainer = trainer
         self.grid: PipelineParallelGrid = module.mpu()
@@ -212,12 +213,11 @@ class PipelineEngine(DeepSpeedEngine):
             self.set_dataiterator(data_iter)
         batch = self._read(self._batches, self.gradient_accumulation_steps())
         self.module.train()
-        self.optimizer.synchronize()
-        self.metrics = self.trainer.step(batch)
-        self.optimizer.stepped()
-        self._step_scheduler()
+        self._trained_optimizer().synchronize()
+        metrics = self.trainer.step(batch)
+        self._updated(metrics, {})
         self.micro_steps += self.gradient_accumulation_steps()
-        self.agg_train_loss = self.metrics.loss_tensor
+        self.agg_train_loss = metrics.loss_tensor
         return self.agg_train_loss
 
     @torch.no_grad()
@@ -337,7 +337,7 @@ def initialize_pipeline(
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-) -> tuple[PipelineEngine, EngineOptimizer, DataLoader[Any] | None, Any]:
+) -> tuple[PipelineEngine, EngineOptimizer | None, DataLoader[Any] | None, Any]:
     """Creates the engine of a `PipelineModule`; see `initialization.initialize`. Collective.
 
     Args:
@@ -389,7 +389,9 @@ def initialize_pipeline(
         learning_rate=translation.learning_rate, loss_scale=translation.loss_scale,
     )  # fmt: skip
     indices = _indices(translation.config, groups)
-    engine = PipelineEngine(model, translation, trainer, optimizer, loader, notes, indices)
+    engine = PipelineEngine(
+        model, translation, trainer, optimizer, loader, notes, indices, {**read(ds)}
+    )
     if lr_scheduler is not None:
         made = callable(lr_scheduler)
         engine.lr_scheduler = lr_scheduler(optimizer or engine.optimizer) if made else lr_scheduler
