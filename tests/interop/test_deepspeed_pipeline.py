@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.harness import run_ranks
+from threed.config import ConfigError
 from threed.interop.deepspeed.api.pipeline import (
     LayerSpec,
     PipelineEngine,
     PipelineModule,
     TiedLayerSpec,
     initialize_pipeline,
+)
+from threed.interop.deepspeed.api.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
 )
 
 VOCAB, HIDDEN, STEPS, MICROS = 13, 6, 3, 4
@@ -235,7 +243,6 @@ def on_two_ranks() -> list[Result]:
 
 def evaluate(engine: PipelineEngine) -> None:
     last, data = engine.is_last_stage(), list(share(engine.module))[:MICROS]
-    weights = engine.full_state_dict()
     mean = engine.eval_batch(iter(data))
     each = engine.eval_batch(iter(data), reduce_output=None, bcast_loss=False)
     both, logits = engine.eval_batch(iter(data), return_logits=True)
@@ -249,18 +256,10 @@ def evaluate(engine: PipelineEngine) -> None:
         torch.testing.assert_close(loss(logits, data[-1][1]), each[-1])
         torch.testing.assert_close(loss(outputs[1], data[1][1]), each[1])
     assert engine.module.training
-    engine.engine.load_full_state_dict(
-        {n: torch.zeros_like(v) for n, v in weights.items()}
-        if weights
-        else {n: torch.zeros(v) for n, v in shapes_of(engine).items()}
-    )
-    torch.testing.assert_close(
-        float(engine.eval_batch(iter(data))), float(torch.tensor(VOCAB).log()), rtol=1e-6, atol=0
-    )
-
-
-def shapes_of(engine: PipelineEngine) -> dict[str, tuple[int, ...]]:
-    return {n: tuple(p.shape) for n, p in make(plain_layers, engine.num_stages).named_parameters()}
+    zeros = {n: torch.zeros_like(v) for n, v in nn.Sequential(*plain_layers()).named_parameters()}
+    engine.engine.load_full_state_dict(zeros)
+    found = float(engine.eval_batch(iter(data)))
+    torch.testing.assert_close(found, math.log(VOCAB), rtol=1e-6, atol=0)
 
 
 def test_two_stages_in_many_ways() -> None:
@@ -268,3 +267,108 @@ def test_two_stages_in_many_ways() -> None:
     wanted = [tied, tied, train_plainly(plain_layers, twice=3.0), train_plainly(plain_layers, True)]
     for found, one in zip(run_ranks(2, on_two_ranks)[0], wanted, strict=True):
         check(found, one)
+
+
+def problem(layers: list[Any], **arguments: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        PipelineModule(layers, **{"num_stages": 1, **arguments})
+    return str(caught.value)
+
+
+def test_modules_that_are_refused() -> None:
+    linear, tied = LayerSpec(nn.Linear, 2, 2), TiedLayerSpec("a", nn.Linear, 2, 2)
+    assert "layer 1 is a int: pass a LayerSpec, an nn.Module or a function" in problem([linear, 3])
+    assert "no layers" in problem([])
+    assert "pass at least 1, or topology" in problem([linear], num_stages=None)
+    assert "num_stages 2: world size 1 is not" in problem([linear] * 2, num_stages=2)
+    assert "use 'parameters', 'uniform' or 'type:REGEX'" in problem(
+        [linear], partition_method="best"
+    )
+    assert "'type:Conv' matches no layer: the layers are Linear" in problem(
+        [linear], partition_method="type:Conv"
+    )
+    assert "schedule 'dualpipe' does not run one stage per rank" in problem(
+        [linear], schedule="dualpipe"
+    )
+    assert "schedule '2bw'" in problem([linear], schedule="2bw")
+    model_axis = PipeModelDataParallelTopology(1, 2, 1)
+    assert "does not offer a PipelineModule with a model axis" in problem(
+        [linear], topology=model_axis
+    )
+    swapped = ProcessTopology(["data", "pipe"], [2, 2])
+    assert "use PipeDataParallelTopology" in problem([linear], topology=swapped)
+    assert "a Linear, and layer 1 is a Bilinear" in problem(
+        [tied, TiedLayerSpec("a", nn.Bilinear, 2, 2, 2)]
+    )
+    assert "give both the same arguments" in problem([tied, TiedLayerSpec("a", nn.Linear, 2, 3)])
+    assert "tied_weight_attr ['table'] does not exist" in problem(
+        [TiedLayerSpec("a", nn.Linear, 2, 2, tied_weight_attr="table")]
+    )
+    with pytest.raises(RuntimeError, match=r"pass a class of torch.nn.Module"):
+        LayerSpec(len)
+    inner = PipelineModule([linear], num_stages=1)
+    assert "is a PipelineModule: pass its layers instead" in problem([inner])
+    for name in ("save_state_dict", "load_state_dir", "allreduce_tied_weight_gradients"):
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(inner, name)()
+
+
+def test_steps_that_are_refused() -> None:
+    engine = run(make(lambda: plain_layers()[:5], 1, loss_fn=None))
+    data = micro_batches()
+    for method in (engine, engine.forward, engine.backward, engine.step):
+        with pytest.raises(RuntimeError, match=r"use train_batch\(\) or eval_batch\(\)"):
+            method(data[0][0])
+    with pytest.raises(ValueError, match=r"the last layer .Linear. returned shape .* pass loss_fn"):
+        engine.train_batch(iter(data))
+    with pytest.raises(ValueError, match=r"a micro-batch is a Tensor: the iterator must yield"):
+        engine.train_batch(iter([data[0][0]]))
+    with pytest.raises(ValueError, match=r"labels contain a str"):
+        engine.train_batch(iter([(data[0][0], "label")] * MICROS))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"use eval_batch"):
+        engine.train_batch(iter(data))
+    with pytest.raises(NotImplementedError, match=r"compute_loss False: use 'avg' for losses"):
+        engine.eval_batch(iter(data), compute_loss=False)
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter(data[:1]))
+    with pytest.raises(ValueError, match=r"belongs to an engine|shared with a module"):
+        run(engine.module)
+    mixed = make(lambda: [nn.Linear(2, 2), nn.Linear(2, 2).float()], 1)
+    with pytest.raises((ConfigError, ValueError), match=r"several dtypes|one dtype"):
+        run(mixed)
+    with pytest.raises(ConfigError, match=r"pipeline: no such key: stage"):
+        initialize_pipeline(config(mixed, pipeline={"stage": 2}), mixed)
+
+
+def test_values_do_not_depend_on_the_stages_or_the_program() -> None:
+    state = torch.get_rng_state()
+    specs = [LayerSpec(nn.Linear, 3, 3) for _ in range(3)]
+    model = PipelineModule(specs, num_stages=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(model.get_parameter("0.weight"), model.get_parameter("1.weight"))
+    torch.rand(3)
+    again = PipelineModule(specs, num_stages=1)
+    assert torch.equal(model.get_parameter("2.weight"), again.get_parameter("2.weight"))
+    seeded = PipelineModule(specs, num_stages=1, seed_layers=True, base_seed=5)
+    torch.manual_seed(7)
+    assert torch.equal(seeded.get_parameter("2.weight"), nn.Linear(3, 3).weight)
+
+
+def test_topologies() -> None:
+    topology = PipeDataParallelTopology(num_pp=2, num_dp=3)
+    assert topology.get_rank(pipe=1, data=2) == 5
+    assert topology.get_coord(4) == (1, 1)
+    assert topology.get_axis_comm_lists("pipe") == [[0, 3], [1, 4], [2, 5]]
+    assert topology.get_axis_comm_lists("data") == [[0, 1, 2], [3, 4, 5]]
+    assert topology.get_axis_comm_lists("model") == []
+    assert (topology.get_dim("pipe"), topology.get_dim("model"), topology.world_size()) == (2, 0, 6)
+    assert topology.get_axis_list("data", 1) == topology.filter_match(data=1) == [1, 4]
+    assert PipeModelDataParallelTopology(1, 2, 2).get_rank_repr(3) == "model_01"
+    model = PipelineModule([nn.Linear(2, 2)], topology=PipeDataParallelTopology(1, 1))
+    grid = model.mpu()
+    assert (grid.get_stage_id(), grid.get_data_parallel_world_size(), grid.stage_to_global(0)) == (
+        0,
+        1,
+        0,
+    )
+    assert (model.stage_owner(0), model.partitions(), model.num_pipeline_stages()) == (0, [0, 1], 1)
