@@ -257,9 +257,17 @@ def evaluate(engine: PipelineEngine) -> None:
         torch.testing.assert_close(loss(outputs[1], data[1][1]), each[1])
     assert engine.module.training
     zeros = {n: torch.zeros_like(v) for n, v in nn.Sequential(*plain_layers()).named_parameters()}
-    engine.engine.load_full_state_dict(zeros)
+    assert zeros.keys() == set(engine.trainer.names)
+    saved = engine._zero3_consolidated_16bit_state_dict()
+    engine.load_state_dict(zeros)
     found = float(engine.eval_batch(iter(data)))
     torch.testing.assert_close(found, math.log(VOCAB), rtol=1e-6, atol=0)
+    assert saved is None or {v.dtype for v in saved.values()} == {torch.float64}
+    module = engine.module
+    engine.destroy()
+    assert all(type(p) is nn.Parameter and not p.any() for p in module.parameters())
+    again = run(module)
+    assert float(again.eval_batch(iter(data))) == found
 
 
 def test_two_stages_in_many_ways() -> None:
@@ -331,8 +339,10 @@ def test_steps_that_are_refused() -> None:
         engine.eval_batch(iter(data), compute_loss=False)
     with pytest.raises(StopIteration):
         engine.train_batch(iter(data[:1]))
-    with pytest.raises(ValueError, match=r"belongs to an engine|shared with a module"):
-        run(engine.module)
+    with pytest.raises(
+        NotImplementedError, match="gathered of a PipelineEngine: use full_state_dict"
+    ):
+        engine.gathered()
     mixed = make(lambda: [nn.Linear(2, 2), nn.Linear(2, 2).float()], 1)
     with pytest.raises((ConfigError, ValueError), match=r"several dtypes|one dtype"):
         run(mixed)
