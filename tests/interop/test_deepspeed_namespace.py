@@ -95,7 +95,7 @@ def test_every_name_of_the_table_resolves() -> None:
 
 @pytest.mark.parametrize("path", REFUSED_NAMES)
 def test_refused_names(path: str) -> None:
-    with pytest.raises(AttributeError, match="^threed does not offer deepspeed.*: use "):
+    with pytest.raises(AttributeError, match=r"^threed does not offer deepspeed.*: use "):
         find(path)
 
 
@@ -208,7 +208,8 @@ def test_a_script_runs(script: Path, target: list[str]) -> None:
 def test_errors_of_a_script(script: Path) -> None:
     result = run("-m", "threed.interop.deepspeed", str(script), "word")
     *_, line, _, last = result.stderr.splitlines()
-    assert "raise SystemExit(int(sys.argv[1]))" in line and str(script) in result.stderr
+    assert "raise SystemExit(int(sys.argv[1]))" in line
+    assert str(script) in result.stderr
     assert last.startswith("ValueError: invalid literal for int()")
 
 
@@ -233,7 +234,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_module_is_not_installed_here() -> None:
     """The names are available without `install_as_deepspeed`."""
-    assert deepspeed.comm.get_world_size() == 1 and deepspeed.comm.get_rank() == 0
+    assert (deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()) == (1, 0)
     assert "deepspeed" not in sys.modules or not isinstance(
         importlib.import_module("deepspeed"), type(deepspeed.zero)
     )

@@ -14,7 +14,7 @@ from threed.interop.deepspeed.api import zero
 from threed.interop.deepspeed.namespace import modules
 
 LR, BETAS, EPS = 0.01, (0.9, 0.999), 1e-8
-MARKS = {"ds_id", "ds_shape", "ds_numel", "ds_status"}
+MARKS = {"ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"}
 
 
 def module() -> nn.Sequential:
@@ -150,7 +150,8 @@ def check_comm() -> None:
     deepspeed = modules()["deepspeed"]
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     comm, groups = deepspeed.comm, deepspeed.utils.groups
-    assert comm.is_initialized() and comm.get_world_size() == 2
+    assert comm.is_initialized()
+    assert comm.get_world_size() == 2
     assert comm.get_rank() == torch.distributed.get_rank() == groups._get_data_parallel_rank()
     assert comm.get_rank(comm.get_world_group()) == comm.get_rank()
     assert (groups._get_data_parallel_world_size(), groups._get_sequence_parallel_rank()) == (2, 0)
@@ -177,5 +178,6 @@ def test_a_parameter_of_no_engine() -> None:
     assert zero.safe_get_full_optimizer_state(param, "exp_avg") is None
     assert zero.safe_get_full_grad(param) is param.grad
     zero.safe_set_full_fp32_param(param, torch.zeros(2))
-    assert param.tolist() == [1.0, 1.0] and not zero.is_zero_param(param)
+    assert param.tolist() == [1.0, 1.0]
+    assert not zero.is_zero_param(param)
     assert param.detach().ds_status is zero.ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
