@@ -28,6 +28,7 @@ from threed.distributed.sharding import (
     ShardSpec,
     attach,
     check_dense,
+    detach,
     few,
     is_managed,
     slices,
@@ -126,6 +127,7 @@ class Wrapped(PipelineLayer):
     Attributes:
         module: the module.
         units: the units, whose parameters are gathered and released together.
+        given_dtype: dtype of the module's parameters before the engine converted them.
 
     Raises:
         ValueError: if the module cannot be wrapped; the message names the cause.
@@ -144,10 +146,10 @@ class Wrapped(PipelineLayer):
         initial: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
+        check(module)  # before hooks are registered
         self.module, self.loss = module, loss or loss_of
         self.count = count or Items(module)
         self.hidden, self.slicing, self.name = 0, Slicing(), "module"
-        check(module)
         self.units = list(find_units(module))
         self._original: dict[str, Tensor] = {}
         self._given, self._read = initial, ("", torch.empty(0))
@@ -162,6 +164,10 @@ class Wrapped(PipelineLayer):
                 self._regions[name] = region
         if missing := [name for name in self._original if name not in (initial or self._original)]:
             raise ValueError(f"initial has no values for {few(missing)}")
+        self.given_dtype = next((p.dtype for p in module.parameters()), torch.float32)
+        # floating-point buffers that `initialized` has cast: (owner, name, dtype before and after)
+        self._cast: list[tuple[nn.Module, str, torch.dtype, torch.dtype]] = []
+        self._used = False  # whether an engine has used this object
         self._unit_of: dict[str, Unit] = {}
         for unit in self.units:
             for param in (p for member in unit.members for p in member.parameters(recurse=False)):
@@ -305,9 +311,10 @@ class Wrapped(PipelineLayer):
         """
         cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
         self._original.clear()
+        self._used = True
         self._forget_values()
         self.module.__dict__["_threed"] = True
-        self.module.register_load_state_dict_pre_hook(refuse_loading)
+        self._loading = self.module.register_load_state_dict_pre_hook(refuse_loading)
         for name, owner in self.module.named_modules():
             buffers = owner._buffers
             if any(
@@ -322,6 +329,8 @@ class Wrapped(PipelineLayer):
                     and not keeps_dtype(owner, key)
                     else None
                 )
+                if buffer is not None and to not in (None, buffer.dtype):
+                    self._cast.append((owner, key, buffer.dtype, dtype))
                 owner._buffers[key] = None if buffer is None else buffer.to(device, to)
 
     def _forget_values(self) -> None:
@@ -332,6 +341,34 @@ class Wrapped(PipelineLayer):
             self._regions.clear()
             for param in self.module.parameters():
                 leave_file(param)
+
+    def check_unused(self) -> None:
+        """Checks that no engine has used this object.
+
+        Raises:
+            ValueError: if an engine has used it.
+        """
+        if self._used:
+            raise ValueError(
+                f"this Wrapped({type(self.module).__name__}) has had an engine: call destroy() of that engine, and make"
+                " a new threed.models.Wrapped of the module for another engine"
+            )
+
+    def remove(self) -> None:
+        """Removes everything that wrapping has added to the module.
+
+        Buffers get the dtype back that they had before `initialized`.
+        """
+        for owner, key, before, after in self._cast:
+            buffer = owner._buffers.get(key)
+            if buffer is not None and buffer.dtype == after:
+                owner._buffers[key] = buffer.to(before)
+        for param in self.module.parameters():
+            detach(param)
+        if isinstance(self.count, Items):
+            self.count.remove()
+        self._loading.remove()
+        del self.module.__dict__["_threed"]
 
     def _initialize(self, unit: str, seed: int) -> dict[str, Tensor]:
         """Returns the initialized parameters of a unit, by their names in the wrapped module."""
@@ -383,7 +420,8 @@ def check(module: nn.Module) -> None:
     """Raises ValueError if a module cannot be wrapped; the message names the cause."""
     if "_threed" in module.__dict__:
         raise ValueError(
-            f"this {type(module).__name__} belongs to an engine already: build a new one for another engine"
+            f"this {type(module).__name__} belongs to an engine already: call destroy() of that engine, or build a new"
+            " module for another engine"
         )
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     if shared := [name for name, param in params.items() if is_managed(param)]:

@@ -135,9 +135,10 @@ def rate_of(group: Mapping[str, Any]) -> float:
     return float(group.get("initial_lr", group["lr"]))
 
 
-def is_scheduled(optimizer: torch.optim.Optimizer | None) -> bool:
+def is_scheduled(optimizer: object) -> bool:
     """Returns whether a scheduler has been created for an optimizer."""
-    return optimizer is not None and any("initial_lr" in g for g in optimizer.param_groups)
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
+    return any("initial_lr" in group for group in groups)
 
 
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
