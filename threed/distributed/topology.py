@@ -270,6 +270,23 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def world_axis() -> Axis:
+    """Returns the axis of all ranks. Creates the default process group if necessary.
+
+    Collective if the group does not exist yet.
+    """
+    if not dist.is_initialized():
+        adopt()
+        device = default_device()
+        gpu.use(device)
+        start(device)
+    if not dist.is_initialized():
+        return alone("world")
+    size = dist.get_world_size()
+    everyone = dist.group.WORLD if size > 1 else None
+    return Axis("world", tuple(range(size)), dist.get_rank(), everyone)
+
+
 def backends() -> list[str]:
     """Returns the names of the communication backends that torch was built with."""
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}

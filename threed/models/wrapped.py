@@ -37,6 +37,7 @@ from threed.distributed.sharding import (
 from threed.distributed.topology import Axis
 from threed.layers.contract import PipelineLayer
 from threed.layers.slicing import MicroBatch, Slicing
+from threed.memory.mapped import Region, leave_file, region_of
 from threed.models.loss_items import Inputs, Items
 
 
@@ -118,6 +119,10 @@ class Wrapped(PipelineLayer):
             averaged, a scalar tensor. Micro-batches are weighted by these numbers, so that the loss
             of a step is the mean over the global batch, however the batch is split. By default
             valid labels are counted, or rows if the batch has no labels.
+        initial: name of each parameter -> its initial values. The engine accesses one parameter
+            after the other, so the mapping may read a tensor from a file on each access. Every rank
+            passes the same values. Default: the values that the parameters have, or the module's
+            initialization if it is on the meta device.
 
     Attributes:
         module: the module.
@@ -138,6 +143,7 @@ class Wrapped(PipelineLayer):
         module: nn.Module,
         loss: Callable[[Any], Tensor] | None = None,
         count: Callable[[Inputs], Tensor] | None = None,
+        initial: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         check(module)  # before hooks are registered
@@ -146,16 +152,26 @@ class Wrapped(PipelineLayer):
         self.hidden, self.slicing, self.name = 0, Slicing(), "module"
         self.units = list(find_units(module))
         self._original: dict[str, Tensor] = {}
+        self._given, self._read = initial, ("", torch.empty(0))
+        self._regions: dict[str, Region] = {}  # of parameters whose values are in a mapped file
         names: dict[int, str] = {}
         for name, param in module.named_parameters():
             names[id(param)] = name
             piece = Piece(name, tuple(param.shape), (0,) * param.dim(), tuple(param.shape))
             attach(param, ShardSpec((piece,), decay=param.dim() > 1))
             self._original[name] = param.detach()
+<<<<<<< HEAD
         self.given_dtype = next((p.dtype for p in module.parameters()), torch.float32)
         # floating-point buffers that `initialized` has cast: (owner, name, dtype before and after)
         self._cast: list[tuple[nn.Module, str, torch.dtype, torch.dtype]] = []
         self._used = False  # whether an engine has used this object
+=======
+            if region := region_of(param):
+                self._regions[name] = region
+        given = self._original if initial is None else initial
+        if missing := [name for name in self._original if name not in given]:
+            raise ValueError(f"initial has no values for {few(missing)}")
+>>>>>>> init44
         self._unit_of: dict[str, Unit] = {}
         for unit in self.units:
             for param in (p for member in unit.members for p in member.parameters(recurse=False)):
@@ -210,20 +226,38 @@ class Wrapped(PipelineLayer):
     def initial(self, piece: Piece, seed: int) -> Tensor:
         """Returns the initial values of a piece.
 
-        These are the values that the module had when it was wrapped. If the module is on the meta
-        device, its own initialization computes the values, for one unit at a time to save memory.
+        These are the values of the argument `initial` of the constructor, or else the values that
+        the module had when it was wrapped. If the module is on the meta device, its own
+        initialization computes the values, for one unit at a time to save memory.
 
         Args:
             piece: a piece of one of the module's parameters.
             seed: seed of the initialization of a module on the meta device.
+
+        Raises:
+            ValueError: if values of the argument `initial` have another shape than the parameter.
         """
-        given = self._original[piece.name]
-        values = (
-            given
-            if given.device.type != "meta"
-            else self._initialized_unit(self._unit_of[piece.name].name, seed)[piece.name]
-        )
+        last, _ = self._read
+        if piece.name != last:
+            if last in self._regions:
+                self._regions[last].drop_pages()
+            self._read = piece.name, self._values_of(piece.name, seed)
+        _, values = self._read
         return values[slices(piece.start, piece.size)]
+
+    def _values_of(self, name: str, seed: int) -> Tensor:
+        """Returns the initial values of a parameter."""
+        original = self._original[name]
+        if self._given is not None:
+            given = self._given[name]
+            if given.shape != original.shape:
+                raise ValueError(
+                    f"initial[{name!r}] has shape {list(given.shape)}, the parameter {list(original.shape)}"
+                )
+            return given
+        if original.device.type != "meta":
+            return original
+        return self._initialized_unit(self._unit_of[name].name, seed)[name]
 
     def to_meta(self) -> None:
         """Moves the parameters to the meta device for a memory forecast, and drops their values."""
@@ -242,14 +276,30 @@ class Wrapped(PipelineLayer):
     def agree(self, axis: Axis, device: torch.device) -> None:
         """Broadcasts the original parameter values from the first rank of the axis. Collective.
 
+        Parameters in a file that all ranks of the axis map are equal already. If there is one file
+        per machine, one rank per file writes the values that it receives.
+
         Args:
             axis: the ranks that must have equal values.
             device: the device on which the process group of the axis communicates.
         """
-        for value in self._original.values():
-            if axis.size > 1 and value.device.type != "meta":
-                shared = collectives.broadcast(value.detach().to(device).contiguous(), axis, 0)
+        if axis.size == 1 or self._given is not None:
+            return
+        mapped = {name: region.file.ranks == axis.ranks for name, region in self._regions.items()}
+        everyone = collectives.exchange(mapped, axis)
+        for name, value in self._original.items():
+            if value.device.type == "meta" or all(other.get(name) for other in everyone):
+                continue
+            region = self._regions.get(name)
+            # Received values must not change a private mapping, which would copy its pages.
+            own = value.detach().to(device, copy=region is not None).contiguous()
+            shared = collectives.broadcast(own, axis, 0)
+            if region is None or region.file.writes:
                 value.copy_(shared)
+        if any(everyone):
+            collectives.barrier(axis)  # all files are complete
+        for region in self._regions.values():
+            region.drop_pages()  # the values that this rank has written itself
 
     def initialized(self, device: torch.device, dtype: torch.dtype) -> None:
         """Finishes the initialization of the parameters, and initializes the buffers.
@@ -265,8 +315,12 @@ class Wrapped(PipelineLayer):
         """
         cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
         self._original.clear()
+<<<<<<< HEAD
         self._used = True
         self._initialized_unit.cache_clear()
+=======
+        self._forget_values()
+>>>>>>> init44
         self.module.__dict__["_threed"] = True
         self._loading = self.module.register_load_state_dict_pre_hook(refuse_loading)
         for name, owner in self.module.named_modules():
@@ -287,6 +341,7 @@ class Wrapped(PipelineLayer):
                     self._cast.append((owner, key, buffer.dtype, dtype))
                 owner._buffers[key] = None if buffer is None else buffer.to(device, to)
 
+<<<<<<< HEAD
     def check_unused(self) -> None:
         """Checks that no engine has used this object.
 
@@ -314,6 +369,16 @@ class Wrapped(PipelineLayer):
             self.count.remove()
         self._loading.remove()
         del self.module.__dict__["_threed"]
+=======
+    def _forget_values(self) -> None:
+        """Frees everything from which initial values were computed."""
+        self._initialized_unit.cache_clear()
+        self._given, self._read = None, ("", torch.empty(0))
+        if self._regions:
+            self._regions.clear()
+            for param in self.module.parameters():
+                leave_file(param)
+>>>>>>> init44
 
     def _initialize(self, unit: str, seed: int) -> dict[str, Tensor]:
         """Returns the initialized parameters of a unit, by their names in the wrapped module."""
