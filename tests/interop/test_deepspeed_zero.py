@@ -83,6 +83,8 @@ def check_stage(stage: int) -> None:
         zero.safe_get_full_optimizer_state(trained[0].weight, "max_exp_avg_sq")
     zero.unmark_parameters(trained.parameters())
     assert not any(vars(param).keys() & {*MARKS, "ds_engine"} for param in trained.parameters())
+    with pytest.raises(NotImplementedError, match="does not offer GatheredParameters for a"):
+        zero.GatheredParameters(trained[0].weight).__enter__()
 
 
 def check_marks(trained: nn.Sequential, stage: int) -> None:

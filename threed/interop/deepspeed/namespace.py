@@ -53,7 +53,7 @@ _SAFE = {
     " safe_set_full_optimizer_state safe_get_full_grad",
 }
 _TOPOLOGY = {
-    "api.topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology"
+    "api.pipeline": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology"
     " PipelineParallelGrid",
 }
 # module of deepspeed -> {module that defines the names: the names}. A module is relative to

@@ -43,6 +43,7 @@ from threed.distributed.sharding import is_managed
 from threed.distributed.topology import world_axis
 from threed.interop.deepspeed.config.reader import read
 from threed.memory.mapped import ELSEWHERE, MappedFile, place, region_of
+from threed.models.wrapped import keeps_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STEP = 2**22  # number of elements that are converted to another dtype at a time
@@ -57,13 +58,13 @@ class Init(contextlib.ContextDecorator):
     Args:
         module: an existing module, whose parameters are moved to the file by the constructor.
         data_parallel_group: the ranks that share the parameters; only all ranks are supported.
-        config_dict_or_path: a ds_config. If it enables bf16 or fp16, floating-point parameters are
-            converted at the end of the block. If parameters are offloaded to a drive, its
+        config_dict_or_path: a ds_config. If it enables bf16 or fp16, floating-point parameters and
+            buffers are converted at the end of the block. If parameters are offloaded to a drive, its
             `nvme_path` is the default of `folder`.
         config: same as `config_dict_or_path`.
         enabled: if False, the block has no effect.
-        dtype: dtype to which floating-point parameters are converted at the end of the block; by
-            default the dtype that the configuration enables, or else no conversion.
+        dtype: dtype to which floating-point parameters and buffers are converted at the end of the
+            block; by default the dtype that the configuration enables, or else no conversion.
         mpu: DeepSpeed's model-parallel unit; model parallelism is not supported.
         zero_param_parallel_group: must be None.
         zero_quantized_weights: must be False; set it in the configuration instead.
@@ -152,7 +153,7 @@ class _Files:
 
     def _attempt(self, act: Any) -> Any:
         return collectives.attempt_together(
-            act, self.axis, OSError, lambda error: f"zero.Init: {error}: {ELSEWHERE}"
+            act, self.axis, RuntimeError, lambda error: f"zero.Init: {error}: {ELSEWHERE}"
         )
 
     def _parameter_registered(self, module: nn.Module, name: str, param: Any) -> None:
@@ -185,7 +186,7 @@ class _Files:
 
         Args:
             error: the exception that the block has raised, or None.
-            dtype: dtype to which floating-point parameters are converted, or None.
+            dtype: dtype to which floating-point parameters and buffers are converted, or None.
         """
         for handle in self._handles:
             handle.remove()
@@ -200,6 +201,7 @@ class _Files:
                 if dtype is not None:
                     for param in params:
                         self._convert(param, dtype)
+                    self._convert_buffers(dtype)
             self._check_same(params)
             # `_check_same` is collective, so the first rank has written all values.
             if not self._first:
@@ -235,6 +237,17 @@ class _Files:
         for first in range(0, len(flat), STEP):
             out[first : first + STEP] = flat[first : first + STEP].to(dtype)
         place(param, out.as_strided(param.shape, param.stride()), region)
+
+    def _convert_buffers(self, dtype: torch.dtype) -> None:
+        """Converts the floating-point buffers, as `module.to(dtype)` would."""
+        for module in self._modules.values():
+            for key, buffer in module._buffers.items():
+                if (
+                    buffer is not None
+                    and buffer.is_floating_point()
+                    and not keeps_dtype(module, key)
+                ):
+                    module._buffers[key] = buffer.to(dtype)
 
     def _check_same(self, params: Iterable[nn.Parameter]) -> None:
         """Raises ValueError if a rank of the machine has built other parameters. Collective."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from threed.distributed import collectives, topology
-from threed.distributed.sharding import Piece
+from threed.distributed.sharding import Piece, is_managed
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.init import share_changes
 from threed.memory.mapped import region_of
@@ -109,6 +109,7 @@ class GatheredParameters:
 
     Raises:
         ValueError: if no rank has the number `modifier_rank`.
+        NotImplementedError: for a parameter of an engine of a `PipelineModule`.
     """
 
     def __init__(
@@ -132,6 +133,12 @@ class GatheredParameters:
         free: list[Tensor] = []
         for param in self._params:
             engine = engine_of(param)
+            if engine is None and is_managed(param):
+                raise NotImplementedError(
+                    f"threed does not offer GatheredParameters for a parameter of shape {list(param.shape)} of an engine"
+                    " that deepspeed.initialize has not made for a plain module: use engine.full_state_dict(), or"
+                    " engine.gathered() of a threed.ModuleEngine"
+                )
             if engine is None:
                 free.append(param)
             else:
