@@ -162,12 +162,13 @@ class Wrapped(PipelineLayer):
             self._original[name] = param.detach()
             if region := region_of(param):
                 self._regions[name] = region
-        if missing := [name for name in self._original if name not in (initial or self._original)]:
-            raise ValueError(f"initial has no values for {few(missing)}")
         self.given_dtype = next((p.dtype for p in module.parameters()), torch.float32)
         # floating-point buffers that `initialized` has cast: (owner, name, dtype before and after)
         self._cast: list[tuple[nn.Module, str, torch.dtype, torch.dtype]] = []
         self._used = False  # whether an engine has used this object
+        given = self._original if initial is None else initial
+        if missing := [name for name in self._original if name not in given]:
+            raise ValueError(f"initial has no values for {few(missing)}")
         self._unit_of: dict[str, Unit] = {}
         for unit in self.units:
             for param in (p for member in unit.members for p in member.parameters(recurse=False)):
@@ -333,15 +334,6 @@ class Wrapped(PipelineLayer):
                     self._cast.append((owner, key, buffer.dtype, dtype))
                 owner._buffers[key] = None if buffer is None else buffer.to(device, to)
 
-    def _forget_values(self) -> None:
-        """Frees everything from which initial values were computed."""
-        self._initialized_unit.cache_clear()
-        self._given, self._read = None, ("", torch.empty(0))
-        if self._regions:
-            self._regions.clear()
-            for param in self.module.parameters():
-                leave_file(param)
-
     def check_unused(self) -> None:
         """Checks that no engine has used this object.
 
@@ -369,6 +361,15 @@ class Wrapped(PipelineLayer):
             self.count.remove()
         self._loading.remove()
         del self.module.__dict__["_threed"]
+
+    def _forget_values(self) -> None:
+        """Frees everything from which initial values were computed."""
+        self._initialized_unit.cache_clear()
+        self._given, self._read = None, ("", torch.empty(0))
+        if self._regions:
+            self._regions.clear()
+            for param in self.module.parameters():
+                leave_file(param)
 
     def _initialize(self, unit: str, seed: int) -> dict[str, Tensor]:
         """Returns the initialized parameters of a unit, by their names in the wrapped module."""
