@@ -81,6 +81,7 @@ def check_stage(stage: int) -> None:
         deepspeed.utils.safe_get_full_grad(trained[0].weight)
     with pytest.raises(ValueError, match="no state 'max_exp_avg_sq', only exp_avg, exp_avg_sq"):
         zero.safe_get_full_optimizer_state(trained[0].weight, "max_exp_avg_sq")
+    check_offload(engine)
     zero.unmark_parameters(trained.parameters())
     assert not any(vars(param).keys() & {*MARKS, "ds_engine"} for param in trained.parameters())
     with pytest.raises(NotImplementedError, match="does not offer GatheredParameters for a"):
@@ -148,6 +149,31 @@ def set_values(trained: nn.Sequential, plain: Plain) -> None:
     check_values(trained, plain)
 
 
+def check_init() -> None:
+    """Rank 1 edits parameters of `zero.Init` before an engine exists."""
+    deepspeed = modules()["deepspeed"]
+    with deepspeed.zero.Init():
+        built = module()
+    with deepspeed.zero.GatheredParameters(built.parameters(), modifier_rank=1):
+        if deepspeed.comm.get_rank() == 1:
+            with torch.no_grad():
+                built[0].weight.fill_(3.0)
+    assert torch.equal(built[0].weight, torch.full((3, 5), 3.0, dtype=torch.float64))
+    threed.initialize(model=built, config=config(3))
+    weight = zero.safe_get_full_fp32_param(built[0].weight)
+    assert_equal(weight, torch.full((3, 5), 3.0, dtype=torch.float64), "weight of zero.Init")
+
+
+def check_offload(engine: Any) -> None:
+    """trl removes DeepSpeed's hooks while it generates."""
+    offload = engine.optimizer.parameter_offload
+    names = [name for name, _ in offload.module.named_parameters(recurse=True)]
+    assert names == [name for name, _ in engine.module.named_parameters()]
+    assert [*offload.module.ds_external_parameters()] == []
+    assert (offload.forward_hooks, offload.backward_hooks) == ([], [])
+    offload._register_deepspeed_module(offload.module)
+
+
 def check_comm() -> None:
     deepspeed = modules()["deepspeed"]
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
@@ -165,6 +191,7 @@ def check_comm() -> None:
 
 def run() -> None:
     check_comm()
+    check_init()
     for stage in (1, 3):
         check_stage(stage)
 
