@@ -22,6 +22,7 @@ from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.sharding import spec_of
 from threed.engine import LayeredEngine, ModuleEngine
+from threed.interop.deepspeed.api.topology import PipelineParallelGrid
 from threed.interop.deepspeed.config.optimizers import (
     Group,
     find_groups,
@@ -34,7 +35,6 @@ from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, PipelineModel, pack
 from threed.interop.deepspeed.pipeline_module import PipelineModule
-from threed.interop.deepspeed.process_topology import PipelineParallelGrid
 from threed.interop.deepspeed.views import EngineOptimizer
 from threed.pipeline.batches import Batch, Batches
 from threed.zero import records
