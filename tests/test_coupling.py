@@ -30,6 +30,8 @@ SET: dict[str, str] = {
     "layers.compiled: torch._dynamo.config.recompile_limit": OTHER,
     "layers.linear: module.__class__": LAYER,
     "layers.recompute: module.recompute": LAYER,
+    "memory.mapped: param.data": PARAMETER,
+    "memory.mapped: param.region": PARAMETER,
     "models.wrapped: module.training": OTHER,
     "pipeline.trace: param.grad": OTHER,
     "pipeline.trace: param.sink": PARAMETER,
