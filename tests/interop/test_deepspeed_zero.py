@@ -83,9 +83,14 @@ def check_stage(stage: int) -> None:
         zero.safe_get_full_optimizer_state(trained[0].weight, "max_exp_avg_sq")
     check_offload(engine)
     zero.unmark_parameters(trained.parameters())
-    assert not any(vars(param).keys() & {*MARKS, "ds_engine"} for param in trained.parameters())
     with pytest.raises(NotImplementedError, match="does not offer GatheredParameters for a"):
         zero.GatheredParameters(trained[0].weight).__enter__()
+    zero.mark_parameters(engine.engine)
+    engine.destroy()
+    assert not any(vars(param).keys() & {*MARKS, "ds_engine"} for param in trained.parameters())
+    with deepspeed.zero.GatheredParameters(trained[0].weight, modifier_rank=0):
+        trained[0].weight.data.fill_(float(engine.global_rank))
+    assert (trained[0].weight == 0).all()
 
 
 def check_marks(trained: nn.Sequential, stage: int) -> None:

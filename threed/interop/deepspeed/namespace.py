@@ -53,12 +53,12 @@ _SAFE = {
     " safe_set_full_optimizer_state safe_get_full_grad",
 }
 _TOPOLOGY = {
-    "api.pipeline": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology"
+    "api.topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology"
     " PipelineParallelGrid",
 }
 # module of deepspeed -> {module that defines the names: the names}. A module is relative to
-# `threed.interop.deepspeed`, unless it begins with "threed." or "torch". "name=other" means that the
-# module defines the name as `other`.
+# `threed.interop.deepspeed`, unless it begins with "torch". "name=other" means that the module defines
+# the name as `other`.
 OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "initialization": "initialize",
