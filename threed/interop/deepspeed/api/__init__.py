@@ -1,1 +1,6 @@
-"""The modules of DeepSpeed's API, one file each."""
+"""The modules of DeepSpeed's API, one file each.
+
+This package is internal.
+"""
+
+__all__: list[str] = []
