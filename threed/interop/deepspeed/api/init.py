@@ -129,17 +129,18 @@ class _Files:
         self.axis = axis
         places = collectives.exchange(process_space(), axis)
         ranks = [rank for rank, place in enumerate(places) if place == places[axis.index]]
-        self._attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
-        own, path = self._attempt(lambda: tempfile.mkstemp(prefix="threed-init-", dir=folder))
         first = ranks[0] == axis.index
+        paths = list[str]()
         try:
+            own, path = self._attempt(lambda: _create(folder, paths))
             path_of_first = collectives.exchange(path, axis)[ranks[0]]
             # Opened now, because the files are unlinked before the block begins.
             self._shared = self._attempt(
                 lambda: os.dup(own) if first else os.open(path_of_first, os.O_RDWR)
             )
         finally:
-            os.unlink(path)
+            for path in paths:
+                os.unlink(path)
         self.file = MappedFile(own, folder, ranks if first else [axis.index], writes=True)
         self._ranks, self._first = ranks, first
         # All modules with new parameters, by id. References are strong, so that all ranks have the
@@ -301,6 +302,14 @@ def share_changes(params: Iterable[Tensor], modifier_rank: int) -> None:
     collectives.barrier(axis)
     for _, region in found:
         region.drop_pages()
+
+
+def _create(folder: Path, paths: list[str]) -> tuple[int, str]:
+    """Creates a temporary file; returns its descriptor and path, and adds the path to `paths`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fd, path = tempfile.mkstemp(prefix="threed-init-", dir=folder)
+    paths.append(path)
+    return fd, path
 
 
 def _can_move(param: Any) -> bool:
