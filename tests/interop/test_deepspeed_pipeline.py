@@ -327,6 +327,9 @@ def test_steps_that_are_refused() -> None:
     for method in (engine, engine.forward, engine.backward, engine.step):
         with pytest.raises(RuntimeError, match=r"use train_batch\(\) or eval_batch\(\)"):
             method(data[0][0])
+    for call in (engine.no_sync, lambda: engine.set_gradient_accumulation_boundary(True)):
+        with pytest.raises(RuntimeError, match=r"use train_batch\(\)"):
+            call()
     with pytest.raises(ValueError, match=r"the last layer .Linear. returned shape .* pass loss_fn"):
         engine.train_batch(iter(data))
     with pytest.raises(ValueError, match=r"a micro-batch is a Tensor: the iterator must yield"):

@@ -37,9 +37,10 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        # mypy requires the fields of a named tuple as literals
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", [*self.axes])  # type: ignore[misc]
         self.mapping: dict[Any, int] = {
-            self.ProcessCoord(*place): rank
+            self.ProcessCoord._make(place): rank
             for rank, place in enumerate(product(*map(range, self.dims)))
         }
 
