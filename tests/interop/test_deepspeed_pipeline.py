@@ -385,3 +385,35 @@ def test_topologies() -> None:
         0,
     )
     assert (model.stage_owner(0), model.partitions(), model.num_pipeline_stages()) == (0, [0, 1], 1)
+
+
+class Distance(nn.Module):
+    """A last layer that returns the loss."""
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(*given)
+
+
+def test_data_loaders_and_a_loss_of_the_last_layer() -> None:
+    linear = nn.Linear(3, 2, dtype=torch.float64)
+    first = linear.weight.detach().clone(), linear.bias.detach().clone()
+    layers = [linear, lambda x: (x[..., :1], x[..., 1:]), Distance()]
+    model = make(lambda: layers, 1, loss_fn=None)
+    assert model(torch.ones(1, 3, dtype=torch.float64)).dim() == 0
+    rows = [torch.rand(3, dtype=torch.float64) for _ in range(8)]
+    engine, _, loader, _ = initialize_pipeline(
+        config(model), model, training_data=rows, collate_fn=lambda some: (torch.stack(some), None)
+    )
+    y = F.linear(torch.stack(rows), *first)
+    wanted = F.mse_loss(y[:, :1], y[:, 1:])
+    torch.testing.assert_close(float(engine.train_batch()), float(wanted), rtol=0, atol=1e-12)
+    losses = [float(engine.train_batch())]
+    engine.set_dataloader(loader)
+    losses.append(float(engine.train_batch()))
+    with pytest.raises(StopIteration):  # the loader is read once
+        engine.train_batch()
+    engine.set_batch_fn(lambda row: (row.unsqueeze(0), None))
+    losses.append(float(engine.train_batch(iter(rows))))
+    assert losses == sorted(losses, reverse=True)
+    assert engine.agg_train_loss == losses[-1]
+    assert (engine.micro_batches, engine.micro_batch_size, engine.global_steps) == (4, 2, 4)
