@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import threed
 from tests.harness import run_ranks
 from threed.config import ConfigError
 from threed.interop.deepspeed.api.pipeline import (
@@ -401,9 +402,11 @@ def test_data_loaders_and_a_loss_of_the_last_layer() -> None:
     model = make(lambda: layers, 1, loss_fn=None)
     assert model(torch.ones(1, 3, dtype=torch.float64)).dim() == 0
     rows = [torch.rand(3, dtype=torch.float64) for _ in range(8)]
-    engine, _, loader, _ = initialize_pipeline(
-        config(model), model, training_data=rows, collate_fn=lambda some: (torch.stack(some), None)
-    )
+    engine, _, loader, _ = threed.initialize(
+        model=model, config=config(model), training_data=rows,
+        collate_fn=lambda some: (torch.stack(some), None),
+    )  # fmt: skip
+    assert isinstance(engine, PipelineEngine)
     y = F.linear(torch.stack(rows), *first)
     wanted = F.mse_loss(y[:, :1], y[:, 1:])
     torch.testing.assert_close(float(engine.train_batch()), float(wanted), rtol=0, atol=1e-12)

@@ -45,7 +45,7 @@ from threed.zero.release import full_values
 
 STEPS = "threed does not offer {} of a PipelineEngine: use train_batch() or eval_batch()"
 INTERVAL = "activation_checkpoint_interval"
-NO_EFFECT = "threed runs a PipelineModule with whole layers, and recomputes layers itself"
+NO_EFFECT = "threed does not split layers over ranks, and recomputes layers itself"
 
 
 class PipelineTrainer(LayeredEngine):
