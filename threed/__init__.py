@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config", "Topology", "Engine", "LayeredEngine", "ModuleEngine", "StepMetrics", "Trainer", "load", "Slicing",
-    "MicroBatch", "initialize",
+    "MicroBatch", "initialize", "install_as_deepspeed",
     "layers", "models", "schedules", "data", "checkpoint", "training", "testing", "config", "interop",
 ]  # fmt: skip
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from threed.engine.layered import LayeredEngine
     from threed.engine.module import ModuleEngine
     from threed.interop.deepspeed.initialization import initialize
+    from threed.interop.deepspeed.namespace import install_as_deepspeed
     from threed.interop.loading import load
     from threed.layers.slicing import MicroBatch, Slicing
     from threed.trainer import Trainer
@@ -60,6 +61,7 @@ else:
             "Slicing": "threed.layers.slicing",
             "MicroBatch": "threed.layers.slicing",
             "initialize": "threed.interop.deepspeed.initialization",
+            "install_as_deepspeed": "threed.interop.deepspeed.namespace",
         },
         (
             "layers",

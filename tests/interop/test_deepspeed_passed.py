@@ -336,7 +336,9 @@ def test_a_scheduler_continues_after_a_load(name: str, tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         ds = {"train_batch_size": 2}
         scheduler = RESUMED[name]
-        return threed.initialize(model, ds, optimizer=optimizer, lr_scheduler=scheduler)[0]
+        return threed.initialize(
+            None, model, config=ds, optimizer=optimizer, lr_scheduler=scheduler
+        )[0]
 
     engine, found = new(), []
     for number in range(8):
@@ -371,7 +373,9 @@ def test_a_scheduler_continues_after_skipped_steps(
         model = Linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ds = {"train_batch_size": 2, **precision}
-        return threed.initialize(model, ds, optimizer=optimizer, lr_scheduler=schedule)[0]
+        return threed.initialize(
+            None, model, config=ds, optimizer=optimizer, lr_scheduler=schedule
+        )[0]
 
     engine = new()
     for value in (1.0, float("nan"), 1.0):
@@ -395,7 +399,7 @@ def test_frozen_groups_keep_their_rates() -> None:
     groups.insert(2, {"params": [], "lr": 0.9})
     passed = torch.optim.SGD(groups)
     ds = {"train_batch_size": 2}
-    engine, view, _, _ = threed.initialize(model, ds, optimizer=passed)
+    engine, view, _, _ = threed.initialize(None, model, config=ds, optimizer=passed)
     want = [0.1, 0.2, 0.9, 0.3, 0.4]
     assert engine.get_lr() == pytest.approx(want)
     for number, group in enumerate(view.param_groups):
@@ -414,7 +418,7 @@ def test_groups_of_parameters_with_odd_names() -> None:
     model.forward = lambda x: sum(params.values()).sum() * x.mean()  # type: ignore[method-assign,assignment]
     groups = [{"params": [params[name]], "lr": 0.1 * n} for n, name in enumerate(names, 1)]
     ds = {"train_batch_size": 2, "gradient_clipping": 0.0}
-    engine = threed.initialize(model, ds, optimizer=torch.optim.SGD(groups))[0]
+    engine = threed.initialize(None, model, config=ds, optimizer=torch.optim.SGD(groups))[0]
     engine.backward(engine(torch.ones(2, 1)))
     engine.step()
     found = [1 - float(params[name]) for name in names]

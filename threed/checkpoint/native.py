@@ -92,7 +92,8 @@ def load(
     def describe(error: Exception) -> str:
         return f"{path} cannot be read: {type(error).__name__}: {plain(error)}"
 
-    manifest = together(lambda: _checked_manifest(path, config))
+    trains = optimizer.layout.policy.trains
+    manifest = together(lambda: _checked_manifest(path, config, trains))
     share = _share(manifest, everyone, hashed)
     together(lambda: _refuse(missing(path, share)))
     reader = together(lambda: Reader(path, manifest))
@@ -109,7 +110,9 @@ def load(
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
     # Before its first update, a run has moments of zero, so missing moments need no warning.
-    _warn_not_restored(topology.rank, reader, here, without_moments if state["updates"] else set())
+    if trains:
+        new = without_moments if state["updates"] else set()
+        _warn_not_restored(topology.rank, reader, here, new)
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
     optimizer.updates.fill_(state["updates"])
@@ -120,9 +123,10 @@ def load(
     return state
 
 
-def _checked_manifest(path: Path, config: Config) -> dict[str, Any]:
+def _checked_manifest(path: Path, config: Config, trains: bool) -> dict[str, Any]:
     manifest = read_manifest(path)
-    _refuse(model_differences(manifest, config) or optimizer_differences(manifest, config))
+    problems = model_differences(manifest, config)
+    _refuse(problems or (optimizer_differences(manifest, config) if trains else []))
     return manifest
 
 

@@ -523,6 +523,11 @@ def scatter_to(x: Tensor, axis: Axis) -> Tensor:
 # ----------------------------------------------------------------------------------------------------- housekeeping
 
 
+def device_of(axis: Axis) -> torch.device:
+    """Returns the device of the tensors that the collectives of an axis send."""
+    return torch.device("cpu") if _gloo(axis) or not count() else current()
+
+
 def barrier(axis: Axis) -> None:
     """Waits until every rank of the axis has called this function. Collective."""
     if axis.size > 1:
@@ -542,7 +547,7 @@ def exchange(value: Any, axis: Axis) -> list[Any]:
     """
     if axis.group is None:  # one rank, or the meta device
         return [value] * axis.size
-    device = torch.device("cpu") if _gloo(axis) or not count() else current()
+    device = device_of(axis)
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = all_gather(torch.tensor([data.numel()], device=device), axis).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)

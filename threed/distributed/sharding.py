@@ -139,6 +139,11 @@ def attach(param: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
     return param
 
 
+def detach(param: nn.Parameter) -> None:
+    """Removes the sharding record of a parameter."""
+    del param.spec  # type: ignore[attr-defined]
+
+
 def storage_of(tensor: Tensor | None) -> int:
     """Returns an id of a tensor's storage; 0 for None and for a tensor without a storage."""
     if tensor is None:

@@ -111,19 +111,37 @@ def alone(label: str = "tp") -> Axis:
     return Axis(label, (0,), 0)
 
 
+def is_started() -> bool:
+    """Returns whether the default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def everyone() -> Axis:
+    """Returns the axis of all ranks of the default process group; one rank without a group."""
+    if not is_started():
+        return alone("world")
+    size = dist.get_world_size()
+    return Axis(
+        "world", tuple(range(size)), dist.get_rank(), dist.group.WORLD if size > 1 else None
+    )
+
+
 TIMEOUT = timedelta(minutes=10)
 # `axis + SECOND` is the name of an axis with the same ranks as `axis` but its own communicator.
 SECOND = "@second"
 
 
-def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> None:
+def start(
+    device: torch.device | None = None, timeout: timedelta = TIMEOUT, backend: str | None = None
+) -> None:
     """Creates the default process group from torchrun's environment variables.
 
     Does nothing if the group exists already or if the world has one rank.
 
     Args:
-        device: device of this process. The backend is NCCL for a CUDA device, otherwise gloo.
+        device: device of this process.
         timeout: time limit of each collective, send and receive.
+        backend: name of torch's backend. None means NCCL for a CUDA device, otherwise gloo.
     """
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
@@ -132,11 +150,45 @@ def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> N
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(_agree_on_prefix(store, rank, size), store)
-    cuda = device is not None and device.type == "cuda"
+    cuda = device is not None and device.type == "cuda" and backend in (None, "nccl")
     dist.init_process_group(
-        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout,
-        device_id=device if cuda else None,
+        backend or ("nccl" if cuda else "gloo"), store=store, rank=rank, world_size=size,
+        timeout=timeout, device_id=device if cuda else None,
     )  # fmt: skip
+
+
+def start_always(
+    backend: str | None = None, timeout: timedelta = TIMEOUT, init_method: str | None = None,
+    rank: int = -1, world: int = -1,
+) -> None:  # fmt: skip
+    """Creates the default process group, also in a world of one rank. Collective.
+
+    Does nothing if the group exists already. Rank and world size come from the variables of
+    torchrun, srun or mpirun, except with `init_method`.
+
+    Args:
+        backend: name of torch's backend. None means NCCL on a GPU, otherwise gloo.
+        timeout: time limit of each collective, send and receive.
+        init_method: URL of a rendezvous, as in `torch.distributed.init_process_group`.
+        rank: rank of this process; only for `init_method`.
+        world: number of ranks; only for `init_method`.
+    """
+    if dist.is_initialized():
+        return
+    device = default_device()
+    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    if init_method is not None:
+        dist.init_process_group(
+            chosen, init_method=init_method, rank=rank, world_size=world, timeout=timeout
+        )
+        return
+    adopt()
+    gpu.use(device)
+    start(device, timeout, backend)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
 
 
 def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
@@ -216,6 +268,19 @@ def default_device() -> torch.device:
     if count and dist.is_nccl_available() and not gloo:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
     return torch.device("cpu")
+
+
+def world_axis() -> Axis:
+    """Returns the axis of all ranks. Creates the default process group if necessary.
+
+    Collective if the group does not exist yet.
+    """
+    if not dist.is_initialized():
+        adopt()
+        device = default_device()
+        gpu.use(device)
+        start(device)
+    return everyone()
 
 
 def backends() -> list[str]:

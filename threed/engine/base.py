@@ -65,6 +65,7 @@ class Engine:
         loss_scale: rule by which the loss scale changes; replaces the configured rule.
         transport: object that sends activations between pipeline stages; by default it uses the
             topology's point-to-point links.
+        trains: False for an engine that only evaluates an `nn.Module`; see `ModuleEngine`.
 
     Attributes:
         config: the resolved configuration.
@@ -72,6 +73,7 @@ class Engine:
         model: the model; for an `nn.Module` the `threed.models.Wrapped` around it.
         steps: number of completed steps.
         consumed: total number of samples in the global batches of all completed steps.
+        trains: False for an engine that only evaluates.
         wraps_module: True for a `ModuleEngine`, whose parameters the program may edit between
             steps.
 
@@ -108,20 +110,21 @@ class Engine:
         self, model: Model | nn.Module, topology: Topology, config: Config, *,
         learning_rate: Callable[[Tensor], Tensor] | None = None,
         loss_scale: LossScale | None = None, transport: Transport | None = None,
+        trains: bool = True,
     ) -> None:  # fmt: skip
         if refused := find_refusals(config):
             raise ConfigError(refused)
-        self.topology = topology
+        self.topology, self.trains = topology, trains
         self.model, config = self._prepare(model, config)
         self.steps, self.consumed = 0, 0
         # host seconds spent so far in forwards and backwards of the step in progress
         self._seconds = 0.0
         self._numbers: Later | None = None  # results of the last step; None before the first step
-        agreement.check_configuration(config, topology.axis("world"))
-        self.config, blueprint = draw(self.model, topology, config)
+        agreement.check_configuration(config, topology.axis("world"), trains)
+        self.config, blueprint = draw(self.model, topology, config, trains)
         self.blueprint, self.layout = blueprint, blueprint.layout
         own_layers = [blueprint.layers[number] for number in blueprint.held]
-        self.batches = Batches(self.model, topology, config, blueprint.layers)
+        self.batches = self._make_batches(blueprint.layers)
         flags = [self.batches.empty, *blueprint.flags]
         self.faults = Faults(flags, topology.device, warns=topology.rank == 0)
         wrapped = self.model if isinstance(self.model, Wrapped) else None
@@ -159,7 +162,7 @@ class Engine:
             use_sinks(layer)
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
-        self.extras = Extras(self.buffers, topology, generators=self.wraps_module)
+        self.extras = Extras(self.buffers, topology, generators=self.wraps_module and trains)
         # `Overlap` runs a forward and a backward at the same time on two streams. It is not used if
         # parameters are sharded or layers have buffers, because the allocator could reuse their
         # memory while the second stream still reads it.
@@ -173,6 +176,10 @@ class Engine:
             device=topology.device, varying=options_of(self.model).boundaries_vary,
             on_validate=self.optimizer.validate, updates=asynchronous,
         )  # fmt: skip
+
+    def _make_batches(self, layers: Sequence[nn.Module]) -> Batches:
+        """Returns the object that splits batches into micro-batches, given all layers."""
+        return Batches(self.model, self.topology, self.config, layers)
 
     def _make_optimizer(self, rates: Rates, loss_scale: LossScale) -> Optimizer:
         """Returns the optimizer; an `OffloadedOptimizer` if states or parameters are offloaded."""
@@ -511,6 +518,17 @@ class Engine:
         self.reducer.restore(state)
         self.runner.restore(state)
         return dict(state["extra"])
+
+    def destroy(self) -> None:
+        """Gives the module back, if the engine wraps one; see `ModuleEngine.destroy`. Collective.
+
+        Raises:
+            NotImplementedError: if the model consists of pipeline layers.
+        """
+        raise NotImplementedError(
+            "threed does not offer destroy() for a model of pipeline layers, of which a rank has only a part: delete"
+            " the engine and the model, and build both again; full_state_dict() returns the weights"
+        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the full weights and persistent buffers, on the CPU of rank 0. Collective.

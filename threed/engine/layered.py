@@ -25,6 +25,11 @@ class LayeredEngine(Engine):
     wraps_module = False
 
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Model, Config]:
+        if not self.trains:
+            raise NotImplementedError(
+                "threed does not offer trains=False for a model of pipeline layers: use evaluate() and logits() of an"
+                " engine that trains"
+            )
         layered = cast(Model, model)
         setup.check_tile(config.zero.tile, layered.slicing.tile, wrapped=False)
         return layered, config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import operator
 import time
 import warnings
@@ -14,7 +15,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from threed.config import Config
+from threed.config import Config, OptimConfig, RecomputeConfig
 from threed.config.resolution import resolve
 from threed.core.messages import counted
 from threed.distributed import collectives
@@ -24,9 +25,11 @@ from threed.pipeline import activation_checkpointing
 from threed.zero import records, setup
 from threed.zero.contributions import own_backward
 from threed.zero.hooks import ModuleGatherer
-from threed.zero.layout import Slot
+from threed.zero.layout import Slot, point
 from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.reducer import OPEN
+from threed.zero.release import full_values
+from threed.zero.sinks import refuse_gradients
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
 
@@ -35,6 +38,14 @@ class ModuleEngine(Engine):
 
     `step` runs a full batch. Instead, a custom loop can run the micro-batches itself, between
     `begin` and `update`.
+
+    With `trains=False`, the engine only evaluates, for example the reference model of DPO. A rank
+    then keeps only its weights, in the compute dtype and sharded by `zero.stage`: no gradients,
+    master weights or optimizer states. The sections `optim` and `recompute` have no effect. Run the
+    module under `torch.no_grad()` or in `inference()`. `load` loads the weights of a checkpoint.
+    `begin`, `backward`, `step`, `update` and `save` raise RuntimeError. The flags `requires_grad`
+    do not change, but a backward that computes a gradient of a parameter raises RuntimeError. To
+    compute gradients of inputs, freeze the parameters (`module.requires_grad_(False)`).
 
     Attributes:
         accumulating: True between `begin` and `update`, except while a backward runs.
@@ -68,10 +79,13 @@ class ModuleEngine(Engine):
         wrapped = wrap(model, self.topology)
         setup.check_tile(config.zero.tile, wrapped.slicing.tile, wrapped=True)
         config = resolve(config, 0, self.topology.world)
-        activation_checkpointing.enable(wrapped.module, config)
+        config = config if self.trains else _without_training(config)
+        self._disable_checkpointing = activation_checkpointing.enable(wrapped.module, config)
         return wrapped, config
 
     def _initialize(self) -> None:
+        slots = () if self.trains else self.layout.slots
+        self._refusals = [refuse_gradients(slot) for slot in slots]
         values = functools.partial(self.model.initial, seed=self.config.train.seed)
         self.model.agree(self.topology.data, self.topology.device)
         records.initialize(self.optimizer, values, again=False)
@@ -230,7 +244,15 @@ class ModuleEngine(Engine):
         metrics = self._end_step(self._loss, tokens)
         return dataclasses.replace(metrics, has_loss=self._divisor is None)
 
+    def _check_trains(self) -> None:
+        if not self.trains:
+            raise RuntimeError(
+                "this engine only evaluates (trains=False): it has no gradients and optimizer states; train and save"
+                " with an engine that trains, and get the weights by full_state_dict()"
+            )
+
     def _check_begun(self) -> None:
+        self._check_trains()
         if not self.accumulating:
             raise RuntimeError("call Engine.begin(microbatches) first: no step is in progress")
 
@@ -242,6 +264,7 @@ class ModuleEngine(Engine):
         return super()._end_step(loss, tokens)
 
     def _begin(self, microbatches: int) -> None:
+        self._check_trains()
         self.plain.allow(False)
         self.optimizer.divide_by(1)
         self.gatherer.release_all()  # parameters must be freed even if the check raises an error
@@ -283,6 +306,51 @@ class ModuleEngine(Engine):
         self.accumulating = False
         self.plain.allow(False)
         self.reducer.give_up()
+
+    def destroy(self) -> None:
+        """Ends the engine and gives the module back, complete and without the engine. Collective.
+
+        Afterwards every rank has all parameters in full, with their current values, on the engine's
+        device, and in the dtype that the module had before. If that dtype is wider than the
+        engine's, the values of trained parameters come from the master weights. Parameters stay the
+        same objects, tied and frozen as they are, and can be used by another engine or by plain
+        PyTorch. Hooks, attributes and activation checkpointing that the engine has added to the
+        module are removed. Swap files are closed, and the engine's memory is freed. Afterwards all
+        methods raise RuntimeError, but another call of `destroy` has no effect.
+
+        The module needs memory for its full parameters, in addition to the engine's.
+
+        Raises:
+            RuntimeError: if a step with gradients is in progress, or if the call is in a block of
+                `gathered`; the engine is unchanged.
+        """
+        self.drop_interrupted()
+        if self.accumulating and self.reducer.passes:
+            raise RuntimeError(
+                f"destroy: a step with {counted(self.reducer.passes, 'backward')} is in progress: call update() to end"
+                " it, or discard() to drop its gradients"
+            )
+        if self.gatherer.lent:
+            raise RuntimeError("destroy inside `with engine.gathered():`: end the block first")
+        self.saver.end()
+        self._sync_states()
+        self.reducer.drop()
+        values = list(full_values(self.optimizer, self.model.given_dtype))
+        self.plain.allow(False)
+        self.reducer.remove()
+        self.gatherer.remove()
+        for slot, full in values:
+            point(slot.param, full)
+        for handle in self._refusals:
+            handle.remove()
+        self.model.remove()
+        self._disable_checkpointing()
+        try:
+            self.optimizer.close()
+        finally:
+            vars(self).clear()
+            self.__class__ = _Destroyed
+            gc.collect()  # parts of the engine refer to each other
 
     @functools.cached_property
     def aliases(self) -> dict[str, str]:
@@ -327,6 +395,7 @@ class ModuleEngine(Engine):
         Returns:
             See `Engine.counters`; in addition, "aliases": the property `aliases`.
         """
+        self._check_trains()
         return super().counters(extra) | {"aliases": self.aliases}
 
     @contextmanager
@@ -412,3 +481,25 @@ class ModuleEngine(Engine):
         """
         super()._sync_states()
         self.gatherer.changes.absorb_edits(self.optimizer)
+
+
+def _without_training(config: Config) -> Config:
+    """Returns the configuration with the defaults of all keys that concern gradients and states."""
+    unused = {"offload_optimizer": "none", "delayed_update": False, "early_update": "auto"}
+    zero = config.zero.model_copy(update=unused)
+    defaults = {"zero": zero, "optim": OptimConfig(), "recompute": RecomputeConfig()}
+    return config.model_copy(update=defaults)
+
+
+class _Destroyed(ModuleEngine):
+    """The class of an engine after `destroy`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "destroy" or name.startswith("__"):
+            return super().__getattribute__(name)
+        raise RuntimeError(
+            f"engine.{name}: the engine was destroyed; threed.Engine(module, ...) makes a new one"
+        )
+
+    def destroy(self) -> None:
+        """Has no effect."""

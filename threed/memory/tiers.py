@@ -18,6 +18,7 @@ each algorithm is implemented once, as if all state were on a drive.
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from threed.core.device import copy_stream, is_accelerator, on_stream
 from threed.distributed.collectives import Pending, done
 from threed.memory.io import Disk, Transfer
 from threed.memory.pool import host_buffer
+
+LAZY_BYTES = 2**20  # smaller storages are allocated by torch
 
 
 @dataclass(eq=False)
@@ -75,14 +78,24 @@ def memory_tier(device: torch.device) -> Tier:
     """Returns the tier that allocates storages in a device's memory.
 
     If there is a GPU, host memory is page-locked, so that copies to and from the GPU are
-    asynchronous.
+    asynchronous. Otherwise host memory is occupied only when values are written, so that gradients
+    and moments take no memory before the first step.
     """
     pinned = device.type == "cpu" and gpu.count() > 0
+    lazy = device.type == "cpu" and not pinned
 
     def storage(numel: int, dtype: torch.dtype) -> InMemory:
+        if lazy and numel * dtype.itemsize >= LAZY_BYTES:
+            return InMemory(_untouched_zeros(numel, dtype))
         return InMemory(torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned))
 
     return storage
+
+
+def _untouched_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    """Returns zeros on the CPU whose pages the kernel allocates when they are written."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags=private), dtype=dtype)
 
 
 def start_copy(values: Tensor, device: torch.device) -> Pending:

@@ -106,11 +106,10 @@ def wrap(model: object, topology: Topology) -> Wrapped:
         raise TypeError(f"{type(model).__name__} is not a model: {fix}")
     if problems := find_split_problems(model, topology.pp, topology.tp):
         raise ConfigError(problems)
-    if isinstance(model, Wrapped):
-        return model
     problem = ""
     try:
-        wrapped = Wrapped(model)
+        wrapped = model if isinstance(model, Wrapped) else Wrapped(model)
+        wrapped.check_unused()
     except ValueError as error:
         problem = str(error)
     collectives.raise_together([problem], topology.axis("world"), ValueError)

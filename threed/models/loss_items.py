@@ -39,11 +39,18 @@ class Items:
         )
         self._inputs: Inputs | None = None
         self._inner_got_labels = False
-        for name, inner in self._inner:
+        self._handles = [
             inner.register_forward_pre_hook(
                 lambda m, args, kwargs, name=name: self._called(name, m, args, kwargs),
                 with_kwargs=True,
             )
+            for name, inner in self._inner
+        ]
+
+    def remove(self) -> None:
+        """Removes the hooks from the module."""
+        for handle in self._handles:
+            handle.remove()
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Returns the number of items of a micro-batch, fp64.

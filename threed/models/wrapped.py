@@ -28,6 +28,7 @@ from threed.distributed.sharding import (
     ShardSpec,
     attach,
     check_dense,
+    detach,
     few,
     is_managed,
     slices,
@@ -36,6 +37,7 @@ from threed.distributed.sharding import (
 from threed.distributed.topology import Axis
 from threed.layers.contract import PipelineLayer
 from threed.layers.slicing import MicroBatch, Slicing
+from threed.memory.mapped import Region, leave_file, region_of
 from threed.models.loss_items import Inputs, Items
 
 
@@ -117,10 +119,15 @@ class Wrapped(PipelineLayer):
             averaged, a scalar tensor. Micro-batches are weighted by these numbers, so that the loss
             of a step is the mean over the global batch, however the batch is split. By default
             valid labels are counted, or rows if the batch has no labels.
+        initial: name of each parameter -> its initial values. The engine accesses one parameter
+            after the other, so the mapping may read a tensor from a file on each access. Every rank
+            passes the same values. Default: the values that the parameters have, or the module's
+            initialization if it is on the meta device.
 
     Attributes:
         module: the module.
         units: the units, whose parameters are gathered and released together.
+        given_dtype: dtype of the module's parameters before the engine converted them.
 
     Raises:
         ValueError: if the module cannot be wrapped; the message names the cause.
@@ -136,20 +143,32 @@ class Wrapped(PipelineLayer):
         module: nn.Module,
         loss: Callable[[Any], Tensor] | None = None,
         count: Callable[[Inputs], Tensor] | None = None,
+        initial: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
+        check(module)  # before hooks are registered
         self.module, self.loss = module, loss or loss_of
         self.count = count or Items(module)
         self.hidden, self.slicing, self.name = 0, Slicing(), "module"
-        check(module)
         self.units = list(find_units(module))
         self._original: dict[str, Tensor] = {}
+        self._given, self._read = initial, ("", torch.empty(0))
+        self._regions: dict[str, Region] = {}  # of parameters whose values are in a mapped file
         names: dict[int, str] = {}
         for name, param in module.named_parameters():
             names[id(param)] = name
             piece = Piece(name, tuple(param.shape), (0,) * param.dim(), tuple(param.shape))
             attach(param, ShardSpec((piece,), decay=param.dim() > 1))
             self._original[name] = param.detach()
+            if region := region_of(param):
+                self._regions[name] = region
+        self.given_dtype = next((p.dtype for p in module.parameters()), torch.float32)
+        # floating-point buffers that `initialized` has cast: (owner, name, dtype before and after)
+        self._cast: list[tuple[nn.Module, str, torch.dtype, torch.dtype]] = []
+        self._used = False  # whether an engine has used this object
+        given = self._original if initial is None else initial
+        if missing := [name for name in self._original if name not in given]:
+            raise ValueError(f"initial has no values for {few(missing)}")
         self._unit_of: dict[str, Unit] = {}
         for unit in self.units:
             for param in (p for member in unit.members for p in member.parameters(recurse=False)):
@@ -204,20 +223,38 @@ class Wrapped(PipelineLayer):
     def initial(self, piece: Piece, seed: int) -> Tensor:
         """Returns the initial values of a piece.
 
-        These are the values that the module had when it was wrapped. If the module is on the meta
-        device, its own initialization computes the values, for one unit at a time to save memory.
+        These are the values of the argument `initial` of the constructor, or else the values that
+        the module had when it was wrapped. If the module is on the meta device, its own
+        initialization computes the values, for one unit at a time to save memory.
 
         Args:
             piece: a piece of one of the module's parameters.
             seed: seed of the initialization of a module on the meta device.
+
+        Raises:
+            ValueError: if values of the argument `initial` have another shape than the parameter.
         """
-        given = self._original[piece.name]
-        values = (
-            given
-            if given.device.type != "meta"
-            else self._initialized_unit(self._unit_of[piece.name].name, seed)[piece.name]
-        )
+        last, _ = self._read
+        if piece.name != last:
+            if last in self._regions:
+                self._regions[last].drop_pages()
+            self._read = piece.name, self._values_of(piece.name, seed)
+        _, values = self._read
         return values[slices(piece.start, piece.size)]
+
+    def _values_of(self, name: str, seed: int) -> Tensor:
+        """Returns the initial values of a parameter."""
+        original = self._original[name]
+        if self._given is not None:
+            given = self._given[name]
+            if given.shape != original.shape:
+                raise ValueError(
+                    f"initial[{name!r}] has shape {list(given.shape)}, the parameter {list(original.shape)}"
+                )
+            return given
+        if original.device.type != "meta":
+            return original
+        return self._initialized_unit(self._unit_of[name].name, seed)[name]
 
     def to_meta(self) -> None:
         """Moves the parameters to the meta device for a memory forecast, and drops their values."""
@@ -236,14 +273,30 @@ class Wrapped(PipelineLayer):
     def agree(self, axis: Axis, device: torch.device) -> None:
         """Broadcasts the original parameter values from the first rank of the axis. Collective.
 
+        Parameters in a file that all ranks of the axis map are equal already. If there is one file
+        per machine, one rank per file writes the values that it receives.
+
         Args:
             axis: the ranks that must have equal values.
             device: the device on which the process group of the axis communicates.
         """
-        for value in self._original.values():
-            if axis.size > 1 and value.device.type != "meta":
-                shared = collectives.broadcast(value.detach().to(device).contiguous(), axis, 0)
+        if axis.size == 1 or self._given is not None:
+            return
+        mapped = {name: region.file.ranks == axis.ranks for name, region in self._regions.items()}
+        everyone = collectives.exchange(mapped, axis)
+        for name, value in self._original.items():
+            if value.device.type == "meta" or all(other.get(name) for other in everyone):
+                continue
+            region = self._regions.get(name)
+            # Received values must not change a private mapping, which would copy its pages.
+            own = value.detach().to(device, copy=region is not None).contiguous()
+            shared = collectives.broadcast(own, axis, 0)
+            if region is None or region.file.writes:
                 value.copy_(shared)
+        if any(everyone):
+            collectives.barrier(axis)  # all files are complete
+        for region in self._regions.values():
+            region.drop_pages()  # the values that this rank has written itself
 
     def initialized(self, device: torch.device, dtype: torch.dtype) -> None:
         """Finishes the initialization of the parameters, and initializes the buffers.
@@ -259,9 +312,10 @@ class Wrapped(PipelineLayer):
         """
         cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
         self._original.clear()
-        self._initialized_unit.cache_clear()
+        self._used = True
+        self._forget_values()
         self.module.__dict__["_threed"] = True
-        self.module.register_load_state_dict_pre_hook(refuse_loading)
+        self._loading = self.module.register_load_state_dict_pre_hook(refuse_loading)
         for name, owner in self.module.named_modules():
             buffers = owner._buffers
             if any(
@@ -276,7 +330,46 @@ class Wrapped(PipelineLayer):
                     and not keeps_dtype(owner, key)
                     else None
                 )
+                if buffer is not None and to not in (None, buffer.dtype):
+                    self._cast.append((owner, key, buffer.dtype, dtype))
                 owner._buffers[key] = None if buffer is None else buffer.to(device, to)
+
+    def check_unused(self) -> None:
+        """Checks that no engine has used this object.
+
+        Raises:
+            ValueError: if an engine has used it.
+        """
+        if self._used:
+            raise ValueError(
+                f"this Wrapped({type(self.module).__name__}) has had an engine: call destroy() of that engine, and make"
+                " a new threed.models.Wrapped of the module for another engine"
+            )
+
+    def remove(self) -> None:
+        """Removes everything that wrapping has added to the module.
+
+        Buffers get the dtype back that they had before `initialized`.
+        """
+        for owner, key, before, after in self._cast:
+            buffer = owner._buffers.get(key)
+            if buffer is not None and buffer.dtype == after:
+                owner._buffers[key] = buffer.to(before)
+        for param in self.module.parameters():
+            detach(param)
+        if isinstance(self.count, Items):
+            self.count.remove()
+        self._loading.remove()
+        del self.module.__dict__["_threed"]
+
+    def _forget_values(self) -> None:
+        """Frees everything from which initial values were computed."""
+        self._initialized_unit.cache_clear()
+        self._given, self._read = None, ("", torch.empty(0))
+        if self._regions:
+            self._regions.clear()
+            for param in self.module.parameters():
+                leave_file(param)
 
     def _initialize(self, unit: str, seed: int) -> dict[str, Tensor]:
         """Returns the initialized parameters of a unit, by their names in the wrapped module."""
@@ -328,7 +421,8 @@ def check(module: nn.Module) -> None:
     """Raises ValueError if a module cannot be wrapped; the message names the cause."""
     if "_threed" in module.__dict__:
         raise ValueError(
-            f"this {type(module).__name__} belongs to an engine already: build a new one for another engine"
+            f"this {type(module).__name__} belongs to an engine already: call destroy() of that engine, or build a new"
+            " module for another engine"
         )
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     if shared := [name for name, param in params.items() if is_managed(param)]:

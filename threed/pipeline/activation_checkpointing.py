@@ -19,11 +19,12 @@ order.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ BUFFERS = 2 * FETCH_AHEAD + 2
 # input are in use at the same time, each in one buffer. The other buffers are needed to read the
 # inputs of other layers ahead.
 MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD
+_NONE = object()  # the value of an attribute that does not exist
 
 
 class StoragePool(Protocol):
@@ -443,18 +445,22 @@ def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | 
     return InArena(Arena(inputs, device, pinned=pinned))
 
 
-def enable(module: nn.Module, config: Config) -> None:
+def enable(module: nn.Module, config: Config) -> Callable[[], None]:
     """Enables recomputation in a module that is not built from `threed.layers`.
 
     Calls the module's method `activation_checkpointing_enable` or, if it does not exist,
     `gradient_checkpointing_enable`. Has no effect with `--recompute.mode none`.
+
+    Returns:
+        A function that sets the attributes and hooks of all submodules back that the method has
+        changed, unless they were changed again since.
 
     Raises:
         ConfigError: if the module does not support the configured recomputation.
     """
     r, kind = config.recompute, type(module).__name__
     if r.mode == "none":
-        return
+        return lambda: None
     fix = "wrap its blocks by torch.utils.checkpoint yourself, or build it from threed.layers"
     named = (
         getattr(module, f"{what}_checkpointing_enable", None) for what in ("activation", "gradient")
@@ -479,4 +485,45 @@ def enable(module: nn.Module, config: Config) -> None:
         raise ConfigError(
             [f"--recompute.mode full: {kind} has no gradient_checkpointing_enable(); {fix}"]
         )
+    before = _attributes(module)
     found({"use_reentrant": False})
+    return functools.partial(_set_back, list(_changes(before, _attributes(module))))
+
+
+def _attributes(module: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """Returns the attributes of all submodules; dicts, such as those with hooks, are copied."""
+    return {
+        part: {k: dict(v) if isinstance(v, dict) else v for k, v in vars(part).items()}
+        for part in module.modules()
+    }
+
+
+def _changes(
+    before: Mapping[nn.Module, Mapping[str, Any]], after: Mapping[nn.Module, Mapping[str, Any]]
+) -> Iterator[tuple[dict[Any, Any], Any, Any, Any]]:
+    """Yields the differences between two results of `_attributes`.
+
+    Yields:
+        (dict, key, old value, new value): the `__dict__` of a module, or a dict in it, and a key
+        whose value was changed or added. The old value of an added key is `_NONE`.
+    """
+    for part, attributes in after.items():
+        for name, value in attributes.items():
+            old = before.get(part, {}).get(name, _NONE)
+            if isinstance(value, dict) and isinstance(old, dict):
+                yield from (
+                    (vars(part)[name], k, _NONE, value[k]) for k in value.keys() - old.keys()
+                )
+            elif old is not value:
+                yield vars(part), name, old, value
+
+
+def _set_back(changes: Sequence[tuple[dict[Any, Any], Any, Any, Any]]) -> None:
+    """Undoes the changes from `_changes`, except values that were changed again since."""
+    for values, key, old, new in changes:
+        if values.get(key, _NONE) is not new:
+            continue
+        if old is _NONE:
+            del values[key]
+        else:
+            values[key] = old

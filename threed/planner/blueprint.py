@@ -194,6 +194,7 @@ class Blueprint:
         topology: Topology,
         config: Config,
         pipeline: Pipeline,
+        trains: bool = True,
     ) -> Blueprint:
         """Builds the blueprint of this rank. Collective, except on the meta device.
 
@@ -205,6 +206,7 @@ class Blueprint:
             topology: the parallel axes, and this rank's position on them.
             config: the resolved configuration.
             pipeline: the stages and the plan.
+            trains: whether the parameters are trained, not only evaluated.
 
         Raises:
             ConfigError: if the configuration does not fit the model.
@@ -229,7 +231,11 @@ class Blueprint:
         if wrapped and (problems := find_problems(wrapped.module, topology.dp)):
             raise ConfigError(problems)
         rank_layout = layout.build(
-            units, ties, topology, setup.policy(config, topology, stages.ways, overs), chunks
+            units,
+            ties,
+            topology,
+            setup.policy(config, topology, stages.ways, overs, trains),
+            chunks,
         )
         setup.size_buffers(rank_layout, config, len(setup.state_names(config.optim)))
         return cls(

@@ -17,13 +17,16 @@ from threed.planner.layer_times import cut_by_times
 from threed.planner.memory_estimate import decide_order, flops
 
 
-def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blueprint]:
+def draw(
+    model: Model, topology: Topology, config: Config, trains: bool = True
+) -> tuple[Config, Blueprint]:
     """Builds the blueprint of this rank. Collective.
 
     Args:
         model: the model, or a wrapped module.
         topology: the parallel axes, and this rank's position on them.
         config: the resolved configuration.
+        trains: whether the parameters are trained, not only evaluated.
 
     Returns:
         The configuration with `zero.order` decided, and the blueprint.
@@ -47,8 +50,10 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
     costs = partial(_costs, model, layers, topology, config)
     divide = partial(cut_by_times, model, layers, config, topology, costs)
     pipeline = Pipeline.of(layers, topology, config, costs, divide)
-    blueprint = Blueprint.build(model, layers, topology, config, pipeline)
-    if not any(collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))):
+    blueprint = Blueprint.build(model, layers, topology, config, pipeline, trains)
+    if trains and not any(
+        collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))
+    ):
         raise ConfigError(["the model has no parameter to train: all have requires_grad off"])
     return config, blueprint
 

@@ -286,6 +286,11 @@ class Gatherer:
         """
         _each(self._free, list(self._holders))
 
+    def remove(self) -> None:
+        """Removes the gatherer from all parameters; the object cannot be used afterwards."""
+        for access in self.accesses.values():
+            access.remove()
+
     def pass_ended(self) -> None:
         """Hook for subclasses: called after each backward."""
 

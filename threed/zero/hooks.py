@@ -101,8 +101,16 @@ class _Hook:
         # this module is imported; called here, it does so only in programs that use these hooks.
         self._begin = torch.compiler.disable(self._enter, reason=UNTRACED)
         self._end = torch.compiler.disable(self._leave, reason=UNTRACED)
-        module.register_forward_pre_hook(self.before, prepend=True)
-        self.after_id = module.register_forward_hook(self.after, always_call=True).id
+        self._handles = (
+            module.register_forward_pre_hook(self.before, prepend=True),
+            module.register_forward_hook(self.after, always_call=True),
+        )
+        self.after_id = self._handles[1].id
+
+    def remove(self) -> None:
+        """Removes the hooks from the module."""
+        for handle in self._handles:
+            handle.remove()
 
     def before(self, module: nn.Module, args: Any) -> None:
         if module is self.module:
@@ -165,10 +173,16 @@ class ModuleGatherer(Gatherer):
         self._group_of_slot = {slot: group for group in sliced for slot in group.slots}
         self._due: dict[Group, int] = {}
         self._compiles = False
-        for number, unit in enumerate(model.units if sliced else ()):
-            _Hook(self, unit.module, number)
+        units = model.units if sliced else ()
+        self._hooks = [_Hook(self, unit.module, number) for number, unit in enumerate(units)]
         if sliced and all(unit.module is not model.module for unit in model.units):
-            _Hook(self, model.module, None)
+            self._hooks.append(_Hook(self, model.module, None))
+
+    def remove(self) -> None:
+        """Removes the gatherer from all parameters, and its hooks from all modules."""
+        super().remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def before_free(self, group: Group) -> None:
         """Stores the changes that user code made to the group's parameters; see `Changes.store`."""

@@ -115,6 +115,8 @@ class Policy:
             next step overwrites the full gradients before the update has read its slices.
         early: whether updates run during the backward and write to second regions of the drive
             (`threed.zero.early_updates`).
+        trains: whether parameters with `requires_grad` are trained. If False, all parameters are laid
+            out as frozen ones, without gradients and states.
         delayed: whether an update runs during the next step. That step still uses the parameters
             from before the update.
         dealt: data axes of the parameters that are distributed over data ranks, by the value of
@@ -136,6 +138,7 @@ class Policy:
     versions: int = 1
     early: bool = False
     delayed: bool = False
+    trains: bool = True
     dealt: Mapping[str, DataAxes] = field(default_factory=dict)
 
     def axes(self, over: str | None) -> DataAxes:
@@ -537,7 +540,7 @@ def build(
     keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
         spec = slot.spec
-        trainable = slot.param.requires_grad
+        trainable = policy.trains and slot.param.requires_grad
         sliced = policy.slices_parameter(slot.param)
         tie = tied.get(spec.name)
         key = GroupKey(

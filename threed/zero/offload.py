@@ -59,6 +59,13 @@ class OffloadedOptimizer(Optimizer):
             self.early.drop()  # drops updates of a step that raised an error
         super().wait()
 
+    def close(self) -> None:
+        """Ends the thread of delayed updates, and closes the swap files of the drives."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        for drive in self.layout.policy.drives:
+            drive.disk.close()
+
     def _wait_for_update(self) -> None:
         if self._delayed is not None:
             self._delayed.result()

@@ -188,6 +188,9 @@ class Optimizer:
         self._wait_for_update()
         self.gatherer.wait_all()
 
+    def close(self) -> None:
+        """Hook for subclasses: releases threads and files; the object cannot be used afterwards."""
+
     @contextmanager
     def staged(
         self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True

@@ -105,7 +105,8 @@ class Access:
 
     def __init__(self, gatherer: Gatherer, group: Group, slot: Slot, wrapped: bool) -> None:
         self.gatherer, self.group, self.slot = gatherer, group, slot
-        self.own_class: type[nn.Parameter] = type(slot.param)
+        self._given_class: type[nn.Parameter] = type(slot.param)
+        self.own_class = self._given_class
         if wrapped and self.own_class is nn.Parameter:
             self.own_class = WatchedParameter
         only_threed = all(
@@ -128,6 +129,11 @@ class Access:
         self.slot.param.__class__ = (
             self.own_class if kind is None else _guarded_class(kind, self.own_class)
         )
+
+    def remove(self) -> None:
+        """Gives the parameter its original class back, and removes this object from it."""
+        self.slot.param.__class__ = self._given_class
+        del self.slot.param.access  # type: ignore[attr-defined]
 
     def guard_views(self, on: bool) -> None:
         """Sets whether the parameter and views created from it are guarded while it is gathered.

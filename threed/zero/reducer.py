@@ -488,6 +488,11 @@ class Reducer:
             self._passes = max(1, self._passes - self._passes_ended)
         self._restart()
 
+    def remove(self) -> None:
+        """Removes the sinks from all parameters; the object cannot be used afterwards."""
+        for sink in self.sinks:
+            sink.remove()
+
     # ------------------------------------------------------------------------ checkpoints
 
     def state(self, stages: Axis) -> dict[str, Any]:

@@ -88,7 +88,9 @@ def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
         raise ConfigError([f"--zero.tile {wanted}: this model was built with tile {tile}; {fix}"])
 
 
-def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[str] = ()) -> Policy:
+def policy(
+    config: Config, topology: Topology, ways: int = 1, overs: Iterable[str] = (), trains: bool = True
+) -> Policy:  # fmt: skip
     """Returns the policy for the memory layout of a pipeline stage's parameters.
 
     Args:
@@ -96,6 +98,7 @@ def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[st
         topology: the process topology.
         ways: 2 if two pipeline ranks hold every stage (bidirectional schedules), else 1.
         overs: all values of `ShardSpec.over` in the model.
+        trains: whether parameters are trained; see `Policy`.
     """
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
 
@@ -112,7 +115,7 @@ def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[st
         params_tier=params, optimizer_tier=optimizer, host=host,
         states_once=ways > 1 and params is None and optimizer is None,
         versions=1 + is_asynchronous(config.parallel.schedule), early=is_early(config),
-        delayed=config.zero.delayed_update, dealt={over: axes(over) for over in overs},
+        delayed=config.zero.delayed_update, trains=trains, dealt={over: axes(over) for over in overs},
     )  # fmt: skip
 
 

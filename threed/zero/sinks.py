@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from threed.layers.slicing import ForwardScope, add_to
 from threed.ops.matmul import NATIVE, Matmul
@@ -65,6 +67,11 @@ class Sink:
         slot.param.sink = self  # type: ignore[attr-defined]
         hook = _grad_hook(weakref.ref(self))
         self._hook = slot.param.register_post_accumulate_grad_hook(hook)
+
+    def remove(self) -> None:
+        """Removes the sink and its hook from the parameter."""
+        self._hook.remove()
+        del self.slot.param.sink  # type: ignore[attr-defined]
 
     def run_last(self, microbatches: int) -> None:
         """Moves the sink's hook behind the user's post-accumulate hooks.
@@ -253,3 +260,23 @@ def _grad_hook(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
             alive.take(param)
 
     return hook
+
+
+def refuse_gradients(slot: Slot) -> RemovableHandle:
+    """Registers a hook that raises RuntimeError if a gradient of a parameter is computed.
+
+    Args:
+        slot: the parameter. It may be frozen; the hook then takes effect if it is unfrozen.
+    """
+    name, param, trainable = slot.spec.name, slot.param, slot.param.requires_grad
+
+    def refuse(grad: Tensor) -> None:
+        raise RuntimeError(
+            f"a gradient of {name}, whose engine only evaluates (trains=False): run the module under torch.no_grad()"
+            " or in engine.inference(), or freeze its parameters to get gradients of inputs only"
+        )
+
+    with torch._C.DisableTorchFunctionSubclass():
+        handle: RemovableHandle = param.requires_grad_(True).register_hook(refuse)
+        param.requires_grad_(trainable)
+    return handle

@@ -15,7 +15,25 @@ configuration (package `config`), and wraps a `threed.engine.ModuleEngine`. Rank
 trained, with any ZeRO stage. docs/guide/deepspeed.md lists the supported keys. The module
 `checkpoint_reader` reads DeepSpeed's checkpoints.
 
+This package has the names of the module `deepspeed`, which are imported on their first use:
+
+    from threed.interop import deepspeed
+    deepspeed.init_distributed()
+    with deepspeed.zero.GatheredParameters(module.weight): ...
+
+After `threed.install_as_deepspeed()`, `import deepspeed` imports the same names. `namespace` lists
+them, the package `api` defines them, and `python -m threed.interop.deepspeed script.py` runs a
+script that imports deepspeed.
+
 This package is internal.
 """
 
+from typing import Any
+
+from threed.interop.deepspeed import namespace
+
 __all__: list[str] = []
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(namespace.modules()["deepspeed"], name)

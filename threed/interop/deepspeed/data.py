@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from threed.config import ConfigError
 from threed.distributed.topology import Topology
@@ -31,10 +31,14 @@ def deepspeed_io(
     micro_batch: int,
     drop_last: bool,
     collate: Callable[[list[Any]], Any] | None = None,
+    *,
+    shuffle: bool = True,
+    sampler: Sampler[Any] | None = None,
+    workers: int = 0,
 ) -> DataLoader[Any]:
     """Returns a loader of this rank's part of a dataset.
 
-    A dataset with indices (`__getitem__`) is shuffled by an `EpochSampler`.
+    A dataset with indices (`__getitem__`) is split by an `EpochSampler`.
 
     Args:
         data: the full dataset.
@@ -42,6 +46,9 @@ def deepspeed_io(
         micro_batch: number of samples per batch.
         drop_last: whether to drop a last batch that is not full.
         collate: the DataLoader's `collate_fn`.
+        shuffle: whether to shuffle a dataset with indices.
+        sampler: sampler to use instead of the `EpochSampler`; it must select this rank's samples.
+        workers: number of worker processes.
 
     Raises:
         ConfigError: if there are several data ranks and the dataset cannot be split, because it is
@@ -49,16 +56,17 @@ def deepspeed_io(
     """
     axis = topology.axis("dp")
     streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
-    if streams and axis.size > 1:
+    if streams and axis.size > 1 and sampler is None:
         problem = (
             f"training_data: a {type(data).__name__} is iterable, without indices, and each of the {axis.size} data"
             " ranks would train on all of its rows: make a DataLoader of this rank's rows (itertools.islice(rows,"
             " rank, None, ranks), or datasets.distributed.split_dataset_by_node), and call engine.train_batch(iterator)"
         )
         raise ConfigError([problem])
-    sampler = None if streams else EpochSampler(data, num_replicas=axis.size, rank=axis.index)
+    if sampler is None and not streams:
+        sampler = EpochSampler(data, axis.size, axis.index, shuffle=shuffle)
     return DataLoader(
-        data, micro_batch, sampler=sampler, collate_fn=collate, drop_last=drop_last,
+        data, micro_batch, sampler=sampler, collate_fn=collate, drop_last=drop_last, num_workers=workers,
         pin_memory=topology.device.type == "cuda",
     )  # fmt: skip
 

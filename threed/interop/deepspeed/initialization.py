@@ -19,87 +19,226 @@ from threed.interop.deepspeed.config.reader import read
 from threed.interop.deepspeed.config.translate import ModelFacts, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
+from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.views import EngineOptimizer
 from threed.ops.precision import DTYPES
 
+OPTIMIZER = "pass a torch optimizer, or a function that creates one for model_parameters"
+
 
 def initialize(
+    args: Any = None,
     model: nn.Module | None = None,
-    config: str | Path | Mapping[str, Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
     topology: Topology | None = None,
-) -> tuple[DeepSpeedEngine, EngineOptimizer, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, EngineOptimizer | None, DataLoader[Any] | None, Any]:
     """Creates the DeepSpeed-compatible engine for a module. Collective.
 
-    Initializes the process group if necessary.
+    Initializes the process group if necessary. If the module belongs to an engine of an earlier
+    call, this engine is destroyed first.
 
     Args:
+        args: an object whose attribute `deepspeed_config` is the configuration; or None.
         model: any nn.Module.
-        config: the path of a ds_config.json, or a dict.
-        optimizer: a torch AdamW, Adam or SGD whose class and hyper-parameters are used; None means
-            the optimizer that `config` defines.
+        optimizer: an optimizer whose class and hyper-parameters are used: torch's AdamW, Adam or
+            SGD, or one of DeepSpeed's classes. Or a function that creates it for
+            `model_parameters`. None means the optimizer that `config` defines. If there is none,
+            the engine only evaluates.
         model_parameters: parameters, or parameter groups, which may have their own lr or
             weight_decay. Together they must contain all parameters that require gradients.
         training_data: a dataset for the returned loader.
         lr_scheduler: a torch scheduler of the passed optimizer, or a function that creates a
             scheduler for a given optimizer. `engine.step` advances the scheduler. None means the
             schedule that `config` defines.
+        distributed_port: has no effect: the launcher sets MASTER_PORT.
+        mpu: an object with `get_model_parallel_world_size()`, which must return 1; or None.
+        dist_init_required: has no effect.
         collate_fn: the loader's `collate_fn`.
+        config: the path of a ds_config.json, a dict, or a JSON text in Base64.
+        mesh_param: not supported.
+        config_params: another name of `config`.
         topology: a topology with data parallelism only; None creates one.
 
     Returns:
-        (engine, optimizer, loader, scheduler). The optimizer is the engine's optimizer. The loader
-        yields batches of `training_data`; without `training_data`, the loader is None. The
-        scheduler is the passed scheduler, or a view of the schedule in `config`, or None.
+        (engine, optimizer, loader, scheduler). The optimizer is the engine's optimizer, or None if
+        the engine only evaluates. The loader yields batches of `training_data`; without
+        `training_data`, the loader is None. The scheduler is the passed scheduler, or a view of the
+        schedule in `config`, or None.
 
     Raises:
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.
+        RuntimeError: if a step of an earlier engine of the module is in progress.
     """
-    if model is None or config is None:
-        given = {"model": model, "config": config}
-        raise ConfigError([f"{name}: not given" for name, value in given.items() if value is None])
+    from threed.interop.deepspeed.api.pipeline import PipelineModule, initialize_pipeline
+
+    model, config = _check_arguments(args, model, config, config_params, mpu, mesh_param)
+    ds = read(config)
+    if isinstance(model, PipelineModule):
+        return initialize_pipeline(
+            ds, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+        )
+    notes: list[str] = []
+    if (earlier := owner(model)) is not None:
+        notes.append("model: its engine of an earlier call of initialize is destroyed")
+        earlier.destroy()
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        params = model.parameters() if model_parameters is None else model_parameters
+        optimizer = optimizer([*params])
     if problem := _scheduler_problem(lr_scheduler, optimizer):
         raise ConfigError([f"lr_scheduler: {problem}"])
-    ds = read(config)
-    notes: list[str] = []
-    if "scheduler" in ds and (lr_scheduler is not None or is_scheduled(optimizer)):
-        notes.append("scheduler: no effect: the program's scheduler is used")
-        del ds["scheduler"]
-    if optimizer is not None:
-        if "optimizer" in ds:
-            notes.append("optimizer: no effect: the one passed to initialize is used")
-        ds["optimizer"], text = read_optimizer(optimizer)
-        notes.append(text)
-        if model_parameters is not None:
-            notes.append("model_parameters: no effect: the groups of the passed optimizer are used")
-        model_parameters = optimizer.param_groups
-    groups = find_groups(model, model_parameters, _hyper_parameters(ds))
+    engine = _make_engine(
+        ds, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, notes,
+        topology,
+    )  # fmt: skip
+    _set_scheduler(engine, lr_scheduler, optimizer)
+    if engine.global_rank == 0 and engine.notes:
+        print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _set_scheduler(
+    engine: DeepSpeedEngine, scheduler: Any, passed: torch.optim.Optimizer | None
+) -> None:
+    """Sets the scheduler of an engine that trains.
+
+    Args:
+        engine: the engine.
+        scheduler: the scheduler, or a function that creates it for an optimizer; or None.
+        passed: the optimizer that was passed to `initialize`, or None.
+
+    Raises:
+        ConfigError: if the engine cannot use the scheduler.
+    """
+    own = passed or engine.optimizer
+    if scheduler is None or own is None:
+        return
+    scheduler = scheduler(own) if callable(scheduler) else scheduler
+    if problem := _scheduler_problem(scheduler, own):
+        raise ConfigError([f"lr_scheduler: {problem}"])
+    engine.set_scheduler(scheduler)
+
+
+def _make_engine(
+    ds: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None,
+    model_parameters: Iterable[Any] | None, training_data: Dataset[Any] | None, lr_scheduler: Any,
+    collate_fn: Callable[[list[Any]], Any] | None, notes: list[str], topology: Topology | None,
+) -> DeepSpeedEngine:  # fmt: skip
+    """Translates the configuration, and creates loader and engine; see `initialize`. Collective."""
+    used = dict(ds)
+    model_parameters = _use_passed(used, optimizer, model_parameters, lr_scheduler, notes)
+    trains = "optimizer" in used
+    groups = find_groups(model, model_parameters, _hyper_parameters(used)) if trains else ()
     facts = find_facts(model)
     topology = topology or Topology()
     # The first collective connects all ranks. It must precede `translate`: if `translate` raises a
     # ConfigError, the rank may exit, and if the rank was not connected, all other ranks would wait
     # for it.
     collectives.exchange(None, topology.axis("world"))
-    translation = translate(ds, topology.dp, facts, groups)
+    translation = translate(used, topology.dp, facts, groups, trains)
     loader = None
     if training_data is not None:
         batch, last = translation.micro_batch, translation.drop_last
         loader = deepspeed_io(training_data, topology, batch, last, collate_fn)
-    engine = DeepSpeedEngine(model, topology, translation, optimizer, loader, notes)
-    if callable(lr_scheduler):
-        own = optimizer or engine.optimizer
-        lr_scheduler = lr_scheduler(own)
-        if problem := _scheduler_problem(lr_scheduler, own):
-            raise ConfigError([f"lr_scheduler: {problem}"])
-    if lr_scheduler is not None:
-        engine.lr_scheduler = lr_scheduler
-    if topology.rank == 0:
-        print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return DeepSpeedEngine(
+        model, topology, translation, optimizer, loader, notes, ds, collate_fn, trains=trains
+    )
+
+
+def _check_arguments(
+    args: Any, model: Any, config: Any, config_params: Any, mpu: Any, mesh_param: Any
+) -> tuple[nn.Module, Any]:
+    """Returns the module and the configuration.
+
+    Raises:
+        ConfigError: if an argument is missing or not supported.
+    """
+    config = config_params if config is None else config
+    attributes = vars(args) if hasattr(args, "__dict__") else {}
+    given = [attributes.get(name) for name in ("deepspeed_config", "deepscale_config")]
+    problems = []
+    for found in given:
+        if found is not None and config is not None and config != found:
+            problems.append("config: given twice, also in args.deepspeed_config: pass one of them")
+        config = found if config is None else config
+    missing = {"model": model, "config": config}
+    problems += [f"{name}: not given" for name, value in missing.items() if value is None]
+    if isinstance(args, nn.Module):
+        problems = [
+            "model: pass it by keyword (model=…): the first argument is args, as in DeepSpeed"
+        ]
+    if isinstance(model, DeepSpeedEngine):
+        problems.append("model: it is an engine: pass engine.module")
+    if mesh_param is not None:
+        problems.append(
+            "mesh_param: threed does not offer sequence parallelism for a plain module: build it from threed.layers,"
+            " and use threed.Engine with a topology"
+        )
+    if mpu is not None and (size := _model_parallel_size(mpu)) > 1:
+        problems.append(
+            f"mpu: threed does not offer {size} model-parallel ranks for a plain module: build it from threed.layers,"
+            " and use threed.Engine with a topology"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return model, config
+
+
+def _model_parallel_size(mpu: Any) -> int:
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
+        if callable(size := getattr(mpu, name, None)):
+            return int(size())
+    return 1
+
+
+def _use_passed(
+    ds: dict[str, Any], optimizer: object, model_parameters: Iterable[Any] | None,
+    lr_scheduler: Any, notes: list[str],
+) -> Iterable[Any] | None:  # fmt: skip
+    """Replaces sections of a ds_config by the passed optimizer and scheduler.
+
+    Args:
+        ds: the ds_config, whose sections are replaced or removed.
+        optimizer: the passed optimizer, or None.
+        model_parameters: the passed parameters, or None.
+        lr_scheduler: the passed scheduler, or None.
+        notes: gets a note for each section and argument without effect.
+
+    Returns:
+        The parameters or groups that the engine trains; None for one group of all parameters.
+
+    Raises:
+        ConfigError: if the optimizer is not supported.
+    """
+    if "scheduler" in ds and (lr_scheduler is not None or is_scheduled(optimizer)):
+        notes.append("scheduler: no effect: the program's scheduler is used")
+        del ds["scheduler"]
+    if optimizer is None:
+        if not ds.get("optimizer"):
+            ds.pop("optimizer", None)
+            ds.pop("scheduler", None)
+            notes.append(
+                "optimizer: none in the call and the configuration: the engine only evaluates"
+            )
+        return model_parameters
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError([f"optimizer: a {type(optimizer).__name__}: {OPTIMIZER}"])
+    if "optimizer" in ds:
+        notes.append("optimizer: no effect: the one passed to initialize is used")
+    ds["optimizer"], text = read_optimizer(optimizer)
+    notes.append(text)
+    if model_parameters is not None:
+        notes.append("model_parameters: no effect: the groups of the passed optimizer are used")
+    return optimizer.param_groups
 
 
 def _scheduler_problem(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> str | None:

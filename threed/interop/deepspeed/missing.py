@@ -1,41 +1,30 @@
-"""Replacements for the attributes of DeepSpeed's engine that `DeepSpeedEngine` does not have."""
+"""Names of DeepSpeed's engine that threed does not offer, and what to use instead."""
 
 from __future__ import annotations
 
 WEIGHTS = "use engine.full_state_dict(), which gathers the weights on rank 0"
-CONFIG = "use engine.translation, which has the configuration as it is applied"
+CONFIG = "use engine.config, the ds_config, or engine.translation, the configuration in effect"
 RATE = 'set engine.optimizer.param_groups[i]["lr"]; engine.get_lr() returns the learning rates'
 METRICS = "use engine.metrics"
-ACCUMULATION = "use engine.step() after each backward: it updates at the accumulation boundary only"
 
 _ROWS = {
-    "save_16bit_model save_fp16_model _zero3_consolidated_16bit_state_dict get_fp32_state_dict": WEIGHTS,
-    "load_module_state_dict": "use engine.engine.load_full_state_dict(weights)",
-    "load_state_dict": "use engine.engine.load_full_state_dict(weights), or engine.load_checkpoint(folder)",
-    "no_sync": ACCUMULATION,
-    "set_gradient_accumulation_steps set_train_batch_size set_train_micro_batch_size": "use the config's batch sizes",
-    "allreduce_gradients": "use engine.step(), which sums gradients over ranks",
-    "clip_fp32_gradients gradient_clipping": "use the config's gradient_clipping",
-    "destroy": "not needed: an engine's memory is freed with its last reference",
+    "get_fp32_state_dict": WEIGHTS,
+    "clip_fp32_gradients": "use the config's gradient_clipping",
     "set_lr": RATE,
-    "client_lr_scheduler": "use engine.lr_scheduler",
-    "get_mom get_type": "use engine.optimizer.param_groups[0]",
-    "get_loss_scale loss_scale cur_scale": "use engine.optimizer.loss_scale",
-    "get_batch_info": "use engine.train_batch_size() and engine.train_micro_batch_size_per_gpu()",
-    "was_step_applied overflow": "use engine.skipped_steps before and after the step",
-    "losses": METRICS,
-    "fp16_enabled bfloat16_enabled amp_enabled get_data_types dynamic_loss_scale": CONFIG,
-    "config _config zero_optimization zero_optimization_partition_gradients zero_offload_optimizer": CONFIG,
-    "zero_optimization_partition_weights zero_cpu_offload zero_allow_untested_optimizer": CONFIG,
-    "optimizer_name scheduler_name scheduler_params optimizer_params": CONFIG,
-    "data_parallel_group mp_world_size dp_world_size local_rank": "use engine.topology",
-    "monitor tput_timer timers wall_clock_breakdown": METRICS,
-    "basic_optimizer client_optimizer": "use engine.optimizer",
-    "deepspeed_io set_dataloader": "use training_data of threed.initialize, or a custom DataLoader",
-    "set_data_post_process_func curriculum_learning_enabled": "use a custom DataLoader",
+    "losses monitor tput_timer timers wall_clock_breakdown get_wall_clock_timers steps_per_print": METRICS,
+    "amp_enabled torch_autocast_enabled torch_autocast_dtype": 'use the config\'s "bf16": {"enabled": true}',
+    "_config zero_offload_optimizer zero_offload_param zero_reduce_bucket_size zero_allgather_bucket_size": CONFIG,
+    "zero_param_persistence_threshold zero_sub_group_size communication_data_type": CONFIG,
+    "zero_allow_untested_optimizer zero_reduce_scatter zero_overlap_comm zero_contiguous_gradients": CONFIG,
+    "set_data_post_process_func curriculum_learning_enabled set_custom_curriculum_learning_schedule":
+        "use a custom DataLoader",
     "offload_states reload_states": "use the config's zero_optimization.offload_optimizer and offload_param",
-    "empty_partition_cache": "not needed: gathered parameters are freed after use",
-    "module_named_parameters": "use engine.module.named_parameters()",
-    "get_sequence_parallel_group": "not needed: sequences are not split over ranks",
+    "get_sequence_parallel_group": "sequences are not split over ranks: build the model from threed.layers, and use"
+        " threed.Engine with a topology",
+    "coalesce_grad_reduction": "not needed: gradients of several backwards are reduced together",
+    "scale": "use engine.backward(loss), which scales the loss",
+    "get_data_parallel_rank": "use engine.topology.axis(\"dp\").index",
+    "register_compile_pass get_compile_time get_deepcompile_backend": "use engine.compile()",
+    "random_ltd_enabled random_ltd_initialize": "drop tokens in the module's forward",
 }  # fmt: skip
 INSTEAD = {name: instead for names, instead in _ROWS.items() for name in names.split()}

@@ -6,20 +6,20 @@ The scheduler shows the learning rates of the configuration's schedule.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from threed.distributed.sharding import spec_of
 from threed.engine import ModuleEngine
+from threed.interop.deepspeed.api.zero import ParameterOffload
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
 # Keys of a parameter group whose values `_kept` does not return: the learning rates, because they
 # may change, and the parameters, because `_kept` returns their ids instead.
 RATE = {"params", "lr", "initial_lr"}
-PAIRS = "pairs of a Counter"  # `to_json` encodes a `Counter` as {PAIRS: [[key, count], ...]}
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -32,37 +32,50 @@ class EngineOptimizer(torch.optim.Optimizer):
     Args:
         engine: the engine that runs the updates.
         zero_grad: the method `zero_grad` of the `DeepSpeedEngine`.
+        skipped: returns whether the last step was skipped; called only with fp16.
         passed: the optimizer that was passed to `initialize`; None if the configuration defines the
             optimizer. A passed optimizer and this optimizer share the same `param_groups`.
         scheduled: whether the configuration has a learning rate schedule.
+        indices: for each group, the index of its learning rate in `Engine.learning_rates`, or None
+            for a group of frozen parameters. None: derived from the groups' parameters, which must
+            then all be in this rank's module.
     """
 
     def __init__(
-        self, engine: ModuleEngine, zero_grad: Callable[[], None],
+        self, engine: ModuleEngine, zero_grad: Callable[[], None], skipped: Callable[[], bool],
         passed: torch.optim.Optimizer | None = None, scheduled: bool = False,
+        indices: Sequence[int | None] | None = None,
     ) -> None:  # fmt: skip
-        self._engine, self._zero_grad = engine, zero_grad
+        self._engine, self._zero_grad, self._skipped = engine, zero_grad, skipped
+        self._scaled = engine.config.precision.dtype == "fp16"
         self._groups: list[dict[str, Any]] = []
         self._complete = False
-        own = _engine_groups(engine)
+        own = _engine_groups(engine, [index for index in indices or () if index is not None])
         super().__init__(list(own.values()) if passed is None else passed.param_groups, {})
         self._complete = True
         # For each group, the index of its learning rate in `Engine.learning_rates`.
-        self._index: list[int | None] = (
-            [*own] if passed is None else _indices(self._groups, list(own))
-        )
+        self._index: list[int | None] = [*own]
+        if passed is not None:
+            found = _indices(self._groups, list(own)) if indices is None else list(indices)
+            self._index = found
         self._rates: list[float] = self._read()  # learning rates at the last read or change
         self._kept = [_kept(group) for group in self._groups]
         self._members = list(map(id, self._groups))
         self._hooks = [
-            (optimizer, optimizer.register_step_pre_hook(_refuse_step).id)
+            (optimizer, optimizer.register_step_pre_hook(_refuse_step))
             for optimizer in (self, *(() if passed is None else (passed,)))
         ]
-        if passed is not None:
-            passed.register_state_dict_pre_hook(_refuse_state)
-            passed.register_load_state_dict_pre_hook(_refuse_state)
-            if not scheduled:
-                self._apply(self._rates)
+        self._state_hooks = [] if passed is None else [
+            passed.register_state_dict_pre_hook(_refuse_state),
+            passed.register_load_state_dict_pre_hook(_refuse_state),
+        ]  # fmt: skip
+        if passed is not None and not scheduled:
+            self._apply(self._rates)
+
+    def remove(self) -> None:
+        """Removes the hooks from the passed optimizer."""
+        for handle in (*(handle for _, handle in self._hooks), *self._state_hooks):
+            handle.remove()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -94,7 +107,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             if list(map(id, groups)) != self._members:
                 fix = "pass all groups to initialize, and load states with engine.load_checkpoint()"
                 raise RuntimeError(f"the optimizer has other groups: {fix}")
-            if has_hooks(optimizer, own):
+            if has_hooks(optimizer, own.id):
                 what = "the optimizer has new hooks for its steps, which the engine does not call"
                 raise RuntimeError(f"{what}: {NO_HOOKS}")
         for number, (group, kept) in enumerate(zip(self._groups, self._kept, strict=True)):
@@ -134,6 +147,10 @@ class EngineOptimizer(torch.optim.Optimizer):
                 group["lr"] = rates[index or 0]
         self._rates = self._read()
 
+    def rates(self) -> list[float]:
+        """Returns the learning rates of the next update, one per group."""
+        return [float(group["lr"]) for group in self.param_groups]
+
     def _read(self) -> list[float]:
         if missing := [number for number, group in enumerate(self._groups) if "lr" not in group]:
             raise RuntimeError(f"param_groups[{missing[0]}] has no lr: set it")
@@ -156,9 +173,24 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._rates = rates
 
     @property
+    def parameter_offload(self) -> ParameterOffload:
+        """An object without hooks, because trl removes DeepSpeed's hooks during `generate`."""
+        return ParameterOffload(self._engine.module)
+
+    @property
     def loss_scale(self) -> float:
         """The scale of the next loss; 1 unless the dtype is fp16."""
         return float(self._engine.optimizer.scaler.scale)
+
+    @property
+    def cur_scale(self) -> float:
+        """The same as `loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because of its gradients; False unless fp16 is used."""
+        return self._scaled and self._skipped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Calls the engine's `zero_grad`."""
@@ -210,8 +242,13 @@ def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int |
     return [sum(trained[: number + 1]) if used else None for number, used in enumerate(trained)]
 
 
-def _engine_groups(engine: ModuleEngine) -> dict[int, dict[str, Any]]:
-    """Returns the engine's parameter groups, each by its index in `Engine.learning_rates`."""
+def _engine_groups(engine: ModuleEngine, indices: Sequence[int] = ()) -> dict[int, dict[str, Any]]:
+    """Returns the engine's parameter groups, each by its index in `Engine.learning_rates`.
+
+    Args:
+        engine: the engine.
+        indices: indices of groups to return even if this rank has no parameters of them.
+    """
     optim, rates = engine.config.optim, engine.learning_rates
     sgd = optim.name == "sgd"
     constants: dict[str, Any] = {"momentum": optim.momentum} if sgd else {"betas": optim.betas}
@@ -219,9 +256,14 @@ def _engine_groups(engine: ModuleEngine) -> dict[int, dict[str, Any]]:
     trained = [group for group in engine.layout.groups if group.key.trainable]
     options = {slot.spec.name: group.key.options for group in trained for slot in group.slots}
     found: dict[int, dict[str, Any]] = {}
-    # `named_parameters` does not read values, so sharded parameters need not be gathered.
-    for name, param in engine.module.named_parameters():
-        if name in options:
+    for index in indices:
+        given = optim.groups[index - 1].weight_decay if index else None
+        decay = optim.weight_decay if given is None else given
+        found[index] = {"params": [], "lr": rates[index], "weight_decay": decay, **constants}
+    # The parameters' names and records are read, not their values, so sharded parameters need not be
+    # gathered.
+    for param in engine.module.parameters():
+        if (name := spec_of(param).name) in options:
             own = options[name]
             group = {"params": [], "lr": rates[own.rate], "weight_decay": own.decay, **constants}
             found.setdefault(own.rate, group)["params"].append(param)
@@ -258,27 +300,3 @@ class SchedulerView:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has no effect, because `state_dict` returns no state."""
-
-
-def to_json(state: Any) -> Any:
-    """Returns the state of a scheduler as JSON; `from_json` decodes it.
-
-    Tensors become numbers or lists of numbers. A `Counter`, as in the state of `MultiStepLR`, is
-    encoded as a list of (key, count) pairs, because the keys of JSON objects must be strings.
-    """
-    if isinstance(state, Tensor):
-        return state.tolist()
-    if isinstance(state, Counter):
-        return {PAIRS: [[key, count] for key, count in state.items()]}
-    if isinstance(state, Mapping):
-        return {key: to_json(value) for key, value in state.items()}
-    return [to_json(value) for value in state] if isinstance(state, list | tuple) else state
-
-
-def from_json(state: Any) -> Any:
-    """Returns the state of a scheduler that `to_json` encoded."""
-    if isinstance(state, Mapping):
-        if PAIRS in state:
-            return Counter(dict(state[PAIRS]))
-        return {key: from_json(value) for key, value in state.items()}
-    return [from_json(value) for value in state] if isinstance(state, list) else state

@@ -138,6 +138,7 @@ class Zero(Group):
     reduce_bucket_size: Count | None = Field(None, description=ELEMENTS)
     sub_group_size: Count | None = None
     stage3_param_persistence_threshold: Natural = Field(100_000, description=ELEMENTS)
+    stage3_gather_16bit_weights_on_model_save: bool = False
     mics_shard_size: Annotated[int, Field(ge=-1)] = -1
     zero_quantized_weights: bool = False
     zero_quantized_gradients: bool = False
@@ -195,7 +196,11 @@ class DeepSpeedConfig(Group):
 RENAMED = {
     "bfloat16": "bf16",
     "zero_optimization.param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
-}
+    "zero_optimization.gather_16bit_weights_on_model_save":
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save":
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}  # fmt: skip
 
 
 def _by_name(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -244,8 +249,6 @@ NO_EFFECT: Mapping[str, str] = _by_name({
         "compute_grad_norm": "the norm is always computed, because it decides whether a step is skipped",
         "stage3_model_persistence_threshold model_persistence_threshold":
             "only stage3_param_persistence_threshold decides which parameters stay unsharded",
-        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save"
-        " stage3_gather_fp16_weights_on_model_save": "engine.full_state_dict() gathers the weights",
         "stage3_partition_stream_chunk_size": "build the model on the meta device to shard it unit by unit",
         "ignore_unused_parameters": "unused parameters are always supported",
         "legacy_stage1": "there is one implementation",

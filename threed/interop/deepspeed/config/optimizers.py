@@ -15,6 +15,7 @@ from threed.distributed.sharding import few
 from threed.interop.deepspeed.config.keys import Params
 
 NO_HOOKS = "remove them, and call your function before or after engine.step()"
+SUPPORTED = "pass torch's AdamW, Adam or SGD, or use the config's"
 DECOUPLED = "decoupled_weight_decay"
 # Hyper-parameters that must be equal in all groups. If a ds_config does not set a hyper-parameter,
 # the hyper-parameter has its default value in `Params`, or False if `Params` does not have it.
@@ -25,6 +26,23 @@ READ = {
     torch.optim.Adam: ("Adam", ("betas", "eps", "amsgrad", "maximize")),
     torch.optim.SGD: ("SGD", ("momentum", "dampening", "nesterov", "maximize")),
 }
+
+
+class DeepSpeedOptimizer(torch.optim.Optimizer):
+    """Base class of DeepSpeed's optimizer classes, such as `DeepSpeedCPUAdam`.
+
+    The engine runs the updates, so these classes only have parameter groups. `read_optimizer` reads
+    their update rule from the method `deepspeed_section`.
+    """
+
+    def deepspeed_section(self) -> dict[str, Any]:
+        """Returns the group "optimizer" of a ds_config that defines the same update.
+
+        Returns:
+            A dict with "type", the name of the optimizer, and "params", its hyper-parameters. The
+            keys "lr" and "weight_decay" may be missing: they are read from the parameter groups.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,7 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
     changed this learning rate, the value before the change (`initial_lr`) is used.
 
     Args:
-        optimizer: a torch AdamW, Adam or SGD.
+        optimizer: a torch AdamW, Adam or SGD, or a `DeepSpeedOptimizer`.
 
     Returns:
         (keys and values of the group "optimizer", note for the user that lists the values).
@@ -56,21 +74,40 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
             has made steps; if it has step hooks; if no group has a nonzero lr; or if groups differ
             in values other than lr and weight_decay.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
-        name, fix = type(optimizer).__name__, "pass torch's AdamW, Adam or SGD, or use the config's"
-        raise ConfigError([f"optimizer: {name} is not supported: {fix}"])
-    name, keys = READ[type(optimizer)]
-    if problem := _problem(optimizer, (*keys, DECOUPLED)):
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError([f"optimizer: {type(optimizer).__name__} is not supported: {SUPPORTED}"])
+    name, params, keys = _update_rule(optimizer)
+    if problem := _problem(optimizer, keys):
         raise ConfigError([f"optimizer: {problem}"])
-    first = optimizer.param_groups[0]
-    params = {key: first[key] for key in keys if first[key] is not False}
     rates = [rate_of(group) for group in optimizer.param_groups]
-    params |= {"lr": next(rate for rate in rates if rate), "weight_decay": first["weight_decay"]}
+    decay = optimizer.param_groups[0].get("weight_decay", 0.0)
+    params |= {"lr": next(rate for rate in rates if rate), "weight_decay": decay}
+    values = ", ".join(f"{key} {value}" for key, value in params.items())
+    own = isinstance(optimizer, DeepSpeedOptimizer)
+    kind = type(optimizer).__name__ if own else f"torch.optim.{name}"
+    note = f"optimizer: {kind} as passed, with {values}"
+    return {"type": name, "params": params}, note
+
+
+def _update_rule(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[str, dict[str, Any], Sequence[str]]:
+    """Returns (name in a ds_config, hyper-parameters, values that must be equal in all groups).
+
+    Raises:
+        ConfigError: if the class of the optimizer is not supported.
+    """
+    first = optimizer.param_groups[0]
+    if isinstance(optimizer, DeepSpeedOptimizer):
+        section = optimizer.deepspeed_section()
+        return section["type"], dict(section["params"]), sorted(HYPER.intersection(first))
+    if type(optimizer) not in READ:
+        raise ConfigError([f"optimizer: {type(optimizer).__name__} is not supported: {SUPPORTED}"])
+    name, keys = READ[type(optimizer)]
+    params = {key: first[key] for key in keys if first[key] is not False}
     if name == "Adam":
         params["adam_w_mode"] = bool(first.get(DECOUPLED))
-    values = ", ".join(f"{key} {value}" for key, value in params.items())
-    note = f"optimizer: torch.optim.{name} as passed, with {values}"
-    return {"type": name, "params": params}, note
+    return name, params, (*keys, DECOUPLED)
 
 
 def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | None:
@@ -98,9 +135,10 @@ def rate_of(group: Mapping[str, Any]) -> float:
     return float(group.get("initial_lr", group["lr"]))
 
 
-def is_scheduled(optimizer: torch.optim.Optimizer | None) -> bool:
+def is_scheduled(optimizer: object) -> bool:
     """Returns whether a scheduler has been created for an optimizer."""
-    return optimizer is not None and any("initial_lr" in g for g in optimizer.param_groups)
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
+    return any("initial_lr" in group for group in groups)
 
 
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:

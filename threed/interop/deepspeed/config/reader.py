@@ -7,6 +7,7 @@ reader.problems, reader.notes                   # {key: problem}, ["key: note", 
 
 from __future__ import annotations
 
+import base64
 import difflib
 import json
 from collections.abc import Iterable, Mapping
@@ -22,21 +23,49 @@ from threed.interop.deepspeed.config.keys import NO_EFFECT, REFUSED, RENAMED, De
 def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Returns a ds_config as a dict.
 
+    A top-level key with dots, such as "zero_optimization.reduce_bucket_size" (TRL writes such
+    keys), is returned as the nested key.
+
     Args:
-        config: a mapping, or the path of a JSON file.
+        config: a mapping; the path of a JSON file; or a JSON text in the URL-safe Base64 encoding.
 
     Raises:
         ConfigError: if the file cannot be read or is not valid JSON.
     """
     if isinstance(config, Mapping):
-        return dict(config)
+        return _nested(config)
+    if isinstance(config, str) and (decoded := _decoded(config)) is not None:
+        return _nested(decoded)
     try:
-        return read_json(Path(config))
+        return _nested(read_json(Path(config)))
     except ParseError as error:
         fix = (
             "give the path of a ds_config.json, or a dict; JSON has no comments or trailing commas"
         )
         raise ConfigError([f"{error}: {fix}"]) from None
+
+
+def _decoded(text: str) -> dict[str, Any] | None:
+    """Returns the JSON object that a text encodes in Base64; None for any other text."""
+    try:
+        found = json.loads(base64.urlsafe_b64decode(text.encode("ascii")))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _nested(ds: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a ds_config in which top-level keys with dots are nested keys."""
+    found = {key: value for key, value in ds.items() if "." not in key}
+    for name in ds.keys() - found.keys():
+        *groups, key = name.split(".")
+        values = found
+        for group in groups:
+            inner = values.get(group)
+            values[group] = dict(inner) if isinstance(inner, Mapping) else {}
+            values = values[group]
+        values[key] = ds[name]
+    return found
 
 
 def shown(value: object) -> str:

@@ -64,6 +64,7 @@ class Translation:
         learning_rate: the learning rate schedule; None for a constant learning rate.
         loss_scale: settings of the loss scale; None unless the dtype is fp16.
         drop_last: whether the data loader drops a last batch that is not full.
+        gather_on_save: whether `save_16bit_model` writes the weights under ZeRO stage 3.
         notes: texts "key: note" about keys without effect and values chosen for "auto".
     """
 
@@ -74,6 +75,7 @@ class Translation:
     learning_rate: LearningRate | None
     loss_scale: LossScale | None
     drop_last: bool
+    gather_on_save: bool
     notes: tuple[str, ...]
 
 
@@ -82,6 +84,7 @@ def translate(
     world: int,
     model: ModelFacts = ModelFacts(),
     groups: Sequence[Group] = (),
+    trains: bool = True,
 ) -> Translation:
     """Translates a ds_config into a threed configuration.
 
@@ -90,6 +93,7 @@ def translate(
         world: number of data-parallel ranks.
         model: facts about the model, for keys that are "auto".
         groups: parameter groups, which may have their own learning rate or weight decay.
+        trains: whether an optimizer is needed; without one, the engine only evaluates.
 
     Raises:
         ConfigError: if the ds_config is invalid; the message lists all problems.
@@ -100,7 +104,8 @@ def translate(
     precision, scale = _precision(reader, found, model)
     width = DTYPES[precision["grad_dtype"]].itemsize
     zero = _zero(reader, found.zero_optimization, world, width)
-    optim = _optimizer(reader, found.optimizer, any(group.weight_decay for group in groups))
+    decays = any(group.weight_decay for group in groups)
+    optim = _optimizer(reader, found.optimizer, decays, trains)
     rate = learning_rate(reader, found.scheduler, optim["lr"])
     optim["groups"] = _groups(reader, groups, rate, optim["lr"], optim["weight_decay"])
     if reader.problems:
@@ -115,8 +120,10 @@ def translate(
         raise ConfigError(
             [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         ) from None
-    last = found.dataloader_drop_last
-    return Translation(config, batch, micro, accumulation, rate, scale, last, tuple(reader.notes))
+    return Translation(
+        config, batch, micro, accumulation, rate, scale, found.dataloader_drop_last,
+        found.zero_optimization.stage3_gather_16bit_weights_on_model_save, tuple(reader.notes),
+    )  # fmt: skip
 
 
 def _value(ds: Any, path: str) -> Any:
@@ -286,16 +293,19 @@ def _offload(reader: Reader, zero: keys.Zero) -> dict[str, Any]:
     return {"offload_optimizer": optimizer, "offload_params": params, "nvme_path": path}
 
 
-def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict[str, Any]:
+def _optimizer(
+    reader: Reader, found: keys.Optimizer, group_decay: bool, trains: bool
+) -> dict[str, Any]:
     """Returns the keys of the group `optim`.
 
     Args:
         reader: the reader, to which problems of the keys are added.
         found: values of the group "optimizer".
         group_decay: whether a parameter group has a nonzero weight decay.
+        trains: whether `optimizer.type` is required.
     """
     fix = "use AdamW, Adam, SGD or Lion, or pass a torch optimizer"
-    reader.check(found.type is not None, "optimizer.type", f"not given: {fix}")
+    reader.check(found.type is not None or not trains, "optimizer.type", f"not given: {fix}")
     name, path, params = found.type or "adamw", "optimizer.params", found.params
     reader.refuse_keys(params, path, NOT_OF[name])
     coupled = name == "adam" and not params.adam_w_mode

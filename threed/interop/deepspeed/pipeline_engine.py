@@ -1,0 +1,536 @@
+"""DeepSpeed's `PipelineEngine`: trains a `PipelineModule` by threed's pipeline.
+
+engine, optimizer, loader, scheduler = initialize_pipeline(ds, model)
+loss = engine.train_batch(iterator)          # a full step: all micro-batches and the update
+loss = engine.eval_batch(iterator)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from threed.config import Config, ConfigError
+from threed.config.resolution import resolve
+from threed.distributed import collectives
+from threed.distributed.sharding import spec_of
+from threed.engine import LayeredEngine, ModuleEngine
+from threed.interop.deepspeed.api.topology import PipelineParallelGrid
+from threed.interop.deepspeed.config.optimizers import (
+    Group,
+    find_groups,
+    is_scheduled,
+    read_optimizer,
+)
+from threed.interop.deepspeed.config.reader import read
+from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
+from threed.interop.deepspeed.data import deepspeed_io
+from threed.interop.deepspeed.engine import DeepSpeedEngine
+from threed.interop.deepspeed.ownership import owner
+from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, PipelineModel, pack
+from threed.interop.deepspeed.pipeline_module import PipelineModule
+from threed.interop.deepspeed.views import EngineOptimizer
+from threed.pipeline.batches import Batch, Batches
+from threed.zero import records
+from threed.zero.layout import point
+from threed.zero.release import full_values
+
+STEPS = "threed does not offer {} of a PipelineEngine: use train_batch() or eval_batch()"
+INTERVAL = "activation_checkpoint_interval"
+NO_EFFECT = "threed does not split layers over ranks, and recomputes layers itself"
+
+
+class PipelineTrainer(LayeredEngine):
+    """A `LayeredEngine` for the layers of a `PipelineModule`, with their own initial values.
+
+    The arguments are those of `Engine`, with a `PipelineModel` as the model.
+    """
+
+    model: PipelineModel
+    accumulating = has_plain_backwards = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The module with the layers of this rank's stage."""
+        return self.model.module
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further name of a weight in the module -> its global name."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        pairs = ((name, spec_of(param).name) for name, param in named)
+        return {name: first for name, first in pairs if name != first}
+
+    def drop_interrupted(self) -> None:
+        """Has no effect, because backwards run only within `step`."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters and persistent buffers of all stages."""
+        return self.model.names()
+
+    def gathered(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises NotImplementedError, because stages hold different layers."""
+        fix = "use full_state_dict() and load_state_dict(weights)"
+        raise NotImplementedError(f"threed does not offer gathered of a PipelineEngine: {fix}")
+
+    def destroy(self) -> None:
+        """Ends the engine and gives the module back, complete for each stage. Collective.
+
+        See `ModuleEngine.destroy`. The engine cannot be used afterwards.
+        """
+        self.saver.end()
+        self._sync_states()
+        self.reducer.drop()
+        values = list(full_values(self.optimizer, self.model.given_dtype))
+        self.reducer.remove()
+        self.gatherer.remove()
+        for slot, full in values:
+            point(slot.param, full)
+        self.optimizer.close()
+
+    def _make_batches(self, layers: Sequence[nn.Module]) -> Batches:
+        return PipelineBatches(self.model, self.topology, self.config, layers)
+
+    def _initialize(self) -> None:
+        self.model.agree(self.topology)
+        records.initialize(self.optimizer, self.model.initial, again=False)
+        self.model.initialized(self.batches.dtype)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context manager: the layers are in evaluation mode and can run forwards. Collective."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with super().evaluating():
+                yield
+        finally:
+            self.module.train(training)
+
+    def run_forwards(self, batch: Batch, without_loss: Sequence[int] = ()) -> list[Tensor]:
+        """Returns the weighted losses or the outputs of a batch's micro-batches. Collective.
+
+        Call it within `evaluating`. The weighted losses of all data ranks add up to the mean loss.
+
+        Args:
+            batch: result of `pack`.
+            without_loss: micro-batches of which the outputs are returned.
+
+        Returns:
+            One tensor per micro-batch on the last stage; an empty list on other stages.
+        """
+        micros = self.batches.micro_batches(batch, self.steps, self.consumed, 1.0, False)
+        for number in without_loss:
+            micros[number] = dataclasses.replace(micros[number], weight=None)
+        outputs = self.executor.run(self.plan_of(len(micros), training=False), micros)
+        self.gatherer.release_all()
+        return outputs
+
+    def mean_loss(self, losses: list[Tensor]) -> Tensor:
+        """Returns the mean loss of all stages and data ranks from weighted losses. Collective.
+
+        Args:
+            losses: weighted losses of the micro-batches; empty except on the last stage.
+        """
+        return self.sum_losses(self._local_loss(losses, 1.0))
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Returns the full weights and persistent buffers, on the CPU of rank 0. Collective.
+
+        Returns:
+            See `Engine.full_state_dict`; names are those of a `PipelineModule` with one stage.
+        """
+        found = super().full_state_dict().items()
+        return {name.removeprefix(f"{ROOT}."): value for name, value in found}
+
+    def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
+        """Sets weights and buffers from full tensors; optimizer moments are kept. Collective.
+
+        Args:
+            weights: all tensors of `full_state_dict`, on every rank.
+
+        Raises:
+            KeyError, ValueError: if names or shapes differ from the names and shapes of the model.
+        """
+        buffers = {name.removeprefix(f"{ROOT}."): name for name in self.buffers.shapes()}
+        super().load_full_state_dict({buffers.get(n, n): value for n, value in weights.items()})
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """DeepSpeed's engine of a `PipelineModule`. Steps run by `train_batch` only.
+
+    Args:
+        module: the module.
+        translation: the translated configuration.
+        trainer: the engine that trains the module.
+        passed: the torch optimizer that was passed to `initialize`; None if none was passed.
+        training_loader: the loader from which `train_batch` reads without an iterator, or None.
+        notes: messages of `initialize`.
+        indices: for each parameter group, the index of its learning rate; None for a frozen one.
+        ds: the ds_config.
+
+    Attributes:
+        grid: position of this process among stages and data ranks.
+        num_stages: number of stages.
+        stage_id: stage of this rank.
+        agg_train_loss: the last result of `train_batch`; None before the first step.
+    """
+
+    def __init__(
+        self, module: PipelineModule, translation: Translation, trainer: PipelineTrainer,
+        passed: torch.optim.Optimizer | None, training_loader: DataLoader[Any] | None,
+        notes: Sequence[str], indices: Sequence[int | None], ds: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            module, module.axes, translation, passed, training_loader, notes, ds,
+            engine=cast(ModuleEngine, trainer), indices=indices,
+        )  # fmt: skip
+        self.trainer = trainer
+        self.grid: PipelineParallelGrid = module.mpu()
+        self.num_stages, self.stage_id = module.num_stages, module.stage_id
+        self.agg_train_loss: Tensor | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises RuntimeError, as in DeepSpeed."""
+        raise RuntimeError(STEPS.format("forward"))
+
+    forward = __call__
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises RuntimeError, as in DeepSpeed."""
+        raise RuntimeError(STEPS.format("backward"))
+
+    def step(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises RuntimeError, as in DeepSpeed."""
+        raise RuntimeError(STEPS.format("step"))
+
+    def no_sync(self) -> NoReturn:
+        """Raises RuntimeError, because `train_batch` runs all micro-batches of a step."""
+        raise RuntimeError(STEPS.format("no_sync"))
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
+        """Raises RuntimeError, because `train_batch` runs all micro-batches of a step."""
+        raise RuntimeError(STEPS.format("set_gradient_accumulation_boundary"))
+
+    def _names(self) -> list[str]:
+        return self.trainer.names
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """Returns the full weights and buffers in the module's dtype on rank 0. Collective.
+
+        Other ranks return None.
+
+        Args:
+            exclude_frozen_parameters: must be False.
+        """
+        if exclude_frozen_parameters:
+            fix = "remove them from full_state_dict()"
+            raise NotImplementedError(
+                f"threed does not offer exclude_frozen_parameters of a PipelineEngine: {fix}"
+            )
+        full = self.trainer.full_state_dict()
+        weights, dtype = self.trainer.model.weights, self.trainer.batches.dtype
+        cast = {n: value.to(dtype) if n in weights else value for n, value in full.items()}
+        return cast if self.topology.rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Runs a full optimizer step: all micro-batches and the update. Collective.
+
+        Args:
+            data_iter: yields micro-batches (inputs, labels), the same on all stages of a data rank.
+                Inputs are a tensor or a tuple of tensors; labels are a tensor, a tuple of tensors,
+                or None. None: the iterator of `set_dataloader` or `set_dataiterator`, or
+                `training_data` without end.
+
+        Returns:
+            The mean loss over micro-batches and data ranks, on every rank.
+
+        Raises:
+            RuntimeError: if gradients are disabled.
+            ValueError: if there is no iterator, or a micro-batch has other values.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch without gradients: use eval_batch(data_iter)")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        batch = self._read(self._batches, self.gradient_accumulation_steps())
+        self.module.train()
+        self._trained_optimizer().synchronize()
+        metrics = self.trainer.step(batch)
+        self._updated(metrics, {})
+        self.micro_steps += self.gradient_accumulation_steps()
+        self.agg_train_loss = metrics.loss_tensor
+        return self.agg_train_loss
+
+    @torch.no_grad()
+    def eval_batch(
+        self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
+        reduce_output: str | None = "avg", bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:  # fmt: skip
+        """Evaluates micro-batches; the weights are not changed. Collective.
+
+        Args:
+            data_iter: yields micro-batches, as in `train_batch`.
+            return_logits: whether to also return the outputs of the last micro-batch.
+            compute_loss: whether to compute the loss; if False, `reduce_output` must be None.
+            reduce_output: "avg" to return the mean loss; None to return the loss (or the outputs,
+                without `compute_loss`) of each micro-batch of this data rank.
+            bcast_loss: has no effect: all ranks get the mean loss.
+            num_micro_batches: number of micro-batches; None: as many as a step has.
+
+        Returns:
+            The mean loss over micro-batches and data ranks, on every rank; or, with `reduce_output`
+            None, a list on the last stage, and None on other stages. With `return_logits`, a pair
+            of this and the outputs of the last micro-batch on the last stage; None on others.
+        """
+        if reduce_output not in ("avg", None) or (reduce_output and not compute_loss):
+            given = f"reduce_output {reduce_output!r} with compute_loss {compute_loss}"
+            fix = "use 'avg' for losses, or None"
+            raise NotImplementedError(f"threed does not offer {given}: {fix}")
+        count = num_micro_batches or self.gradient_accumulation_steps()
+        batch = self._read(data_iter, count)
+        with self.trainer.evaluating():
+            results: list[Tensor] = self.trainer.run_forwards(
+                batch, () if compute_loss else range(count)
+            )
+            logits = results[-1:]
+            if return_logits and compute_loss:
+                last = {k: v for k, v in batch.items() if k.startswith(f"{count - 1}/")}
+                logits = self.trainer.run_forwards(last, [0])
+            output: Any = self.trainer.mean_loss(results) if compute_loss else results
+        if reduce_output is None:
+            scale = count * self.topology.dp if compute_loss else 1
+            output = [result * scale for result in results] if results else None
+        return (output, logits[0] if logits else None) if return_logits else output
+
+    def _read(self, source: Iterator[Any] | None, count: int) -> Batch:
+        """Returns the next `count` micro-batches of an iterator as a batch."""
+        if source is None:
+            fix = "pass an iterator on every stage, or training_data to initialize"
+            raise ValueError(f"no data on rank {self.global_rank}: {fix}")
+        pairs = []
+        for _ in range(count):
+            pair = next(source)
+            pair = pair if self._batch_fn is None else self._batch_fn(pair)
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                kind = f"a {type(pair).__name__}"
+                kind += f" of {len(pair)}" if isinstance(pair, tuple | list) else ""
+                fix = "the iterator must yield (inputs, labels); see set_batch_fn"
+                raise ValueError(f"a micro-batch is {kind}: {fix}")
+            pairs.append((pair[0], pair[1]))
+        return pack(pairs)
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Sets the loader from which `train_batch` reads, once.
+
+        Args:
+            loader: yields micro-batches; to read it repeatedly, pass a `RepeatingLoader`.
+        """
+        self.training_dataloader = loader
+        self._batches = iter(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Sets the iterator from which `train_batch` reads.
+
+        Args:
+            iterator: yields micro-batches.
+        """
+        self._batches = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Sets a function that is applied to every item of the data iterators.
+
+        Args:
+            fn: returns (inputs, labels) from an item.
+        """
+        self._batch_fn = fn
+
+    def is_first_stage(self) -> bool:
+        """Returns whether this rank has the first stage."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Returns whether this rank has the last stage."""
+        return self.stage_id == self.num_stages - 1
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Returns the stage of this rank."""
+        return self.stage_id
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches per step and data rank."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The number of samples per micro-batch."""
+        return self.train_micro_batch_size_per_gpu()
+
+    def reset_activation_shape(self) -> None:
+        """Has no effect: shapes may always differ between micro-batches of different shapes."""
+
+
+def initialize_pipeline(
+    ds: str | Path | Mapping[str, Any],
+    model: PipelineModule,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> tuple[PipelineEngine, EngineOptimizer | None, DataLoader[Any] | None, Any]:
+    """Creates the engine of a `PipelineModule`; see `initialization.initialize`. Collective.
+
+    Args:
+        ds: the keys and values of a ds_config, or its path.
+        model: the module.
+        optimizer: a torch optimizer of the module's parameters, or a function from parameters to
+            such an optimizer.
+        model_parameters: parameters or groups of this stage; every rank must have equally many
+            groups with the same values.
+        training_data: a dataset whose items are (inputs, labels).
+        lr_scheduler: a torch scheduler, or a function from an optimizer to a scheduler.
+        collate_fn: the loader's `collate_fn`.
+
+    Returns:
+        (engine, optimizer, loader, scheduler).
+
+    Raises:
+        ConfigError: if the configuration is invalid; the message lists all problems.
+    """
+    keys, notes = dict(read(ds)), list[str]()
+    interval = _interval(keys.pop("pipeline", None), model, notes)
+    if (earlier := owner(model)) is not None:
+        notes.append("model: its engine of an earlier call of initialize is destroyed")
+        earlier.destroy()
+    flags = model.describe()
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer([*(model_parameters or model.parameters())])
+    if "scheduler" in keys and (lr_scheduler is not None or is_scheduled(optimizer)):
+        notes.append("scheduler: no effect: the program's scheduler is used")
+        del keys["scheduler"]
+    if optimizer is not None:
+        keys["optimizer"], text = read_optimizer(optimizer)
+        notes.append(text)
+        model_parameters = optimizer.param_groups
+    section = keys.get("optimizer")
+    params = section.get("params") if isinstance(section, Mapping) else None
+    groups = _groups_of_all_stages(model, model_parameters, params)
+    dtypes = {dtype for _, dtype in flags.values()}
+    if len(dtypes) > 1:
+        fix = "convert the layers to one dtype, such as module.float()"
+        raise ConfigError([f"PipelineModule: parameters are {', '.join(sorted(dtypes))}: {fix}"])
+    translation = translate(keys, model.axes.dp, ModelFacts(None, next(iter(dtypes), None)), groups)
+    translation = dataclasses.replace(
+        translation, config=_with_pipeline(translation.config, model, interval)
+    )
+    loader = None
+    if training_data is not None:
+        batch, last = translation.micro_batch, translation.drop_last
+        loader = deepspeed_io(training_data, model.axes, batch, last, collate_fn)
+    trainer = PipelineTrainer(
+        model.as_model(interval, flags), model.axes, translation.config,
+        learning_rate=translation.learning_rate, loss_scale=translation.loss_scale,
+    )  # fmt: skip
+    indices = _indices(translation.config, groups)
+    engine = PipelineEngine(
+        model, translation, trainer, optimizer, loader, notes, indices, {**read(ds)}
+    )
+    if lr_scheduler is not None:
+        made = callable(lr_scheduler)
+        engine.set_scheduler(lr_scheduler(optimizer or engine.optimizer) if made else lr_scheduler)
+    if model.axes.rank == 0 and engine.notes:
+        print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _interval(section: Any, model: PipelineModule, notes: list[str]) -> int:
+    """Returns the number of layers that are recomputed together; 0: no recomputation.
+
+    Args:
+        section: the group "pipeline" of a ds_config, or None.
+        model: the module, whose interval applies unless the group has one.
+        notes: messages for the user, to which keys without effect are added.
+    """
+    given = section or {}
+    known = {INTERVAL, "stages", "partition", "seed_layers", "pipe_partitioned", "grad_partitioned"}
+    known |= {"use_reentrant"}
+    if not isinstance(given, Mapping) or (unknown := sorted({*given} - known)):
+        what = (
+            f"no such key: {', '.join(unknown)}" if isinstance(given, Mapping) else "not an object"
+        )
+        raise ConfigError([f"pipeline: {what}; the key with an effect is {INTERVAL}"])
+    notes += [f"pipeline.{key}: no effect: {NO_EFFECT}" for key in given if key != INTERVAL]
+    interval = int(given.get(INTERVAL) or model.activation_checkpoint_interval)
+    if interval and model.activation_checkpoint_func is not None:
+        notes.append(f"activation_checkpoint_func: no effect: {NO_EFFECT}")
+    return interval
+
+
+def _with_pipeline(config: Config, model: PipelineModule, interval: int) -> Config:
+    """Returns a configuration with the stages of a module, with all derived values."""
+    values: dict[str, Any] = {"pp": model.num_stages, "schedule": model.schedule}
+    parallel = config.parallel.model_copy(update=values | {"partition": model.counts(interval)})
+    mode = {"mode": "full" if interval else "none"}
+    recompute = config.recompute.model_copy(update=mode)
+    config = config.model_copy(update={"parallel": parallel, "recompute": recompute})
+    return resolve(config, 0, model.axes.world)
+
+
+def _groups_of_all_stages(
+    model: PipelineModule, given: Iterable[Any] | None, params: Mapping[str, Any] | None
+) -> tuple[Group, ...]:
+    """Returns the parameter groups with the parameters of all stages. Collective.
+
+    Args:
+        model: the module.
+        given: parameters or groups of this stage, or None.
+        params: the optimizer's hyper-parameters, as in a ds_config.
+    """
+    problems, own = list[str](), list[list[Any]]()
+    names = {name: spec_of(param).name for name, param in model.named_parameters()}
+    try:
+        found = find_groups(model, given, params)
+        own = [[[names[n] for n in g.names], g.lr, g.weight_decay] for g in found]
+    except ConfigError as error:
+        problems = error.problems
+    if found_problems := collectives.problems_of_all(problems, model.axes.axis("world")):
+        raise ConfigError(found_problems)
+    stages = collectives.exchange(own, model.axes.axis("pp"))
+    if any([g[1:] for g in stage] != [g[1:] for g in stages[0]] for stage in stages):
+        fix = "pass equally many groups, with the same lr and weight_decay, on every rank"
+        raise ConfigError([f"model_parameters: stages have different groups: {fix}"])
+    return tuple(
+        Group(tuple(dict.fromkeys(n for g in same for n in g[0])), same[0][1], same[0][2])
+        for same in zip(*stages, strict=True)
+    )
+
+
+def _indices(config: Config, groups: Sequence[Group]) -> list[int | None]:
+    """Returns the index of each group's learning rate; None for a group of frozen parameters.
+
+    Args:
+        config: the translated configuration. If it has parameter groups, its last group matches all
+            parameters that are in no other group.
+        groups: parameter groups with the parameters of all stages.
+    """
+    if len(config.optim.groups) < 2:
+        return [len(config.optim.groups)]
+    trained = [bool(group.names) for group in groups]
+    return [sum(trained[: n + 1]) if used else None for n, used in enumerate(trained)]
