@@ -345,7 +345,7 @@ class DeepSpeedEngine(Checkpoints):
         return self.engine.gathered(params, modifier_rank=modifier_rank)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> DeepSpeedEngine:
-        """Applies a function to all submodules of the module, with full parameters. Collective.
+        """Applies a function to all submodules, with full parameters; returns the engine. Collective.
 
         Args:
             fn: the function; it must make the same changes on every rank.

@@ -79,9 +79,9 @@ def initialize(
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.
         RuntimeError: if a step of an earlier engine of the module is in progress.
     """
-    model, config = _check_arguments(args, model, config, config_params, mpu, mesh_param)
     from threed.interop.deepspeed.api.pipeline import PipelineModule, initialize_pipeline
 
+    model, config = _check_arguments(args, model, config, config_params, mpu, mesh_param)
     ds = read(config)
     if isinstance(model, PipelineModule):
         return initialize_pipeline(
@@ -96,6 +96,44 @@ def initialize(
         optimizer = optimizer([*params])
     if problem := _scheduler_problem(lr_scheduler, optimizer):
         raise ConfigError([f"lr_scheduler: {problem}"])
+    engine = _make_engine(
+        ds, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, notes,
+        topology,
+    )  # fmt: skip
+    _set_scheduler(engine, lr_scheduler, optimizer)
+    if engine.global_rank == 0 and engine.notes:
+        print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _set_scheduler(
+    engine: DeepSpeedEngine, scheduler: Any, passed: torch.optim.Optimizer | None
+) -> None:
+    """Sets the scheduler of an engine that trains.
+
+    Args:
+        engine: the engine.
+        scheduler: the scheduler, or a function that creates it for an optimizer; or None.
+        passed: the optimizer that was passed to `initialize`, or None.
+
+    Raises:
+        ConfigError: if the engine cannot use the scheduler.
+    """
+    own = passed or engine.optimizer
+    if scheduler is None or own is None:
+        return
+    scheduler = scheduler(own) if callable(scheduler) else scheduler
+    if problem := _scheduler_problem(scheduler, own):
+        raise ConfigError([f"lr_scheduler: {problem}"])
+    engine.set_scheduler(scheduler)
+
+
+def _make_engine(
+    ds: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None,
+    model_parameters: Iterable[Any] | None, training_data: Dataset[Any] | None, lr_scheduler: Any,
+    collate_fn: Callable[[list[Any]], Any] | None, notes: list[str], topology: Topology | None,
+) -> DeepSpeedEngine:  # fmt: skip
+    """Translates the configuration, and creates loader and engine; see `initialize`. Collective."""
     used = dict(ds)
     model_parameters = _use_passed(used, optimizer, model_parameters, lr_scheduler, notes)
     trains = "optimizer" in used
@@ -111,19 +149,9 @@ def initialize(
     if training_data is not None:
         batch, last = translation.micro_batch, translation.drop_last
         loader = deepspeed_io(training_data, topology, batch, last, collate_fn)
-    engine = DeepSpeedEngine(
+    return DeepSpeedEngine(
         model, topology, translation, optimizer, loader, notes, ds, collate_fn, trains=trains
     )
-    if callable(lr_scheduler) and trains:
-        own = optimizer or engine.optimizer
-        lr_scheduler = lr_scheduler(own)
-        if problem := _scheduler_problem(lr_scheduler, own):
-            raise ConfigError([f"lr_scheduler: {problem}"])
-    if lr_scheduler is not None and trains:
-        engine.set_scheduler(lr_scheduler)
-    if topology.rank == 0 and engine.notes:
-        print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 def _check_arguments(

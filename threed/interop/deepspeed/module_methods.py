@@ -27,6 +27,18 @@ CONVERSIONS: tuple[tuple[Any, ...], ...] = (
     ("half", torch.float16), ("bfloat16", torch.bfloat16), ("float", torch.float32), ("double", torch.float64),
     ("cpu", "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("ipu", "ipu"), ("mtia", "mtia"), ("type",),
 )  # fmt: skip
+# docstrings of these methods
+RESULT = """Returns the result of the module's method `{}`, or the engine instead of the module.
+
+Args:
+    args: arguments of the module's method.
+    kwargs: keyword arguments of the module's method.
+"""
+CONVERTED = """Returns the engine if its module has the dtype and device; see `to` for all others.
+
+Args:
+    given: the dtype, or the index of the device.
+"""
 
 
 def _on_module(name: str) -> Callable[..., Any]:
@@ -36,7 +48,7 @@ def _on_module(name: str) -> Callable[..., Any]:
         found = getattr(self.module, name)(*args, **kwargs)
         return self if found is self.module else found
 
-    return functools.wraps(getattr(nn.Module, name))(call)
+    return _named(call, name, RESULT.format(name))
 
 
 def _conversion(name: str, *to: Any) -> Callable[..., Any]:
@@ -53,7 +65,14 @@ def _conversion(name: str, *to: Any) -> Callable[..., Any]:
             target = torch.device(target if given is None else given)
         return self.to(target)
 
-    return functools.wraps(getattr(nn.Module, name))(call)
+    return _named(call, name, CONVERTED)
+
+
+def _named(call: Any, name: str, text: str) -> Callable[..., Any]:
+    """Returns a function after setting its name and its docstring."""
+    call.__name__, call.__qualname__, call.__doc__ = name, f"ModuleMethods.{name}", text
+    found: Callable[..., Any] = call
+    return found
 
 
 def _same(device: torch.device, own: torch.device) -> bool:
