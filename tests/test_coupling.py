@@ -17,6 +17,8 @@ LAYER = "a layer is changed in place: the user's code refers to the object"
 # Assignments to a field of an object with a class of another module, with the reason.
 SET: dict[str, str] = {
     "data.tokenizer: self._backend.encode_special_tokens": OTHER,
+    "interop.deepspeed.__main__: sys.argv": OTHER,
+    "interop.deepspeed.api.zero: param.ds_active_sub_modules": PARAMETER,
     "interop.deepspeed.api.zero: param.ds_engine": PARAMETER,
     "interop.deepspeed.api.zero: param.ds_id": PARAMETER,
     "interop.deepspeed.api.zero: param.ds_numel": PARAMETER,
@@ -28,6 +30,8 @@ SET: dict[str, str] = {
     "layers.compiled: torch._dynamo.config.recompile_limit": OTHER,
     "layers.linear: module.__class__": LAYER,
     "layers.recompute: module.recompute": LAYER,
+    "memory.mapped: param.data": PARAMETER,
+    "memory.mapped: param.region": PARAMETER,
     "models.wrapped: module.training": OTHER,
     "pipeline.trace: param.grad": OTHER,
     "pipeline.trace: param.sink": PARAMETER,
@@ -45,6 +49,7 @@ SET: dict[str, str] = {
 # Module-level objects that functions change, with the reason.
 STATE: dict[str, str] = {
     "config.architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
+    "interop.deepspeed.api.checkpointing: _configured": "whether the program has configured it, as in DeepSpeed",
     "ops.attention: _checked": "a message is given once per process",
     "ops.launch: OPERATORS": "torch's registry of operators is per process, too",
     "schedules.registry: _SCHEDULES": "schedules of the user, added before a configuration is read",

@@ -171,7 +171,9 @@ def check_command(words: list[str]) -> None:
     elif program == "torchrun":
         at = next(i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m")
         check_launch(rest[:at])
-        if rest[at] == "-m":
+        if rest[at : at + 2] == ["-m", "threed.interop.deepspeed"]:
+            assert rest[at + 2] == "-m" or rest[at + 2].endswith(".py"), words
+        elif rest[at] == "-m":
             assert rest[at + 1 : at + 3] == ["threed", "train"], words
             check_tool(rest[at + 2 :], world_of(rest[:at]))
         else:

@@ -241,10 +241,14 @@ def test_a_module_on_the_meta_device_comes_back_with_values() -> None:
     assert_equal(dict(module.state_dict()), full)
 
 
-def test_a_step_in_progress_is_refused_until_it_is_discarded() -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_in_progress_is_refused_until_it_is_discarded(stage: int) -> None:
     module = net()
     before = described(module)
-    engine: Any = Engine(module, topology_of(1, 1), config_of(2))
+    zero = (
+        {"offload_params": "cpu"} if stage == 3 else {}
+    )  # so that one rank has sharded parameters
+    engine: Any = Engine(module, topology_of(1, 1), config_of(stage, zero=zero))
     engine.begin(2)
     engine.backward(module(batch(0, 0, torch.float64)))
     with pytest.raises(

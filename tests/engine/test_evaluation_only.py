@@ -1,4 +1,4 @@
-"""`Engine(..., trains=False)`: only the weights' slices, beside an engine that trains; as plain PyTorch."""
+"""`Engine(..., trains=False)`: only the slices of the weights, together with an engine that trains; as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -141,6 +141,8 @@ def of_all_places(folder: str) -> dict[str, dict[str, Tensor]]:
     only_weights(3, "fp16", torch.float16)
     only_weights(1, "fp32", torch.float32)
     loaded(folder)
+    with pytest.raises(ValueError, match="has a different configuration"):
+        engine_at(net(0), 1, trains=topology_of(1, 1).rank == 0)
     return found
 
 
@@ -154,7 +156,7 @@ def test_a_reference_beside_a_training_engine(tmp_path: Path) -> None:
 
 
 def only_weights(stage: int, dtype: str, given: torch.dtype) -> None:
-    """A rank holds its slices of the weights in the compute dtype, and less than 1 KiB besides."""
+    """A rank holds its slices of the weights in the compute dtype, and less than 1 KiB more."""
     module = net(0, given)
     with Live() as live:
         engine = engine_at(module, stage, dtype, trains=False)

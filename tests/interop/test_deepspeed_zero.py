@@ -14,7 +14,7 @@ from threed.interop.deepspeed.api import zero
 from threed.interop.deepspeed.namespace import modules
 
 LR, BETAS, EPS = 0.01, (0.9, 0.999), 1e-8
-MARKS = {"ds_id", "ds_shape", "ds_numel", "ds_status"}
+MARKS = {"ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"}
 
 
 def module() -> nn.Sequential:
@@ -81,8 +81,16 @@ def check_stage(stage: int) -> None:
         deepspeed.utils.safe_get_full_grad(trained[0].weight)
     with pytest.raises(ValueError, match="no state 'max_exp_avg_sq', only exp_avg, exp_avg_sq"):
         zero.safe_get_full_optimizer_state(trained[0].weight, "max_exp_avg_sq")
+    check_offload(engine)
     zero.unmark_parameters(trained.parameters())
+    with pytest.raises(NotImplementedError, match="does not offer GatheredParameters for a"):
+        zero.GatheredParameters(trained[0].weight).__enter__()
+    zero.mark_parameters(engine.engine)
+    engine.destroy()
     assert not any(vars(param).keys() & {*MARKS, "ds_engine"} for param in trained.parameters())
+    with deepspeed.zero.GatheredParameters(trained[0].weight, modifier_rank=0):
+        trained[0].weight.data.fill_(float(engine.global_rank))
+    assert (trained[0].weight == 0).all()
 
 
 def check_marks(trained: nn.Sequential, stage: int) -> None:
@@ -146,11 +154,37 @@ def set_values(trained: nn.Sequential, plain: Plain) -> None:
     check_values(trained, plain)
 
 
+def check_init() -> None:
+    """Rank 1 edits parameters of `zero.Init` before an engine exists."""
+    deepspeed = modules()["deepspeed"]
+    with deepspeed.zero.Init():
+        built = module()
+    with deepspeed.zero.GatheredParameters(built.parameters(), modifier_rank=1):
+        if deepspeed.comm.get_rank() == 1:
+            with torch.no_grad():
+                built[0].weight.fill_(3.0)
+    assert torch.equal(built[0].weight, torch.full((3, 5), 3.0, dtype=torch.float64))
+    threed.initialize(model=built, config=config(3))
+    weight = zero.safe_get_full_fp32_param(built[0].weight)
+    assert_equal(weight, torch.full((3, 5), 3.0, dtype=torch.float64), "weight of zero.Init")
+
+
+def check_offload(engine: Any) -> None:
+    """trl removes DeepSpeed's hooks while it generates."""
+    offload = engine.optimizer.parameter_offload
+    names = [name for name, _ in offload.module.named_parameters(recurse=True)]
+    assert names == [name for name, _ in engine.module.named_parameters()]
+    assert [*offload.module.ds_external_parameters()] == []
+    assert (offload.forward_hooks, offload.backward_hooks) == ([], [])
+    offload._register_deepspeed_module(offload.module)
+
+
 def check_comm() -> None:
     deepspeed = modules()["deepspeed"]
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     comm, groups = deepspeed.comm, deepspeed.utils.groups
-    assert comm.is_initialized() and comm.get_world_size() == 2
+    assert comm.is_initialized()
+    assert comm.get_world_size() == 2
     assert comm.get_rank() == torch.distributed.get_rank() == groups._get_data_parallel_rank()
     assert comm.get_rank(comm.get_world_group()) == comm.get_rank()
     assert (groups._get_data_parallel_world_size(), groups._get_sequence_parallel_rank()) == (2, 0)
@@ -162,6 +196,7 @@ def check_comm() -> None:
 
 def run() -> None:
     check_comm()
+    check_init()
     for stage in (1, 3):
         check_stage(stage)
 
@@ -177,5 +212,6 @@ def test_a_parameter_of_no_engine() -> None:
     assert zero.safe_get_full_optimizer_state(param, "exp_avg") is None
     assert zero.safe_get_full_grad(param) is param.grad
     zero.safe_set_full_fp32_param(param, torch.zeros(2))
-    assert param.tolist() == [1.0, 1.0] and not zero.is_zero_param(param)
+    assert param.tolist() == [1.0, 1.0]
+    assert not zero.is_zero_param(param)
     assert param.detach().ds_status is zero.ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]

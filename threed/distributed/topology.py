@@ -280,11 +280,7 @@ def world_axis() -> Axis:
         device = default_device()
         gpu.use(device)
         start(device)
-    if not dist.is_initialized():
-        return alone("world")
-    size = dist.get_world_size()
-    everyone = dist.group.WORLD if size > 1 else None
-    return Axis("world", tuple(range(size)), dist.get_rank(), everyone)
+    return everyone()
 
 
 def backends() -> list[str]:

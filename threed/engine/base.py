@@ -120,7 +120,7 @@ class Engine:
         # host seconds spent so far in forwards and backwards of the step in progress
         self._seconds = 0.0
         self._numbers: Later | None = None  # results of the last step; None before the first step
-        agreement.check_configuration(config, topology.axis("world"))
+        agreement.check_configuration(config, topology.axis("world"), trains)
         self.config, blueprint = draw(self.model, topology, config, trains)
         self.blueprint, self.layout = blueprint, blueprint.layout
         own_layers = [blueprint.layers[number] for number in blueprint.held]

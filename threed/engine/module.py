@@ -40,13 +40,12 @@ class ModuleEngine(Engine):
     `begin` and `update`.
 
     With `trains=False`, the engine only evaluates, for example the reference model of DPO. A rank
-    then keeps only its weights, in the compute dtype and sharded as `zero.stage` says: no
-    gradients, master weights and optimizer states. The sections `optim` and `recompute` have no effect. Run the
-    module under `torch.no_grad()`, or in `inference()` or `evaluating()`. `load` loads the weights
-    of a checkpoint. `begin`, `backward`, `step`, `update` and `save` raise RuntimeError. The flags
-    `requires_grad` stay as they are, but a backward that computes a gradient of a parameter raises
-    RuntimeError. To compute gradients of inputs, freeze the parameters
-    (`module.requires_grad_(False)`).
+    then keeps only its weights, in the compute dtype and sharded by `zero.stage`: no gradients,
+    master weights or optimizer states. The sections `optim` and `recompute` have no effect. Run the
+    module under `torch.no_grad()` or in `inference()`. `load` loads the weights of a checkpoint.
+    `begin`, `backward`, `step`, `update` and `save` raise RuntimeError. The flags `requires_grad`
+    do not change, but a backward that computes a gradient of a parameter raises RuntimeError. To
+    compute gradients of inputs, freeze the parameters (`module.requires_grad_(False)`).
 
     Attributes:
         accumulating: True between `begin` and `update`, except while a backward runs.

@@ -17,7 +17,7 @@ from threed.schedules import Plan
 from threed.zero.layout import Layout
 
 
-def check_configuration(config: Config, world: Axis) -> None:
+def check_configuration(config: Config, world: Axis, trains: bool = True) -> None:
     """Checks that all ranks have the same configuration. Collective.
 
     Ranks with different configurations would create different process groups or send tensors of
@@ -26,6 +26,7 @@ def check_configuration(config: Config, world: Axis) -> None:
     Args:
         config: this rank's configuration.
         world: axis of all ranks.
+        trains: whether this rank's engine trains; compared, too.
 
     Raises:
         ValueError: the configurations differ; the message names the first rank that differs.
@@ -33,7 +34,7 @@ def check_configuration(config: Config, world: Axis) -> None:
     # `nvme_path` is not compared, because it may differ between machines
     text = config.model_dump_json(exclude={"zero": {"nvme_path"}})
     fix = "start all ranks with the same flags"
-    _check_same(text, "has a different configuration", fix, world)
+    _check_same(f"{text} {trains}", "has a different configuration", fix, world)
 
 
 def check_plan(plan: Plan, world: Axis) -> None:

@@ -57,8 +57,8 @@ _TOPOLOGY = {
     " PipelineParallelGrid",
 }
 # module of deepspeed -> {module that defines the names: the names}. A module is relative to
-# `threed.interop.deepspeed`, unless it begins with "threed." or "torch". "name=other" means that the
-# module defines the name as `other`.
+# `threed.interop.deepspeed`, unless it begins with "torch". "name=other" means that the module defines
+# the name as `other`.
 OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "initialization": "initialize",

@@ -8,6 +8,7 @@ loss = engine.eval_batch(iterator)
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.sharding import spec_of
 from threed.engine import LayeredEngine, ModuleEngine
+from threed.interop.deepspeed.api.topology import PipelineParallelGrid
 from threed.interop.deepspeed.config.optimizers import (
     Group,
     find_groups,
@@ -32,12 +34,14 @@ from threed.interop.deepspeed.config.reader import read
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
+from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, PipelineModel, pack
 from threed.interop.deepspeed.pipeline_module import PipelineModule
-from threed.interop.deepspeed.process_topology import PipelineParallelGrid
 from threed.interop.deepspeed.views import EngineOptimizer
 from threed.pipeline.batches import Batch, Batches
 from threed.zero import records
+from threed.zero.layout import point
+from threed.zero.release import full_values
 
 STEPS = "threed does not offer {} of a PipelineEngine: use train_batch() or eval_batch()"
 INTERVAL = "activation_checkpoint_interval"
@@ -67,6 +71,31 @@ class PipelineTrainer(LayeredEngine):
 
     def drop_interrupted(self) -> None:
         """Has no effect, because backwards run only within `step`."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters and persistent buffers of all stages."""
+        return self.model.names()
+
+    def gathered(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises NotImplementedError, because stages hold different layers."""
+        fix = "use full_state_dict() and load_state_dict(weights)"
+        raise NotImplementedError(f"threed does not offer gathered of a PipelineEngine: {fix}")
+
+    def destroy(self) -> None:
+        """Ends the engine and gives the module back, complete for each stage. Collective.
+
+        See `ModuleEngine.destroy`. The engine cannot be used afterwards.
+        """
+        self.saver.end()
+        self._sync_states()
+        self.reducer.drop()
+        values = list(full_values(self.optimizer, self.model.given_dtype))
+        self.reducer.remove()
+        self.gatherer.remove()
+        for slot, full in values:
+            point(slot.param, full)
+        self.optimizer.close()
 
     def _make_batches(self, layers: Sequence[nn.Module]) -> Batches:
         return PipelineBatches(self.model, self.topology, self.config, layers)
@@ -186,10 +215,30 @@ class PipelineEngine(DeepSpeedEngine):
         """Raises RuntimeError, as in DeepSpeed."""
         raise RuntimeError(STEPS.format("step"))
 
-    def gathered(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because stages hold different layers."""
-        fix = "use full_state_dict() and engine.engine.load_full_state_dict(weights)"
-        raise NotImplementedError(f"threed does not offer gathered of a PipelineEngine: {fix}")
+    def _names(self) -> list[str]:
+        return self.trainer.names
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """Returns the full weights and buffers in the module's dtype on rank 0. Collective.
+
+        Other ranks return None.
+
+        Args:
+            exclude_frozen_parameters: must be False.
+        """
+        if exclude_frozen_parameters:
+            fix = "remove them from full_state_dict()"
+            raise NotImplementedError(
+                f"threed does not offer exclude_frozen_parameters of a PipelineEngine: {fix}"
+            )
+        full = self.trainer.full_state_dict()
+        weights, dtype = self.trainer.model.weights, self.trainer.batches.dtype
+        cast = {n: value.to(dtype) if n in weights else value for n, value in full.items()}
+        return cast if self.topology.rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Runs a full optimizer step: all micro-batches and the update. Collective.
@@ -279,12 +328,13 @@ class PipelineEngine(DeepSpeedEngine):
             pairs.append((pair[0], pair[1]))
         return pack(pairs)
 
-    def set_dataloader(self, loader: Iterable[Any]) -> None:
+    def set_dataloader(self, loader: Any) -> None:
         """Sets the loader from which `train_batch` reads, once.
 
         Args:
             loader: yields micro-batches; to read it repeatedly, pass a `RepeatingLoader`.
         """
+        self.training_dataloader = loader
         self._batches = iter(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
@@ -359,9 +409,12 @@ def initialize_pipeline(
     """
     keys, notes = dict(read(ds)), list[str]()
     interval = _interval(keys.pop("pipeline", None), model, notes)
+    if (earlier := owner(model)) is not None:
+        notes.append("model: its engine of an earlier call of initialize is destroyed")
+        earlier.destroy()
     flags = model.describe()
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(model_parameters or model.parameters())
+        optimizer = optimizer([*(model_parameters or model.parameters())])
     if "scheduler" in keys and (lr_scheduler is not None or is_scheduled(optimizer)):
         notes.append("scheduler: no effect: the program's scheduler is used")
         del keys["scheduler"]
@@ -394,7 +447,9 @@ def initialize_pipeline(
     )
     if lr_scheduler is not None:
         made = callable(lr_scheduler)
-        engine.lr_scheduler = lr_scheduler(optimizer or engine.optimizer) if made else lr_scheduler
+        engine.set_scheduler(lr_scheduler(optimizer or engine.optimizer) if made else lr_scheduler)
+    if model.axes.rank == 0 and engine.notes:
+        print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

@@ -193,6 +193,10 @@ class PipelineModel:
         module: the module of the program.
         boundaries_vary: whether shapes of activations may differ between micro-batches of the same
             shape.
+
+    Attributes:
+        given_dtype: dtype of this stage's parameters before training.
+        weights: the names of the parameters of all stages, as keys.
     """
 
     hidden = 0
@@ -206,6 +210,18 @@ class PipelineModel:
         self.boundaries_vary = boundaries_vary
         self._ties = dict(ties)
         self._values = {name: param.detach() for name, param in own.items()}
+        self.given_dtype = next((p.dtype for p in own.values()), torch.float32)
+        params = (param for group in self.groups for param in group.parameters())
+        self.weights = dict.fromkeys(spec_of(param).name for param in params)
+
+    def names(self) -> list[str]:
+        """Returns the names of the parameters and persistent buffers of all stages."""
+        found = dict(self.weights)
+        for group in self.groups:
+            for prefix, module in group.named_modules():
+                keys = module._buffers.keys() - module._non_persistent_buffers_set
+                found |= dict.fromkeys(f"{prefix}.{key}" for key in sorted(keys))
+        return [*found]
 
     def layers(self) -> list[nn.Module]:
         """Returns the groups of layers."""

@@ -31,18 +31,18 @@ from threed.config import ConfigError
 from threed.distributed import collectives
 from threed.distributed.sharding import attach, spec_of
 from threed.distributed.topology import Topology
+from threed.interop.deepspeed.api.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    ProcessTopology,
+    find_stages,
+)
 from threed.interop.deepspeed.pipeline_layers import (
     LayerGroup,
     LayerRecord,
     PipelineModel,
     group_layers,
     outline,
-)
-from threed.interop.deepspeed.process_topology import (
-    PipeDataParallelTopology,
-    PipelineParallelGrid,
-    ProcessTopology,
-    find_stages,
 )
 from threed.layers import Slicing
 from threed.models import partition, wrapped

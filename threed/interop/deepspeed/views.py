@@ -14,6 +14,7 @@ from torch import Tensor
 
 from threed.distributed.sharding import spec_of
 from threed.engine import ModuleEngine
+from threed.interop.deepspeed.api.zero import ParameterOffload
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
 # Keys of a parameter group whose values `_kept` does not return: the learning rates, because they
@@ -170,6 +171,11 @@ class EngineOptimizer(torch.optim.Optimizer):
                 values[index] = rate
         self._engine.set_learning_rates(values)
         self._rates = rates
+
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """An object without hooks, because trl removes DeepSpeed's hooks during `generate`."""
+        return ParameterOffload(self._engine.module)
 
     @property
     def loss_scale(self) -> float:

@@ -9,6 +9,7 @@
     lr_schedules    DeepSpeed's learning rate schedules
     checkpointing   activation checkpointing
     pipeline        `PipelineModule`
+    topology        the grids of ranks of pipelines
     config          the configuration, and enumerations of its values
     zero_to_fp32    weights of a checkpoint
     utils           other functions

@@ -26,7 +26,7 @@ _ON_CPU: dict[str, Any] = dict.fromkeys(
 class DeepSpeedAccelerator:
     """The device of this process: the GPU of its local rank, or the CPU.
 
-    Methods that this class does not define are those of `torch.cuda` or `torch.cpu`. On a CPU,
+    Methods that this class does not define are functions of `torch.get_device_module`. On a CPU,
     functions of memory and seeds have no effect.
     """
 

@@ -1,7 +1,7 @@
 """deepspeed.utils.groups: sizes and ranks of process groups.
 
-The modules that DeepSpeed's API trains are split over data-parallel ranks only. All other sizes are
-therefore 1.
+They describe training without a `PipelineModule`, which is split over data-parallel ranks only. All
+other sizes are therefore 1. With a `PipelineModule`, use the engine's attributes and `engine.grid`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from threed.config import ConfigError
 from threed.core.process import process_space
 from threed.distributed import collectives
 from threed.distributed.sharding import is_managed
-from threed.distributed.topology import world_axis
+from threed.distributed.topology import Axis, world_axis
 from threed.interop.deepspeed.config.reader import read
 from threed.memory.mapped import ELSEWHERE, MappedFile, place, region_of
 from threed.models.wrapped import keeps_dtype
@@ -93,7 +93,6 @@ class Init(contextlib.ContextDecorator):
         self._files: list[_Files] = []  # one entry per block in progress
         if not enabled:
             return
-        self._axis = world_axis()
         groups = {
             "data_parallel_group": data_parallel_group,
             "sequence_data_parallel_group": sequence_data_parallel_group,
@@ -103,7 +102,7 @@ class Init(contextlib.ContextDecorator):
             "zero_quantized_weights": zero_quantized_weights,
             "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
         }
-        if problems := list(_problems(groups, refused, mpu, self.dtype, self._axis.size)):
+        if problems := list(_problems(groups, refused, mpu, self.dtype)):
             raise ConfigError(problems)
         if module is not None:
             with self:
@@ -111,7 +110,7 @@ class Init(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         if self.enabled:
-            self._files.append(_Files(self._folder, self._axis))
+            self._files.append(_Files(self._folder, world_axis()))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.enabled:
@@ -126,21 +125,22 @@ class _Files:
         axis: all ranks.
     """
 
-    def __init__(self, folder: Path, axis: Any) -> None:
+    def __init__(self, folder: Path, axis: Axis) -> None:
         self.axis = axis
         places = collectives.exchange(process_space(), axis)
         ranks = [rank for rank, place in enumerate(places) if place == places[axis.index]]
-        self._attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
-        own, path = self._attempt(lambda: tempfile.mkstemp(prefix="threed-init-", dir=folder))
         first = ranks[0] == axis.index
+        paths = list[str]()
         try:
+            own, path = self._attempt(lambda: _create(folder, paths))
             path_of_first = collectives.exchange(path, axis)[ranks[0]]
             # Opened now, because the files are unlinked before the block begins.
             self._shared = self._attempt(
                 lambda: os.dup(own) if first else os.open(path_of_first, os.O_RDWR)
             )
         finally:
-            os.unlink(path)
+            for path in paths:
+                os.unlink(path)
         self.file = MappedFile(own, folder, ranks if first else [axis.index], writes=True)
         self._ranks, self._first = ranks, first
         # All modules with new parameters, by id. References are strong, so that all ranks have the
@@ -304,6 +304,14 @@ def share_changes(params: Iterable[Tensor], modifier_rank: int) -> None:
         region.drop_pages()
 
 
+def _create(folder: Path, paths: list[str]) -> tuple[int, str]:
+    """Creates a temporary file; returns its descriptor and path, and adds the path to `paths`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fd, path = tempfile.mkstemp(prefix="threed-init-", dir=folder)
+    paths.append(path)
+    return fd, path
+
+
 def _can_move(param: Any) -> bool:
     """Returns whether a parameter is a plain tensor in the CPU's memory, with at least one element."""
     return (
@@ -323,11 +331,10 @@ def _problems(
     refused: dict[str, bool],
     mpu: Any,
     dtype: torch.dtype | None,
-    world: int,
 ) -> Iterator[str]:
     """Yields a message for each argument of `Init` that is not supported."""
     for name, group in groups.items():
-        if group is not None and group.size() != world:
+        if group is not None and group.size() != world_axis().size:
             yield f"zero.Init({name}=...): threed does not offer groups of some ranks: pass the group of all ranks"
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         yield "zero.Init(mpu=...): threed does not offer model parallelism in zero.Init: build the model from threed.layers"

@@ -1,10 +1,8 @@
-"""DeepSpeed's pipeline API: layers, modules, engines and topologies.
+"""DeepSpeed's pipeline API: layers, the module that splits them into stages, and the engine.
 
-    model = PipelineModule(layers, num_stages=2, loss_fn=loss)
-    engine, _, _, _ = initialize_pipeline("ds_config.json", model, training_data=data)
-    engine.train_batch()
-
-`threed.initialize` calls `initialize_pipeline` for a `PipelineModule`.
+model = PipelineModule(layers, num_stages=2, loss_fn=loss)
+engine, _, _, _ = threed.initialize(model=model, config="ds_config.json", training_data=data)
+engine.train_batch()
 """
 
 from threed.interop.deepspeed.pipeline_engine import PipelineEngine as PipelineEngine
@@ -12,13 +10,3 @@ from threed.interop.deepspeed.pipeline_engine import initialize_pipeline as init
 from threed.interop.deepspeed.pipeline_module import LayerSpec as LayerSpec
 from threed.interop.deepspeed.pipeline_module import PipelineModule as PipelineModule
 from threed.interop.deepspeed.pipeline_module import TiedLayerSpec as TiedLayerSpec
-from threed.interop.deepspeed.process_topology import (
-    PipeDataParallelTopology as PipeDataParallelTopology,
-)
-from threed.interop.deepspeed.process_topology import (
-    PipelineParallelGrid as PipelineParallelGrid,
-)
-from threed.interop.deepspeed.process_topology import (
-    PipeModelDataParallelTopology as PipeModelDataParallelTopology,
-)
-from threed.interop.deepspeed.process_topology import ProcessTopology as ProcessTopology

@@ -2,8 +2,8 @@
 
 `mark_parameters` sets an attribute on the parameters of an engine of DeepSpeed's API, by which the
 functions of this module find the engine of a parameter. Under ZeRO stage 3, it also sets DeepSpeed's
-attributes of sharded parameters (`ds_id`, `ds_shape`, `ds_numel`, `ds_status`), which peft,
-transformers and trl read. `unmark_parameters` removes them.
+attributes of sharded parameters (`ds_id`, `ds_shape`, `ds_numel`, `ds_status`,
+`ds_active_sub_modules`), which peft, transformers and trl read. `unmark_parameters` removes them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from threed.distributed import collectives, topology
-from threed.distributed.sharding import Piece
+from threed.distributed.sharding import Piece, is_managed
 from threed.engine import ModuleEngine
+from threed.interop.deepspeed.api.init import share_changes
+from threed.memory.mapped import region_of
 from threed.zero import records
 from threed.zero.layout import Slot
 from threed.zero.records import WEIGHT
 
-_MARKS = ("ds_engine", "ds_id", "ds_shape", "ds_numel", "ds_status")
+_MARKS = ("ds_engine", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules")
 # name of an optimizer's state in DeepSpeed -> its further name in threed
 _STATES = {"momentum_buffer": ("momentum_buffer",), "exp_avg": ("exp_avg", "momentum_buffer")}
 _orig_torch_arange, _orig_torch_empty, _orig_torch_zeros = torch.arange, torch.empty, torch.zeros
@@ -68,6 +70,7 @@ def mark_parameters(engine: ModuleEngine) -> None:
             if engine.config.zero.stage == 3:
                 param.ds_id, param.ds_status = number, status
                 param.ds_shape, param.ds_numel = slot.shape, slot.shape.numel()
+                param.ds_active_sub_modules = set()
             number += 1
 
 
@@ -106,6 +109,7 @@ class GatheredParameters:
 
     Raises:
         ValueError: if no rank has the number `modifier_rank`.
+        NotImplementedError: for a parameter of an engine of a `PipelineModule`.
     """
 
     def __init__(
@@ -129,6 +133,12 @@ class GatheredParameters:
         free: list[Tensor] = []
         for param in self._params:
             engine = engine_of(param)
+            if engine is None and is_managed(param):
+                raise NotImplementedError(
+                    f"threed does not offer GatheredParameters for a parameter of shape {list(param.shape)} of an engine"
+                    " that deepspeed.initialize has not made for a plain module: use engine.full_state_dict(), or"
+                    " engine.gathered() of a threed.ModuleEngine"
+                )
             if engine is None:
                 free.append(param)
             else:
@@ -173,9 +183,10 @@ def _broadcast(params: Sequence[Tensor], rank: int) -> Iterator[None]:
         raise ValueError(f"modifier_rank {rank}: ranks are 0 to {everyone.size - 1}")
     with collectives.failing_together(everyone, "the block of GatheredParameters"):
         yield
+    share_changes(params, rank)
     for param in params if everyone.size > 1 else ():
-        if not param.is_meta:
-            values = param.detach().to(topology.default_device()).contiguous()
+        if not param.is_meta and region_of(param) is None:
+            values = param.detach().to(collectives.device_of(everyone)).contiguous()
             collectives.broadcast(values, everyone, rank)
             param.data.copy_(values)
 
@@ -307,6 +318,36 @@ def _box(piece: Piece) -> tuple[slice, ...]:
 
 
 # ------------------------------------------------------------------------------------------ functions without effect
+
+
+class ParameterOffload:
+    """The hooks of DeepSpeed's stage 3, which trl removes during `generate`: here, there are none.
+
+    Args:
+        module: the module of the engine.
+
+    Attributes:
+        module: this object; it has the methods that trl calls on the module.
+        forward_hooks: an empty list.
+        backward_hooks: an empty list.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters_of = module
+        self.module = self
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the names and parameters of the module."""
+        return self._parameters_of.named_parameters(recurse=recurse)
+
+    def ds_external_parameters(self) -> tuple[()]:
+        """Returns an empty tuple, because modules need not register the parameters that they use."""
+        return ()
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Has no effect, because no hooks were removed."""
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -38,9 +38,9 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
-        places = product(*map(range, self.dims))
         self.mapping: dict[Any, int] = {
-            self.ProcessCoord(*place): rank for rank, place in enumerate(places)
+            self.ProcessCoord(*place): rank
+            for rank, place in enumerate(product(*map(range, self.dims)))
         }
 
     def get_rank(self, **coordinates: int) -> int:
