@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import os
 import pickle
 import threading
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import threed
+from tests.disks import tmpfs
 from tests.harness import run_ranks
 from threed.config import Config, ConfigError
 from threed.distributed import collectives
@@ -221,6 +223,14 @@ def test_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     file.touch()
     with pytest.raises(RuntimeError, match=r"zero.Init.*TMPDIR"), Init(folder=file):
         pass
+
+
+def test_a_disk_that_fills_up_does_not_kill_the_process(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    with tmpfs(folder, "2m"):
+        with pytest.raises(OSError, match="No space left"), Init(folder=folder):
+            nn.ModuleList(nn.Linear(256, 256) for _ in range(16))
+        gc.collect()  # the error refers to mappings of the disk
 
 
 class Half:
