@@ -31,7 +31,7 @@ def suggest(name: str, groups: Mapping[str, type[BaseModel]]) -> tuple[list[str]
     if hint is None:
         return [], ""
     flags = [f"--{key}" for key in hint.keys]
-    return flags, f" ({hint.source}: {'use ' + ' and '.join(flags) if flags else hint.text})"
+    return flags, f" ({hint.source}: {'use ' + ', '.join(flags) if flags else hint.text})"
 
 
 def close_flags(name: str, groups: Mapping[str, type[BaseModel]]) -> list[str]:

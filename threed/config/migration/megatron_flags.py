@@ -152,7 +152,7 @@ _COMBINED: Mapping[str, tuple[str, str]] = {
     "split": ("N", "data.split"),
     "tokenizer-type": ("N", "data.tokenizer"),
     "tokenizer-model": ("N", "data.tokenizer"),
-    "load": ("N", "run.dir"),
+    "load": ("N", "run.dir checkpoint.resume"),
     "profile": ("", "log.profile-steps"),
     "use-pytorch-profiler": ("", "log.profile-steps"),
     "profile-step-start": ("N", "log.profile-steps"),

@@ -278,10 +278,10 @@ def nearest(name: str) -> Hint | None:
     Args:
         name: a flag or key without hyphens in front; underscores count as hyphens.
     """
-    name = name.replace("_", "-")
+    flag, name = name, name.replace("_", "-")
     megatron = [name for name in megatron_flags.FLAGS if not name.endswith("*")]
     near = difflib.get_close_matches(name, [*megatron, *_TRAINER, *_DEEPSPEED], 1, 0.92)
     if near:
         return find(near[0])
-    family = megatron_flags.find(name)
+    family = megatron_flags.find(flag)  # these flags have hyphens
     return None if family is None else _without_key(family)
