@@ -8,6 +8,7 @@ must be up to date.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -171,7 +172,10 @@ def check_command(words: list[str]) -> None:
     elif program == "torchrun":
         at = next(i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m")
         check_launch(rest[:at])
-        if rest[at] == "-m":
+        if rest[at : at + 2] == ["-m", "threed.interop.deepspeed"]:
+            # the script is the reader's
+            assert importlib.util.find_spec("threed.interop.deepspeed.__main__"), words
+        elif rest[at] == "-m":
             assert rest[at + 1 : at + 3] == ["threed", "train"], words
             check_tool(rest[at + 2 :], world_of(rest[:at]))
         else:
@@ -290,6 +294,8 @@ def test_python_code_runs_or_is_part_of_an_example(
             code = compile(textwrap.dedent(block), str(path), "exec")
             if "threed.initialize" in block:  # it creates a process group
                 run_ranks(1, run_beside_a_model, block, str(tmp_path))
+            elif "fully_shard" in block:  # it creates a process group, too
+                run_ranks(1, run_as_by_torchrun, block)
             elif "from_pretrained" not in block:  # such a block needs a finished run
                 exec(code, {"__name__": "page"})
 
@@ -306,6 +312,12 @@ def run_beside_a_model(block: str, folder: str) -> None:
     rows = hf_models.batch(0, 4)
     data = [{key: value[i] for key, value in rows.items()} for i in range(4)]
     exec(block, {"__name__": "page", "model": hf_models.make("gpt2"), "data": data})
+
+
+def run_as_by_torchrun(block: str) -> None:
+    """Runs code of a page with the environment of a single rank."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+    exec(block, {"__name__": "page"})
 
 
 @pytest.mark.parametrize("name", pictures.SCHEDULES)
