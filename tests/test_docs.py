@@ -25,9 +25,10 @@ from benchmarks import gpu
 from tests import hf_models, keys, mutants, pictures, structure
 from tests.harness import run_ranks, run_script
 from threed import schedules
-from threed.cli import parser
+from threed.cli import from_megatron, parser
 from threed.config.arguments import GROUPS, format_problems, load
 from threed.config.groups import ConfigError, key_name
+from threed.config.migration.megatron import translate
 from threed.core import source
 from threed.data.tokenizer_files import PUBLISHED
 from threed.schedules import registry
@@ -243,7 +244,14 @@ def check_training(script: str, flags: list[str], world: int) -> None:
 
 
 def check_tool(words: list[str], world: int = 1) -> None:
-    if words[0] in ("train", "plan"):
+    if from_megatron.FLAG in words:
+        at = words.index(from_megatron.FLAG)
+        found = translate(words[at + 1], world_size=8)
+        assert (at, found.problems) == (1, ()), words
+        load(
+            [*found.flags, *words[at + 2 :]], defaults={"model": {"arch": found.arch}}, world_size=8
+        )
+    elif words[0] in ("train", "plan"):
         custom = source.names_model(words[1])
         arch = words.pop(1) if custom or words[1] in ("gpt", "llama") else "gpt"
         load(words[1:], defaults={"model": {"arch": arch}}, world_size=world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from threed.config.migration.megatron_flags import FLAGS, find
 from threed.config.migration.megatron_rules import RULES, Given, Setting
 
 KEYS = {f"{group}.{key_name(key)}" for group, model in GROUPS.items() for key in model.model_fields}
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "megatron.md"
 SHAPE = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 2"
 LLAMA = (
     f"{SHAPE} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
@@ -91,6 +93,39 @@ def test_a_refused_flag_is_named(name: str) -> None:
     assert problem == f"--{name} 7: {flag.text}"
     for value in flag.allowed:
         assert translate(f"{SHAPE} --{name} {value}").problems == ()
+
+
+# The page docs/guide/megatron.md
+
+
+def test_the_page_has_every_flag_with_its_keys() -> None:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    rows = [line.split(" | ", 1) for line in lines]
+    for flag in FLAGS.values():
+        pattern = re.compile(rf"--{flag.name}(?![\w-])")
+        text = "".join(right for left, right in rows if pattern.search(left))
+        keys = [key for key in flag.keys if key not in ("model.arch", "checkpoint.resume")]
+        assert all(f"--{key}" in text for key in keys), flag.name
+    named = [name for left, _ in rows for name in re.findall(r"--([\w-]+)", left)]
+    assert [name for name in named if find(name) is None] == []
+
+
+@pytest.mark.parametrize("kind", ["unused", "refused"])
+def test_the_page_has_every_flag_without_a_key(kind: str) -> None:
+    names: dict[str, list[str]] = {}
+    for flag in FLAGS.values():
+        if flag.kind == kind:
+            names.setdefault(flag.text, []).append(f"`--{flag.name.replace('*', '…')}`")
+    page = PAGE.read_text()
+    for reason, flags in names.items():
+        text = reason.replace("*", r"\*")
+        assert f"| {', '.join(flags)} | {text} |\n" in page
+
+
+def test_the_example_of_the_page_is_a_real_one() -> None:
+    page = PAGE.read_text()
+    (flags,) = re.findall(r"--from-megatron '([^'\n]+--bf16)'", page)
+    assert f"```text\n{translate(flags, 8)}\n```" in page
 
 
 # Translations

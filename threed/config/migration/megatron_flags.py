@@ -191,7 +191,7 @@ _UNUSED: Mapping[str, str] = {
         "initial-loss-scale=N min-loss-scale=N loss-scale-window=N hysteresis=N",
     "a step with a loss or gradients that are not finite is skipped on all ranks":
         "no-check-for-nan-in-loss-and-grad",
-    "all results are reproducible functions of the seed": "deterministic-mode",
+    "initial values, data order and dropout are functions of the seed": "deterministic-mode",
     "without --data.path, a run reads the source files of Python's standard library": "mock-data",
     "THREED_CACHE sets the folder of caches": "data-cache-path=N",
     "samples are read without worker processes":
@@ -216,7 +216,7 @@ _UNUSED: Mapping[str, str] = {
     "garbage collection and memory are managed by threed":
         "manual-gc manual-gc-interval=N no-manual-gc-eval disable-manual-gc-eval empty-unused-memory-level=N"
         " train-sync-interval=N",
-    "initial values are always computed on the device, per rank":
+    "each rank computes the initial values of its slices":
         "use-cpu-initialization init-model-with-meta-device",
     "the run folder and the watchdog of threed need no settings":
         "enable-ft-package calc-ft-timeouts ft-* flight-recorder-* no-flight-recorder-*"
