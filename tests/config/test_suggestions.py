@@ -384,6 +384,7 @@ def test_names_of_other_frameworks(table: Mapping[str, str], least: int) -> None
     ("name", "text"),
     [
         ("load", " (Megatron-LM: use --run.dir, --checkpoint.resume)"),
+        ("fp16", " (Megatron-LM: use --precision.dtype fp16)"),
         ("overlap-grad-reduce", " (Megatron-LM: not needed: always on)"),
         ("moe-anything", " (Megatron-LM: not supported: threed has no mixture of experts"),
         ("tensor-model-paralel-size", " (Megatron-LM: use --parallel.tp)"),

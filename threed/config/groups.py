@@ -414,7 +414,8 @@ class RunConfig(_Group):
     """run folder; if not set: runs/NAME, where NAME is run.name. If a TOML file sets run.dir, the flag
     --run.name without --run.dir still selects runs/NAME"""
     name: FolderName | None = None
-    """name of the run; if not set, the name of the preset or TOML file, else the architecture"""
+    """name of the run in wandb, and of the run folder if run.dir is not set; if not set, the name of
+    the preset or TOML file, else the architecture"""
     check_replicas: Natural = 0
     """steps between comparisons of replicated state across ranks; 0: never"""
     hang_timeout: DurationOrNone = 600.0

@@ -30,8 +30,7 @@ def suggest(name: str, groups: Mapping[str, type[BaseModel]]) -> tuple[list[str]
     hint = hint or other_names.find(key) or other_names.nearest(name)
     if hint is None:
         return [], ""
-    flags = [f"--{key}" for key in hint.keys]
-    return flags, f" ({hint.source}: {'use ' + ', '.join(flags) if flags else hint.text})"
+    return [f"--{key}" for key in hint.keys], f" ({hint.source}: {hint.text})"
 
 
 def close_flags(name: str, groups: Mapping[str, type[BaseModel]]) -> list[str]:

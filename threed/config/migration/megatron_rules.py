@@ -451,7 +451,8 @@ def _share(text: str) -> str:
     if not all(re.fullmatch(r"[\d.]+", part) for part in parts):
         raise Untranslatable(f"--split {text}: must be numbers, such as 949,50,1")
     numbers = [float(part) for part in parts]
-    share = numbers[1] / sum(numbers) if len(numbers) > 1 and sum(numbers) else 0.0
+    total = sum(numbers)
+    share = numbers[1] / total if len(numbers) > 1 and total else 0.0
     if not share:
         raise Untranslatable(f"--split {text}: threed always validates; use a split such as 99,1,0")
     return f"{share:.6g}"

@@ -1,7 +1,7 @@
 """Names of other frameworks that users give as flags or keys of threed, with the keys to use.
 
-    find("learning_rate")            # Hint("TrainingArguments", ("optim.lr",))
-    find("tensor-model-parallel-size")      # Hint("Megatron-LM", ("parallel.tp",))
+    find("learning_rate")       # Hint("TrainingArguments", ("optim.lr",), "use --optim.lr")
+    find("swiglu")              # Hint("Megatron-LM", ("model.arch",), "use --model.arch")
 
 The names are those of Megatron-LM (`megatron_flags`), of DeepSpeed's configuration (0.19), and of
 the `TrainingArguments` of Hugging Face transformers (5.24).
@@ -229,23 +229,29 @@ class Hint:
     Attributes:
         source: the framework.
         keys: keys of threed, as `group.key`; empty if there is none.
-        text: if there is no key, the reason or what to do.
+        text: the flags to use; if there are none, the reason or what to do.
     """
 
     source: str
-    keys: tuple[str, ...] = ()
-    text: str = ""
+    keys: tuple[str, ...]
+    text: str
 
 
 def _read(source: str, entry: str) -> Hint:
     keys, _, text = entry.partition(": ")
-    return Hint(source, tuple(keys.split()), text)
+    return _use(source, *keys.split()) if keys else Hint(source, (), text)
+
+
+def _use(source: str, *keys: str, value: str = "") -> Hint:
+    flags = ", ".join(f"--{key}" for key in keys)
+    return Hint(source, keys, f"use {flags} {value}".rstrip())
 
 
 def _candidates(name: str) -> Iterator[Hint]:
     flag = megatron_flags.FLAGS.get(name)
     if flag is not None and flag.keys:
-        yield Hint("Megatron-LM", flag.keys)
+        switch = flag.kind == "key" and not flag.values
+        yield _use("Megatron-LM", *flag.keys, value=flag.form if switch else "")
     last = name.rpartition(".")[2]
     for source, table in (("TrainingArguments", _TRAINER), ("DeepSpeed", _DEEPSPEED)):
         for word in dict.fromkeys([name, ".".join(name.split(".")[-2:]), last]):
@@ -257,7 +263,7 @@ def _candidates(name: str) -> Iterator[Hint]:
 
 def _without_key(flag: megatron_flags.Flag) -> Hint:
     refused = flag.kind == "refused"
-    return Hint("Megatron-LM", text=f"{'not supported' if refused else 'not needed'}: {flag.text}")
+    return Hint("Megatron-LM", (), f"{'not supported' if refused else 'not needed'}: {flag.text}")
 
 
 def find(name: str) -> Hint | None:
