@@ -17,6 +17,8 @@ from threed.config.groups import Config, key_name
 from threed.config.migration.megatron import split, translate
 from threed.config.migration.megatron_flags import FLAGS, find
 from threed.config.migration.megatron_rules import RULES, Given, Setting
+from threed.config.resolution import resolve_model
+from threed.interop.megatron.model_args import model_of
 
 KEYS = {f"{group}.{key_name(key)}" for group, model in GROUPS.items() for key in model.model_fields}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "megatron.md"
@@ -262,6 +264,31 @@ def test_a_translated_run_has_the_values_of_megatron() -> None:
 def test_every_architecture_passes_the_checks_of_threed(arch: str) -> None:
     assert config_of(f"{LLAMA} {arch}").model.arch != "gpt"
     assert config_of(f"{SHAPE} --disable-bias-linear").model.arch == "gpt"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        LLAMA,
+        f"{LLAMA} --add-qkv-bias --untie-embeddings-and-output-weights",
+        f"{LLAMA} --qk-layernorm --group-query-attention --num-query-groups 4 --rotary-base 500000",
+        f"{LLAMA.replace('--disable-bias-linear', '')} --use-rope-scaling --rope-scaling-factor 4.0",
+        SHAPE,
+        f"{SHAPE} --disable-bias-linear --norm-epsilon 1e-6 --kv-channels 32",
+    ],
+)
+def test_the_flags_and_the_arguments_in_a_checkpoint_give_one_model(flags: str) -> None:
+    flags += " --max-position-embeddings 128 --seq-length 128 --vocab-size 1000"
+    flags += f" --ffn-hidden-size {2688 if 'swiglu' in flags else 4096}"
+    given, _ = split(f"{flags} --hidden-dropout 0")
+    args: dict[str, Any] = {"padded_vocab_size": 1000, "bias_gelu_fusion": True}
+    for name, words in given.items():
+        text = words[0] if words else ""
+        args[name.replace("-", "_")] = int(text) if text.isdecimal() else text or True
+    args["norm_epsilon"] = float(args.get("norm_epsilon", 1e-5))
+    args["add_bias_linear"] = "disable-bias-linear" not in given
+    config = config_of(f"{flags} --hidden-dropout 0")
+    assert resolve_model(config.model) == model_of(args, "a checkpoint")
 
 
 # Refusals

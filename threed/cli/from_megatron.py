@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from threed.config.migration.megatron import Translation, translate
 from threed.core.messages import counted
+
+if TYPE_CHECKING:
+    from threed.config.migration.megatron import Translation
 
 FLAG = "--from-megatron"
 _RANKS_PER_MACHINE = 8
@@ -27,6 +30,7 @@ def plan(words: Sequence[str]) -> int:
         words: the command line after `threed plan`.
     """
     from threed.cli import launch
+    from threed.config.migration.megatron import translate
 
     text, rest = _split(words)
     if text is None:

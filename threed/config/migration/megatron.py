@@ -5,9 +5,9 @@
     translation.flags           # ["--model.layers", "24", …]
     print(translation)          # what became of each flag
 
-Flags that Megatron-LM has by default are translated too if the default of threed differs. The
-table of flags is `threed.config.migration.megatron_flags`; the functions of `RULES` translate the
-flags that depend on each other.
+Defaults of Megatron-LM that differ from those of threed are translated, too. The table of flags is
+`threed.config.migration.megatron_flags`; the functions of `RULES` translate the flags that depend
+on each other.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def translate(text: str, world_size: int = 1) -> Translation:
         elif flag.kind == "unused":
             unused.append(Unused(name, flag.text))
         elif flag.kind == "refused":
-            unused.append(Unused(name, f"{' '.join(words)} is what threed does"))
+            unused.append(Unused(name, "with this value, the same in threed"))
     given = Given({name: words for name, words in values.items() if find(name)}, world_size)
     for rule in RULES:
         try:

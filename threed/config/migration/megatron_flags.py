@@ -225,6 +225,7 @@ _UNUSED: Mapping[str, str] = {
     "tokens are read from the files, without code from a model repository":
         "trust-remote-code tokenizer-hf-no-use-fast tokenizer-hf-no-include-special-tokens",
     "GELU always has its tanh form": "openai-gelu",
+    "norms store their weights without an offset; training is the same": "apply-layernorm-1p",
     "master weights and optimizer states are always fp32": "use-precision-aware-optimizer",
     "it applies only to the options of experts": "no-weight-decay-cond-type=N",
 }  # fmt: skip
@@ -246,7 +247,7 @@ _REFUSED: Mapping[str, str] = {
         "squared-relu quick-geglu glu-linear-offset=N activation-func-clamp-value=N",
     "it selects GELU by the error function, and threed has its tanh form; use --openai-gelu": "no-bias-gelu-fusion",
     _KINDS:
-        "softmax-type=N apply-layernorm-1p apply-residual-connection-post-layernorm qk-l2-norm qk-clip"
+        "softmax-type=N apply-residual-connection-post-layernorm qk-l2-norm qk-clip"
         " attention-output-gate rotary-interleaved rotary-seq-len-interpolation-factor=N no-rope-freq=N"
         " window-attn-skip-freq=N apply-query-key-layer-scaling fp32-residual-connection relative-attention-*"
         " no-position-embedding yarn-* no-yarn-* rope-type=N mrope-section=N… mscale=N mscale-all-dim=N"
