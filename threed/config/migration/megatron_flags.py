@@ -23,7 +23,7 @@ class Flag:
 
     Attributes:
         name: the flag without its hyphens. A name that ends with * stands for all flags with this
-            beginning that have no entry of their own.
+            beginning that have no separate entry.
         kind: "key" for a flag that sets one key, whatever the other flags are; "combined" for a
             flag that is translated together with other flags; "unused" for a flag that needs no
             replacement; "refused" for a feature that threed does not have.
@@ -33,7 +33,7 @@ class Flag:
         words: for the kind "key", the value of the key by the value of the flag, for flags with a
             fixed set of values.
         form: for the kind "key", the value of the key, in which {} is the value of the flag.
-        allowed: for the kind "refused", values with which the flag changes nothing.
+        allowed: for the kind "refused", values with which the flag has no effect.
     """
 
     name: str
@@ -302,7 +302,7 @@ _REFUSED: Mapping[str, str] = {
     "threed trains decoders":
         "encoder-* decoder-num-layers=N decoder-seq-length=N vision-* dino-* bert-* ict-* retriever-*",
 }  # fmt: skip
-# Values with which a flag of `_REFUSED` changes nothing.
+# Values with which a flag of `_REFUSED` has no effect.
 _HARMLESS: Mapping[str, tuple[str, ...]] = {
     "num-experts": ("0",), "expert-model-parallel-size": ("1",), "context-parallel-size": ("1",),
     "attention-dropout": ("0", "0.0"), "init-method-std": ("0.02",), "embedding-init-method-std": ("0.02",),

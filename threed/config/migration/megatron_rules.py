@@ -86,7 +86,7 @@ class Given:
         except ValueError:
             raise Untranslatable(f"--{name} {self.text(name)}: must be a number") from None
 
-    def whole(self, name: str, default: int = 1) -> int:
+    def integer(self, name: str, default: int = 1) -> int:
         """Returns the value of a flag as a whole number of at least 1."""
         text = self.text(name, str(default))
         if not text.isdecimal() or int(text) < 1:
@@ -96,7 +96,7 @@ class Given:
     @property
     def data_ranks(self) -> int:
         """Number of data-parallel ranks, at least 1."""
-        model = self.whole("tensor-model-parallel-size") * self.whole(
+        model = self.integer("tensor-model-parallel-size") * self.integer(
             "pipeline-model-parallel-size"
         )
         return max(1, self.world_size // model)
@@ -104,21 +104,21 @@ class Given:
     @property
     def batch(self) -> int:
         """Sequences per step; by default, one micro-batch per data-parallel rank."""
-        return self.whole("global-batch-size", self.whole("micro-batch-size") * self.data_ranks)
+        return self.integer("global-batch-size", self.integer("micro-batch-size") * self.data_ranks)
 
     @property
     def iterations(self) -> int:
         """Number of steps, or 0 if it is not given."""
         if "train-samples" in self:
-            return self.whole("train-samples") // self.batch
-        return self.whole("train-iters") if "train-iters" in self else 0
+            return self.integer("train-samples") // self.batch
+        return self.integer("train-iters") if "train-iters" in self else 0
 
     @property
     def decay_iterations(self) -> int:
         """Number of steps over which the learning rate decays, or 0 if it is not given."""
         if "lr-decay-samples" in self:
-            return self.whole("lr-decay-samples") // self.batch
-        return self.whole("lr-decay-iters") if "lr-decay-iters" in self else self.iterations
+            return self.integer("lr-decay-samples") // self.batch
+        return self.integer("lr-decay-iters") if "lr-decay-iters" in self else self.iterations
 
 
 def _architecture(given: Given) -> Items:
@@ -178,7 +178,7 @@ def _weights(given: Given) -> Items:
     if "ffn-hidden-size" in given:
         yield Setting("model.ffn", given.text("ffn-hidden-size"), flags)
     elif gated and "hidden-size" in given:
-        ffn = int((4 * given.whole("hidden-size") * 2 / 3) / 64) * 64
+        ffn = int((4 * given.integer("hidden-size") * 2 / 3) / 64) * 64
         yield Setting("model.ffn", str(ffn))
     if "vocab-size" in given:
         yield Setting("model.vocab", given.text("vocab-size"), ("vocab-size",))
@@ -228,11 +228,11 @@ def _pipeline(given: Given) -> Items:
         "num-layers-per-virtual-pipeline-stage",
         "num-virtual-stages-per-pipeline-rank",
     )
-    stages, chunks = given.whole("pipeline-model-parallel-size"), given.whole(per_rank)
+    stages, chunks = given.integer("pipeline-model-parallel-size"), given.integer(per_rank)
     if per_stage in given and per_rank in given:
         raise Untranslatable(f"--{per_stage} with --{per_rank}: keep one")
     if per_stage in given:
-        layers, size = given.whole("num-layers", 0), given.whole(per_stage)
+        layers, size = given.integer("num-layers", 0), given.integer(per_stage)
         chunks, rest = divmod(layers, stages * size)
         if rest or not chunks:
             problem = f"{layers} layers cannot be divided into {stages} stages of {size} layers"
@@ -267,9 +267,9 @@ def _partition(given: Given, stages: int) -> tuple[list[int], tuple[str, ...]]:
     flags = given.among(*ends)
     if not flags or stages == 1:
         return [], flags
-    first, last = (given.whole(name) if name in given else 0 for name in ends)
+    first, last = (given.integer(name) if name in given else 0 for name in ends)
     between = stages - len(flags)
-    size, rest = divmod(given.whole("num-layers", 0) - first - last, max(1, between))
+    size, rest = divmod(given.integer("num-layers", 0) - first - last, max(1, between))
     if rest or size < 0 or (not between and size):
         others = "the other layers cannot be divided evenly over the other stages"
         raise Untranslatable(f"--{' --'.join(flags)}: {others}")
@@ -290,7 +290,7 @@ def _layout(text: str) -> list[int]:
 
 
 def _tensor(given: Given) -> Items:
-    if given.whole("tensor-model-parallel-size") == 1:
+    if given.integer("tensor-model-parallel-size") == 1:
         for name in given.among("sequence-parallel"):
             yield Unused(name, "it needs tensor parallelism")
     elif "sequence-parallel" in given:
@@ -319,14 +319,14 @@ def _sharding(given: Given) -> Items:
         yield Setting("zero.stage", "1" if flags else "0", flags)
         for name in given.among(strategy, keeps):
             yield Unused(name, "it needs --use-megatron-fsdp or --use-torch-fsdp2")
-    groups = given.whole(instances)
+    groups = given.integer(instances)
     if groups > 1 and given.data_ranks % groups:
         ranks = f"{given.data_ranks} data ranks are not a multiple of {groups}"
         raise Untranslatable(f"--{instances} {groups}: {ranks}; give --world-size to threed plan")
     if groups > 1:
         yield Setting("zero.shard-size", str(given.data_ranks // groups), (instances,))
     if "ddp-bucket-size" in given:
-        nbytes = given.whole("ddp-bucket-size") * (2 if "grad-reduce-in-bf16" in given else 4)
+        nbytes = given.integer("ddp-bucket-size") * (2 if "grad-reduce-in-bf16" in given else 4)
         yield Setting("zero.bucket-mib", f"{nbytes / 2**20:.4g}", ("ddp-bucket-size",))
 
 
@@ -339,9 +339,9 @@ def _recomputation(given: Given) -> Items:
     if mode not in ("", "full", "selective"):
         raise Untranslatable(f"--recompute-granularity {mode}: must be full or selective")
     if mode == "full":
-        layers = given.whole("num-layers", 1) // given.whole("pipeline-model-parallel-size")
-        each = given.text(method, "uniform") == "uniform" and given.whole(count) == 1
-        if not each and not (given.text(method) == "block" and given.whole(count) >= layers):
+        layers = given.integer("num-layers", 1) // given.integer("pipeline-model-parallel-size")
+        each = given.text(method, "uniform") == "uniform" and given.integer(count) == 1
+        if not each and not (given.text(method) == "block" and given.integer(count) >= layers):
             fix = "threed recomputes each layer by itself; use --recompute-method uniform --recompute-num-layers 1"
             raise Untranslatable(f"--{method} with --{count} {given.text(count)}: {fix}")
     if mode:
@@ -378,7 +378,7 @@ def _steps(given: Given) -> Items:
     if "eval-iters" in given and given.text("eval-iters") == "0":
         yield Unused("eval-iters", "a run validates at least at its end")
     elif "eval-iters" in given:
-        samples = given.whole("eval-iters") * given.batch
+        samples = given.integer("eval-iters") * given.batch
         yield Setting("train.eval-samples", str(samples), ("eval-iters",))
 
 
@@ -390,7 +390,7 @@ def _warmup(given: Given) -> Items:
     if names == ("lr-warmup-iters",):
         warmup = given.text("lr-warmup-iters")
     elif names == ("lr-warmup-samples",):
-        warmup = str(given.whole("lr-warmup-samples") // given.batch)
+        warmup = str(given.integer("lr-warmup-samples") // given.batch)
     elif names and not given.iterations:
         raise Untranslatable("--lr-warmup-fraction: give --train-iters, too")
     elif names:
@@ -408,7 +408,7 @@ def _schedule(given: Given) -> Items:
         yield from (
             Unused(name, "it needs --lr-decay-style WSD") for name in given.among(shape, length)
         )
-    elif given.text(shape) != "linear" or given.whole(length) != given.decay_iterations // 5:
+    elif given.text(shape) != "linear" or given.integer(length) != given.decay_iterations // 5:
         fix = f"threed decays linearly over the last 20 % of the steps; use --{shape} linear"
         raise Untranslatable(
             f"--lr-decay-style WSD: {fix} and --{length} with a fifth of the steps"
@@ -484,7 +484,7 @@ def _profile(given: Given) -> Items:
         yield from (Unused(name, "it needs --profile") for name in bounds)
         return
     first = int(given.number("profile-step-start", 10)) + 1
-    last = given.whole("profile-step-end", 12)
+    last = given.integer("profile-step-end", 12)
     yield Setting("log.profile-steps", f"{first}:{last}", (*flags, *bounds))
 
 

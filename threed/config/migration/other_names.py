@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from threed.config.migration import megatron_flags
 
-_OWN_LOOP = "threed.Engine trains the model in your own loop"
+_OWN_LOOP = "threed.Engine trains the model in a custom loop"
 _LAUNCH = "torchrun or srun starts the ranks"
 _NEWEST = ": a run keeps its newest checkpoints"
 _UPLOAD = ": --checkpoint.export-hf true writes a folder that can be uploaded"
