@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from threed.config.arguments import GROUPS
+from threed.config.groups import Config, ZeroConfig
+from threed.config.schema import ValidationError
 from threed.config.suggestions import suggest
 
 # The names of other frameworks, by the keys to suggest for them; "" if threed has no such key.
@@ -401,6 +403,30 @@ def test_names_of_other_frameworks(table: Mapping[str, str], least: int) -> None
 )
 def test_the_text_of_a_suggestion(name: str, text: str) -> None:
     assert suggest(name, GROUPS)[1].startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ({"zero": {"stge": 3}}, "zero.stge\n  no such key (did you mean --zero.stage?)"),
+        ({"train": {"learning_rate": 3}}, "no such key (TrainingArguments: use --optim.lr)"),
+        ({"zeroo": {"stage": 3}}, "zeroo\n  no such group (did you mean zero?)"),
+        ({"zero": {"xyzzy": 3}}, "zero.xyzzy\n  no such key [type=extra_forbidden"),
+        (
+            {"zero": {"stage": 7, "xyzzy": 3}},
+            "zero.stage\n  Input should be less than or equal to 3",
+        ),
+        ({"model": {"rope_scaling": "linear: x=1"}}, "x of 'linear': no such setting"),
+    ],
+)
+def test_a_configuration_in_python_has_suggestions(
+    groups: Mapping[str, Mapping[str, object]], text: str
+) -> None:
+    for make in (lambda: Config(**groups), lambda: Config.model_validate(groups)):  # type: ignore[arg-type]
+        with pytest.raises(ValidationError) as caught:
+            make()
+        assert text in str(caught.value)
+    assert Config.model_validate(Config(zero=ZeroConfig(stage=3))).zero.stage == 3
 
 
 @pytest.mark.parametrize("name", ["xyzzy", "sample-rate", "img-h", "use-sharp", "hybrid_engine"])

@@ -18,9 +18,18 @@ from typing import Annotated, Any, Literal
 
 from threed.config import architectures
 from threed.config.renames import Renames
-from threed.config.schema import BaseModel, ConfigDict, Field, model_validator
+from threed.config.schema import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PydanticCustomError,
+    ValidationError,
+    model_validator,
+)
 from threed.config.schema import key_name as key_name
 from threed.config.schema import python_name as python_name
+from threed.config.suggestions import suggest
 from threed.config.values import (
     Architecture,
     AutoSwitch,
@@ -55,6 +64,7 @@ from threed.config.values import (
 )
 from threed.config.values import ParamGroup as ParamGroup
 from threed.core.errors import PicklableError
+from threed.core.messages import did_you_mean
 from threed.core.parse import plain
 
 DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
@@ -88,6 +98,30 @@ def _renamed(group: str, data: dict[str, Any]) -> dict[str, Any]:
     return {setting.key: setting.value for setting in settings}
 
 
+def _with_suggestions(kind: type[BaseModel], error: ValidationError) -> ValidationError:
+    """Returns an error with a suggestion for each unknown key or group.
+
+    Args:
+        kind: the class of the group that was validated, or `Config`.
+        error: the error of pydantic.
+    """
+    known = {name: type(group) for name, group in Config()}
+    group = next((name for name, other in known.items() if other is kind), "")
+    details: list[Any] = []
+    for detail in error.errors():
+        changed: dict[str, Any] = {**detail}
+        if detail["type"] == "extra_forbidden":
+            text = detail["msg"]  # of a group in a `Config`, which already has a suggestion
+            if len(detail["loc"]) == 1:
+                name = str(detail["loc"][0])
+                hint = suggest(f"{group}.{name}".removeprefix("."), known)[1]
+                hint = hint or ("" if group else did_you_mean(name, *known))
+                text = f"no such {'key' if group else 'group'}{hint}"
+            changed["type"] = PydanticCustomError("extra_forbidden", text)
+        details.append(changed)
+    return ValidationError.from_exception_data(kind.__name__, details)
+
+
 class _Group(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -106,6 +140,15 @@ class _Group(BaseModel):
         data = _renamed(cls.__name__.removesuffix("Config").lower(), data)
         nones = {key: None for key in optional & data.keys() if data[key] == "none"}
         return data | nones
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _suggest(cls, data: Any, validate: ModelWrapValidatorHandler[_Group]) -> _Group:
+        """Adds suggestions to errors about unknown names."""
+        try:
+            return validate(data)
+        except ValidationError as error:
+            raise _with_suggestions(cls, error) from None
 
 
 class ParallelConfig(_Group):
@@ -470,3 +513,12 @@ class Config(BaseModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     run: RunConfig = RunConfig()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _suggest(cls, data: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:
+        """Adds suggestions to errors about unknown names."""
+        try:
+            return validate(data)
+        except ValidationError as error:
+            raise _with_suggestions(cls, error) from None
