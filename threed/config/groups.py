@@ -13,6 +13,7 @@ the command line and in TOML, the value `none` unsets a key with this default.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Annotated, Any, Literal
 
@@ -94,8 +95,16 @@ def _renamed(group: str, data: dict[str, Any]) -> dict[str, Any]:
     settings = [Renames().current(group, key, value) for key, value in data.items()]
     for setting in settings:
         if setting.note:
-            warnings.warn(setting.note, FutureWarning, stacklevel=4)
+            warnings.warn(setting.note, FutureWarning, stacklevel=_depth() + 1)
     return {setting.key: setting.value for setting in settings}
+
+
+def _depth() -> int:
+    """Returns the number of calls from the code that creates a configuration to the caller."""
+    depth, frame = 0, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith((__name__, "pydantic.")):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def _with_suggestions(kind: type[BaseModel], error: ValidationError) -> ValidationError:
