@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from typing import Generic, TypeVar
 Case = TypeVar("Case")
 Values = Mapping[str, object]
 Pair = tuple[object, ...]
+
+_joined = functools.partial(functools.reduce, operator.add)  # one tuple of several
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Space(Generic[Case]):
         """Returns the combinations of values that a case covers, and its shape."""
         items = [(name, getattr(case, name)) for name in self.settings]
         meeting = itertools.combinations(items, self.together)
-        return {("shape", self.shape(case)), *(tuple(itertools.chain(*some)) for some in meeting)}
+        return {("shape", self.shape(case)), *map(_joined, meeting)}
 
     def drawn(self, draw: random.Random, fixed: Values, count: int) -> Iterator[Case]:
         """Yields up to `count` random cases, with given values of some settings.

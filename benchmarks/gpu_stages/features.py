@@ -27,6 +27,7 @@ from threed.engine import Engine
 from threed.layers import Slicing
 
 SHAPES = {"layers": 4, "hidden": 256, "heads": 8, "seq": 128}
+SMALL_SHAPES = {"layers": 2, "hidden": 64, "heads": 4, "seq": 32}
 VOCAB, BATCH, MICRO, STEPS = 1024, 8, 2, 4
 # Relative, of losses. fp32: sums in another order, and what Adam makes of them where gradients are nearly 0, hence its
 # larger eps. bf16 keeps 8 bits, fp16 11.
@@ -79,10 +80,10 @@ SMALL_RUN = """--model.layers 2 --model.hidden 64 --model.heads 4 --model.seq 64
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 
 
-def settings_of(more: dict[str, Any], drive: str) -> dict[str, Any]:
-    """Settings of a feature's training."""
+def settings_of(more: dict[str, Any], drive: str, small: bool) -> dict[str, Any]:
+    """Settings of a feature's training; `small` is for rehearsals."""
     found: dict[str, dict[str, Any]] = {
-        "model": {"arch": "gpt", **SHAPES}, "precision": {"dtype": "bf16"}, "zero": {"stage": 1},
+        "model": {"arch": "gpt", **(SMALL_SHAPES if small else SHAPES)}, "precision": {"dtype": "bf16"}, "zero": {"stage": 1},
         "optim": {"lr": 1e-3, "eps": EPS, "warmup": 0, "schedule": "constant"},
         "train": {"global_batch": BATCH, "micro_batch": MICRO, "grad_clip": 1.0},
     }  # fmt: skip
@@ -104,7 +105,7 @@ def losses(engine: Engine, device: torch.device, steps: int = STEPS) -> list[flo
     """Losses of the first steps, on the same batches on every device."""
     draw, found = torch.Generator().manual_seed(7), []
     for _ in range(steps):
-        ids = torch.randint(VOCAB, (BATCH, SHAPES["seq"] + 1), generator=draw).to(device)
+        ids = torch.randint(VOCAB, (BATCH, engine.config.model.seq + 1), generator=draw).to(device)
         batch = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
         found.append(engine.step(batch).loss)
     return found
@@ -133,7 +134,7 @@ def compared(
 
 def reloaded(stage: Stage, folder: str) -> dict[str, Any]:
     """Whether training goes on with the same losses after a checkpoint is saved and loaded by another engine."""
-    settings = settings_of({}, folder)
+    settings = settings_of({}, folder, stage.small)
     engine = made(settings, stage.device)
     losses(engine, stage.device, 2)
     engine.save(Path(folder) / "saved")
@@ -173,7 +174,10 @@ def run(stage: Stage) -> None:
     cases += [(arch, {"model": {"arch": arch}}) for arch in ARCHITECTURES]
     with tempfile.TemporaryDirectory(dir=stage.args.folder) as folder:
         works = [
-            (name, lambda more=more: compared(settings_of(more, folder), stage, truths))
+            (
+                name,
+                lambda more=more: compared(settings_of(more, folder, stage.small), stage, truths),
+            )
             for name, more in cases
         ]
         works += [
