@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config", "Topology", "Engine", "LayeredEngine", "ModuleEngine", "StepMetrics", "Trainer", "load", "Slicing",
-    "MicroBatch", "initialize", "install_as_deepspeed",
+    "MicroBatch", "initialize", "install_as_deepspeed", "from_transformers",
     "layers", "models", "schedules", "data", "checkpoint", "training", "testing", "config", "interop",
 ]  # fmt: skip
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from threed.engine.module import ModuleEngine
     from threed.interop.deepspeed.initialization import initialize
     from threed.interop.deepspeed.namespace import install_as_deepspeed
+    from threed.interop.huggingface.from_transformers import from_transformers
     from threed.interop.loading import load
     from threed.layers.slicing import MicroBatch, Slicing
     from threed.trainer import Trainer
@@ -58,6 +59,7 @@ else:
             "StepMetrics": "threed.zero.step_metrics",
             "Trainer": "threed.trainer",
             "load": "threed.interop.loading",
+            "from_transformers": "threed.interop.huggingface.from_transformers",
             "Slicing": "threed.layers.slicing",
             "MicroBatch": "threed.layers.slicing",
             "initialize": "threed.interop.deepspeed.initialization",

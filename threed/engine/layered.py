@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import cast
 
 import torch
@@ -12,7 +11,7 @@ from threed.config import Config
 from threed.distributed.sharding import initial
 from threed.engine.base import Engine
 from threed.layers import MicroBatch
-from threed.models import Model
+from threed.models import Model, options_of
 from threed.zero import records, setup
 
 
@@ -35,8 +34,10 @@ class LayeredEngine(Engine):
         return layered, config
 
     def _initialize(self) -> None:
-        values = functools.partial(initial, seed=self.config.train.seed)
-        records.initialize(self.optimizer, values, again=True)
+        values, seed = options_of(self.model).initial or initial, self.config.train.seed
+        # A model with its own initial values may free them after this call.
+        again = values is initial
+        records.initialize(self.optimizer, lambda piece: values(piece, seed), again)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Returns the logits of a batch of tokens. Collective.

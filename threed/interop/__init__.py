@@ -5,7 +5,8 @@
 
 `initialize` (also `threed.initialize`) has the interface of `deepspeed.initialize`. `threed.load`
 and `threed.checkpoint.convert` read Hugging Face folders. `threed.checkpoint.convert` also reads
-the checkpoints of DeepSpeed and Megatron-LM.
+the checkpoints of DeepSpeed and Megatron-LM. `threed.from_transformers` returns a model for
+`threed.Engine` with the weights of a model of `transformers`.
 
 The modules of this package are internal:
 
@@ -14,7 +15,8 @@ The modules of this package are internal:
     inspection         describes a checkpoint or a Hugging Face folder
     loading            builds an engine from a run, checkpoint or Hugging Face folder
     pretrained         configures a run that starts from a Hugging Face folder
-    huggingface        reads and writes Hugging Face folders; loads them into an engine
+    huggingface        reads and writes Hugging Face folders; loads them into an engine; builds
+                       models of pipeline layers from models of transformers (`from_transformers`)
     deepspeed          the API, configuration and checkpoints of DeepSpeed
     megatron           reads the weights of Megatron-LM checkpoints
     pickles            reads pickled files without executing any code in them

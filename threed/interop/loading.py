@@ -26,7 +26,7 @@ from threed.core.source import name_of, names_model
 from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
-from threed.interop.pretrained import default_seq
+from threed.interop.huggingface.layouts import default_seq
 from threed.interop.safetensors_folder import (
     SafetensorsFolder,
     is_safetensors_folder,

@@ -24,9 +24,9 @@ from threed.config import Config, ConfigError, ModelConfig
 from threed.config.resolution import spelled_as
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
+from threed.interop.huggingface.layouts import default_seq
 from threed.interop.safetensors_folder import is_safetensors_folder
 
-SEQ = 256  # default sequence length in tokens, for models with at least 256 positions
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
 
 
@@ -62,14 +62,6 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
         return {}
     seq = {"seq": default_seq(saved.model)}
     return {**values, "model": dict(spelled_as(saved.model, config.model)) | seq}
-
-
-def default_seq(model: ModelConfig) -> int:
-    """Returns the default sequence length, in tokens, for a pretrained model.
-
-    The default is 256, or the model's number of positions if that is smaller.
-    """
-    return min(SEQ, model.positions or model.seq)
 
 
 @dataclass(frozen=True)

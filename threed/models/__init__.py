@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from threed.config import ConfigError, ModelConfig
 from threed.core.source import MODEL, count_arguments, find_model, names_model
 from threed.distributed import collectives
+from threed.distributed.sharding import Piece
 from threed.distributed.topology import Topology
 from threed.layers import Slicing
 from threed.models.decoder import Decoder
@@ -55,12 +56,16 @@ class ModelOptions:
             FLOPs of the forward, counted by running the layers on the meta device.
         example: `example(micro_batch)` returns a batch with that many rows. Required if the model
             reads other entries of a batch than 'tokens' and 'labels'.
+        initial: `initial(piece, seed)` returns the initial values of a piece of a global tensor,
+            [*piece.size]; `seed` is `train.seed`. None: the values that the pieces describe
+            (`Piece.init`).
     """
 
     boundaries_replicated: bool = False
     boundaries_vary: bool = False
     costs: Callable[[int], Sequence[float]] | None = None
     example: Callable[[int], Mapping[str, Tensor]] | None = None
+    initial: Callable[[Piece, int], Tensor] | None = None
 
 
 def options_of(model: Model) -> ModelOptions:
@@ -89,7 +94,10 @@ def find_split_problems(model: object, pp: int, tp: int) -> list[str]:
         return []
     name = type(model.module if isinstance(model, Wrapped) else model).__name__
     sizes = f"pp {pp} or tp {tp}"
-    fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
+    fix = (
+        "build it from threed.layers (examples/custom_model.py), by threed.from_transformers if it is a decoder of"
+        " transformers, or use pp 1 and tp 1"
+    )
     return [f"{name} cannot be split by {sizes}: {fix}"]
 
 

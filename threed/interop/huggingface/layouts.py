@@ -43,6 +43,7 @@ from threed.config.schema import ValidationError, reason
 from threed.core.parse import plain
 
 HEAD = "lm_head.weight"
+SEQ = 256  # default sequence length in tokens, for models with at least 256 positions
 
 
 @dataclass(frozen=True)
@@ -297,3 +298,11 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     """Returns the content of config.json for a model, without special token ids and dtype."""
     model = resolve_model(model)
     return spelling.write(model.layout, dict(model))
+
+
+def default_seq(model: ModelConfig) -> int:
+    """Returns the default sequence length, in tokens, for a pretrained model.
+
+    The default is 256, or the model's number of positions if that is smaller.
+    """
+    return min(SEQ, model.positions or model.seq)

@@ -1,0 +1,214 @@
+"""Tiny decoders of `transformers`, trained by `threed.from_transformers` and in plain PyTorch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import threed
+from threed import Config, Topology
+from threed.testing.ranks import preload
+
+VOCAB, LENGTH, ROWS, STEPS = 61, 12, 4, 3
+# Adam's eps. If a gradient is zero but for rounding, such as the gradient of a bias of keys, a small eps would turn
+# this rounding into updates of the size of the learning rate.
+EPS = {torch.float64: 1e-8, torch.float32: 1e-3}
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+# Keys without which a family's defaults are too large or not valid for a tiny model.
+MIXED = ["linear_attention", "full_attention", "linear_attention"]
+HEAD, WINDOW = {"head_dim": 8}, {"sliding_window": 5}
+KEYS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("ernie4_5", "gemma", "glm", "glm4", "helium", "ministral3", "seed_oss", "vaultgemma"), HEAD),
+    **dict.fromkeys(("cohere2", "olmo3"), WINDOW),
+    **dict.fromkeys(("gemma2", "gemma3_text", "ministral"), HEAD | WINDOW),
+    "exaone4": {**WINDOW, "sliding_window_pattern": 2},
+    **{kind: {"rotary_dim": 4, "num_key_value_heads": None, "intermediate_size": None} for kind in ("codegen", "gptj")},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32},
+    "gpt_neox": {"num_key_value_heads": None},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
+    **{kind: {"layer_types": MIXED} for kind in ("olmo_hybrid", "qwen3_5_text")},
+    "qwen3": {**HEAD, "tie_word_embeddings": True},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "youtu": {
+        "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+}  # fmt: skip
+PLANNED = [
+    "arcee", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "gpt_neox", "gptj", "granite", "helium", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
+    "ministral", "ministral3", "mistral", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi", "phi3", "qwen2", "qwen3",
+    "qwen3_5_text", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
+]  # fmt: skip
+REBUILT = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"]
+preload(
+    "tests.hf_decoders",
+    *(
+        f"transformers.models.{n}.modeling_{n}"
+        for n in ("gpt2", "gpt_neox", "granite", "llama", "olmo2", "qwen3")
+    ),
+)
+
+
+def planned(kinds: list[str]) -> list[str]:
+    """Returns the families for which the installed version of transformers has plans."""
+    return [
+        kind for kind in kinds if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind].base_model_pp_plan
+    ]
+
+
+def make(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """Returns a causal language model with the same weights in each call.
+
+    No weight is constant, so that an exchange of two weights would change the results.
+    """
+    keys = {**SIZES, **KEYS.get(kind, {}), **changes}
+    if kind == "gpt2":
+        keys = {
+            key: keys[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", *KEYS[kind])
+        }
+    keys = {key: value for key, value in keys.items() if value is not None or "token" in key}
+    config = CONFIG_MAPPING[kind](**keys)
+    for key, value in vars(config).items():
+        if ("dropout" in key or "pdrop" in key) and isinstance(value, float) and key not in changes:
+            setattr(config, key, 0.0)
+    torch.manual_seed(0)
+    with casts(dtype):
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape, generator=draw) * 0.05)
+    return model.to(dtype)
+
+
+class Wide(TorchFunctionMode):
+    """Replaces casts to fp32 by casts to fp64."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+def casts(dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Returns `Wide` for fp64, else a context without effect."""
+    return Wide() if dtype == torch.float64 else nullcontext()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """Returns the global batch of a step; some labels are ignored."""
+    draw = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(3, VOCAB, (ROWS, LENGTH + 1), generator=draw)
+    ignored = torch.rand(ROWS, LENGTH, generator=draw) < torch.linspace(0, 0.5, ROWS).view(-1, 1)
+    return {
+        "tokens": ids[:, :-1].contiguous(),
+        "labels": ids[:, 1:].masked_fill(ignored, -100).contiguous(),
+    }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses per step, gradient norms per step, and the weights after the last step."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def train_plainly(kind: str, dtype: torch.dtype) -> Trained:
+    """Trains the unmodified model with torch's AdamW on one process."""
+    model = make(kind, dtype).train()
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=EPS[dtype])
+    losses, norms = [], []
+    for step in range(STEPS):
+        data = batch(step)
+        with casts(dtype):
+            logits = model(input_ids=data["tokens"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), data["labels"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(params, 0.5)))
+        optimizer.step()
+        losses.append(loss.item())
+    return Trained(losses, norms, {n: v.detach() for n, v in model.state_dict().items()})
+
+
+def config_of(
+    model: Any, dtype: torch.dtype, topology: Topology, **groups: dict[str, Any]
+) -> Config:
+    """Returns the resolved configuration of a training run; `groups` overrides its keys."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {**dict(model.config), "seq": LENGTH},
+        "parallel": {"tp": topology.tp, "pp": topology.pp, "dp": topology.dp, "sequence": model.slicing.sequence},
+        "precision": {"dtype": "fp64" if dtype == torch.float64 else "fp32"},
+        "zero": {"resident": 0},
+        "train": {"global_batch": ROWS, "micro_batch": 1, "steps": STEPS, "grad_clip": 0.5},
+        "optim": {"lr": 3e-3, "warmup": 0, "schedule": "constant", "eps": EPS[dtype]},
+    }  # fmt: skip
+    for name, keys in groups.items():
+        values[name] = {**values.get(name, {}), **keys}
+    return threed.config.resolve(Config.model_validate(values), VOCAB, topology.world)
+
+
+def engine_of(
+    kind: str, plan: bool, dtype: torch.dtype, topology: Topology, sequence: bool = False,
+    **groups: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Returns an engine of `from_transformers` of a model."""
+    slicing = threed.Slicing(topology.axis("tp"), sequence)
+    with casts(dtype):
+        model = threed.from_transformers(make(kind, dtype), slicing, plan=plan)
+    return threed.Engine(model, topology, config_of(model, dtype, topology, **groups))
+
+
+def train(engine: Any, dtype: torch.dtype) -> Trained:
+    """Trains an engine of `engine_of`. Collective."""
+    losses, norms = [], []
+    topology = engine.topology
+    for step in range(STEPS):
+        own = {
+            key: value.chunk(topology.dp)[topology.axis("dp").index]
+            for key, value in batch(step).items()
+        }
+        with casts(dtype):
+            metrics = engine.step(own)
+        losses.append(float(metrics.loss))
+        norms.append(float(metrics.grad_norm))
+    return Trained(losses, norms, engine.model.hf_state_dict(engine.full_state_dict()))
+
+
+def difference(a: Trained, b: Trained) -> float:
+    """Returns the largest difference of losses, norms and weights.
+
+    Only rank 0 has weights in `a`. Losses and norms above 1 are compared relative to their values.
+    """
+    numbers = zip(a.losses + a.norms, b.losses + b.norms, strict=True)
+    worst = [abs(x - y) / max(1.0, abs(y)) for x, y in numbers]
+    if a.weights:
+        assert a.weights.keys() == b.weights.keys()
+        worst += [
+            float((a.weights[n].double() - b.weights[n].double()).abs().max()) for n in b.weights
+        ]
+    return max(worst)

@@ -1,0 +1,117 @@
+"""Models of `transformers` in tensor and pipeline parallelism.
+
+    model = threed.from_transformers(module, threed.Slicing(topology.axis("tp")))
+    engine = threed.Engine(model, topology, config)
+    model.save_pretrained("trained", engine.full_state_dict())
+
+A model of an architecture in `threed.config.architectures` is rebuilt from `threed.layers`. Any
+other decoder is sliced by the plans in its configuration (`planned`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.lazy_tensors import MemoryTensor, read_box
+from threed.config import ConfigError
+from threed.distributed.sharding import Piece, initial
+from threed.interop.huggingface.layouts import default_seq, entries, model_of, state_dict_to_hf
+from threed.interop.huggingface.live_weights import LiveModel
+from threed.interop.huggingface.planned import PlannedDecoder
+from threed.layers import Slicing
+from threed.models import Decoder
+
+
+def from_transformers(
+    module: Any, slicing: Slicing | None = None, *, plan: bool | None = None
+) -> RebuiltDecoder | PlannedDecoder:
+    """Returns a model of pipeline layers with the weights of a model of `transformers`.
+
+    `threed.Engine` trains the result in any topology. The initial weights are the weights of
+    `module`, which is not changed. If `module` is on the meta device, the initial weights are
+    random.
+
+    Args:
+        module: a causal language model of `transformers` with its head.
+        slicing: how layers are sharded over tensor ranks; by default they are not sharded.
+        plan: True to slice the module by the plans in its configuration, False to rebuild it from
+            `threed.layers`. None: it is rebuilt if threed has its architecture.
+
+    Raises:
+        ConfigError: if the module can be neither rebuilt nor sliced; the message has the reasons.
+        TypeError: if `module` is not a model of `transformers`.
+
+    Example:
+
+        module = transformers.AutoModelForCausalLM.from_pretrained("Llama-3.1-8B")
+        topology = threed.Topology(pp=2, tp=2)
+        model = threed.from_transformers(module, threed.Slicing(topology.axis("tp")))
+        config = threed.config.resolve(threed.Config(model=model.config), 0, topology.world)
+        engine = threed.Engine(model, topology, config)
+    """
+    if not isinstance(module, nn.Module) or not hasattr(module, "base_model_prefix"):
+        text = "pass a causal language model of transformers (AutoModelForCausalLM)"
+        raise TypeError(f"{type(module).__name__} is not a model of transformers: {text}")
+    slicing = slicing or Slicing()
+    if plan:
+        return PlannedDecoder(module, slicing)
+    try:
+        return RebuiltDecoder(module, slicing)
+    except CheckpointError as error:
+        if plan is False:
+            raise ConfigError([f"{type(module).__name__}: {error}"]) from None
+        reason = str(error)
+    try:
+        return PlannedDecoder(module, slicing)
+    except ConfigError as error:
+        lines = [f"{type(module).__name__} cannot be rebuilt from threed.layers: {reason}"]
+        raise ConfigError([*error.problems, *lines]) from None
+
+
+class RebuiltDecoder(Decoder, LiveModel):
+    """A model of `transformers`, rebuilt from `threed.layers`.
+
+    Args:
+        module: the model of `transformers`.
+        slicing: how layers are sharded over tensor ranks.
+
+    Raises:
+        CheckpointError: if threed does not have the model's architecture.
+    """
+
+    def __init__(self, module: Any, slicing: Slicing) -> None:
+        model = model_of(json.loads(module.config.to_json_string()))
+        Decoder.__init__(self, model.model_copy(update={"seq": default_seq(model)}), slicing)
+        LiveModel.__init__(self, module)
+        self._entries = {name: entry for entry in entries(self.config) for name, _ in entry.native}
+        _refuse(module, {entry.name for entry in self._entries.values()})
+
+    def initial(self, piece: Piece, seed: int) -> Tensor:
+        """Returns the initial values of a piece, [*piece.size]. See `ModelOptions`."""
+        entry = self._entries[piece.name]
+        value = self.module.get_parameter(entry.name).detach()
+        if value.is_meta:
+            return initial(piece, seed)
+        native = entry.native_part(piece.name, MemoryTensor(value))
+        return read_box(native, piece.start, piece.size)
+
+    def named_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns weights under the names of `transformers`, in its layout."""
+        return state_dict_to_hf(weights, self.config)
+
+
+def _refuse(module: nn.Module, names: set[str]) -> None:
+    """Raises CheckpointError if a module lacks some of the named parameters, or has frozen ones."""
+    params = dict(module.named_parameters(remove_duplicate=False))
+    if missing := sorted(names - params.keys()):
+        text = f"it has no {missing[0]}: quantized models and adapters are not supported"
+        raise CheckpointError(text)
+    if frozen := sorted(name for name in names if not params[name].requires_grad):
+        raise CheckpointError(
+            f"a rebuilt model has no frozen parameters, but {frozen[0]} is frozen"
+        )
