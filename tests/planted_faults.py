@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from threed import layers
 from threed.config import ModelConfig
-from threed.distributed import collectives
+from threed.distributed import conjugate
 from threed.distributed.sharding import Init, Piece, ShardSpec, parameter, vector
 from threed.layers import MicroBatch, Slicing
 
@@ -178,7 +178,7 @@ class SomeRanksOnly(Block):
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         y = super().forward(x, micro)
-        return collectives.reduce_from(y, self.slicing.tp) if self.slicing.tp.index else y
+        return conjugate.reduce_from(y, self.slicing.tp) if self.slicing.tp.index else y
 
 
 class StateOfItsOwn(Block):

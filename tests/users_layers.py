@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from threed import layers
-from threed.distributed import collectives
+from threed.distributed import collectives, conjugate
 from threed.distributed.collectives import split
 from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter
 from threed.layers import MicroBatch, Slicing, rotate
@@ -42,14 +42,14 @@ def cut(name: str, shape: tuple[int, ...], dim: int, slicing: Slicing) -> nn.Par
 
 def enter(x: Tensor, slicing: Slicing) -> Tensor:
     """Enters a part that is split over the tensor ranks: [s b h] or [s/t b h] -> [s b h]."""
-    return (collectives.gather_from if slicing.sequence_parallel else collectives.copy_to)(
+    return (conjugate.gather_from if slicing.sequence_parallel else conjugate.copy_to)(
         x, slicing.tp
     )
 
 
 def leave(x: Tensor, slicing: Slicing) -> Tensor:
     """Leaves such a part by summing over the tensor ranks: [s b h] -> [s b h] or [s/t b h]."""
-    return (collectives.scatter_to if slicing.sequence_parallel else collectives.reduce_from)(
+    return (conjugate.scatter_to if slicing.sequence_parallel else conjugate.reduce_from)(
         x, slicing.tp
     )
 
@@ -364,7 +364,7 @@ class Supervised(nn.Module):
             return x, loss + EXIT * self.head(x, micro)
         squares = x.square().mean(-1).sum()
         if self.slicing.sequence_parallel:
-            squares = collectives.reduce_from(squares, self.slicing.tp)
+            squares = conjugate.reduce_from(squares, self.slicing.tp)
         return x, loss + SQUARES * squares * micro.weight
 
 
@@ -447,7 +447,7 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         mean = self.norm(x).mean(0)
         if self.slicing.sequence_parallel:
-            mean = collectives.reduce_from(mean, self.slicing.tp) / self.slicing.tp.size
+            mean = conjugate.reduce_from(mean, self.slicing.tp) / self.slicing.tp.size
         logits = F.linear(mean, self.weight)
         if micro.labels is None or micro.weight is None:
             return logits

@@ -263,7 +263,7 @@ MICROBATCH = Walkthrough(
             note="called as a module",
         ),
         Step("threed.layers.slicing:Slicing.reduce", "reduces the partial products"),
-        Step("threed.distributed.collectives:reduce_from", "sums over tensor ranks"),
+        Step("threed.distributed.conjugate:reduce_from", "sums over tensor ranks"),
         Step(
             "threed.layers.loss:LanguageModelHead.forward",
             "returns the weighted sum of the token losses",

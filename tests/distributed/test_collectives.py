@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.harness import run_ranks
 from tests.live import Peak
-from threed.distributed import collectives
+from threed.distributed import collectives, conjugate
 from threed.distributed.topology import Axis, Topology, alone
 
 WORLDS = [2, 3, 4]
@@ -253,7 +253,7 @@ def check_copy_to(world: int) -> None:
     """One x that all ranks hold; each uses its copy in its own way."""
     axis = axis_of_all(world)
     x = values(0, (5, 3), torch.float64).requires_grad_()
-    y = collectives.copy_to(x, axis)
+    y = conjugate.copy_to(x, axis)
     weights = [values(rank, (5, 3), torch.float64, seed=7) for rank in range(world)]
     assert torch.equal(y, x)
     (grad,) = torch.autograd.grad((weights[axis.index] * y).sum(), x)
@@ -271,7 +271,7 @@ def check_shared_gradient(world: int) -> None:
     x = values(0, (4,), torch.float64).requires_grad_()
     other = values(0, (4,), torch.float64).requires_grad_()
     dy = values(axis.index, (4,), torch.float64, seed=3)
-    (collectives.copy_to(x, axis) + other).backward(dy)
+    (conjugate.copy_to(x, axis) + other).backward(dy)
     assert other.grad is not None
     assert torch.equal(other.grad, values(axis.index, (4,), torch.float64, seed=3))
     assert x.grad is not None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tests.harness import run_ranks
 from threed import layers
 from threed.core import rng
-from threed.distributed import collectives
+from threed.distributed import collectives, conjugate
 from threed.distributed.sharding import Piece, ShardSpec, attach, parameter, spec_of, vector
 from threed.distributed.topology import Axis, Topology
 from threed.layers import MicroBatch, Slicing
@@ -210,7 +210,7 @@ class OfTheWhole(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         total = x.sum(0)
         return self.out(
-            collectives.reduce_from(total, self.slicing.tp)
+            conjugate.reduce_from(total, self.slicing.tp)
             if self.slicing.sequence_parallel
             else total
         )

@@ -21,7 +21,7 @@ from tests.users_models import Decoder, MiddleLosses
 from tests.users_torch import TorchModules
 from tests.users_truths import Batch
 from threed import layers
-from threed.distributed import collectives
+from threed.distributed import conjugate
 from threed.distributed.collectives import split
 from threed.distributed.sharding import Init, Piece, ShardSpec, parameter, vector
 from threed.layers import MicroBatch, Slicing
@@ -352,7 +352,7 @@ class Rebuilt(nn.Module):
         pixels = self.slicing.positions(len(pixels)).rows(pixels)
         error = (F.linear(x, self.weight) - pixels).square().sum()
         if self.slicing.sequence_parallel:
-            error = collectives.reduce_from(error, self.slicing.tp)
+            error = conjugate.reduce_from(error, self.slicing.tp)
         return error if micro.weight is None else error * micro.weight.to(error.dtype)
 
 

@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 from tests.layers.test_own_models import VOCAB, Result, batch, compare, configuration
 from threed import layers
 from threed.config import Config, ModelConfig
-from threed.distributed import collectives
+from threed.distributed import collectives, conjugate
 from threed.distributed.sharding import Init, ModelError, Piece, ShardSpec, parameter
 from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
@@ -45,10 +45,10 @@ class Experts(nn.Module):
             setattr(self, what, parameter(spec, (len(experts), *shape)))
 
     def forward(self, x: Tensor, micro: layers.MicroBatch) -> Tensor:
-        tokens = collectives.gather_from(self.norm(x), self.axis)
+        tokens = conjugate.gather_from(self.norm(x), self.axis)
         features = torch.einsum("sbh,efh->sbef", tokens, self.up).relu().square()
         out = torch.einsum("sbef,ehf->sbh", features, self.down)
-        return x + collectives.scatter_to(out, self.axis)
+        return x + conjugate.scatter_to(out, self.axis)
 
 
 class ExpertModel:

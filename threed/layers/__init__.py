@@ -6,7 +6,8 @@ parallelism over t tensor ranks, each rank has a part of the sequence, [s/t b h]
 carries a `ShardSpec` and stays on the meta device until its pipeline stage is built.
 """
 
-from threed.distributed.collectives import copy_to, gather_from, reduce_from, scatter_to, split
+from threed.distributed.collectives import split
+from threed.distributed.conjugate import copy_to, gather_from, reduce_from, scatter_to
 from threed.distributed.sharding import Init, Piece, ShardSpec, attach, matrix, parameter, vector
 from threed.layers.attention import Attention
 from threed.layers.block import Block, Embedding

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from threed.distributed import collectives
+from threed.distributed import conjugate
 from threed.distributed.sharding import Piece, ShardSpec
 from threed.distributed.topology import Axis, alone
 from threed.ops import launch, sums
@@ -134,7 +134,7 @@ class Slicing:
             [s b h].
         """
         return self._conjugate(
-            collectives.gather_from if self.sequence_parallel else collectives.copy_to, x
+            conjugate.gather_from if self.sequence_parallel else conjugate.copy_to, x
         )
 
     def reduce(self, x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class Slicing:
             The sum [s b h]; with sequence parallelism this rank's part of it, [s/t b h].
         """
         return self._conjugate(
-            collectives.scatter_to if self.sequence_parallel else collectives.reduce_from, x
+            conjugate.scatter_to if self.sequence_parallel else conjugate.reduce_from, x
         )
 
     def _conjugate(self, function: Callable[[Tensor, Axis], Tensor], x: Tensor) -> Tensor:

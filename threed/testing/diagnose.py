@@ -37,12 +37,8 @@ Between = Mapping[Key, Mapping[int, Finding]]
 
 _MISSING = "is a partial sum on every tensor rank, because an all-reduce is missing: "
 _SEQUENCES = "with sequence parallelism"
-_NO_SUM = (
-    f"{_MISSING}end the sharded part with collectives.reduce_from (or scatter_to, {_SEQUENCES})"
-)
-_NO_COPY = (
-    f"{_MISSING}begin the sharded part with collectives.copy_to (or gather_from, {_SEQUENCES})"
-)
+_NO_SUM = f"{_MISSING}end the sharded part with layers.reduce_from (or scatter_to, {_SEQUENCES})"
+_NO_COPY = f"{_MISSING}begin the sharded part with layers.copy_to (or gather_from, {_SEQUENCES})"
 _MARK = f"partial=slicing.partial ({_SEQUENCES}), or partial='tp' if each rank sees a part"
 _PARTIAL = f"{_MISSING}give its record {_MARK}"
 _TOO_MANY = (
