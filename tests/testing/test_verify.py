@@ -40,8 +40,8 @@ EXAMPLE = ROOT / "examples" / "custom_model.py"
 PLANTED = {
     "MissingPartial": ("tp2-seq", "blocks.1.gain.weight", "partial=slicing.partial"),
     "PartialTooMany": ("tp2", "blocks.1.gain.weight", "2 times that of one process"),
-    "MissingSum": ("tp2", None, "conjugate.reduce_from"),
-    "MissingCopy": ("tp2", None, "conjugate.copy_to"),
+    "MissingSum": ("tp2", None, "layers.reduce_from"),
+    "MissingCopy": ("tp2", None, "layers.copy_to"),
     "WrongSlice": ("tp2-seq", "blocks.1.position.weight", "its output differs"),
     "TorchsDropout": ("tp2", None, "torch's global random numbers"),
     "InPlace": ("tp2", None, "change a copy"),
