@@ -139,6 +139,7 @@ def test_the_example_of_the_page_is_a_real_one() -> None:
         (SHAPE, {"model.arch": "gpt", "model.layers": "8", "model.dropout": "0.1"}),
         (SHAPE, {"optim.betas": "0.9,0.999", "optim.weight-decay": "0.01", "zero.stage": "0"}),
         (LLAMA, {"model.arch": "llama", "model.ffn": "2688", "model.tied": "true"}),
+        (f"{LLAMA} --no-position-embedding --data-impl mmap", {"model.arch": "llama"}),
         (f"{LLAMA} --ffn-hidden-size 4096", {"model.ffn": "4096"}),
         (f"{LLAMA} --add-qkv-bias", {"model.arch": "qwen2"}),
         (f"{LLAMA} --window-size 127,0", {"model.arch": "mistral", "model.window": "128"}),
@@ -343,6 +344,11 @@ def test_the_flags_and_the_arguments_in_a_checkpoint_give_one_model(flags: str) 
         ("--load x", "`threed convert DIR/iter_N DST --allow-pickle`"),
         ("--save y --load x", "a run resumes from its own folder, which --save names"),
         ("--lr 'x", "cannot be read"),
+        ("--no-position-embedding", "it needs --position-embedding-type rope"),
+        (
+            "--save $DIR --lr ${LR} ${ARGS[@]}",
+            "$DIR, ${LR}, ${ARGS[@]}: variables of a shell; put the flags in double quotes",
+        ),
     ],
 )  # fmt: skip
 def test_a_problem_has_its_fix(flags: str, problem: str) -> None:
@@ -374,6 +380,8 @@ def test_a_plan_prints_the_command_and_plans_it(
 def test_what_a_plan_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     for words, part in (
         (["plan", "--from-megatron"], "its value is missing"),
+        (["plan", "--from-megatron="], "its value is missing"),
+        (["plan", "--from-megatron", "--bf16", "--from-megatron", "--lr 1"], "give it once"),
         (["plan", "gpt", "--from-megatron=--bf16"], "gpt: the flags of Megatron-LM determine the"),
         (["train", "--from-megatron", "--bf16"], "it is an option of threed plan"),
         (["plan", "--from-megatron", "--num-experts 8 --bf16"], "--num-experts 8: threed has no"),

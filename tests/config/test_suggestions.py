@@ -388,6 +388,10 @@ def test_names_of_other_frameworks(table: Mapping[str, str], least: int) -> None
         ("load", " (Megatron-LM: use --run.dir, --checkpoint.resume)"),
         ("fp16", " (Megatron-LM: use --precision.dtype fp16)"),
         ("overlap-grad-reduce", " (Megatron-LM: not needed: always on)"),
+        (
+            "batch-size",
+            " (Megatron-LM: not supported: use --micro-batch-size; in threed: --train.micro-batch)",
+        ),
         ("moe-anything", " (Megatron-LM: not supported: threed has no mixture of experts"),
         ("tensor-model-paralel-size", " (Megatron-LM: use --parallel.tp)"),
         ("learning_rate", " (TrainingArguments: use --optim.lr)"),

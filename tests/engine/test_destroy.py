@@ -51,6 +51,7 @@ class Net(nn.Module):
     def gradient_checkpointing_enable(self, options: Any) -> None:
         self.recomputes = True
         self.function = checkpoint
+        self.blocks[1] = nn.Sequential(self.blocks[1])
         self.hook = self.frozen.register_forward_hook(halved)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -271,6 +272,18 @@ def test_a_step_in_progress_is_refused_until_it_is_discarded(stage: int) -> None
 
 def fail(grad: Tensor) -> None:
     raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("block", ["inference", "evaluating", "inference_mode"])
+def test_a_block_without_gradients_may_destroy(block: str) -> None:
+    module = net()
+    engine: Any = Engine(module, topology_of(1, 1), config_of(3, zero={"offload_params": "cpu"}))
+    with torch.inference_mode() if block == "inference_mode" else getattr(engine, block)():
+        module(batch(0, 0, torch.float64))
+        engine.destroy()
+    assert module.training
+    module(batch(0, 0, torch.float64)).backward()
+    assert module.scale.grad is not None
 
 
 def test_every_method_of_a_destroyed_engine_raises() -> None:

@@ -33,8 +33,10 @@ def plan(words: Sequence[str]) -> int:
     from threed.config.migration.megatron import translate
 
     text, rest = _split(words)
-    if text is None:
+    if text is None or not text.strip():
         return launch.refuse(f"threed plan: {FLAG}: its value is missing; write {FLAG} 'FLAGS'")
+    if given(rest):
+        return launch.refuse(f"threed plan: {FLAG}: give it once, with all flags of Megatron-LM")
     if rest and not rest[0].startswith("-"):
         problem = f"{rest[0]}: the flags of Megatron-LM determine the architecture; leave this out"
         return launch.refuse(f"threed plan {FLAG}: {problem}")

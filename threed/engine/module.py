@@ -307,6 +307,7 @@ class ModuleEngine(Engine):
         self.plain.allow(False)
         self.reducer.give_up()
 
+    @torch.inference_mode(False)  # otherwise plain PyTorch could not train the parameters
     def destroy(self) -> None:
         """Ends the engine and gives the module back, complete and without the engine. Collective.
 
@@ -401,13 +402,14 @@ class ModuleEngine(Engine):
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
         """Context manager: yields the module for forwards without gradients."""
+        gatherer = self.gatherer  # the block may destroy the engine
         try:
             # `no_grad` instead of inference mode, because the module may cache tensors here and use
             # them in training later
             with torch.inference_mode(False), torch.no_grad():
                 yield self.module
         finally:
-            self.gatherer.release_all()
+            gatherer.release_all()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -95,7 +95,11 @@ def memory_tier(device: torch.device) -> Tier:
 def _untouched_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     """Returns zeros on the CPU whose pages the kernel allocates when they are written."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags=private), dtype=dtype)
+    try:
+        memory = mmap.mmap(-1, numel * dtype.itemsize, flags=private)
+    except OSError:  # not enough memory; torch's error names the number of bytes
+        return torch.zeros(numel, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def start_copy(values: Tensor, device: torch.device) -> Pending:

@@ -511,9 +511,8 @@ def _changes(
         for name, value in attributes.items():
             old = before.get(part, {}).get(name, _NONE)
             if isinstance(value, dict) and isinstance(old, dict):
-                yield from (
-                    (vars(part)[name], k, _NONE, value[k]) for k in value.keys() - old.keys()
-                )
+                pairs = ((k, old.get(k, _NONE), v) for k, v in value.items())
+                yield from ((vars(part)[name], k, o, v) for k, o, v in pairs if o is not v)
             elif old is not value:
                 yield vars(part), name, old, value
 

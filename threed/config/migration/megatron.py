@@ -13,6 +13,7 @@ on each other.
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from threed.config.groups import Config
 from threed.config.migration.megatron_flags import FLAGS, Flag, find
 from threed.config.migration.megatron_rules import RULES, Given, Setting, Untranslatable, Unused
 
+_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\}|\([^)]*\))")
 _ORDER = ("model", *(name for name in Config.model_fields if name != "model"))
 
 
@@ -80,6 +82,8 @@ def translate(text: str, world_size: int = 1) -> Translation:
         world_size: number of ranks of the run.
     """
     values, problems = split(text)
+    if problems and not values:
+        return Translation("", (), (), tuple(problems))
     unused, settings = list[Unused](), list[Setting]()
     for name, words in values.items():
         flag = find(name)
@@ -116,13 +120,17 @@ def split(text: str) -> tuple[dict[str, tuple[str, ...]], list[str]]:
         text: the flags, as in a shell script.
 
     Returns:
-        The values of each flag, by name; and a problem per word that belongs to no flag.
+        The values of each flag, by name; and a problem per word that belongs to no flag. If the
+        text cannot be read, only one problem.
     """
     values, problems, name = dict[str, tuple[str, ...]](), list[str](), ""
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         return {}, [f"the flags of Megatron-LM cannot be read: {error}"]
+    if variables := dict.fromkeys(_VARIABLE.findall(" ".join(words))):
+        fix = "put the flags in double quotes, so that the shell inserts the values"
+        return {}, [f"{', '.join(variables)}: variables of a shell; {fix}"]
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")

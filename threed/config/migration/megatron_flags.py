@@ -103,6 +103,7 @@ _COMBINED: Mapping[str, tuple[str, str]] = {
     "normalization": ("N", "model.arch"),
     "position-embedding-type": ("N", "model.arch"),
     "use-rotary-position-embeddings": ("", "model.arch"),
+    "no-position-embedding": ("", "model.arch"),
     "swiglu": ("", "model.arch"),
     "add-qkv-bias": ("", "model.arch"),
     "qk-layernorm": ("", "model.qk-norm"),
@@ -194,6 +195,7 @@ _UNUSED: Mapping[str, str] = {
     "initial values, data order and dropout are functions of the seed": "deterministic-mode",
     "without --data.path, a run reads the source files of Python's standard library": "mock-data",
     "THREED_CACHE sets the folder of caches": "data-cache-path=N",
+    "the files of a dataset determine its format": "data-impl=N",
     "samples are read without worker processes":
         "num-workers=N dataloader-type=N no-mmap-bin-files num-dataset-builder-threads=N dataloader-fast-cache-load"
         " dataloader-defer-npy-index-mmap no-create-attention-mask-in-dataloader no-data-sharding"
@@ -250,7 +252,7 @@ _REFUSED: Mapping[str, str] = {
         "softmax-type=N apply-residual-connection-post-layernorm qk-l2-norm qk-clip"
         " attention-output-gate rotary-interleaved rotary-seq-len-interpolation-factor=N no-rope-freq=N"
         " window-attn-skip-freq=N apply-query-key-layer-scaling fp32-residual-connection relative-attention-*"
-        " no-position-embedding yarn-* no-yarn-* rope-type=N mrope-section=N… mscale=N mscale-all-dim=N"
+        " yarn-* no-yarn-* rope-type=N mrope-section=N… mscale=N mscale-all-dim=N"
         " rotary-scaling-factor=N multi-latent-attention q-lora-rank=N kv-lora-rank=N qk-head-dim=N"
         " qk-pos-emb-head-dim=N v-head-dim=N cache-mla-latents mla-* linear-* is-hybrid-model hybrid-* heterogeneous-*"
         " spec=* experimental-attention-variant=N mamba-* dsa-* gdp-* enable-mhc-connections mhc-* use-mup mup-*",

@@ -126,6 +126,8 @@ def _architecture(given: Given) -> Items:
     rotary = "use-rotary-position-embeddings" in given
     positions = "rope" if rotary else given.text("position-embedding-type", "learned_absolute")
     arch = ARCHITECTURES.get((norm, positions, gated))
+    if "no-position-embedding" in given and positions != "rope":
+        raise Untranslatable("--no-position-embedding: it needs --position-embedding-type rope")
     if arch is None:
         given_text = f"--normalization {norm} with --position-embedding-type {positions}"
         raise Untranslatable(
@@ -146,7 +148,7 @@ def _architecture(given: Given) -> Items:
 
 _SHAPES = (
     "normalization", "position-embedding-type", "use-rotary-position-embeddings", "swiglu", "add-qkv-bias",
-    "window-size", "rotary-percent",
+    "window-size", "rotary-percent", "no-position-embedding",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ the `TrainingArguments` of Hugging Face transformers (5.24).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -263,7 +264,15 @@ def _candidates(name: str) -> Iterator[Hint]:
 
 def _without_key(flag: megatron_flags.Flag) -> Hint:
     refused = flag.kind == "refused"
-    return Hint("Megatron-LM", (), f"{'not supported' if refused else 'not needed'}: {flag.text}")
+    named = re.findall(
+        r"--([\w-]+)", flag.text
+    )  # the text names flags of Megatron-LM to use instead
+    others = [megatron_flags.FLAGS[name] for name in named if name in megatron_flags.FLAGS]
+    keys = dict.fromkeys(f"--{key}" for other in others for key in other.keys)
+    here = f"; in threed: {', '.join(keys)}" if keys else ""
+    return Hint(
+        "Megatron-LM", (), f"{'not supported' if refused else 'not needed'}: {flag.text}{here}"
+    )
 
 
 def find(name: str) -> Hint | None:
