@@ -436,6 +436,31 @@ def test_dropout_of_a_wrapped_module_goes_on_bit_for_bit(tmp_path: Path) -> None
     assert "no generator states for this topology: dropout masks of a" in elsewhere[0][1][0]
 
 
+def undropped(seed: int) -> Engine:
+    """An engine of a module that draws no random numbers; the generator is seeded as in a run."""
+    module = Drop()
+    module.drop = nn.Identity()  # type: ignore[assignment]
+    engine = wrapped(module, 1)
+    torch.manual_seed(seed + engine.topology.rank)
+    return engine
+
+
+def undropped_depart(folder: Path) -> None:
+    engine = undropped(50)
+    train_wrapped(engine, 2)
+    engine.save(folder)
+
+
+def test_a_module_without_dropout_needs_no_generator_states(tmp_path: Path) -> None:
+    run_ranks(2, undropped_depart, tmp_path / "saved")
+    for seed, count in ((50, 0), (51, 1)):  # with another seed, it may have drawn numbers
+        engine = undropped(seed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.load(tmp_path / "saved")
+        assert len([one for one in caught if "no generator states" in str(one.message)]) == count
+
+
 # ------------------------------------------------------------------------------------------------------ another's model
 
 

@@ -95,6 +95,26 @@ def test_another_forward_is_refused(module: nn.Module, problem: str) -> None:
         TokenModule(module, VOCAB)(None, micro())
 
 
+class Features(nn.Linear):
+    """A module of feature vectors, which fails with token ids."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_an_error_in_the_first_forward_states_what_the_module_gets() -> None:
+    with pytest.raises(RuntimeError) as failed:
+        TokenModule(Features(4, 2), VOCAB)(None, micro())
+    assert "Features failed with token ids (2, 6); its forward must" in failed.value.__notes__[0]
+    assert "threed.Engine" in failed.value.__notes__[0]
+    model, module = None, Logits()
+    model = TokenModule(module, VOCAB)
+    model(None, micro())
+    with pytest.raises(IndexError) as failed:
+        model.logits(TOKENS + 1000)
+    assert not hasattr(failed.value, "__notes__")  # its forward has already succeeded
+
+
 def test_an_object_that_is_no_model_is_refused_with_what_it_lacks() -> None:
     class Layers(nn.Module):
         hidden = 8

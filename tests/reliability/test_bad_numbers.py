@@ -268,6 +268,23 @@ def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
+def only_skipped(folder: Path) -> tuple[str, bool]:
+    """A run of three steps, each of them skipped; fewer than max_bad_steps."""
+    train = {"steps": 3, "eval_samples": 2, "sample_tokens": 0}
+    with (
+        before_step(1, lambda engine: poison_weight(engine, 0)),
+        pytest.raises(BadStepsError) as ended,
+    ):
+        run(folder, open_text(folder), 1, train=train)
+    return str(ended.value), (folder / "run" / "checkpoints").exists()
+
+
+def test_a_short_run_of_skipped_steps_only_fails(tmp_path: Path) -> None:
+    text, saved = run_ranks(1, only_skipped, tmp_path)[0]
+    assert text.startswith("all 3 steps of the run were skipped, so the weights have not changed")
+    assert not saved
+
+
 KEEPS = {
     "checkpoint": {"every": 2, "keep": 2},
     "train": {"steps": 20, "max_bad_steps": 4, "eval_samples": 2},

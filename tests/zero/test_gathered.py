@@ -147,6 +147,12 @@ def refused() -> None:
         engine.gathered([engine.module.first.weight, stranger]),
     ):
         pass
+    for name in ("first.weight", ["first.weight"]):
+        with (
+            pytest.raises(ValueError, match=r"'first.weight'\]? contains a name: pass parameters"),
+            engine.gathered(name),
+        ):
+            pass
     with (
         pytest.raises(ValueError, match="modifier_rank 2: ranks are 0 to 1"),
         engine.gathered(modifier_rank=2),

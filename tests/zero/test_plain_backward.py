@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -332,6 +333,34 @@ def test_what_plain_backwards_leave_alone(what: Any) -> None:
 
 def test_losses_of_different_parameters_are_not_late() -> None:
     assert run_ranks(RANKS, with_a_loss_of_the_head, 3) == [0, 0]
+
+
+def of_chosen_parameters(stage: int) -> float:
+    """`backward(inputs=...)` computes the gradients of some parameters, sharded or not."""
+    engine: Any = engine_at(stage, net(), 0.0, 1)
+    module = engine.module
+    engine.begin(1)
+    loss = module(rows(0, 0, engine.topology.rank))["out"].square().mean()
+    handle = module.first.bias.register_hook(lambda grad: time.sleep(0.05))
+    loss.backward(inputs=[module.second.weight, module.first.bias])
+    handle.remove()
+    metrics = engine.update()
+    assert metrics.seconds["fwd_bwd_s"] >= 0.05
+    engine.begin(1)
+    loss = module(rows(1, 0, engine.topology.rank))["out"].square().mean()
+    torch.autograd.backward(loss, inputs=module.third.bias)  # one parameter, without a list
+    assert engine.update().grad_norm > 0
+    return float(metrics.grad_norm)
+
+
+def test_backwards_of_chosen_parameters() -> None:
+    module = net()
+    losses = [module(rows(0, 0, rank))["out"].square().mean() for rank in range(RANKS)]
+    grads = torch.autograd.grad(sum(losses) / RANKS, [module.second.weight, module.first.bias])
+    right = float(torch.cat([grad.flatten() for grad in grads]).norm())
+    for stage in (0, 3):
+        found = run_ranks(RANKS, of_chosen_parameters, stage)
+        assert found == pytest.approx([right] * RANKS, rel=1e-12)
 
 
 def counts_of_backwards() -> None:

@@ -129,19 +129,24 @@ class Extras:
         """Restores the generators, or seeds them if the checkpoint has a different topology.
 
         Args:
-            saved: this rank's saved generator states by name.
+            saved: saved generator states by name: of this rank if the topology is the same, else of
+                rank 0.
             same: whether the checkpoint was saved in this run's topology.
             seed: text from which each rank derives a different seed if states are not restored.
         """
         if not self.generators:
             return
         device, rank = self.topology.device, self.topology.rank
-        if same and set(saved) >= set(rng_states(device)):
+        now = rng_states(device)
+        if same and set(saved) >= set(now):
             set_rng_states(saved, device)
             return
+        # If rank 0 has the same states as the saved rank 0, no forward of the saved run has drawn
+        # random numbers, unless the program seeds its generators otherwise.
+        unused = all(name in saved and torch.equal(saved[name], now[name]) for name in now)
         digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
-        if rank == 0:
+        if rank == 0 and not unused:
             warnings.warn(
                 "the checkpoint has no generator states for this topology: dropout masks of a wrapped module"
                 " differ from those of the saved run",

@@ -114,7 +114,8 @@ def load(
         new = without_moments if state["updates"] else set()
         _warn_not_restored(topology.rank, reader, here, new)
     seed = f"{config.train.seed}/{state['steps']}"
-    extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
+    states = reader.generators(topology.rank) if same or topology.rank == 0 else {}
+    extras.restore_generators(states, same, seed)
     optimizer.updates.fill_(state["updates"])
     optimizer.rates.restore(state)
     optimizer.bad.restore(state)

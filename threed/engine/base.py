@@ -50,7 +50,8 @@ class Engine:
     """Trains a model on a topology, one optimizer step per call.
 
     `Engine(...)` returns a `LayeredEngine` for a `threed.models.Model` and a `ModuleEngine` for any
-    other `nn.Module`. Every rank creates the engine with the same model and configuration. Methods
+    other `nn.Module`. Only a `ModuleEngine` has `begin`, `backward`, `update`, `gathered`,
+    `inference` and `destroy`. Every rank creates the engine with the same model and configuration. Methods
     marked "Collective." must be called on every rank, in the same order.
 
     Args:

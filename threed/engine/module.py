@@ -68,6 +68,7 @@ class ModuleEngine(Engine):
     _divisor: int | None = None
     _varies = False  # whether the number of backwards may differ from the number in `begin`
     _microbatches: int | None  # number of micro-batches of the step in progress; None: not known
+    _plain_began: float  # host time at which the last plain backward reached a parameter
     _loss: Tensor  # weighted sum of the step's losses so far, fp64 [1]
 
     @property
@@ -143,6 +144,7 @@ class ModuleEngine(Engine):
             self._divisor = self.topology.dp * (self._microbatches or 1)
         self.reducer.count_freely()
         self.accumulating = False
+        self._plain_began = time.perf_counter()
 
     @property
     def has_plain_backwards(self) -> bool:
@@ -165,6 +167,7 @@ class ModuleEngine(Engine):
     def _plain_ended(self) -> None:
         self.accumulating = True
         self.reducer.pass_ended()
+        self._seconds += time.perf_counter() - self._plain_began
 
     def backward(
         self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False, *,
@@ -468,6 +471,11 @@ class ModuleEngine(Engine):
         found: dict[Slot, None] = {}
         given = params.parameters() if isinstance(params, nn.Module) else params
         for param in (given,) if isinstance(given, Tensor) else given:
+            if isinstance(param, str):
+                raise ValueError(
+                    f"gathered: {given!r} contains a name: pass parameters, such as"
+                    " engine.module.get_parameter(name), or a submodule"
+                )
             if id(param) not in known:
                 shape = list(getattr(param, "shape", ()))
                 raise ValueError(

@@ -57,6 +57,7 @@ class TokenModule(Wrapped):
         labels = _labels_parameter(module, self.title)
         self.reads_labels = labels is not None and not shifts_labels(module)
         self.gives_logits = labels is None or labels.default is not labels.empty
+        self._ran = False  # whether a forward has completed
         super().__init__(module, count=None if self.reads_labels else _count)
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ class TokenModule(Wrapped):
             ForwardError: if the module's forward, called without labels, does not return logits of
                 the expected shape.
         """
-        output = self.module(tokens)
+        output = self._forward(tokens)
         found = getattr(output, "logits", None)
         if found is None and isinstance(output, Mapping):
             found = output.get("logits")
@@ -83,6 +84,20 @@ class TokenModule(Wrapped):
             raise ForwardError(f"{self.title} returns logits of {sizes}: {fix}")
         return found
 
+    def _forward(self, tokens: Tensor, **labels: Tensor) -> Any:
+        """Runs the module. An error in its first forward gets a note on the required arguments."""
+        try:
+            output = self.module(tokens, **labels)
+        except Exception as error:
+            if not self._ran:
+                error.add_note(
+                    f"{self.title} failed with token ids {tuple(tokens.shape)}; {FORWARD}. Train a module with other"
+                    " inputs in a loop with threed.Engine (docs/guide/zero.md)"
+                )
+            raise
+        self._ran = True
+        return output
+
     def mean_loss(self, micro: MicroBatch) -> Tensor:
         given = {"tokens": micro.tokens, "labels": micro.labels, **(micro.inputs or {})}
         tokens, labels = given["tokens"], given["labels"]
@@ -91,7 +106,7 @@ class TokenModule(Wrapped):
             wide = logits if logits.dtype == torch.float64 else logits.float()
             ids = labels.masked_fill(labels < 0, -100).flatten()
             return nn.functional.cross_entropy(wide.flatten(0, 1), ids, ignore_index=-100)
-        output = self.module(tokens, labels=labels)
+        output = self._forward(tokens, labels=labels)
         try:
             return loss_of(output)
         except ValueError as error:

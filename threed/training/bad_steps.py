@@ -14,6 +14,7 @@ from threed.pipeline.batches import Batch
 from threed.reliability.recheck import Recheck
 from threed.training.callback import Callback, Run
 from threed.zero import replicas
+from threed.zero.step_metrics import BadStepsError
 
 MIB = 2**20
 
@@ -61,6 +62,19 @@ class BadSteps(Callback):
             row = f", {metrics.bad_steps} in a row so far" if metrics.bad_steps else ""
             self.run.note(
                 f"step {metrics.step}: {counted(more, 'step')} skipped{row} ({what}); see train.max-bad-steps"
+            )
+
+    def end(self, run: Run) -> None:
+        """Raises BadStepsError if every step since step 0 was skipped; the weights are unchanged.
+
+        Such a run may have fewer steps than `train.max-bad-steps`. Collective.
+        """
+        steps, limit = self.engine.steps, run.config.train.max_bad_steps
+        if limit and not run.stop and 0 < steps <= self.engine.bad_steps():
+            raise BadStepsError(
+                f"all {counted(steps, 'step')} of the run were skipped, so the weights have not changed: use a lower"
+                " --optim.lr, or look for non-finite values in the data or the model; --train.max-bad-steps 0 removes"
+                " the limit"
             )
 
     def compare(self, saving: bool = False) -> None:

@@ -401,6 +401,9 @@ class GuardedParameter(_Guarded, _Managed):
             torch._dynamo.graph_break(msg=UNTRACED)
         if func is torch.autograd.grad:
             return func(args[0], [_gradient_edge(part) for part in args[1]], **kwargs)
+        if func is torch.autograd.backward and kwargs.get("inputs"):  # a tuple
+            edges = [_gradient_edge(part) for part in kwargs["inputs"]]
+            return func(*args, **{**kwargs, "inputs": edges})
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
