@@ -20,7 +20,7 @@ if __name__ == "__main__" and sys.argv[2] == "threed":
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
@@ -71,6 +71,8 @@ class Case:
         config: the plugin's DeepSpeed configuration, used instead of arguments.
         precision: `mixed_precision` of the Accelerator.
         run: kind of the training, see `train`.
+        split: whether each batch of the loader is split over the ranks (`split_batches`), so that the
+            scheduler is stepped once per step on any number of ranks.
         counts: numbers of micro-batches of the steps, if the program itself sets the boundaries.
         resume: another case, whose state after its second step is continued.
     """
@@ -82,6 +84,7 @@ class Case:
     config: dict[str, Any] | None = None
     precision: str = "no"
     run: str = "script"
+    split: bool = False
     counts: tuple[int, ...] = ()
     resume: str | None = None
 
@@ -91,7 +94,8 @@ CASES = {
     for stage, family in enumerate(("opt", "gpt2", "llama", "gemma2"))
     for accumulation in (1, 2)
 } | {
-    "resumed-2": Case(2, 2, "llama", resume="script-2-2"),
+    "split-2": Case(2, 2, "llama", split=True),
+    "resumed-2": Case(2, 2, "llama", split=True, resume="split-2"),
     "resumed-3": Case(3, 2, "gemma2", resume="script-3-2"),
     "auto-2": Case(2, 2, config=auto(2)),
     "auto-3": Case(3, config=auto(3)),
@@ -115,17 +119,19 @@ CASES = {
 
 def make_accelerator(case: Case, mode: str) -> Accelerator:
     """Returns the Accelerator of a case."""
+    data = DataLoaderConfiguration(split_batches=case.split)
     if mode == "plain":
         return Accelerator(
-            cpu=True, gradient_accumulation_steps=case.accumulation, mixed_precision=case.precision
-        )
+            cpu=True, gradient_accumulation_steps=case.accumulation, mixed_precision=case.precision,
+            dataloader_config=data,
+        )  # fmt: skip
     PartialState(cpu=True)  # otherwise, Accelerator starts one process on a machine without GPUs
     plugins: Any = plugin(case, case.stage)
     if case.run in ("two models", "inference"):
         plugins = {"first": plugins, "second": plugin(case, 3)}
     return Accelerator(
         gradient_accumulation_steps=case.accumulation, mixed_precision=case.precision,
-        deepspeed_plugins=plugins,
+        deepspeed_plugins=plugins, dataloader_config=data,
     )  # fmt: skip
 
 
@@ -143,7 +149,8 @@ def plugin(case: Case, stage: int) -> DeepSpeedPlugin:
 
 
 def loader(accelerator: Accelerator, count: int) -> DataLoader[Any]:
-    return DataLoader(Rows(count), batch_size=BATCH // accelerator.num_processes)
+    parts = 1 if accelerator.split_batches else accelerator.num_processes
+    return DataLoader(Rows(count), batch_size=BATCH // parts)
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -234,7 +241,7 @@ class Script:
 def optimizers(accelerator: Accelerator, model: torch.nn.Module, case: Case) -> tuple[Any, Any]:
     """Returns the optimizer and the scheduler of a case, made before `prepare`."""
     config = case.config or {}
-    scale = accelerator.num_processes
+    scale = 1 if accelerator.split_batches else accelerator.num_processes
 
     def linear(optimizer: Any, scale: int = 1) -> Any:
         return get_linear_schedule_with_warmup(optimizer, WARMUP * scale, TOTAL * scale)

@@ -69,12 +69,22 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"input_ids": self.tokens[index], "labels": labels}
 
 
+def small_config(family: str, **values: Any) -> Any:
+    """Returns the configuration of a tiny model.
+
+    Args:
+        family: key of `FAMILIES`.
+        values: values that differ from `SMALL` and `FAMILIES`.
+    """
+    return AutoConfig.for_model(family, **(SMALL | FAMILIES[family] | values))
+
+
 def save_models(out: Path) -> None:
     """Saves one tiny model of each family, from which all trainings start."""
-    for family, values in FAMILIES.items():
+    for family in FAMILIES:
         set_seed(1)
-        config = AutoConfig.for_model(family, **SMALL, **values)
-        AutoModelForCausalLM.from_config(config).save_pretrained(out / "models" / family)
+        model = AutoModelForCausalLM.from_config(small_config(family))
+        model.save_pretrained(out / "models" / family)
 
 
 def reset() -> None:
