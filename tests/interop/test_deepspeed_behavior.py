@@ -14,6 +14,8 @@ import threed
 from tests.harness import run_ranks
 from threed.config import ConfigError
 from threed.interop.deepspeed.api.accelerator import get_accelerator
+from threed.interop.deepspeed.api.init import Init
+from threed.interop.deepspeed.api.zero import ZeroParamStatus, is_zero_param
 from threed.interop.deepspeed.api.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.pipeline_layers import pack, unpack
@@ -110,6 +112,21 @@ def test_buffers_keep_their_dtype(stage: int) -> None:
         ConfigError, match=r"buffer_dtype.*not supported: buffers keep their dtypes"
     ):
         engine_of(data_types={"buffer_dtype": "bf16"})
+
+
+# ---------------------------------------------------------------------------------------------------------------- init
+
+
+def test_parameters_of_init_are_recognized(tmp_path: Path) -> None:
+    with Init(folder=tmp_path), Init(folder=tmp_path):
+        model = Scaled()
+    weight: Any = model.first.weight
+    assert (weight.ds_id, weight.ds_shape, weight.ds_numel) == (0, (3, 3), 9)
+    assert is_zero_param(weight)
+    assert weight.ds_status is ZeroParamStatus.AVAILABLE
+    engine = threed.initialize(model=model, config=DS)[0]
+    engine.destroy()
+    assert not is_zero_param(weight)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
