@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,38 @@ def test_parameters_of_init_are_recognized(tmp_path: Path) -> None:
     engine = threed.initialize(model=model, config=DS)[0]
     engine.destroy()
     assert not is_zero_param(weight)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_module_of_an_engine_can_be_run(stage: int) -> None:
+    """Two engines with one loss, as programs with several engines train them."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    x = torch.arange(3.0).view(1, 3)
+    torch.manual_seed(0)
+    engines = [engine_of(zero_optimization=zero) for _ in range(2)]
+    torch.manual_seed(0)
+    others = [engine_of(zero_optimization=zero) for _ in range(2)]
+    for _ in range(2):
+        sum(engine.module(x) * (number + 1) for number, engine in enumerate(engines)).backward()
+        for engine in engines:
+            engine._backward_epilogue()
+            engine.step()
+            engine.optimizer.zero_grad()
+        for number, engine in enumerate(others):
+            engine.backward(engine(x) * (number + 1))
+            engine.step()
+    for engine, other in zip(engines, others, strict=True):
+        want = other.full_state_dict()
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, want[name])
+    module = copy.deepcopy(engines[0].module) if stage == 0 else engines[0].module
+    for engine in engines:
+        engine.destroy()
+    module(x).backward()
+    assert module.first.weight.grad is not None
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -7,13 +7,15 @@ engine.train_batch(iterator)                # a full step: forwards, backwards a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from threed.core.messages import counted
 from threed.distributed.topology import Topology
@@ -25,6 +27,30 @@ from threed.interop.deepspeed.module_methods import ModuleMethods
 from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
 from threed.models import wrap
 from threed.models.wrapped import loss_of
+
+
+class _StepBegins:
+    """Forward pre-hook of an engine's module: begins a step, as a call of the engine does.
+
+    It has no effect for copies of the module, and does not keep the engine alive.
+    """
+
+    module: nn.Module | None = None
+
+    def __init__(self, module: nn.Module, begin: Callable[[], None]) -> None:
+        self.module, self._begin = module, weakref.WeakMethod(begin)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or module is not self.module:
+            return
+        if torch.is_grad_enabled() and (begin := self._begin()) is not None:
+            begin()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StepBegins:
+        return _StepBegins.__new__(_StepBegins)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
 
 class TrainingLoop(ModuleMethods):
@@ -43,6 +69,11 @@ class TrainingLoop(ModuleMethods):
             learning_rate=t.learning_rate, loss_scale=t.loss_scale, trains=trains,
         )  # fmt: skip
         mark_parameters(self.engine)
+        # A program may run `engine.module` instead of the engine.
+        self._module_hook: RemovableHandle | None = None
+        if trains and engine is None:
+            begins = _StepBegins(model, self._begin)
+            self._module_hook = model.register_forward_pre_hook(begins, prepend=True)
         self.topology, self.device = topology, topology.device
         self.global_rank, self.world_size = topology.rank, topology.world
         self.optimizer: EngineOptimizer | None = None
@@ -283,6 +314,9 @@ class TrainingLoop(ModuleMethods):
         Args:
             bucket_size: has no effect.
         """
+
+    def _backward_epilogue(self) -> None:
+        """Has no effect. Programs with several engines call it after the backward of their loss."""
 
     def _check_boundary(self, what: str, instead: str) -> None:
         self.engine.finish()
