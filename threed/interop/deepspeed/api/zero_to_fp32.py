@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from threed.checkpoint.native import read_manifest
 from threed.interop.deepspeed.checkpoint_reader import step_folder
 from threed.interop.loading import LATEST
 from threed.interop.weights import weights
@@ -31,7 +32,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Returns:
         name -> full tensor on the CPU: weights are fp32, or fp64 if the model uses fp64. A tied
-        weight has all its names. With `lazy_mode`, a mapping that reads a tensor at every access.
+        weight has all its names, which share one tensor. With `lazy_mode`, a mapping that reads a tensor at every access.
 
     Raises:
         ValueError: without `tag`, if the file `latest` is missing.
@@ -44,8 +45,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
             "threed does not offer exclude_frozen_parameters here: use"
             " engine.save_16bit_model(exclude_frozen_parameters=True), or delete the names"
         )
-    found = weights(_folder(Path(checkpoint_dir), tag))
-    return found if lazy_mode else dict(found)
+    folder = _folder(Path(checkpoint_dir), tag)
+    found = weights(folder)
+    if lazy_mode:
+        return found
+    first = _aliases(folder)
+    full = {name: found[name] for name in found if name not in first}
+    return {name: full[first.get(name, name)] for name in found}
+
+
+def _aliases(folder: Path) -> Mapping[str, str]:
+    """Returns the further names of tied weights: name -> the weight's first name."""
+    found: Mapping[str, str] = read_manifest(folder)["state"].get("aliases", {})
+    return found
 
 
 def _folder(parent: Path, tag: str | int | None) -> Path:
@@ -82,12 +94,17 @@ def convert_zero_checkpoint_to_state_dict(
     source = get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True
     )
+    first = _aliases(_folder(Path(checkpoint_dir), tag))
     out = Path(output_dir)
     out.mkdir(parents=True, exist_ok=True)
     limit = _bytes_of(max_shard_size)
     files: list[list[str]] = []  # for each file, the names of its tensors
     part: dict[str, Tensor] = {}
     for name in source:
+        tied = part.get(first.get(name, name))
+        if tied is not None and not safe_serialization:
+            part[name] = tied
+            continue
         tensor = source[name]
         tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
         if part and _nbytes(part) + tensor.nbytes > limit:
@@ -110,7 +127,8 @@ def _bytes_of(size: str | int | None) -> float:
 
 
 def _nbytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
+    """Returns the size of different tensors; tied weights count once."""
+    return sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
 
 
 def _write(tensors: dict[str, Tensor], path: Path, safe: bool) -> list[str]:
