@@ -39,7 +39,7 @@ _ZERO = {
     " unregister_external_parameter",
 }
 _PIPE = {
-    "api.pipeline": "PipelineModule LayerSpec TiedLayerSpec",
+    "pipeline_module": "PipelineModule LayerSpec TiedLayerSpec",
 }
 _ENGINE = {"engine": "DeepSpeedEngine"}
 _LOGGING = {"api.utils": "logger log_dist log_dist_once print_dist set_log_level_from_string"}
@@ -68,7 +68,8 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
         "api.config": "DeepSpeedConfig DeepSpeedConfigError",
         "api.utils": "logger log_dist OnDevice add_config_arguments __version_major__ __version_minor__"
         " __version_patch__ DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
-        "api.pipeline": "PipelineModule PipelineEngine",
+        "pipeline_module": "PipelineModule",
+        "pipeline_engine": "PipelineEngine",
         **_ENGINE,
     },
     "deepspeed.accelerator": {
@@ -119,7 +120,7 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
         " WarmupDecayLR WarmupCosineLR add_tuning_arguments",
     },
     "deepspeed.runtime.pipe": _PIPE,
-    "deepspeed.runtime.pipe.engine": {"api.pipeline": "PipelineEngine"},
+    "deepspeed.runtime.pipe.engine": {"pipeline_engine": "PipelineEngine"},
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
     "deepspeed.runtime.utils": {
@@ -142,14 +143,21 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
         **_SAFE,
     },
     "deepspeed.utils.groups": {
-        "api.groups": "_get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank"
-        " _get_model_parallel_world_size _get_sequence_parallel_world_size"
-        " _get_sequence_parallel_rank _get_sequence_data_parallel_group"
-        " _get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank"
-        " _get_data_parallel_group_ranks _get_broadcast_src_rank get_data_parallel_group"
-        " get_data_parallel_world_size get_data_parallel_rank get_model_parallel_world_size"
-        " get_model_parallel_rank get_tensor_model_parallel_world_size"
-        " get_tensor_model_parallel_rank mesh_device",
+        "api.comm": "_get_data_parallel_group=get_world_group"
+        " _get_sequence_data_parallel_group=get_world_group"
+        " get_data_parallel_group=get_world_group _get_data_parallel_world_size=get_world_size"
+        " _get_sequence_data_parallel_world_size=get_world_size"
+        " get_data_parallel_world_size=get_world_size _get_data_parallel_rank=get_rank"
+        " _get_sequence_data_parallel_rank=get_rank get_data_parallel_rank=get_rank"
+        " _get_data_parallel_group_ranks=get_world_group_ranks"
+        " _get_model_parallel_world_size=get_size_of_other_axis"
+        " _get_sequence_parallel_world_size=get_size_of_other_axis"
+        " get_model_parallel_world_size=get_size_of_other_axis"
+        " get_tensor_model_parallel_world_size=get_size_of_other_axis"
+        " _get_sequence_parallel_rank=get_rank_of_other_axis"
+        " _get_broadcast_src_rank=get_rank_of_other_axis"
+        " get_model_parallel_rank=get_rank_of_other_axis"
+        " get_tensor_model_parallel_rank=get_rank_of_other_axis mesh_device",
     },
     "deepspeed.utils.logging": _LOGGING,
     "deepspeed.utils.tensor_fragment": _SAFE,

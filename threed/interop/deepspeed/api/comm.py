@@ -1,6 +1,7 @@
-"""deepspeed.comm: the functions that differ from torch.distributed's.
+"""deepspeed.comm: the functions that differ from torch.distributed's; and deepspeed.utils.groups.
 
-Without a process group, the world has one rank.
+Without a process group, the world has one rank. `deepspeed.utils.groups` describes training without
+a `PipelineModule`, which is split over data-parallel ranks only, so all other axes have one rank.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from threed.distributed import topology
 
 is_initialized = topology.is_started
+mesh_device = None
 
 
 def init_distributed(
@@ -74,6 +76,21 @@ def get_local_rank() -> int:
 def get_world_group() -> Any:
     """Returns the process group of all ranks."""
     return topology.everyone().group
+
+
+def get_world_group_ranks() -> list[int]:
+    """Returns the ranks of all processes."""
+    return list(topology.everyone().ranks)
+
+
+def get_size_of_other_axis() -> int:
+    """Returns 1, the number of ranks over which layers and sequences are split."""
+    return 1
+
+
+def get_rank_of_other_axis() -> int:
+    """Returns 0, this process's rank on an axis of one rank."""
+    return 0
 
 
 def configure(*_: Any, **__: Any) -> None:
