@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda values: values.to(device, non_blocking=True), unpacked)
 
 
-def repeat(loader: DataLoader[Any]) -> Iterator[Any]:
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
     """Yields the batches of a loader without end, one epoch after another.
 
     Raises:

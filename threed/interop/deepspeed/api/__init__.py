@@ -11,6 +11,7 @@
     config          the configuration, and enumerations of its values
     zero_to_fp32    weights of a checkpoint
     utils           other functions
+    fixed           functions with a fixed result
 
 This package is internal.
 """

@@ -81,21 +81,3 @@ def get_world_group() -> Any:
 def get_world_group_ranks() -> list[int]:
     """Returns the ranks of all processes."""
     return list(topology.everyone().ranks)
-
-
-def get_size_of_other_axis() -> int:
-    """Returns 1, the number of ranks over which layers and sequences are split."""
-    return 1
-
-
-def get_rank_of_other_axis() -> int:
-    """Returns 0, this process's rank on an axis of one rank."""
-    return 0
-
-
-def configure(*_: Any, **__: Any) -> None:
-    """Has no effect: threed does not log each collective (see `engine.metrics`)."""
-
-
-def log_summary(*_: Any, **__: Any) -> None:
-    """Has no effect: threed does not log each collective (see `engine.metrics`)."""
