@@ -93,8 +93,13 @@ def find_split_problems(model: object, pp: int, tp: int) -> list[str]:
     return [f"{name} cannot be split by {sizes}: {fix}"]
 
 
-def wrap(model: object, topology: Topology) -> Wrapped:
+def wrap(model: object, topology: Topology, *, cast_buffers: bool = True) -> Wrapped:
     """Returns an `nn.Module` as a `Wrapped` model. Collective.
+
+    Args:
+        model: the module, or a `Wrapped` model, which is returned.
+        topology: the topology of the engine.
+        cast_buffers: see `Wrapped`.
 
     Raises:
         TypeError: if `model` is not an `nn.Module`.
@@ -108,7 +113,7 @@ def wrap(model: object, topology: Topology) -> Wrapped:
         raise ConfigError(problems)
     problem = ""
     try:
-        wrapped = model if isinstance(model, Wrapped) else Wrapped(model)
+        wrapped = model if isinstance(model, Wrapped) else Wrapped(model, cast_buffers=cast_buffers)
         wrapped.check_unused()
     except ValueError as error:
         problem = str(error)

@@ -123,6 +123,8 @@ class Wrapped(PipelineLayer):
             after the other, so the mapping may read a tensor from a file on each access. Every rank
             passes the same values. Default: the values that the parameters have, or the module's
             initialization if it is on the meta device.
+        cast_buffers: whether floating-point buffers are cast together with the parameters, as by
+            `module.to(dtype)`.
 
     Attributes:
         module: the module.
@@ -144,6 +146,8 @@ class Wrapped(PipelineLayer):
         loss: Callable[[Any], Tensor] | None = None,
         count: Callable[[Inputs], Tensor] | None = None,
         initial: Mapping[str, Tensor] | None = None,
+        *,
+        cast_buffers: bool = True,
     ) -> None:
         super().__init__()
         check(module)  # before hooks are registered
@@ -153,6 +157,7 @@ class Wrapped(PipelineLayer):
         self.units = list(find_units(module))
         self._original: dict[str, Tensor] = {}
         self._given, self._read = initial, ("", torch.empty(0))
+        self._casts_buffers = cast_buffers
         self._regions: dict[str, Region] = {}  # of parameters whose values are in a mapped file
         names: dict[int, str] = {}
         for name, param in module.named_parameters():
@@ -303,14 +308,15 @@ class Wrapped(PipelineLayer):
 
         Drops the original parameter values. Moves buffers to the device. If the original dtype of
         some parameter was not `dtype`, casts the floating-point buffers as
-        `module.to(device, dtype)` would. If a buffer is on the meta device, its values are computed
-        by the initialization of the module that owns it.
+        `module.to(device, dtype)` would, unless `cast_buffers` is False. If a buffer is on the meta
+        device, its values are computed by the initialization of the module that owns it.
 
         Args:
             device: the engine's device, to which buffers are moved.
             dtype: the engine's dtype of the parameters.
         """
-        cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
+        differs = any(values.dtype != dtype for values in self._original.values())
+        cast = dtype if differs and self._casts_buffers else None
         self._original.clear()
         self._used = True
         self._forget_values()

@@ -46,7 +46,8 @@ class Checkpoints(TrainingLoop):
 
         Args:
             save_dir: the folder of checkpoints.
-            tag: the name of the checkpoint; None means "global_stepN". Must be equal on all ranks.
+            tag: the name of the checkpoint; None means "global_stepN". If the tags of the ranks
+                differ, rank 0's tag is used, with a warning (see the key `checkpoint.tag_validation`).
             client_state: data of the program to save with the checkpoint: numbers, strings,
                 tensors, and lists, tuples and dicts of them. The data of rank 0 are saved.
             save_latest: whether to write the tag to save_dir/latest.
@@ -57,16 +58,21 @@ class Checkpoints(TrainingLoop):
 
         Raises:
             RuntimeError: if a step is in progress, because its gradients would be lost.
-            ValueError: if the ranks have different tags, or `save_dir` is empty.
+            ValueError: if `save_dir` is empty.
+            AssertionError: if the tags of the ranks differ, and `checkpoint.tag_validation` is "Fail".
+            NotImplementedError: if the engine only evaluates.
             TypeError: if `client_state` has a value of another type.
         """
         if not save_dir or not str(save_dir):
             raise ValueError(f"save_dir {save_dir!r}: pass the folder of checkpoints")
+        if self.optimizer is None:
+            fix = "use engine.full_state_dict(), or engine.save_16bit_model(folder)"
+            raise NotImplementedError(
+                f"threed does not offer save_checkpoint of an engine that only evaluates: {fix}"
+            )
         self._check_boundary("save_checkpoint", "save at an accumulation boundary")
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag = self._common_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         everyone = self.topology.axis("world")
-        if len(tags := set(collectives.exchange(tag, everyone))) > 1:
-            raise ValueError(f"ranks save under different tags: {', '.join(sorted(tags))}")
         tensors: dict[str, Tensor] = {}
         extra = self._extra(client_state or {}, tensors)
         path = Path(save_dir) / tag
@@ -80,6 +86,17 @@ class Checkpoints(TrainingLoop):
                     scratch.write_text(tag, encoding="utf-8")
         collectives.barrier(everyone)  # ensures that no rank returns before `latest` exists
         return True
+
+    def _common_tag(self, tag: str) -> str:
+        """Returns rank 0's tag. Collective."""
+        tags = collectives.exchange(tag, self.topology.axis("world"))
+        mode = self.translation.tag_validation
+        if len(set(tags)) > 1 and mode != "ignore":
+            what = f"ranks save under different tags: {', '.join(sorted(set(tags)))}"
+            if mode == "fail":
+                raise AssertionError(f"{what}: pass the same tag on all ranks")
+            warnings.warn(f"{what}; rank 0's tag {tags[0]} is used", stacklevel=3)
+        return tags[0]
 
     def _extra(self, client_state: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Returns the values of a checkpoint that `ModuleEngine.save` does not save by itself."""
@@ -110,7 +127,8 @@ class Checkpoints(TrainingLoop):
                 buffers. Only used if the optimizer states are not loaded; otherwise they must.
             load_optimizer_states: whether to load the states of the optimizer.
             load_lr_scheduler_states: whether to load the state of the scheduler.
-            load_module_only: whether to load weights and buffers only.
+            load_module_only: whether to load weights and buffers only, as an engine that only
+                evaluates always does.
             custom_load_fn: function that copies the weights: `custom_load_fn(src=weights,
                 dst=module)`. Needs `load_module_only`, or `load_optimizer_states=False`.
 
@@ -124,6 +142,7 @@ class Checkpoints(TrainingLoop):
             CheckpointError: if the checkpoint cannot be loaded.
         """
         self._check_boundary("load_checkpoint", "load at an accumulation boundary")
+        load_module_only = load_module_only or self.optimizer is None
         complete = load_optimizer_states and not load_module_only
         if custom_load_fn is not None and complete:
             fix = "pass load_module_only=True, or load_optimizer_states=False"

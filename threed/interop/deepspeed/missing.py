@@ -25,6 +25,7 @@ _ROWS = {
     "scale": "use engine.backward(loss), which scales the loss",
     "get_data_parallel_rank": "use engine.topology.axis(\"dp\").index",
     "register_compile_pass get_compile_time get_deepcompile_backend": "use engine.compile()",
+    "sparse_tensor_module_names sparse_gradients_enabled": "use dense gradients",
     "random_ltd_enabled random_ltd_initialize": "drop tokens in the module's forward",
 }  # fmt: skip
 INSTEAD = {name: instead for names, instead in _ROWS.items() for name in names.split()}

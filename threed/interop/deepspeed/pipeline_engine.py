@@ -93,7 +93,7 @@ class PipelineTrainer(LayeredEngine):
     def _initialize(self) -> None:
         self.model.agree(self.topology)
         records.initialize(self.optimizer, self.model.initial, again=False)
-        self.model.initialized(self.batches.dtype)
+        self.model.initialized()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -246,18 +246,9 @@ class PipelineModel:
             value = torch.empty(shapes[name], dtype=dtype) if own is None else own
             value.copy_(collectives.broadcast(value.to(device).contiguous(), pipe, source))
 
-    def initialized(self, dtype: torch.dtype) -> None:
-        """Drops the initial values; casts buffers if the parameters were cast.
-
-        Args:
-            dtype: the engine's dtype of the parameters.
-        """
-        cast = any(value.dtype != dtype for value in self._values.values())
+    def initialized(self) -> None:
+        """Drops the initial values. Buffers keep their dtypes, as in DeepSpeed."""
         self._values.clear()
-        for owner in self.module.modules() if cast else ():
-            for key, buffer in owner._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    owner._buffers[key] = buffer.to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------- micro-batches
@@ -268,7 +259,7 @@ def pack(micro_batches: Sequence[tuple[Any, Any]]) -> dict[str, Tensor]:
 
     Args:
         micro_batches: (inputs, labels) per micro-batch. Each is a tensor, or a tuple or list of
-            tensors; labels may be None.
+            tensors; labels may be None. A number is passed as a scalar tensor.
 
     Raises:
         ValueError: if inputs or labels are anything else.
@@ -276,6 +267,7 @@ def pack(micro_batches: Sequence[tuple[Any, Any]]) -> dict[str, Tensor]:
     batch: dict[str, Tensor] = {}
     for number, pair in enumerate(micro_batches):
         for what, value in zip((INPUTS, LABELS), pair, strict=True):
+            value = torch.tensor(value) if isinstance(value, bool | int | float) else value
             if isinstance(value, Tensor):
                 batch[f"{number}/{what}"] = value
                 continue
@@ -283,6 +275,7 @@ def pack(micro_batches: Sequence[tuple[Any, Any]]) -> dict[str, Tensor]:
             if what == LABELS and value is None:
                 parts = []
             for index, part in enumerate(parts):
+                part = torch.tensor(part) if isinstance(part, bool | int | float) else part
                 if not isinstance(part, Tensor):
                     kind = type(part).__name__
                     raise ValueError(

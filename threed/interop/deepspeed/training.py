@@ -23,6 +23,7 @@ from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.module_methods import ModuleMethods
 from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
+from threed.models import wrap
 from threed.models.wrapped import loss_of
 
 
@@ -37,8 +38,8 @@ class TrainingLoop(ModuleMethods):
         super().__init__(model)
         t = self.translation = translation
         self.engine = engine or ModuleEngine(
-            model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale,
-            trains=trains,
+            wrap(model, topology, cast_buffers=False), topology, t.config,
+            learning_rate=t.learning_rate, loss_scale=t.loss_scale, trains=trains,
         )  # fmt: skip
         mark_parameters(self.engine)
         self.topology, self.device = topology, topology.device

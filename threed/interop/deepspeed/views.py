@@ -17,6 +17,10 @@ from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.zero import ParameterOffload
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 
+OPTIMIZER_STATE = (
+    "use param_groups, engine.get_global_grad_norm(), and safe_get_full_fp32_param or"
+    " safe_get_full_optimizer_state of deepspeed.utils"
+)
 # Keys of a parameter group whose values `_kept` does not return: the learning rates, because they
 # may change, and the parameters, because `_kept` returns their ids instead.
 RATE = {"params", "lr", "initial_lr"}
@@ -67,6 +71,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         ]  # fmt: skip
         if passed is not None and not scheduled:
             self._apply(self._rates)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"threed does not offer engine.optimizer.{name}: {OPTIMIZER_STATE}")
 
     def remove(self) -> None:
         """Removes the hooks from the passed optimizer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,10 +13,16 @@ from torch import Tensor
 
 from threed.distributed import topology
 
+# functions of torch's module of a GPU -> their function for a CPU
+_RANDOM: dict[str, Callable[..., Any]] = {
+    "manual_seed": torch.manual_seed, "manual_seed_all": torch.manual_seed,
+    "initial_seed": torch.initial_seed, "get_rng_state": lambda *_: torch.get_rng_state(),
+    "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+}  # fmt: skip
 # functions of torch's module of a GPU that have no effect on a CPU -> result on a CPU
 _ON_CPU: dict[str, Any] = dict.fromkeys(
     "empty_cache reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached"
-    " manual_seed manual_seed_all ipc_collect".split()
+    " ipc_collect".split()
 ) | dict.fromkeys(
     "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached"
     " max_memory_cached".split(),
@@ -27,7 +34,7 @@ class DeepSpeedAccelerator:
     """The device of this process: the GPU of its local rank, or the CPU.
 
     Methods that this class does not define are functions of `torch.get_device_module`. On a CPU,
-    functions of memory and seeds have no effect.
+    functions of memory have no effect, and functions of random numbers use torch's generator.
     """
 
     @property
@@ -41,6 +48,8 @@ class DeepSpeedAccelerator:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if self._device.type == "cpu" and name in _RANDOM:
+            return _RANDOM[name]
         if self._device.type == "cpu" and name in _ON_CPU:
             return lambda *_, **__: _ON_CPU[name]
         if hasattr(self._module, name):
@@ -72,9 +81,13 @@ class DeepSpeedAccelerator:
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """Returns the number of GPUs; on a CPU, the number of ranks on this machine."""
+        """Returns the number of GPUs.
+
+        On a CPU, returns the number of ranks on this machine: LOCAL_SIZE, which DeepSpeed's launcher
+        sets, or LOCAL_WORLD_SIZE, or 1.
+        """
         if self._device.type == "cpu":
-            return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return int(self._module.device_count())
 
     def is_available(self) -> bool:

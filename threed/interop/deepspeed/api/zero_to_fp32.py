@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from threed.checkpoint.files import cut
+from threed.checkpoint.native import read_manifest
 from threed.interop.deepspeed.checkpoint_reader import step_folder
 from threed.interop.loading import LATEST
 from threed.interop.weights import weights
@@ -31,7 +32,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Returns:
         name -> full tensor on the CPU: weights are fp32, or fp64 if the model uses fp64. A tied
-        weight has all its names. With `lazy_mode`, a mapping that reads a tensor at every access.
+        weight has all its names, which share one tensor. With `lazy_mode`, a mapping that reads a tensor at every access.
 
     Raises:
         ValueError: without `tag`, if the file `latest` is missing.
@@ -44,8 +45,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
             "threed does not offer exclude_frozen_parameters here: use"
             " engine.save_16bit_model(exclude_frozen_parameters=True), or delete the names"
         )
-    found = weights(_folder(Path(checkpoint_dir), tag))
-    return found if lazy_mode else dict(found)
+    folder = _folder(Path(checkpoint_dir), tag)
+    found = weights(folder)
+    if lazy_mode:
+        return found
+    first = _aliases(folder)
+    full = {name: found[name] for name in found if name not in first}
+    return {name: full[first.get(name, name)] for name in found}
+
+
+def _aliases(folder: Path) -> Mapping[str, str]:
+    """Returns the further names of tied weights: name -> the weight's first name."""
+    found: Mapping[str, str] = read_manifest(folder)["state"].get("aliases", {})
+    return found
 
 
 def _folder(parent: Path, tag: str | int | None) -> Path:
@@ -82,38 +94,67 @@ def convert_zero_checkpoint_to_state_dict(
     source = get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True
     )
-    limit = _bytes_of(max_shard_size)
-    parts = cut({name: _converted(source[name], dtype).nbytes for name in source}, limit)
-    stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
-    files = [f"{stem}-{n + 1:05d}-of-{len(parts):05d}.{suffix}" for n in range(len(parts))]
-    files = files if len(files) > 1 else [f"{stem}.{suffix}"]
+    first = _aliases(_folder(Path(checkpoint_dir), tag))
     out = Path(output_dir)
     out.mkdir(parents=True, exist_ok=True)
-    for file, names in zip(files, parts, strict=True):
-        tensors = {name: _converted(source[name], dtype) for name in names}
-        if safe_serialization:
-            save_file(tensors, out / file, {"format": "pt"})
-        else:
-            torch.save(tensors, out / file)
-    if len(files) > 1:
-        where = {name: file for file, names in zip(files, parts, strict=True) for name in names}
-        index = json.dumps({"metadata": {}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
-        (out / f"{stem}.{suffix}.index.json").write_text(index, encoding="utf-8")
+    limit = _bytes_of(max_shard_size)
+    files: list[list[str]] = []  # for each file, the names of its tensors
+    part: dict[str, Tensor] = {}
+    for name in source:
+        tied = part.get(first.get(name, name))
+        if tied is not None and not safe_serialization:
+            part[name] = tied
+            continue
+        tensor = source[name]
+        tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        if part and _nbytes(part) + tensor.nbytes > limit:
+            files.append(_write(part, out / f"part{len(files)}", safe_serialization))
+            part = {}
+        part[name] = tensor
+    files.append(_write(part, out / f"part{len(files)}", safe_serialization))
+    _publish(out, files, "model.safetensors" if safe_serialization else "pytorch_model.bin")
 
 
-def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-
-
-def _bytes_of(size: str | int | None) -> int:
-    """Returns a size such as "5GB" in bytes; for None, a size that no file has."""
+def _bytes_of(size: str | int | None) -> float:
+    """Returns a size such as "5GB" in bytes; infinity for None."""
     if size is None:
-        return 2**63
+        return math.inf
     found = re.fullmatch(r"([\d.]+)\s*([KMGT]?)(i?)B?", str(size).strip(), re.IGNORECASE)
     if found is None:
         raise ValueError(f"max_shard_size {size!r}: give a number of bytes, or a size such as 5GB")
     base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+    return float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")
+
+
+def _nbytes(tensors: Mapping[str, Tensor]) -> int:
+    """Returns the size of different tensors; tied weights count once."""
+    return sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
+
+
+def _write(tensors: dict[str, Tensor], path: Path, safe: bool) -> list[str]:
+    """Writes tensors to a file, and returns their names."""
+    if safe:
+        # a copy of each tensor, because tensors in a safetensors file must not share memory
+        copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+        save_file(copies, path, {"format": "pt"})
+    else:
+        torch.save(tensors, path)
+    return list(tensors)
+
+
+def _publish(out: Path, files: list[list[str]], name: str) -> None:
+    """Gives the files their final names, and writes the index if there are several."""
+    if len(files) == 1:
+        (out / "part0").replace(out / name)
+        return
+    stem, _, suffix = name.partition(".")
+    where: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"{stem}-{number + 1:05d}-of-{len(files):05d}.{suffix}"
+        (out / f"part{number}").replace(out / file)
+        where |= dict.fromkeys(names, file)
+    index = json.dumps({"metadata": {}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+    (out / f"{name}.index.json").write_text(index, encoding="utf-8")
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

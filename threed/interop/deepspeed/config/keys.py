@@ -69,6 +69,7 @@ DTYPES = {
 DType = Annotated[str, BeforeValidator(_dtype)]
 Device = Annotated[str, _word("none cpu nvme")]
 Ramp = Annotated[str, _word("log linear")]
+TagValidation = Annotated[str, _word("Warn Ignore Fail")]
 OptimizerName = Annotated[str, _word(
     "AdamW Adam SGD Lion", "adagrad lamb onebitadam zerooneadam onebitlamb muadam muadamw musgd muon",
 )]  # fmt: skip
@@ -173,6 +174,12 @@ class DataTypes(Group):
     grad_accum_dtype: DType | None = None
 
 
+class Checkpoint(Group):
+    """The keys of the group `checkpoint`."""
+
+    tag_validation: TagValidation = Field("warn", description="set it to Warn, Ignore or Fail")
+
+
 class DeepSpeedConfig(Group):
     """A ds_config: the supported top-level keys, and the groups of keys."""
 
@@ -188,7 +195,7 @@ class DeepSpeedConfig(Group):
     zero_optimization: Zero = Zero()
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler = Scheduler()
-    checkpoint: Group = Group()
+    checkpoint: Checkpoint = Checkpoint()
     compile: Group = Group()
     tensor_parallel: Group = Group()
 
@@ -277,7 +284,6 @@ NO_EFFECT: Mapping[str, str] = _by_name({
         "check_grad_overflow": "a step whose gradients are not finite is always skipped, on every rank",
     },
     "checkpoint": {
-        "tag_validation": "the tag must always be equal on all ranks",
         "load_universal": "every checkpoint loads on any number of ranks",
         "parallel_write writer": "every rank writes its own slices",
         "checkpoint_serialization": "checkpoints are safetensors",
@@ -333,7 +339,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = _by_name({
         "bf16_master_weights_and_grads bf16_optimizer_states": (OFF, MASTERS),
     },
     "data_types": {
-        "buffer_dtype": ((), "buffers are converted to the compute dtype, as by module.to(dtype)"),
+        "buffer_dtype": ((), "buffers keep their dtypes: cast them before initialize"),
         "keep_in_fp32_modules": (("auto",), "all modules run in the compute dtype, with fp32 master weights"),
     },
     "checkpoint": {

@@ -67,6 +67,7 @@ class Translation:
         loss_scale: settings of the loss scale; None unless the dtype is fp16.
         drop_last: whether the data loader drops a last batch that is not full.
         gather_on_save: whether `save_16bit_model` writes the weights under ZeRO stage 3.
+        tag_validation: "warn", "ignore" or "fail", for a checkpoint whose tag differs between ranks.
         notes: texts "key: note" about keys without effect and values chosen for "auto".
     """
 
@@ -79,6 +80,7 @@ class Translation:
     loss_scale: LossScale | None
     drop_last: bool
     gather_on_save: bool
+    tag_validation: str
     notes: tuple[str, ...]
 
 
@@ -125,8 +127,8 @@ def translate(
         ) from None
     return Translation(
         config, batch, micro, accumulation, rate, _rates(groups, len(optim["groups"])), scale,
-        found.dataloader_drop_last,
-        found.zero_optimization.stage3_gather_16bit_weights_on_model_save, tuple(reader.notes),
+        found.dataloader_drop_last, found.zero_optimization.stage3_gather_16bit_weights_on_model_save,
+        found.checkpoint.tag_validation, tuple(reader.notes),
     )  # fmt: skip
 
 

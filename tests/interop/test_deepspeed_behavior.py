@@ -1,0 +1,145 @@
+"""Details of DeepSpeed's API that its own unit tests check: tags, dtypes of buffers, refusals, random numbers."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import threed
+from tests.harness import run_ranks
+from threed.config import ConfigError
+from threed.interop.deepspeed.api.accelerator import get_accelerator
+from threed.interop.deepspeed.api.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from threed.interop.deepspeed.engine import DeepSpeedEngine
+from threed.interop.deepspeed.pipeline_layers import pack, unpack
+
+DS: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+}
+
+
+class Scaled(nn.Module):
+    """Two layers with one weight, and an fp32 buffer whose value bf16 cannot represent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.tensor(1.0009765625))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(self.first(x)) * self.scale).square().mean()
+
+
+def engine_of(**more: Any) -> DeepSpeedEngine:
+    return threed.initialize(model=Scaled(), config={**DS, **more})[0]
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def saved_with_different_tags(folder: str) -> None:
+    engine = engine_of()
+    with pytest.warns(UserWarning, match=r"different tags: tag0, tag1; rank 0's tag tag0 is used"):
+        engine.save_checkpoint(folder, tag=f"tag{engine.global_rank}")
+    assert engine.load_checkpoint(folder)[0] == f"{folder}/tag0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine_of(checkpoint={"tag_validation": "IGNORE"}).save_checkpoint(
+            folder, tag=f"other{engine.global_rank}"
+        )
+    assert sorted(path.name for path in Path(folder).iterdir() if path.is_dir()) == [
+        "other0",
+        "tag0",
+    ]
+    with pytest.raises(AssertionError, match="different tags: tag0, tag1: pass the same tag"):
+        engine_of(checkpoint={"tag_validation": "Fail"}).save_checkpoint(
+            folder, tag=f"tag{engine.global_rank}"
+        )
+
+
+def test_tags_that_differ_between_ranks(tmp_path: Path) -> None:
+    run_ranks(2, saved_with_different_tags, str(tmp_path))
+
+
+def test_an_unknown_tag_validation_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'checkpoint.tag_validation: "foo" is not known: use'):
+        engine_of(checkpoint={"tag_validation": "foo"})
+
+
+def test_an_engine_that_only_evaluates_saves_no_checkpoint(tmp_path: Path) -> None:
+    engine = threed.initialize(model=Scaled(), config={"train_batch_size": 1})[0]
+    with pytest.raises(NotImplementedError, match="does not offer save_checkpoint of an engine"):
+        engine.save_checkpoint(tmp_path)
+    trained = engine_of()
+    trained.save_checkpoint(tmp_path)
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "global_step0")
+    for name, value in trained.full_state_dict().items():
+        assert torch.equal(engine.full_state_dict()[name], value)
+
+
+def test_tied_weights_share_a_tensor_in_files(tmp_path: Path) -> None:
+    engine_of(zero_optimization={"stage": 3}).save_checkpoint(tmp_path)
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "full")
+    found = torch.load(tmp_path / "full/pytorch_model.bin")
+    assert found["first.weight"] is found["last.weight"]
+
+
+# -------------------------------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_keep_their_dtype(stage: int) -> None:
+    """As in DeepSpeed since 0.19. A buffer in bf16 would be rounded to 1."""
+    engine = engine_of(bf16={"enabled": True}, zero_optimization={"stage": stage})
+    assert engine.module.scale.dtype == torch.float32
+    assert engine.get_data_types()[0] == torch.bfloat16
+    x = torch.ones(1, 3, dtype=torch.bfloat16)
+    plain = Scaled()
+    plain.load_state_dict(engine.full_state_dict())
+    plain.first.bfloat16()
+    assert float(engine(x).detach()) == float(plain(x).detach())
+    assert float(engine.full_state_dict()["scale"]) == 1.0009765625
+    with pytest.raises(
+        ConfigError, match=r"buffer_dtype.*not supported: buffers keep their dtypes"
+    ):
+        engine_of(data_types={"buffer_dtype": "bf16"})
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_private_attributes_of_the_optimizer_are_refused() -> None:
+    engine = engine_of()
+    with pytest.raises(AttributeError, match=r"does not offer engine.optimizer.loss_scaler: use"):
+        _ = engine.optimizer.loss_scaler
+    assert not hasattr(engine.optimizer, "optimizer")
+    with pytest.raises(AttributeError, match=r"does not offer engine.sparse_tensor_module_names"):
+        _ = engine.sparse_tensor_module_names
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+
+def test_random_numbers_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = get_accelerator()
+    device.manual_seed(7)
+    state = device.get_rng_state()
+    first = torch.rand(2)
+    assert device.initial_seed() == 7
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(2), first)
+    monkeypatch.setenv("LOCAL_SIZE", "5")
+    assert device.device_count() == 5
+
+
+def test_numbers_in_micro_batches_of_a_pipeline() -> None:
+    batch = pack([(torch.ones(2), 3), (torch.ones(2), (0.5, True))])
+    assert unpack({"labels": batch["0/labels"]}, "labels") == torch.tensor(3)
+    assert [float(batch[f"1/labels/{index}"]) for index in range(2)] == [0.5, 1.0]
