@@ -19,7 +19,6 @@ SET: dict[str, str] = {
     "data.tokenizer: self._backend.encode_special_tokens": OTHER,
     "interop.deepspeed.__main__: sys.argv": OTHER,
     "interop.deepspeed.api.zero: param.ds_active_sub_modules": PARAMETER,
-    "interop.deepspeed.api.zero: param.ds_engine": PARAMETER,
     "interop.deepspeed.api.zero: param.ds_id": PARAMETER,
     "interop.deepspeed.api.zero: param.ds_numel": PARAMETER,
     "interop.deepspeed.api.zero: param.ds_shape": PARAMETER,

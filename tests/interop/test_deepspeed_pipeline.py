@@ -15,18 +15,13 @@ from torch.nn import functional as F
 import threed
 from tests.harness import run_ranks
 from threed.config import ConfigError
-from threed.interop.deepspeed.api.pipeline import (
-    LayerSpec,
-    PipelineEngine,
-    PipelineModule,
-    TiedLayerSpec,
-    initialize_pipeline,
-)
 from threed.interop.deepspeed.api.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from threed.interop.deepspeed.pipeline_engine import PipelineEngine
+from threed.interop.deepspeed.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
 
 VOCAB, HIDDEN, STEPS, MICROS = 13, 6, 3, 4
 LR, CLIP, DECAY = 0.02, 0.3, 0.1
@@ -174,7 +169,9 @@ def run(
     model: PipelineModule, varying: bool = False, stage: int = 1, **arguments: Any
 ) -> PipelineEngine:
     given = {"lr_scheduler": scheduled, **arguments}
-    return initialize_pipeline(config(model, stage), model, **given)[0]
+    engine = threed.initialize(model=model, config=config(model, stage), **given)[0]
+    assert isinstance(engine, PipelineEngine)
+    return engine
 
 
 def steps(engine: PipelineEngine, count: int = STEPS, varying: bool = False) -> list[float]:
@@ -351,7 +348,7 @@ def test_steps_that_are_refused() -> None:
     with pytest.raises((ConfigError, ValueError), match=r"several dtypes|one dtype"):
         run(mixed)
     with pytest.raises(ConfigError, match=r"pipeline: no such key: stage"):
-        initialize_pipeline(config(mixed, pipeline={"stage": 2}), mixed)
+        threed.initialize(model=mixed, config=config(mixed, pipeline={"stage": 2}))
 
 
 def test_values_do_not_depend_on_the_stages_or_the_program() -> None:

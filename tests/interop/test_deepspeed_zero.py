@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import threed
 from tests.harness import run_ranks
+from threed.interop.deepspeed import ownership
 from threed.interop.deepspeed.api import zero
 from threed.interop.deepspeed.namespace import modules
 
@@ -82,12 +83,12 @@ def check_stage(stage: int) -> None:
     with pytest.raises(ValueError, match="no state 'max_exp_avg_sq', only exp_avg, exp_avg_sq"):
         zero.safe_get_full_optimizer_state(trained[0].weight, "max_exp_avg_sq")
     check_offload(engine)
-    zero.unmark_parameters(trained.parameters())
+    ownership.release(trained)
     with pytest.raises(NotImplementedError, match="does not offer GatheredParameters for a"):
         zero.GatheredParameters(trained[0].weight).__enter__()
-    zero.mark_parameters(engine.engine)
+    ownership.take(trained, engine)
     engine.destroy()
-    assert not any(vars(param).keys() & {*MARKS, "ds_engine"} for param in trained.parameters())
+    assert not any(vars(param).keys() & {*MARKS, ownership.OWNER} for param in trained.parameters())
     with deepspeed.zero.GatheredParameters(trained[0].weight, modifier_rank=0):
         trained[0].weight.data.fill_(float(engine.global_rank))
     assert (trained[0].weight == 0).all()

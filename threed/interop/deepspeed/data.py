@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from threed.config import ConfigError
 from threed.distributed.topology import Topology
+from threed.interop.deepspeed.config.translate import Translation
 
 
 class EpochSampler(DistributedSampler[Any]):
@@ -26,16 +27,10 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 def deepspeed_io(
-    data: Dataset[Any],
-    topology: Topology,
-    micro_batch: int,
-    drop_last: bool,
-    collate: Callable[[list[Any]], Any] | None = None,
-    *,
-    shuffle: bool = True,
-    sampler: Sampler[Any] | None = None,
-    workers: int = 0,
-) -> DataLoader[Any]:
+    data: Dataset[Any], topology: Topology, translation: Translation,
+    collate: Callable[[list[Any]], Any] | None = None, *, batch_size: int | None = None,
+    shuffle: bool = True, sampler: Sampler[Any] | None = None, workers: int = 0,
+) -> DataLoader[Any]:  # fmt: skip
     """Returns a loader of this rank's part of a dataset.
 
     A dataset with indices (`__getitem__`) is split by an `EpochSampler`.
@@ -43,9 +38,9 @@ def deepspeed_io(
     Args:
         data: the full dataset.
         topology: the topology of the run. The dataset is split over the axis "dp".
-        micro_batch: number of samples per batch.
-        drop_last: whether to drop a last batch that is not full.
+        translation: the translated ds_config.
         collate: the DataLoader's `collate_fn`.
+        batch_size: number of samples per batch; None: the micro-batch size.
         shuffle: whether to shuffle a dataset with indices.
         sampler: sampler to use instead of the `EpochSampler`; it must select this rank's samples.
         workers: number of worker processes.
@@ -66,8 +61,8 @@ def deepspeed_io(
     if sampler is None and not streams:
         sampler = EpochSampler(data, axis.size, axis.index, shuffle=shuffle)
     return DataLoader(
-        data, micro_batch, sampler=sampler, collate_fn=collate, drop_last=drop_last, num_workers=workers,
-        pin_memory=topology.device.type == "cuda",
+        data, batch_size or translation.micro_batch, sampler=sampler, collate_fn=collate,
+        drop_last=translation.drop_last, num_workers=workers, pin_memory=topology.device.type == "cuda",
     )  # fmt: skip
 
 
@@ -77,7 +72,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda values: values.to(device, non_blocking=True), unpacked)
 
 
-def repeat(loader: DataLoader[Any]) -> Iterator[Any]:
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
     """Yields the batches of a loader without end, one epoch after another.
 
     Raises:

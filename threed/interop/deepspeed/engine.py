@@ -47,7 +47,6 @@ class DeepSpeedEngine(Checkpoints):
         collate_fn: default `collate_fn` of `deepspeed_io`.
         trains: whether the engine has an optimizer; otherwise it only evaluates.
         engine: the engine to drive; None creates a `threed.engine.ModuleEngine`.
-        indices: indices of the groups' learning rates, see `EngineOptimizer`.
 
     Attributes:
         engine: the wrapped `threed.engine.ModuleEngine`.
@@ -75,11 +74,11 @@ class DeepSpeedEngine(Checkpoints):
         passed: torch.optim.Optimizer | None = None, training_dataloader: DataLoader[Any] | None = None,
         notes: Sequence[str] = (), ds: Mapping[str, Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None, *, trains: bool = True,
-        engine: ModuleEngine | None = None, indices: Sequence[int | None] | None = None,
+        engine: ModuleEngine | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             model, topology, translation, passed, training_dataloader, notes, trains=trains,
-            engine=engine, indices=indices,
+            engine=engine,
         )  # fmt: skip
         self.config = dict(ds or {})
         self.basic_optimizer = self.optimizer
@@ -201,9 +200,8 @@ class DeepSpeedEngine(Checkpoints):
             collate_fn: the loader's `collate_fn`; None: the one that was passed to `initialize`.
             num_local_io_workers: number of worker processes; None: no workers.
         """
-        t = self.translation
         return deepspeed_io(
-            dataset, self.topology, batch_size or t.micro_batch, t.drop_last, collate_fn or self.collate_fn,
+            dataset, self.topology, self.translation, collate_fn or self.collate_fn, batch_size=batch_size,
             shuffle=route == "train", sampler=data_sampler, workers=num_local_io_workers or 0,
         )  # fmt: skip
 

@@ -14,12 +14,19 @@ from torch.utils.data import DataLoader, Dataset
 from threed.config import ConfigError
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
-from threed.interop.deepspeed.config.optimizers import find_groups, is_scheduled, read_optimizer
+from threed.interop.deepspeed.config.optimizers import (
+    find_groups,
+    hyper_parameters,
+    is_scheduled,
+    read_optimizer,
+)
 from threed.interop.deepspeed.config.reader import read
 from threed.interop.deepspeed.config.translate import ModelFacts, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.ownership import owner
+from threed.interop.deepspeed.pipeline_engine import make_pipeline_engine
+from threed.interop.deepspeed.pipeline_module import PipelineModule
 from threed.interop.deepspeed.views import EngineOptimizer
 from threed.ops.precision import DTYPES
 
@@ -79,15 +86,8 @@ def initialize(
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.
         RuntimeError: if a step of an earlier engine of the module is in progress.
     """
-    from threed.interop.deepspeed.api.pipeline import PipelineModule, initialize_pipeline
-
     model, config = _check_arguments(args, model, config, config_params, mpu, mesh_param)
-    ds = read(config)
-    if isinstance(model, PipelineModule):
-        return initialize_pipeline(
-            ds, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
-        )
-    notes: list[str] = []
+    ds, notes = read(config), list[str]()
     if (earlier := owner(model)) is not None:
         notes.append("model: its engine of an earlier call of initialize is destroyed")
         earlier.destroy()
@@ -96,10 +96,17 @@ def initialize(
         optimizer = optimizer([*params])
     if problem := _scheduler_problem(lr_scheduler, optimizer):
         raise ConfigError([f"lr_scheduler: {problem}"])
-    engine = _make_engine(
-        ds, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, notes,
-        topology,
-    )  # fmt: skip
+    used = dict(ds)
+    groups = _use_passed(used, optimizer, model_parameters, lr_scheduler, notes)
+    engine: DeepSpeedEngine
+    if isinstance(model, PipelineModule):
+        engine = make_pipeline_engine(
+            ds, used, model, optimizer, groups, training_data, collate_fn, notes
+        )
+    else:
+        engine = _make_engine(
+            ds, used, model, optimizer, groups, training_data, collate_fn, notes, topology
+        )
     _set_scheduler(engine, lr_scheduler, optimizer)
     if engine.global_rank == 0 and engine.notes:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
@@ -129,15 +136,25 @@ def _set_scheduler(
 
 
 def _make_engine(
-    ds: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None,
-    model_parameters: Iterable[Any] | None, training_data: Dataset[Any] | None, lr_scheduler: Any,
+    ds: Mapping[str, Any], used: Mapping[str, Any], model: nn.Module,
+    optimizer: torch.optim.Optimizer | None, given: Iterable[Any] | None, training_data: Dataset[Any] | None,
     collate_fn: Callable[[list[Any]], Any] | None, notes: list[str], topology: Topology | None,
 ) -> DeepSpeedEngine:  # fmt: skip
-    """Translates the configuration, and creates loader and engine; see `initialize`. Collective."""
-    used = dict(ds)
-    model_parameters = _use_passed(used, optimizer, model_parameters, lr_scheduler, notes)
+    """Translates the configuration, and creates loader and engine; see `initialize`. Collective.
+
+    Args:
+        ds: the ds_config.
+        used: the ds_config, with the sections of the passed optimizer and scheduler.
+        model: the module.
+        optimizer: the passed optimizer, or None.
+        given: parameters or groups that the engine trains; None for one group of all parameters.
+        training_data: a dataset for the loader, or None.
+        collate_fn: the loader's `collate_fn`.
+        notes: messages for the user.
+        topology: the topology; None creates one.
+    """
     trains = "optimizer" in used
-    groups = find_groups(model, model_parameters, _hyper_parameters(used)) if trains else ()
+    groups = find_groups(model, given, hyper_parameters(used)) if trains else ()
     facts = find_facts(model)
     topology = topology or Topology()
     # The first collective connects all ranks. It must precede `translate`: if `translate` raises a
@@ -147,8 +164,7 @@ def _make_engine(
     translation = translate(used, topology.dp, facts, groups, trains)
     loader = None
     if training_data is not None:
-        batch, last = translation.micro_batch, translation.drop_last
-        loader = deepspeed_io(training_data, topology, batch, last, collate_fn)
+        loader = deepspeed_io(training_data, topology, translation, collate_fn)
     return DeepSpeedEngine(
         model, topology, translation, optimizer, loader, notes, ds, collate_fn, trains=trains
     )
@@ -272,10 +288,3 @@ def find_facts(model: nn.Module) -> ModelFacts:
 def _hidden_size(config: object) -> int | None:
     size = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or [0])
     return int(size) if size else None
-
-
-def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns optimizer.params of a ds_config; empty if invalid (`translate` raises the error)."""
-    section = ds.get("optimizer")
-    params = section.get("params") if isinstance(section, Mapping) else None
-    return params if isinstance(params, Mapping) else {}

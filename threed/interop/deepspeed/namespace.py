@@ -35,18 +35,21 @@ _HERE = "threed.interop.deepspeed"
 _TORCH = "torch.distributed"
 _ZERO = {
     "api.init": "Init",
-    "api.zero": "GatheredParameters ZeroParamStatus ZeroParamType register_external_parameter"
-    " unregister_external_parameter",
+    "api.zero": "GatheredParameters ZeroParamStatus ZeroParamType",
+    "api.fixed": "register_external_parameter=none unregister_external_parameter=none",
 }
 _PIPE = {
-    "api.pipeline": "PipelineModule LayerSpec TiedLayerSpec",
+    "pipeline_module": "PipelineModule LayerSpec TiedLayerSpec",
 }
 _ENGINE = {"engine": "DeepSpeedEngine"}
-_LOGGING = {"api.utils": "logger log_dist log_dist_once print_dist set_log_level_from_string"}
+_LOGGING = {
+    "api.utils": "logger log_dist log_dist_once=log_dist print_dist set_log_level_from_string"
+}
 _LEAVES = {
-    "api.utils": "set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name"
-    " set_z3_leaf_modules_by_suffix unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module"
-    " z3_leaf_parameter",
+    "api.utils": "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
+    " unset_z3_leaf_modules=set_z3_leaf_modules",
+    "api.fixed": "set_z3_leaf_module=none get_z3_leaf_modules=empty z3_leaf_module=false"
+    " z3_leaf_parameter=false",
 }
 _SAFE = {
     "api.zero": "safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_optimizer_state"
@@ -68,17 +71,20 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
         "api.config": "DeepSpeedConfig DeepSpeedConfigError",
         "api.utils": "logger log_dist OnDevice add_config_arguments __version_major__ __version_minor__"
         " __version_patch__ DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
-        "api.pipeline": "PipelineModule PipelineEngine",
+        "pipeline_module": "PipelineModule",
+        "pipeline_engine": "PipelineEngine",
         **_ENGINE,
     },
     "deepspeed.accelerator": {
-        "api.accelerator": "get_accelerator is_current_accelerator_supported DeepSpeedAccelerator",
+        "api.accelerator": "get_accelerator DeepSpeedAccelerator",
+        "api.fixed": "is_current_accelerator_supported=true",
     },
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": {"api.utils": "clone_tensors_for_torch_save"},
     "deepspeed.comm": {
         "api.comm": "init_distributed get_rank get_world_size get_local_rank get_world_group"
-        " is_initialized configure log_summary",
+        " is_initialized",
+        "api.fixed": "configure=none log_summary=none",
         _TORCH: "barrier all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all"
         " all_to_all_single broadcast broadcast_object_list gather scatter reduce reduce_scatter"
         " reduce_scatter_tensor send recv isend irecv P2POp batch_isend_irecv monitored_barrier"
@@ -93,7 +99,8 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.launcher.runner": {"api.utils": "DEEPSPEED_ENVIRONMENT_NAME"},
     "deepspeed.moe": {},
     "deepspeed.moe.utils": {
-        "api.utils": "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer"
+        "api.utils": "has_moe_layers split_params_into_different_moe_groups_for_optimizer",
+        "api.fixed": "is_moe_param=false",
     },
     "deepspeed.ops": {"api.optimizers": "__compatible_ops__=COMPATIBLE"},
     "deepspeed.ops.adam": {"api.optimizers": "DeepSpeedCPUAdam FusedAdam"},
@@ -102,8 +109,9 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "api.checkpointing": "checkpoint non_reentrant_checkpoint configure is_configured reset"
-        " set_num_layers model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed",
+        "api.checkpointing": "checkpoint non_reentrant_checkpoint=checkpoint configure is_configured"
+        " model_parallel_cuda_manual_seed",
+        "api.fixed": "reset=none set_num_layers=none model_parallel_reconfigure_tp_seed=none",
     },
     "deepspeed.runtime.config": {"api.config": "DeepSpeedConfig DeepSpeedConfigError"},
     "deepspeed.runtime.constants": {"api.config": "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT"},
@@ -119,7 +127,7 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
         " WarmupDecayLR WarmupCosineLR add_tuning_arguments",
     },
     "deepspeed.runtime.pipe": _PIPE,
-    "deepspeed.runtime.pipe.engine": {"api.pipeline": "PipelineEngine"},
+    "deepspeed.runtime.pipe.engine": {"pipeline_engine": "PipelineEngine"},
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
     "deepspeed.runtime.utils": {
@@ -131,25 +139,29 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.zero.partition_parameters": {
         "api.init": "Init",
         "api.zero": f"{_ZERO['api.zero']} zero_wrapper_for_fp_tensor_constructor _orig_torch_arange"
-        " _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full"
-        " shutdown_init_context restore_init_context is_zero_param",
+        " _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full is_zero_param",
+        "api.fixed": f"{_ZERO['api.fixed']} shutdown_init_context=none restore_init_context=none",
         "api.accelerator": "get_accelerator",
     },
     "deepspeed.utils": {
         "api.utils": f"{_LOGGING['api.utils']} {_LEAVES['api.utils']} OnDevice RepeatingLoader"
         " instrument_w_nvtx",
+        "api.fixed": _LEAVES["api.fixed"],
         "api.comm": "is_initialized",
         **_SAFE,
     },
     "deepspeed.utils.groups": {
-        "api.groups": "_get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank"
-        " _get_model_parallel_world_size _get_sequence_parallel_world_size"
-        " _get_sequence_parallel_rank _get_sequence_data_parallel_group"
-        " _get_sequence_data_parallel_world_size _get_sequence_data_parallel_rank"
-        " _get_data_parallel_group_ranks _get_broadcast_src_rank get_data_parallel_group"
-        " get_data_parallel_world_size get_data_parallel_rank get_model_parallel_world_size"
-        " get_model_parallel_rank get_tensor_model_parallel_world_size"
-        " get_tensor_model_parallel_rank mesh_device",
+        "api.comm": "_get_data_parallel_group=get_world_group"
+        " _get_sequence_data_parallel_group=get_world_group"
+        " get_data_parallel_group=get_world_group _get_data_parallel_world_size=get_world_size"
+        " _get_sequence_data_parallel_world_size=get_world_size"
+        " get_data_parallel_world_size=get_world_size _get_data_parallel_rank=get_rank"
+        " _get_sequence_data_parallel_rank=get_rank get_data_parallel_rank=get_rank"
+        " _get_data_parallel_group_ranks=get_world_group_ranks mesh_device",
+        "api.fixed": "_get_model_parallel_world_size=one _get_sequence_parallel_world_size=one"
+        " get_model_parallel_world_size=one get_tensor_model_parallel_world_size=one"
+        " _get_sequence_parallel_rank=zero _get_broadcast_src_rank=zero"
+        " get_model_parallel_rank=zero get_tensor_model_parallel_rank=zero",
     },
     "deepspeed.utils.logging": _LOGGING,
     "deepspeed.utils.tensor_fragment": _SAFE,

@@ -1,54 +1,62 @@
-"""Records which DeepSpeed-compatible engine a module belongs to, so that `initialize` can end it."""
+"""Records which DeepSpeed-compatible engine a module and its parameters belong to."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
-OWNER = "_deepspeed_engine"  # key of the record in the `__dict__` of a module
+from threed.engine import ModuleEngine
+
+OWNER = "_deepspeed_engine"  # key of the record in the `__dict__` of a module or parameter
 
 
-class Destroyable(Protocol):
-    """An engine that can be ended; see `DeepSpeedEngine.destroy`.
+class Owner(Protocol):
+    """An engine of DeepSpeed's API; see `DeepSpeedEngine`.
 
     Attributes:
         module: the module of the engine.
+        engine: the engine that trains the module.
     """
 
     module: nn.Module
+    engine: ModuleEngine
 
     def destroy(self) -> None:
         """Ends the engine and gives the module back. Collective."""
 
 
-class _Owner:
+class _Record:
     """The engine of a module. A copy of the module, or an unpickled module, has no engine."""
 
-    engine: Destroyable | None = None
+    engine: Owner | None = None
 
-    def __init__(self, engine: Destroyable) -> None:
+    def __init__(self, engine: Owner) -> None:
         self.engine = engine
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Owner:
-        return _Owner.__new__(_Owner)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
+        return _Record.__new__(_Record)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
 
-def take(module: nn.Module, engine: Destroyable) -> None:
-    """Records that a module belongs to an engine."""
-    vars(module)[OWNER] = _Owner(engine)
+def take(module: nn.Module, engine: Owner) -> None:
+    """Records that a module and its parameters belong to an engine."""
+    record = _Record(engine)
+    for part in (module, *module.parameters()):
+        vars(part)[OWNER] = record
 
 
-def owner(module: nn.Module) -> Destroyable | None:
-    """Returns the engine of a module, or None."""
-    found = vars(module).get(OWNER)
-    engine = found.engine if isinstance(found, _Owner) else None
-    return engine if engine is not None and engine.module is module else None
+def owner(part: nn.Module | Tensor) -> Owner | None:
+    """Returns the engine of a module or of a parameter, or None."""
+    found = vars(part).get(OWNER)
+    engine = found.engine if isinstance(found, _Record) else None
+    copied = isinstance(part, nn.Module) and engine is not None and engine.module is not part
+    return None if copied else engine
 
 
 def release(module: nn.Module) -> None:
-    """Removes the record of a module's engine."""
-    vars(module).pop(OWNER, None)
+    """Removes the records of a module's engine."""
+    for part in (module, *module.parameters()):
+        vars(part).pop(OWNER, None)

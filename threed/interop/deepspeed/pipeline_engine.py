@@ -1,6 +1,6 @@
 """DeepSpeed's `PipelineEngine`: trains a `PipelineModule` by threed's pipeline.
 
-engine, optimizer, loader, scheduler = initialize_pipeline(ds, model)
+engine, optimizer, loader, scheduler = threed.initialize(model=model, config="ds_config.json")
 loss = engine.train_batch(iterator)          # a full step: all micro-batches and the update
 loss = engine.eval_batch(iterator)
 """
@@ -8,10 +8,8 @@ loss = engine.eval_batch(iterator)
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
@@ -24,20 +22,12 @@ from threed.distributed import collectives
 from threed.distributed.sharding import spec_of
 from threed.engine import LayeredEngine, ModuleEngine
 from threed.interop.deepspeed.api.topology import PipelineParallelGrid
-from threed.interop.deepspeed.config.optimizers import (
-    Group,
-    find_groups,
-    is_scheduled,
-    read_optimizer,
-)
-from threed.interop.deepspeed.config.reader import read
+from threed.interop.deepspeed.config.optimizers import Group, find_groups, hyper_parameters
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
-from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, PipelineModel, pack
 from threed.interop.deepspeed.pipeline_module import PipelineModule
-from threed.interop.deepspeed.views import EngineOptimizer
 from threed.pipeline.batches import Batch, Batches
 from threed.zero import records
 from threed.zero.layout import point
@@ -175,7 +165,6 @@ class PipelineEngine(DeepSpeedEngine):
         passed: the torch optimizer that was passed to `initialize`; None if none was passed.
         training_loader: the loader from which `train_batch` reads without an iterator, or None.
         notes: messages of `initialize`.
-        indices: for each parameter group, the index of its learning rate; None for a frozen one.
         ds: the ds_config.
 
     Attributes:
@@ -188,11 +177,11 @@ class PipelineEngine(DeepSpeedEngine):
     def __init__(
         self, module: PipelineModule, translation: Translation, trainer: PipelineTrainer,
         passed: torch.optim.Optimizer | None, training_loader: DataLoader[Any] | None,
-        notes: Sequence[str], indices: Sequence[int | None], ds: Mapping[str, Any],
+        notes: Sequence[str], ds: Mapping[str, Any],
     ) -> None:  # fmt: skip
         super().__init__(
             module, module.axes, translation, passed, training_loader, notes, ds,
-            engine=cast(ModuleEngine, trainer), indices=indices,
+            engine=cast(ModuleEngine, trainer),
         )  # fmt: skip
         self.trainer = trainer
         self.grid: PipelineParallelGrid = module.mpu()
@@ -386,78 +375,46 @@ class PipelineEngine(DeepSpeedEngine):
         """Has no effect: shapes may always differ between micro-batches of different shapes."""
 
 
-def initialize_pipeline(
-    ds: str | Path | Mapping[str, Any],
-    model: PipelineModule,
-    optimizer: Any = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
-    lr_scheduler: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-) -> tuple[PipelineEngine, EngineOptimizer | None, DataLoader[Any] | None, Any]:
+def make_pipeline_engine(
+    ds: Mapping[str, Any], used: dict[str, Any], model: PipelineModule,
+    optimizer: torch.optim.Optimizer | None, groups: Iterable[Any] | None,
+    training_data: Dataset[Any] | None, collate_fn: Callable[[list[Any]], Any] | None, notes: list[str],
+) -> PipelineEngine:  # fmt: skip
     """Creates the engine of a `PipelineModule`; see `initialization.initialize`. Collective.
 
     Args:
-        ds: the keys and values of a ds_config, or its path.
+        ds: the ds_config.
+        used: the ds_config, with the sections of the passed optimizer and scheduler.
         model: the module.
-        optimizer: a torch optimizer of the module's parameters, or a function from parameters to
-            such an optimizer.
-        model_parameters: parameters or groups of this stage; every rank must have equally many
-            groups with the same values.
-        training_data: a dataset whose items are (inputs, labels).
-        lr_scheduler: a torch scheduler, or a function from an optimizer to a scheduler.
+        optimizer: the passed optimizer, or None.
+        groups: parameters or groups of this stage; every rank must have equally many groups with
+            the same values. None: one group of all parameters.
+        training_data: a dataset whose items are (inputs, labels), or None.
         collate_fn: the loader's `collate_fn`.
-
-    Returns:
-        (engine, optimizer, loader, scheduler).
+        notes: messages for the user, to which keys without effect are added.
 
     Raises:
         ConfigError: if the configuration is invalid; the message lists all problems.
     """
-    keys, notes = dict(read(ds)), list[str]()
-    interval = _interval(keys.pop("pipeline", None), model, notes)
-    if (earlier := owner(model)) is not None:
-        notes.append("model: its engine of an earlier call of initialize is destroyed")
-        earlier.destroy()
+    interval = _interval(used.pop("pipeline", None), model, notes)
     flags = model.describe()
-    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer([*(model_parameters or model.parameters())])
-    if "scheduler" in keys and (lr_scheduler is not None or is_scheduled(optimizer)):
-        notes.append("scheduler: no effect: the program's scheduler is used")
-        del keys["scheduler"]
-    if optimizer is not None:
-        keys["optimizer"], text = read_optimizer(optimizer)
-        notes.append(text)
-        model_parameters = optimizer.param_groups
-    section = keys.get("optimizer")
-    params = section.get("params") if isinstance(section, Mapping) else None
-    groups = _groups_of_all_stages(model, model_parameters, params)
+    of_stages = _groups_of_all_stages(model, groups, hyper_parameters(used))
     dtypes = {dtype for _, dtype in flags.values()}
     if len(dtypes) > 1:
         fix = "convert the layers to one dtype, such as module.float()"
         raise ConfigError([f"PipelineModule: parameters are {', '.join(sorted(dtypes))}: {fix}"])
-    translation = translate(keys, model.axes.dp, ModelFacts(None, next(iter(dtypes), None)), groups)
-    translation = dataclasses.replace(
-        translation, config=_with_pipeline(translation.config, model, interval)
-    )
-    loader = None
-    if training_data is not None:
-        batch, last = translation.micro_batch, translation.drop_last
-        loader = deepspeed_io(training_data, model.axes, batch, last, collate_fn)
+    facts = ModelFacts(None, next(iter(dtypes), None))
+    translation = translate(used, model.axes.dp, facts, of_stages)
+    config = _with_pipeline(translation.config, model, interval)
+    translation = dataclasses.replace(translation, config=config)
     trainer = PipelineTrainer(
-        model.as_model(interval, flags), model.axes, translation.config,
+        model.as_model(interval, flags), model.axes, config,
         learning_rate=translation.learning_rate, loss_scale=translation.loss_scale,
     )  # fmt: skip
-    indices = _indices(translation.config, groups)
-    engine = PipelineEngine(
-        model, translation, trainer, optimizer, loader, notes, indices, {**read(ds)}
-    )
-    if lr_scheduler is not None:
-        made = callable(lr_scheduler)
-        engine.set_scheduler(lr_scheduler(optimizer or engine.optimizer) if made else lr_scheduler)
-    if model.axes.rank == 0 and engine.notes:
-        print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    loader = None
+    if training_data is not None:
+        loader = deepspeed_io(training_data, model.axes, translation, collate_fn)
+    return PipelineEngine(model, translation, trainer, optimizer, loader, notes, ds)
 
 
 def _interval(section: Any, model: PipelineModule, notes: list[str]) -> int:
@@ -520,17 +477,3 @@ def _groups_of_all_stages(
         Group(tuple(dict.fromkeys(n for g in same for n in g[0])), same[0][1], same[0][2])
         for same in zip(*stages, strict=True)
     )
-
-
-def _indices(config: Config, groups: Sequence[Group]) -> list[int | None]:
-    """Returns the index of each group's learning rate; None for a group of frozen parameters.
-
-    Args:
-        config: the translated configuration. If it has parameter groups, its last group matches all
-            parameters that are in no other group.
-        groups: parameter groups with the parameters of all stages.
-    """
-    if len(config.optim.groups) < 2:
-        return [len(config.optim.groups)]
-    trained = [bool(group.names) for group in groups]
-    return [sum(trained[: n + 1]) if used else None for n, used in enumerate(trained)]

@@ -37,6 +37,7 @@ from threed.interop.deepspeed.api.topology import (
     ProcessTopology,
     find_stages,
 )
+from threed.interop.deepspeed.api.utils import set_random_seed
 from threed.interop.deepspeed.pipeline_layers import (
     LayerGroup,
     LayerRecord,
@@ -364,14 +365,6 @@ class PipelineModule(nn.Module):
         """Raises NotImplementedError, because the engine sums the gradients of tied weights."""
         fix = "not needed: engine.train_batch sums the gradients of tied weights"
         raise NotImplementedError(f"PipelineModule.allreduce_tied_weight_gradients: {fix}")
-
-
-def set_random_seed(seed: int) -> None:
-    """Sets the seed of torch, of Python's `random` and of NumPy, if it is imported."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 @contextmanager

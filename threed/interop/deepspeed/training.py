@@ -60,7 +60,6 @@ class TrainingLoop(ModuleMethods):
         self, model: nn.Module, topology: Topology, translation: Translation,
         passed: torch.optim.Optimizer | None = None, training_dataloader: DataLoader[Any] | None = None,
         notes: Sequence[str] = (), *, trains: bool = True, engine: ModuleEngine | None = None,
-        indices: Sequence[int | None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model)
         t = self.translation = translation
@@ -81,7 +80,7 @@ class TrainingLoop(ModuleMethods):
         if trains:
             scheduled = t.learning_rate is not None
             self.optimizer = EngineOptimizer(
-                self.engine, self.zero_grad, self._step_skipped, passed, scheduled, indices
+                self.engine, self.zero_grad, self._step_skipped, passed, scheduled, t.rates
             )
             self.lr_scheduler = SchedulerView(self.optimizer) if scheduled else None
         self.client_optimizer = passed

@@ -41,27 +41,23 @@ class EngineOptimizer(torch.optim.Optimizer):
             optimizer. A passed optimizer and this optimizer share the same `param_groups`.
         scheduled: whether the configuration has a learning rate schedule.
         indices: for each group, the index of its learning rate in `Engine.learning_rates`, or None
-            for a group of frozen parameters. None: derived from the groups' parameters, which must
-            then all be in this rank's module.
+            for a group of frozen parameters.
     """
 
     def __init__(
         self, engine: ModuleEngine, zero_grad: Callable[[], None], skipped: Callable[[], bool],
-        passed: torch.optim.Optimizer | None = None, scheduled: bool = False,
-        indices: Sequence[int | None] | None = None,
+        passed: torch.optim.Optimizer | None, scheduled: bool, indices: Sequence[int | None],
     ) -> None:  # fmt: skip
         self._engine, self._zero_grad, self._skipped = engine, zero_grad, skipped
         self._scaled = engine.config.precision.dtype == "fp16"
         self._groups: list[dict[str, Any]] = []
         self._complete = False
-        own = _engine_groups(engine, [index for index in indices or () if index is not None])
-        super().__init__(list(own.values()) if passed is None else passed.param_groups, {})
+        used = [index for index in indices if index is not None]
+        self._index = used if passed is None else indices
+        super().__init__(
+            _engine_groups(engine, used) if passed is None else passed.param_groups, {}
+        )
         self._complete = True
-        # For each group, the index of its learning rate in `Engine.learning_rates`.
-        self._index: list[int | None] = [*own]
-        if passed is not None:
-            found = _indices(self._groups, list(own)) if indices is None else list(indices)
-            self._index = found
         self._rates: list[float] = self._read()  # learning rates at the last read or change
         self._kept = [_kept(group) for group in self._groups]
         self._members = list(map(id, self._groups))
@@ -234,49 +230,31 @@ def _kept(group: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "params": list(map(id, group.get("params", ())))}
 
 
-def _indices(groups: Sequence[dict[str, Any]], own: Sequence[int]) -> list[int | None]:
-    """Returns the index of each group's learning rate in `Engine.learning_rates`.
-
-    A group without trained parameters has no learning rate; None is returned as its index.
-
-    Args:
-        groups: the parameter groups of a passed optimizer.
-        own: indices of the learning rates that the engine's parameters use, ascending. A single
-            group has the index own[0], which is 1 if `optim.groups` has an entry for the group, and
-            otherwise 0.
-    """
-    if len(groups) == 1:
-        return [own[0] if own else 0]
-    trained = [any(param.requires_grad for param in group["params"]) for group in groups]
-    return [sum(trained[: number + 1]) if used else None for number, used in enumerate(trained)]
-
-
-def _engine_groups(engine: ModuleEngine, indices: Sequence[int] = ()) -> dict[int, dict[str, Any]]:
-    """Returns the engine's parameter groups, each by its index in `Engine.learning_rates`.
+def _engine_groups(engine: ModuleEngine, indices: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the engine's parameter groups.
 
     Args:
         engine: the engine.
-        indices: indices of groups to return even if this rank has no parameters of them.
+        indices: for each group, the index of its learning rate in `Engine.learning_rates`.
     """
     optim, rates = engine.config.optim, engine.learning_rates
-    sgd = optim.name == "sgd"
-    constants: dict[str, Any] = {"momentum": optim.momentum} if sgd else {"betas": optim.betas}
+    constants: dict[str, Any] = {"betas": optim.betas}
+    if optim.name == "sgd":
+        constants = {"momentum": optim.momentum}
     constants |= {"eps": optim.eps} if optim.name == "adamw" else {}
-    trained = [group for group in engine.layout.groups if group.key.trainable]
-    options = {slot.spec.name: group.key.options for group in trained for slot in group.slots}
     found: dict[int, dict[str, Any]] = {}
     for index in indices:
         given = optim.groups[index - 1].weight_decay if index else None
         decay = optim.weight_decay if given is None else given
         found[index] = {"params": [], "lr": rates[index], "weight_decay": decay, **constants}
+    trained = [group for group in engine.layout.groups if group.key.trainable]
+    index_of = {slot.spec.name: group.key.options.rate for group in trained for slot in group.slots}
     # The parameters' names and records are read, not their values, so sharded parameters need not be
     # gathered.
     for param in engine.module.parameters():
-        if (name := spec_of(param).name) in options:
-            own = options[name]
-            group = {"params": [], "lr": rates[own.rate], "weight_decay": own.decay, **constants}
-            found.setdefault(own.rate, group)["params"].append(param)
-    return dict(sorted(found.items()))
+        if (name := spec_of(param).name) in index_of:
+            found[index_of[name]]["params"].append(param)
+    return [*found.values()]
 
 
 class SchedulerView:

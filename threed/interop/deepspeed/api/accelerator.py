@@ -148,8 +148,3 @@ class DeepSpeedAccelerator:
 def get_accelerator() -> DeepSpeedAccelerator:
     """Returns the device of this process, with DeepSpeed's methods."""
     return DeepSpeedAccelerator()
-
-
-def is_current_accelerator_supported() -> bool:
-    """Returns True."""
-    return True

@@ -31,9 +31,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-non_reentrant_checkpoint = checkpoint
-
-
 def configure(
     mpu_: Any = None, deepspeed_config: str | Path | Mapping[str, Any] | None = None,
     partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
@@ -76,19 +73,7 @@ def is_configured() -> bool:
     return _configured
 
 
-def reset() -> None:
-    """Has no effect, because no buffers are kept between steps."""
-
-
-def set_num_layers(nlayers: int) -> None:
-    """Has no effect, because no buffers are kept between steps."""
-
-
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seeds the generator of the GPU. Layers are not split, so all ranks use the same seed."""
     if is_accelerator(device := topology.default_device()):
         torch.get_device_module(device).manual_seed(seed)
-
-
-def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Has no effect, because layers are not split over ranks."""

@@ -1,6 +1,7 @@
-"""deepspeed.comm: the functions that differ from torch.distributed's.
+"""deepspeed.comm: the functions that differ from torch.distributed's; and deepspeed.utils.groups.
 
-Without a process group, the world has one rank.
+Without a process group, the world has one rank. `deepspeed.utils.groups` describes training without
+a `PipelineModule`, which is split over data-parallel ranks only, so all other axes have one rank.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from threed.distributed import topology
 
 is_initialized = topology.is_started
+mesh_device = None
 
 
 def init_distributed(
@@ -76,9 +78,6 @@ def get_world_group() -> Any:
     return topology.everyone().group
 
 
-def configure(*_: Any, **__: Any) -> None:
-    """Has no effect: threed does not log each collective (see `engine.metrics`)."""
-
-
-def log_summary(*_: Any, **__: Any) -> None:
-    """Has no effect: threed does not log each collective (see `engine.metrics`)."""
+def get_world_group_ranks() -> list[int]:
+    """Returns the ranks of all processes."""
+    return list(topology.everyone().ranks)

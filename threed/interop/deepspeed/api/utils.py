@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from threed.distributed import topology
+from threed.interop.deepspeed.data import repeat
 
 logger = logging.getLogger("DeepSpeed")
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
@@ -44,9 +45,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = topology.everyone().index
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
-
-
-log_dist_once = log_dist
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
@@ -157,7 +155,7 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
+        numpy.random.seed(seed % 2**32)
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,7 +204,7 @@ class RepeatingLoader:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
-        self.data_iter = iter(loader)
+        self.data_iter = repeat(loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -215,11 +213,7 @@ class RepeatingLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
-        try:
-            return next(self.data_iter)
-        except StopIteration:
-            self.data_iter = iter(self.loader)
-            return next(self.data_iter)
+        return next(self.data_iter)
 
 
 # -------------------------------------------------------------------------------------------------------- leaf modules
@@ -238,23 +232,15 @@ def set_z3_leaf_modules(
     Raises:
         ValueError: if there is no such module.
     """
-    classes = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
-    found = [
-        module
-        for module in model.modules()
-        if isinstance(module, classes) or not _names(module).isdisjoint(leaf_module_classes)
-    ]
-    if not found and raise_if_not_found:
-        raise ValueError(f"no module of {leaf_module_classes} in a {type(model).__name__}")
+
+    def is_of(module: nn.Module, kind: type | str) -> bool:
+        own = type(module)
+        names = {own.__name__, f"{own.__module__}.{own.__qualname__}"}
+        return isinstance(module, kind) if isinstance(kind, type) else kind in names
+
+    found = [m for m in model.modules() if any(is_of(m, kind) for kind in leaf_module_classes)]
+    _check_found([] if found else leaf_module_classes, model, raise_if_not_found)
     return found
-
-
-unset_z3_leaf_modules = set_z3_leaf_modules
-
-
-def _names(module: nn.Module) -> set[Any]:
-    kind = type(module)
-    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
 
 
 def set_z3_leaf_modules_by_name(
@@ -276,8 +262,7 @@ def set_z3_leaf_modules_by_name(
     """
     known = dict(model.named_modules())
     missing = [name for name in module_names if name not in known]
-    if missing and raise_if_not_found:
-        raise ValueError(f"no modules {missing} in a {type(model).__name__}")
+    _check_found(missing, model, raise_if_not_found)
     return [known[name] for name in module_names if name in known], missing
 
 
@@ -299,38 +284,17 @@ def set_z3_leaf_modules_by_suffix(
         ValueError: if a suffix has no module.
     """
     known = dict(model.named_modules())
-    found = {n: module for n, module in known.items() if n.endswith(tuple(module_name_suffixes))}
-    missing = [end for end in module_name_suffixes if not any(n.endswith(end) for n in found)]
-    if missing and raise_if_not_found:
-        raise ValueError(f"no modules with the suffixes {missing} in a {type(model).__name__}")
-    return list(found.values()), missing
+    missing = [end for end in module_name_suffixes if not any(n.endswith(end) for n in known)]
+    _check_found(missing, model, raise_if_not_found)
+    return [m for n, m in known.items() if n.endswith(tuple(module_name_suffixes))], missing
 
 
-def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Has no effect, because threed gathers each parameter on its use."""
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns an empty list, because threed needs no leaf modules."""
-    return []
-
-
-def z3_leaf_module(model: nn.Module) -> bool:
-    """Returns False, because threed needs no leaf modules."""
-    return False
-
-
-def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Returns False, because threed needs no leaf modules."""
-    return False
+def _check_found(missing: Sequence[type | str], model: nn.Module, required: bool) -> None:
+    if missing and required:
+        raise ValueError(f"no modules {[*missing]} in a {type(model).__name__}")
 
 
 # ------------------------------------------------------------------------------------------------------------- experts
-
-
-def is_moe_param(param: Tensor) -> bool:
-    """Returns False, because threed has no experts."""
-    return False
 
 
 def has_moe_layers(module: nn.Module) -> tuple[bool, int]:

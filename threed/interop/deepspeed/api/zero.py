@@ -1,15 +1,13 @@
 """deepspeed.zero: gathered parameters, and the optimizer's values of single parameters.
 
-`mark_parameters` sets an attribute on the parameters of an engine of DeepSpeed's API, by which the
-functions of this module find the engine of a parameter. Under ZeRO stage 3, it also sets DeepSpeed's
-attributes of sharded parameters (`ds_id`, `ds_shape`, `ds_numel`, `ds_status`,
-`ds_active_sub_modules`), which peft, transformers and trl read. `unmark_parameters` removes them.
+Under ZeRO stage 3, `mark_parameters` sets DeepSpeed's attributes of sharded parameters (`ds_id`,
+`ds_shape`, `ds_numel`, `ds_status`, `ds_active_sub_modules`), which peft, transformers and trl read.
+`unmark_parameters` removes them.
 """
 
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,12 +19,13 @@ from threed.distributed import collectives, topology
 from threed.distributed.sharding import Piece, is_managed
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.init import share_changes
+from threed.interop.deepspeed.ownership import owner
 from threed.memory.mapped import region_of
 from threed.zero import records
 from threed.zero.layout import Slot
 from threed.zero.records import WEIGHT
 
-_MARKS = ("ds_engine", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules")
+_MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules")
 # name of an optimizer's state in DeepSpeed -> its further name in threed
 _STATES = {"momentum_buffer": ("momentum_buffer",), "exp_avg": ("exp_avg", "momentum_buffer")}
 _orig_torch_arange, _orig_torch_empty, _orig_torch_zeros = torch.arange, torch.empty, torch.zeros
@@ -55,23 +54,16 @@ Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
 
 def mark_parameters(engine: ModuleEngine) -> None:
-    """Sets the attributes of an engine's parameters that the functions of this module need.
-
-    Args:
-        engine: the engine. The parameters have a weak reference to it.
-    """
-    reference = weakref.ref(engine)
-    number = 0
-    for group in engine.layout.groups:
-        status = ZeroParamStatus.NOT_AVAILABLE if group.sliced else ZeroParamStatus.AVAILABLE
-        for slot in group.slots:
-            param: Any = slot.param
-            param.ds_engine = reference
-            if engine.config.zero.stage == 3:
-                param.ds_id, param.ds_status = number, status
-                param.ds_shape, param.ds_numel = slot.shape, slot.shape.numel()
-                param.ds_active_sub_modules = set()
-            number += 1
+    """Sets DeepSpeed's attributes of an engine's parameters, under ZeRO stage 3."""
+    if engine.config.zero.stage < 3:
+        return
+    status = {True: ZeroParamStatus.NOT_AVAILABLE, False: ZeroParamStatus.AVAILABLE}
+    slots = ((group, slot) for group in engine.layout.groups for slot in group.slots)
+    for number, (group, slot) in enumerate(slots):
+        param: Any = slot.param
+        param.ds_id, param.ds_status = number, status[group.sliced]
+        param.ds_shape, param.ds_numel = slot.shape, slot.shape.numel()
+        param.ds_active_sub_modules = set()
 
 
 def unmark_parameters(params: Iterable[nn.Parameter]) -> None:
@@ -83,8 +75,8 @@ def unmark_parameters(params: Iterable[nn.Parameter]) -> None:
 
 def engine_of(param: Any) -> ModuleEngine | None:
     """Returns the engine that trains a parameter; None if no engine of DeepSpeed's API does."""
-    reference = vars(param).get("ds_engine") if isinstance(param, nn.Parameter) else None
-    return None if reference is None else reference()
+    found = owner(param) if isinstance(param, nn.Parameter) else None
+    return None if found is None else found.engine
 
 
 def is_zero_param(param: Any) -> bool:
@@ -348,22 +340,6 @@ class ParameterOffload:
 
     def _register_deepspeed_module(self, module: Any) -> None:
         """Has no effect, because no hooks were removed."""
-
-
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Has no effect, because parameters are gathered wherever they are used."""
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Has no effect, because parameters are gathered wherever they are used."""
-
-
-def shutdown_init_context() -> None:
-    """Has no effect, because `zero.Init` changes nothing outside its block."""
-
-
-def restore_init_context() -> None:
-    """Has no effect, because `zero.Init` changes nothing outside its block."""
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Any, *_: Any, **__: Any) -> Any:

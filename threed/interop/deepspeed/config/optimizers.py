@@ -220,3 +220,10 @@ def _differing_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> It
         if own != common:
             fix = "only lr and weight_decay may differ between groups"
             yield f"{key} {own}, but the optimizer's is {common}: {fix}"
+
+
+def hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns optimizer.params of a ds_config; empty if invalid (`translate` raises the error)."""
+    section = ds.get("optimizer")
+    params = section.get("params") if isinstance(section, Mapping) else None
+    return params if isinstance(params, Mapping) else {}

@@ -62,6 +62,8 @@ class Translation:
         micro_batch: number of samples in one forward pass of one rank.
         accumulation: number of micro-batches per rank and step.
         learning_rate: the learning rate schedule; None for a constant learning rate.
+        rates: for each parameter group, the index of its learning rate in
+            `Engine.learning_rates`; None for a group without trained parameters.
         loss_scale: settings of the loss scale; None unless the dtype is fp16.
         drop_last: whether the data loader drops a last batch that is not full.
         gather_on_save: whether `save_16bit_model` writes the weights under ZeRO stage 3.
@@ -74,6 +76,7 @@ class Translation:
     micro_batch: int
     accumulation: int
     learning_rate: LearningRate | None
+    rates: tuple[int | None, ...]
     loss_scale: LossScale | None
     drop_last: bool
     gather_on_save: bool
@@ -123,9 +126,9 @@ def translate(
             [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         ) from None
     return Translation(
-        config, batch, micro, accumulation, rate, scale, found.dataloader_drop_last,
-        found.zero_optimization.stage3_gather_16bit_weights_on_model_save, found.checkpoint.tag_validation,
-        tuple(reader.notes),
+        config, batch, micro, accumulation, rate, _rates(groups, len(optim["groups"])), scale,
+        found.dataloader_drop_last, found.zero_optimization.stage3_gather_16bit_weights_on_model_save,
+        found.checkpoint.tag_validation, tuple(reader.notes),
     )  # fmt: skip
 
 
@@ -357,3 +360,16 @@ def _groups(
         if group.names
     )
     return (*own, {"match": "*", "weight_decay": decay}) if decay or own else ()
+
+
+def _rates(groups: Sequence[Group], configured: int) -> tuple[int | None, ...]:
+    """Returns `Translation.rates`.
+
+    Args:
+        groups: the program's parameter groups; empty for one group of all parameters.
+        configured: number of groups in the key `optim.groups`, see `_groups`.
+    """
+    if len(groups) < 2:
+        return (min(configured, 1),)
+    trained = [bool(group.names) for group in groups]
+    return tuple(sum(trained[: n + 1]) if used else None for n, used in enumerate(trained))
