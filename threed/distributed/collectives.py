@@ -97,11 +97,23 @@ class Pending:
         if self._finish is not None:
             for work in self._works:
                 if work is not None:
-                    work.wait()
+                    _wait(work)
             self._result = self._finish()
             self._finish, self._works = None, ()  # frees the buffers that they refer to
         assert self._result is not None
         return self._result
+
+
+def _wait(work: dist.Work) -> None:
+    """Waits for an operation. If it fails, the error gets a note on the likely cause."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        error.add_note(
+            "This rank could not communicate with another rank, which may have failed or been killed: see the output"
+            " of the other ranks, and the list of failures that torchrun prints (exit code -9: killed)"
+        )
+        raise
 
 
 def done(tensor: Tensor, *works: dist.Work | None) -> Pending:
