@@ -481,3 +481,15 @@ def test_split_cuts_evenly_and_leaves_nothing_out(parts: int) -> None:
         assert spans[-1][1] == size
         lengths = [last - first for first, last in spans]
         assert max(lengths) - min(lengths) <= 1
+
+
+class FailedWork:
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_an_error_of_communication_mentions_other_ranks() -> None:
+    pending = collectives.done(torch.ones(1), FailedWork())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="closed by peer") as failed:
+        pending.wait()
+    assert "which may have failed or been killed" in failed.value.__notes__[0]

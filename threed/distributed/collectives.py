@@ -77,6 +77,12 @@ class Cast:
 EXACT = Cast()
 
 
+_LOST = (
+    "This rank could not communicate with another rank, which may have failed or been killed: see the output of the"
+    " other ranks, and the list of failures that torchrun prints (exit code -9: killed)"
+)
+
+
 class Pending:
     """The result of an asynchronous operation.
 
@@ -93,9 +99,12 @@ class Pending:
     def wait(self) -> Tensor:
         """Waits for communication, finishes the local work and returns the result."""
         if self._finish is not None:
-            for work in self._works:
-                if work is not None:
+            try:
+                for work in filter(None, self._works):
                     work.wait()
+            except RuntimeError as error:
+                error.add_note(_LOST)
+                raise
             self._result = self._finish()
             self._finish, self._works = None, ()  # frees the buffers that they refer to
         assert self._result is not None
