@@ -195,6 +195,7 @@ def cases(folder: str) -> list[Case]:
         (3, "bf16", torch.float32, {"recompute": {"mode": "full"}}),
         (0, "fp32", torch.bfloat16, {}),
         (2, "fp16", torch.float16, {}),
+        (1, "fp64", f64, {"parallel": {"schedule": "zb-h1"}}),  # splits the backward of linear layers
     ]  # fmt: skip
 
 
