@@ -347,7 +347,7 @@ def test_the_flags_and_the_arguments_in_a_checkpoint_give_one_model(flags: str) 
         ("--no-position-embedding", "it needs --position-embedding-type rope"),
         (
             "--save $DIR --lr ${LR} ${ARGS[@]}",
-            "$DIR, ${LR}, ${ARGS[@]}: variables of a shell; put the flags in double quotes",
+            "$DIR, ${LR}, ${ARGS[@]}: the shell must insert these values: put the flags in double quotes",
         ),
     ],
 )  # fmt: skip

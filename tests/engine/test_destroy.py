@@ -19,6 +19,7 @@ from tests import configs as layered
 from tests.configs import topology_of
 from tests.harness import run_ranks
 from threed import Config, Engine, ModuleEngine
+from threed.config import ConfigError
 from threed.distributed import collectives
 from threed.models import Wrapped
 
@@ -195,6 +196,7 @@ def cases(folder: str) -> list[Case]:
         (3, "bf16", torch.float32, {"recompute": {"mode": "full"}}),
         (0, "fp32", torch.bfloat16, {}),
         (2, "fp16", torch.float16, {}),
+        (1, "fp64", f64, {"parallel": {"schedule": "zb-h1"}}),  # splits the backward of linear layers
     ]  # fmt: skip
 
 
@@ -219,6 +221,13 @@ def test_an_engine_without_a_step_gives_the_initial_values_back() -> None:
     Engine(module, topology_of(1, 1), config_of(0)).destroy()
     assert described(module) == before
     assert_equal(module.state_dict(), right)
+
+
+def test_a_refused_module_gets_an_engine_later() -> None:
+    module = net()
+    with pytest.raises(ConfigError, match=r"--run\.compile"):
+        Engine(module, topology_of(1, 1), config_of(0, run={"compile": True}))
+    Engine(module, topology_of(1, 1), config_of(0)).destroy()
 
 
 def test_a_wrapped_module_needs_a_new_wrapper() -> None:

@@ -17,12 +17,14 @@ try:
     from pydantic import BeforeValidator as BeforeValidator
     from pydantic import ConfigDict as ConfigDict
     from pydantic import Field as Field
-    from pydantic import ModelWrapValidatorHandler as ModelWrapValidatorHandler
     from pydantic import ValidationError as ValidationError
     from pydantic import ValidatorFunctionWrapHandler as ValidatorFunctionWrapHandler
     from pydantic import WrapValidator as WrapValidator
     from pydantic import model_validator as model_validator
     from pydantic.fields import FieldInfo as FieldInfo
+    from pydantic.functional_validators import (
+        ModelWrapValidatorHandler as ModelWrapValidatorHandler,
+    )
     from pydantic_core import ErrorDetails as ErrorDetails
     from pydantic_core import PydanticCustomError as PydanticCustomError
 except ImportError as error:

@@ -159,7 +159,7 @@ class Engine:
         parts = self.plan_of, self.reducer, self.optimizer
         asynchronous = Asynchronous(*parts) if blueprint.pipeline.plan.asynchronous else None
         self.runner: Synchronous | Asynchronous = asynchronous or Synchronous(*parts)
-        for layer in own_layers if blueprint.pipeline.plan.splits else ():
+        for layer in own_layers if blueprint.pipeline.plan.splits and wrapped is None else ():
             use_sinks(layer)
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()

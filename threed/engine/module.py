@@ -21,7 +21,7 @@ from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.engine.base import Engine
 from threed.models import Model, Wrapped, wrap
-from threed.pipeline import activation_checkpointing
+from threed.pipeline import activation_checkpointing, compiling
 from threed.zero import records, setup
 from threed.zero.contributions import own_backward
 from threed.zero.hooks import ModuleGatherer
@@ -80,6 +80,7 @@ class ModuleEngine(Engine):
         wrapped = wrap(model, self.topology)
         setup.check_tile(config.zero.tile, wrapped.slicing.tile, wrapped=True)
         config = resolve(config, 0, self.topology.world)
+        compiling.compile_layers((), [wrapped], config.run)  # refused before the module is changed
         config = config if self.trains else _without_training(config)
         self._disable_checkpointing = activation_checkpointing.enable(wrapped.module, config)
         return wrapped, config
@@ -325,8 +326,8 @@ class ModuleEngine(Engine):
         The module needs memory for its full parameters, in addition to the engine's.
 
         Raises:
-            RuntimeError: if a step with gradients is in progress, or if the call is in a block of
-                `gathered`; the engine is unchanged.
+            RuntimeError: if a step with gradients is in progress, if an error has interrupted an
+                update, or if the call is in a block of `gathered`; the engine is unchanged.
         """
         self.drop_interrupted()
         if self.accumulating and self.reducer.passes:

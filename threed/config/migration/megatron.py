@@ -129,8 +129,8 @@ def split(text: str) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     except ValueError as error:
         return {}, [f"the flags of Megatron-LM cannot be read: {error}"]
     if variables := dict.fromkeys(_VARIABLE.findall(" ".join(words))):
-        fix = "put the flags in double quotes, so that the shell inserts the values"
-        return {}, [f"{', '.join(variables)}: variables of a shell; {fix}"]
+        fix = "put the flags in double quotes, or write the values"
+        return {}, [f"{', '.join(variables)}: the shell must insert these values: {fix}"]
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
