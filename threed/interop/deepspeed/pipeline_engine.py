@@ -26,6 +26,7 @@ from threed.interop.deepspeed.config.optimizers import Group, find_groups, hyper
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
+from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, PipelineModel, pack
 from threed.interop.deepspeed.pipeline_module import PipelineModule
 from threed.pipeline.batches import Batch, Batches
@@ -309,6 +310,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _read(self, source: Iterator[Any] | None, count: int) -> Batch:
         """Returns the next `count` micro-batches of an iterator as a batch."""
+        if owner(self.module) is not self:
+            raise RuntimeError("this engine was destroyed: call deepspeed.initialize again")
         if source is None:
             fix = "pass an iterator on every stage, or training_data to initialize"
             raise ValueError(f"no data on rank {self.global_rank}: {fix}")
