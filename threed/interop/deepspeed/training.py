@@ -359,7 +359,7 @@ class TrainingLoop(ModuleMethods):
         finally:
             self._boundary = manual
         assert self.metrics is not None
-        return self.metrics.loss_tensor
+        return self._public_loss(self.metrics.loss_tensor)
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
@@ -377,7 +377,12 @@ class TrainingLoop(ModuleMethods):
         n = self.translation.accumulation
         with self.engine.evaluating():
             losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]
-            return self.engine.sum_losses(torch.cat(losses).sum().view(1) / (n * self.topology.dp))
+            total = torch.cat(losses).sum().view(1) / (n * self.topology.dp)
+            return self._public_loss(self.engine.sum_losses(total))
+
+    def _public_loss(self, loss: Tensor) -> Tensor:
+        """Returns a mean loss in fp32; in fp64 for a model in fp64."""
+        return loss if self.translation.config.precision.dtype == "fp64" else loss.float()
 
     def _run(self, batch: Any) -> Any:
         batch = to_device(batch, self.device)
