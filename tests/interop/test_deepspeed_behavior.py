@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import threed
 from tests.harness import run_ranks
 from threed.config import ConfigError
 from threed.interop.deepspeed.api.accelerator import get_accelerator
+from threed.interop.deepspeed.api.init import Init
+from threed.interop.deepspeed.api.zero import ZeroParamStatus, is_zero_param
 from threed.interop.deepspeed.api.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.pipeline_layers import pack, unpack
@@ -110,6 +113,63 @@ def test_buffers_keep_their_dtype(stage: int) -> None:
         ConfigError, match=r"buffer_dtype.*not supported: buffers keep their dtypes"
     ):
         engine_of(data_types={"buffer_dtype": "bf16"})
+
+
+# ---------------------------------------------------------------------------------------------------------------- init
+
+
+def test_parameters_of_init_are_recognized(tmp_path: Path) -> None:
+    with Init(folder=tmp_path):
+        with Init(folder=tmp_path):
+            model = Scaled()
+        weight: Any = model.first.weight
+        assert is_zero_param(weight)
+    assert (weight.ds_id, weight.ds_shape, weight.ds_numel) == (0, (3, 3), 9)
+    assert is_zero_param(weight)
+    assert weight.ds_status is ZeroParamStatus.AVAILABLE
+    engine = threed.initialize(model=model, config=DS)[0]
+    engine.destroy()
+    assert not is_zero_param(weight)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_module_of_an_engine_can_be_run(stage: int) -> None:
+    """Two engines with one loss, as programs with several engines train them."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    x = torch.arange(3.0).view(1, 3)
+    torch.manual_seed(0)
+    engines = [engine_of(zero_optimization=zero) for _ in range(2)]
+    torch.manual_seed(0)
+    others = [engine_of(zero_optimization=zero) for _ in range(2)]
+    for _ in range(2):
+        sum(engine.module(x) * (number + 1) for number, engine in enumerate(engines)).backward()
+        for engine in engines:
+            engine._backward_epilogue()
+            engine.step()
+            engine.optimizer.zero_grad()
+        for number, engine in enumerate(others):
+            engine.backward(engine(x) * (number + 1))
+            engine.step()
+    for engine, other in zip(engines, others, strict=True):
+        want = other.full_state_dict()
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, want[name])
+    module = copy.deepcopy(engines[0].module) if stage == 0 else engines[0].module
+    for engine in engines:
+        engine.destroy()
+    module(x).backward()
+    assert module.first.weight.grad is not None
+
+
+def test_losses_are_fp32() -> None:
+    """So that a program can compare them with losses of the model."""
+    engine = engine_of()
+    x = torch.ones(1, 3)
+    torch.testing.assert_close(engine.eval_batch(iter([x])), engine.module(x).detach())
+    assert engine.train_batch(iter([x])).dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -133,7 +133,7 @@ class ModuleEngine(Engine):
         """
         if self.config.precision.dtype == "fp16":
             raise RuntimeError(
-                "loss.backward() under fp16: call engine.backward(loss), which scales the loss"
+                "threed does not offer loss.backward() under fp16: call engine.backward(loss), which scales the loss"
             )
         if self._divisor is None:
             if self.reducer.passes:

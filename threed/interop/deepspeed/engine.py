@@ -108,6 +108,8 @@ class DeepSpeedEngine(Checkpoints):
             self.engine.discard()
         self.engine.destroy()
         unmark_parameters(self.module.parameters())
+        if self._module_hook is not None:
+            self._module_hook.remove()
         if self.optimizer is not None:
             self.optimizer.remove()
         release(self.module)

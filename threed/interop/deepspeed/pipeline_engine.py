@@ -263,7 +263,7 @@ class PipelineEngine(DeepSpeedEngine):
         metrics = self.trainer.step(batch)
         self._updated(metrics, {})
         self.micro_steps += self.gradient_accumulation_steps()
-        self.agg_train_loss = metrics.loss_tensor
+        self.agg_train_loss = self._public_loss(metrics.loss_tensor)
         return self.agg_train_loss
 
     @torch.no_grad()
@@ -306,6 +306,8 @@ class PipelineEngine(DeepSpeedEngine):
         if reduce_output is None:
             scale = count * self.topology.dp if compute_loss else 1
             output = [result * scale for result in results] if results else None
+        else:
+            output = self._public_loss(output)
         return (output, logits[0] if logits else None) if return_logits else output
 
     def _read(self, source: Iterator[Any] | None, count: int) -> Batch:

@@ -7,13 +7,15 @@ engine.train_batch(iterator)                # a full step: forwards, backwards a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from threed.core.messages import counted
 from threed.distributed.topology import Topology
@@ -25,6 +27,30 @@ from threed.interop.deepspeed.module_methods import ModuleMethods
 from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
 from threed.models import wrap
 from threed.models.wrapped import loss_of
+
+
+class _StepBegins:
+    """Forward pre-hook of an engine's module: begins a step, as a call of the engine does.
+
+    It has no effect for copies of the module, and does not keep the engine alive.
+    """
+
+    module: nn.Module | None = None
+
+    def __init__(self, module: nn.Module, begin: Callable[[], None]) -> None:
+        self.module, self._begin = module, weakref.WeakMethod(begin)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or module is not self.module:
+            return
+        if torch.is_grad_enabled() and (begin := self._begin()) is not None:
+            begin()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StepBegins:
+        return _StepBegins.__new__(_StepBegins)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
 
 class TrainingLoop(ModuleMethods):
@@ -42,6 +68,11 @@ class TrainingLoop(ModuleMethods):
             learning_rate=t.learning_rate, loss_scale=t.loss_scale, trains=trains,
         )  # fmt: skip
         mark_parameters(self.engine)
+        # A program may run `engine.module` instead of the engine.
+        self._module_hook: RemovableHandle | None = None
+        if trains and engine is None:
+            begins = _StepBegins(model, self._begin)
+            self._module_hook = model.register_forward_pre_hook(begins, prepend=True)
         self.topology, self.device = topology, topology.device
         self.global_rank, self.world_size = topology.rank, topology.world
         self.optimizer: EngineOptimizer | None = None
@@ -178,7 +209,9 @@ class TrainingLoop(ModuleMethods):
         """
         optimizer = self._trained_optimizer()
         if self._in_no_sync:
-            raise AssertionError("step within no_sync: call engine.step() after the block")
+            raise AssertionError(
+                "It is illegal to call Engine.step() inside no_sync context manager: call it after the block"
+            )
         self._step_applied = False
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -259,9 +292,13 @@ class TrainingLoop(ModuleMethods):
         stage = self.translation.config.zero.stage
         if stage > 1:
             fix = "use stage 0 or 1, or set_gradient_accumulation_boundary(False)"
-            raise AssertionError(f"no_sync is incompatible with ZeRO stage {stage}: {fix}")
+            raise AssertionError(
+                f"the no_sync context manager is incompatible with ZeRO stage {stage}: {fix}"
+            )
         if self._in_no_sync:
-            raise AssertionError("no_sync cannot be nested: end the first block")
+            raise AssertionError(
+                "no_sync context manager reentry is unsupported: end the first block"
+            )
         self._begin()
         self.engine.allow_any_count()
         self._in_no_sync = True
@@ -276,6 +313,9 @@ class TrainingLoop(ModuleMethods):
         Args:
             bucket_size: has no effect.
         """
+
+    def _backward_epilogue(self) -> None:
+        """Has no effect. Programs with several engines call it after the backward of their loss."""
 
     def _check_boundary(self, what: str, instead: str) -> None:
         self.engine.finish()
@@ -318,7 +358,7 @@ class TrainingLoop(ModuleMethods):
         finally:
             self._boundary = manual
         assert self.metrics is not None
-        return self.metrics.loss_tensor
+        return self._public_loss(self.metrics.loss_tensor)
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
@@ -336,7 +376,12 @@ class TrainingLoop(ModuleMethods):
         n = self.translation.accumulation
         with self.engine.evaluating():
             losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]
-            return self.engine.sum_losses(torch.cat(losses).sum().view(1) / (n * self.topology.dp))
+            total = torch.cat(losses).sum().view(1) / (n * self.topology.dp)
+            return self._public_loss(self.engine.sum_losses(total))
+
+    def _public_loss(self, loss: Tensor) -> Tensor:
+        """Returns a mean loss in fp32; in fp64 for a model in fp64."""
+        return loss if self.translation.config.precision.dtype == "fp64" else loss.float()
 
     def _run(self, batch: Any) -> Any:
         batch = to_device(batch, self.device)

@@ -55,6 +55,9 @@ class Init(contextlib.ContextDecorator):
     Collective: every rank builds the same modules in the block. The random numbers are the same as
     without `Init`. If ranks compute different values, the engine uses the values of rank 0.
 
+    As in DeepSpeed, the parameters have the attributes `ds_id`, `ds_shape` and `ds_numel`. Unlike in
+    DeepSpeed, they have their full values after the block.
+
     Args:
         module: an existing module, whose parameters are moved to the file by the constructor.
         data_parallel_group: the ranks that share the parameters; only all ranks are supported.
@@ -206,6 +209,7 @@ class _Files:
             # `_check_same` is collective, so the first rank has written all values.
             if not self._first:
                 self._map_shared(params)
+            _mark(self._modules.values())
         finally:
             self.file.close()
             os.close(self._shared)
@@ -274,6 +278,18 @@ class _Files:
                 region = shared.region(own.offset, own.nbytes)
                 place(param, region.tensor(param.dtype, param.shape, param.stride()), region)
         shared.close()
+
+
+def _mark(modules: Iterable[nn.Module]) -> None:
+    """Sets the attributes by which programs recognize parameters of `zero.Init`."""
+    found: dict[int, Any] = {
+        id(param): param
+        for module in modules
+        for param in module._parameters.values()
+        if param is not None and region_of(param) is not None
+    }
+    for number, param in enumerate(found.values()):
+        param.ds_id, param.ds_shape, param.ds_numel = number, param.shape, param.numel()
 
 
 def share_changes(params: Iterable[Tensor], modifier_rank: int) -> None:

@@ -80,7 +80,7 @@ def engine_of(param: Any) -> ModuleEngine | None:
 
 
 def is_zero_param(param: Any) -> bool:
-    """Returns whether a parameter belongs to an engine in ZeRO stage 3."""
+    """Returns whether a parameter was built in `zero.Init` or belongs to an engine in stage 3."""
     return isinstance(param, Tensor) and "ds_id" in vars(param)
 
 
