@@ -23,38 +23,18 @@ if __name__ == "__main__" and sys.argv[2] == "threed":
     threed.install_as_deepspeed()
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
 from peft import LoraConfig, get_peft_model
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
 )
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-VOCAB, LENGTH, STEPS, BATCH = 64, 12, 4, 4
-SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-LLAMA = {
-    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    },
-    "llama": LLAMA,
-    "qwen2": LLAMA,
-    "gemma2": LLAMA | {"head_dim": 8},
-    "mistral": LLAMA,
-    "opt": {
-        "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4,
-        "max_position_embeddings": 32, "dropout": 0.0, "word_embed_proj_dim": 32,
-    },
-}  # fmt: skip
+from tests.interop.huggingface_runs import FAMILIES, Rows, reset
+
+STEPS, BATCH = 4, 4
 HOST = {"device": "cpu"}
 OPTIMIZER = {
     "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
@@ -125,24 +105,6 @@ CASES = {f"{family}-{stage}": Case(family, stage) for family in FAMILIES for sta
 }  # fmt: skip
 
 
-class Rows(torch.utils.data.Dataset[Any]):
-    """Random sequences whose second half repeats the first; a third of them has masked labels."""
-
-    def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(3, VOCAB, (count, LENGTH), generator=generator)
-        self.tokens[:, LENGTH // 2 :] = self.tokens[:, : LENGTH // 2]
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        labels = self.tokens[index].clone()
-        if index % 3 == 0:
-            labels[:7] = -100
-        return {"input_ids": self.tokens[index], "labels": labels}
-
-
 class Log(TrainerCallback):
     """Collects the numbers that the Trainer logs."""
 
@@ -157,20 +119,16 @@ class Log(TrainerCallback):
             self.rows.append({"step": state.global_step} | found)
 
 
-def save_models(out: Path) -> None:
-    """Saves one tiny model of each family, from which all trainings start."""
-    for family, values in FAMILIES.items():
-        set_seed(1)
-        config = AutoConfig.for_model(family, **SMALL, **values)
-        AutoModelForCausalLM.from_config(config).save_pretrained(out / "models" / family)
-
-
 def ds_config(case: Case) -> dict[str, Any]:
     """Returns the DeepSpeed configuration of a case, whose other values are "auto"."""
     keys = (
         "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
     )  # fmt: skip
-    zero = {"stage": case.stage, "stage3_gather_16bit_weights_on_model_save": True, **case.zero}
+    # Under stage 3, also shard small parameters: these models have no others.
+    zero = {
+        "stage": case.stage, "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True, **case.zero,
+    }  # fmt: skip
     return {
         "zero_optimization": zero, **dict.fromkeys(keys, "auto"), "bf16": {"enabled": "auto"},
         **json.loads(json.dumps(case.ds)),
@@ -220,13 +178,6 @@ def train(out: Path, mode: str, name: str) -> None:
     trainer.save_model(str(out / mode / name / "final"))
     if args.process_index == 0:
         (out / mode / f"{name}.json").write_text(json.dumps(log.rows))
-
-
-def reset() -> None:
-    """Removes the global state of transformers and Accelerate, for the next training."""
-    unset_hf_deepspeed_config()
-    AcceleratorState._reset_state(True)
-    PartialState._reset_state()
 
 
 def main(out: Path, mode: str, names: list[str]) -> None:

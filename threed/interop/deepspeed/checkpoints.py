@@ -325,17 +325,18 @@ class Checkpoints(TrainingLoop):
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
+    ) -> dict[str, Tensor]:
         """Returns the full weights and buffers in the module's dtype on rank 0. Collective.
 
-        Other ranks return None. Tied weights share one tensor.
+        Tied weights share one tensor. Other ranks return an empty dict. DeepSpeed returns None, for
+        which transformers' `save_pretrained` would read the sharded module.
 
         Args:
             exclude_frozen_parameters: whether to leave out parameters that need no gradient.
         """
         full = self.engine.full_state_dict()
         if self.topology.rank > 0:
-            return None
+            return {}
         params = dict(self.module.named_parameters(remove_duplicate=False))
         frozen = set(self._frozen() if exclude_frozen_parameters else ())
         first = self.engine.aliases
@@ -379,7 +380,7 @@ class Checkpoints(TrainingLoop):
             )
             return False
         found = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if found is not None:
+        if self.topology.rank == 0:
             with building(Path(save_dir) / save_filename) as (scratch,):
                 torch.save(found, scratch)
         collectives.barrier(self.topology.axis("world"))

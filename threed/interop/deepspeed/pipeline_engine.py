@@ -217,10 +217,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
+    ) -> dict[str, Tensor]:
         """Returns the full weights and buffers in the module's dtype on rank 0. Collective.
 
-        Other ranks return None.
+        Other ranks return an empty dict.
 
         Args:
             exclude_frozen_parameters: must be False.
@@ -233,7 +233,7 @@ class PipelineEngine(DeepSpeedEngine):
         full = self.trainer.full_state_dict()
         weights, dtype = self.trainer.model.weights, self.trainer.batches.dtype
         cast = {n: value.to(dtype) if n in weights else value for n, value in full.items()}
-        return cast if self.topology.rank == 0 else None
+        return cast if self.topology.rank == 0 else {}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

@@ -1,0 +1,146 @@
+"""Tiny models and data of Hugging Face's libraries, and the runs that tests compare.
+
+A module `tests.interop.x_runs` trains with one of the libraries:
+
+    python -m tests.interop.x_runs OUT plain CASE...
+    torchrun ... -m tests.interop.x_runs OUT threed CASE...
+
+"plain" runs the library without DeepSpeed on one process, and "threed" with
+`threed.install_as_deepspeed()`. All cases of a command run in the same processes. For each case,
+rank 0 writes the numbers to OUT/MODE/CASE.json, and the trained model to OUT/MODE/CASE/final.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+VOCAB, LENGTH = 64, 12
+SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LLAMA = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "llama": LLAMA,
+    "qwen2": LLAMA,
+    "gemma2": LLAMA | {"head_dim": 8},
+    "mistral": LLAMA,
+    "opt": {
+        "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4,
+        "max_position_embeddings": 32, "dropout": 0.0, "word_embed_proj_dim": 32,
+    },
+}  # fmt: skip
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Random sequences whose second half repeats the first; a third of them has masked labels."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(3, VOCAB, (count, LENGTH), generator=generator)
+        self.tokens[:, LENGTH // 2 :] = self.tokens[:, : LENGTH // 2]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.tokens[index].clone()
+        if index % 3 == 0:
+            labels[:7] = -100
+        return {"input_ids": self.tokens[index], "labels": labels}
+
+
+def small_config(family: str, **values: Any) -> Any:
+    """Returns the configuration of a tiny model.
+
+    Args:
+        family: key of `FAMILIES`.
+        values: values that differ from `SMALL` and `FAMILIES`.
+    """
+    return AutoConfig.for_model(family, **(SMALL | FAMILIES[family] | values))
+
+
+def save_models(out: Path) -> None:
+    """Saves one tiny model of each family, from which all trainings start."""
+    for family in FAMILIES:
+        set_seed(1)
+        model = AutoModelForCausalLM.from_config(small_config(family))
+        model.save_pretrained(out / "models" / family)
+
+
+def reset() -> None:
+    """Removes the global state of transformers and Accelerate, for the next training."""
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+
+
+def run(module: str, out: Path, mode: str, names: Iterable[str], ranks: int = 2) -> None:
+    """Runs the cases of a module: "plain" on one process, and "threed" on `ranks` ranks."""
+    (out / mode).mkdir(exist_ok=True)
+    start = [] if mode == "plain" else [*RANKS, str(ranks)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *start, "-m", f"tests.interop.{module}", str(out), mode, *names],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+def compare_numbers(
+    out: Path, name: str, limits: Mapping[str, float], ignored: Collection[str] = ()
+) -> None:
+    """Compares the numbers of "threed" with those of "plain".
+
+    Args:
+        out: folder of the runs.
+        name: the case.
+        limits: relative tolerance of each kind of number.
+        ignored: kinds of numbers that may differ.
+    """
+    want, got = (
+        json.loads((out / mode / f"{name}.json").read_text()) for mode in ("plain", "threed")
+    )
+    assert len(want) == len(got) >= 2
+    for number, (plain, ours) in enumerate(zip(want, got, strict=True)):
+        assert plain.keys() == ours.keys()
+        for key, value in plain.items():
+            close = key in ignored or math.isclose(
+                ours[key], value, rel_tol=limits[key], abs_tol=0.0
+            )
+            assert close, (name, number, key, ours[key], value)
+
+
+def logits(folder: Path, base: Path | None = None) -> torch.Tensor:
+    """Returns the logits of a saved model, or of adapters for the model of the folder `base`."""
+    model = AutoModelForCausalLM.from_pretrained(base or folder)
+    if base is not None:
+        model = PeftModel.from_pretrained(model, folder)
+    tokens = torch.arange(3, 3 + 24).reshape(2, 12) % VOCAB
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def compare_logits(out: Path, name: str, base: Path | None = None) -> None:
+    """Compares the models that both runs of a case have saved."""
+    ours, plain = (logits(out / mode / name / "final", base) for mode in ("threed", "plain"))
+    torch.testing.assert_close(ours, plain, rtol=0, atol=2e-5)
