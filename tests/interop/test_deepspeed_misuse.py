@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -115,3 +116,17 @@ def test_a_destroyed_pipeline_engine() -> None:
     for call in (engine.train_batch, engine.eval_batch):
         with pytest.raises(RuntimeError, match=r"was destroyed: call deepspeed.initialize again"):
             call(rows)
+
+
+def test_states_of_numpy(tmp_path: Path) -> None:
+    state = {"generator": np.random.RandomState(3).get_state(), "best": np.bool_(True), "x": np.float32(0.5)}  # fmt: skip
+    engine = made(0)
+    engine.save_checkpoint(tmp_path, client_state=state)
+    got = engine.load_checkpoint(tmp_path)[1]
+    assert (got["best"], got["x"]) == (True, 0.5)
+    restored, want = np.random.RandomState(), np.random.RandomState(3)
+    restored.set_state(got["generator"])
+    assert restored.randint(100, size=9).tolist() == want.randint(100, size=9).tolist()
+    for value in (np.array(["a"]), np.array([{}]), np.complex64(1)):
+        with pytest.raises(TypeError, match="cannot be saved: use numbers, strings, tensors"):
+            engine.save_checkpoint(tmp_path, client_state={"x": value})

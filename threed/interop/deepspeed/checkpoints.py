@@ -49,7 +49,8 @@ class Checkpoints(TrainingLoop):
             tag: the name of the checkpoint; None means "global_stepN". If the tags of the ranks
                 differ, rank 0's tag is used, with a warning (see the key `checkpoint.tag_validation`).
             client_state: data of the program to save with the checkpoint: numbers, strings,
-                tensors, and lists, tuples and dicts of them. The data of rank 0 are saved.
+                tensors, NumPy arrays, and lists, tuples and dicts of them. The data of rank 0 are
+                saved.
             save_latest: whether to write the tag to save_dir/latest.
             exclude_frozen_parameters: has no effect: the checkpoint has all parameters.
 
