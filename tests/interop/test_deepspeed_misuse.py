@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,3 +132,26 @@ def test_states_of_numpy(tmp_path: Path) -> None:
     for value in (np.array(["a"]), np.array([{}]), np.complex64(1)):
         with pytest.raises(TypeError, match="cannot be saved: use numbers, strings, tensors"):
             engine.save_checkpoint(tmp_path, client_state={"x": value})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_copy_of_an_engines_module_gets_another_engine(stage: int) -> None:
+    engine = made(stage)
+    file = io.BytesIO()
+    with GatheredParameters(engine.module.parameters()):
+        torch.save(engine.module, file)
+        copied = copy.deepcopy(engine.module)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    rows, losses = torch.ones(2, 3), list[list[float]]()
+    for one in (engine, made(stage, copied), made(stage, loaded)):
+        losses.append([])
+        for _ in range(2):
+            loss = one(rows).pow(2).sum()
+            one.backward(loss)
+            one.step()
+            losses[-1].append(float(loss.detach()))
+    assert losses[0] == losses[1] == losses[2]
+    assert losses[0][1] < losses[0][0]
+    with pytest.raises(ValueError, match="belongs to an engine already"):
+        threed.ModuleEngine(copied, threed.Topology(), engine.engine.config)
