@@ -8,6 +8,7 @@ must be up to date.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -24,9 +25,10 @@ from benchmarks import gpu
 from tests import hf_models, keys, mutants, pictures, structure
 from tests.harness import run_ranks, run_script
 from threed import schedules
-from threed.cli import parser
+from threed.cli import from_megatron, parser
 from threed.config.arguments import GROUPS, format_problems, load
 from threed.config.groups import ConfigError, key_name
+from threed.config.migration.megatron import translate
 from threed.core import source
 from threed.data.tokenizer_files import PUBLISHED
 from threed.schedules import registry
@@ -172,6 +174,7 @@ def check_command(words: list[str]) -> None:
         at = next(i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m")
         check_launch(rest[:at])
         if rest[at : at + 2] == ["-m", "threed.interop.deepspeed"]:
+            # the script is the reader's
             assert rest[at + 2] == "-m" or rest[at + 2].endswith(".py"), words
         elif rest[at] == "-m":
             assert rest[at + 1 : at + 3] == ["threed", "train"], words
@@ -241,7 +244,14 @@ def check_training(script: str, flags: list[str], world: int) -> None:
 
 
 def check_tool(words: list[str], world: int = 1) -> None:
-    if words[0] in ("train", "plan"):
+    if from_megatron.FLAG in words:
+        at = words.index(from_megatron.FLAG)
+        found = translate(words[at + 1], world_size=8)
+        assert (at, found.problems) == (1, ()), words
+        load(
+            [*found.flags, *words[at + 2 :]], defaults={"model": {"arch": found.arch}}, world_size=8
+        )
+    elif words[0] in ("train", "plan"):
         custom = source.names_model(words[1])
         arch = words.pop(1) if custom or words[1] in ("gpt", "llama") else "gpt"
         load(words[1:], defaults={"model": {"arch": arch}}, world_size=world)
@@ -292,6 +302,8 @@ def test_python_code_runs_or_is_part_of_an_example(
             code = compile(textwrap.dedent(block), str(path), "exec")
             if "threed.initialize" in block:  # it creates a process group
                 run_ranks(1, run_beside_a_model, block, str(tmp_path))
+            elif "fully_shard" in block:  # it creates a process group, too
+                run_ranks(1, run_as_by_torchrun, block)
             elif "from_pretrained" not in block:  # such a block needs a finished run
                 exec(code, {"__name__": "page"})
 
@@ -308,6 +320,12 @@ def run_beside_a_model(block: str, folder: str) -> None:
     rows = hf_models.batch(0, 4)
     data = [{key: value[i] for key, value in rows.items()} for i in range(4)]
     exec(block, {"__name__": "page", "model": hf_models.make("gpt2"), "data": data})
+
+
+def run_as_by_torchrun(block: str) -> None:
+    """Runs code of a page with the environment of a single rank."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+    exec(block, {"__name__": "page"})
 
 
 @pytest.mark.parametrize("name", pictures.SCHEDULES)

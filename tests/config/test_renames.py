@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,22 @@ def test_python_code_with_an_old_value_warns() -> None:
     with pytest.warns(FutureWarning, match="--run.replicate neighbour is now") as caught:
         assert RunConfig.model_validate({"replicate": "neighbour"}).replicate == "neighbor"
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RunConfig.model_validate({"replicate": "neighbour"}),
+        lambda: RunConfig(replicate="neighbour"),  # type: ignore[arg-type]
+        lambda: Config(run={"replicate": "neighbour"}),  # type: ignore[arg-type]
+    ],
+)
+def test_a_warning_names_the_line_that_creates_the_configuration(
+    make: Callable[[], object],
+) -> None:
+    with pytest.warns(FutureWarning) as caught:
+        make()
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_saved_configuration_gets_the_current_keys() -> None:

@@ -4,6 +4,7 @@ threed train gpt --preset tiny                                 trains on one pro
 torchrun --nproc-per-node 4 -m threed train gpt --preset tiny  trains on four processes
 threed schedule 1f1b --stages 4 --microbatches 8 [--svg FILE]  simulates a schedule: a name, FILE.py:NAME or FILE.csv
 threed plan --world-size 8 --preset small --parallel.tp 2      forecasts memory and time; takes the flags of training
+threed plan --from-megatron 'FLAGS' --world-size 8             translates flags of Megatron-LM, and plans the run
 threed tokenize SRC DST [--tokenizer bytes]                    writes text as Megatron's .bin and .idx
 threed convert SRC DST [--dtype bf16]                          converts a checkpoint to a Hugging Face folder, or back
 threed inspect [CHECKPOINT]                                    prints versions and devices, or verifies a checkpoint
@@ -29,7 +30,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from threed.cli import parser
+from threed.cli import from_megatron, parser
 from threed.config import architectures
 from threed.core import source
 from threed.core.messages import counted, did_you_mean
@@ -107,6 +108,12 @@ def _train(tool: str, *words: str) -> int:
         tool: "train" or "plan".
         words: an architecture or FILE.py:MODEL (optional), then flags.
     """
+    if from_megatron.given(words):
+        if tool == "plan" and not {"--help", "-h"} & set(words):
+            return from_megatron.plan(words)
+        if tool == "train":
+            fix = "it is an option of threed plan, which prints the command that trains"
+            return _refuse("train", f"{from_megatron.FLAG}: {fix}")
     arch = os.path.expanduser(words[0]) if words and not words[0].startswith("-") else None
     flags = list(words[arch is not None :])
     if arch is not None and arch not in architectures.NAMES and not source.names_model(arch):

@@ -56,6 +56,7 @@ _TRAIN_EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "plan": (
         "threed plan gpt --preset gpt2 --parallel.tp 2 --world-size 8",
         "threed plan mine.py:Model --zero.stage 3 --world-size 4",
+        "threed plan --from-megatron '--num-layers 24 --hidden-size 1024 --num-attention-heads 16' --world-size 8",
     ),
 }
 
@@ -121,6 +122,8 @@ def train_help(tool: str, arch: str | None) -> str:
     action = "Trains a model" if tool == "train" else "Forecasts memory, traffic and time of a run"
     about = f"{action}. ARCH is {', '.join(architectures.NAMES)}; FILE.py:MODEL is a class of a Python file."
     default = "Without both, the preset or file determines the architecture; its default is gpt."
+    if tool == "plan":
+        default += " --from-megatron 'FLAGS' translates flags of Megatron-LM, prints the command of threed, and plans it."
     examples = "".join(f"\n  {line}" for line in _TRAIN_EXAMPLES[tool])
     about = f"{textwrap.fill(f'{about} {default}', 78)}\n\nexamples:{examples}"
     return help_text(config, f"threed {tool} {arch or '[ARCH | FILE.py:MODEL]'}", about=about)

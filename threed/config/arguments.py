@@ -35,7 +35,7 @@ from threed.config.schema import (
     reason,
     written,
 )
-from threed.config.suggestions import close_flags
+from threed.config.suggestions import suggest
 from threed.config.topologies import Topologies, choose_sizes, read_topologies
 from threed.config.values import Takes
 from threed.core.messages import counted
@@ -437,9 +437,8 @@ class _Draft:
             self.problems.append(problem)
 
     def _describe_unknown(self, name: str, source: str = FLAG) -> None:
-        close = close_flags(name, GROUPS)
+        close, hint = suggest(name, GROUPS)
         self.suspects |= {f"--{name}", *close}
-        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         kind = "key" if "." in name else "flag"
         self.problems.append(f"--{name}{_in(source)}: no such {kind}{hint}; --help lists all")
 

@@ -13,14 +13,24 @@ the command line and in TOML, the value `none` unsets a key with this default.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Annotated, Any, Literal
 
 from threed.config import architectures
 from threed.config.renames import Renames
-from threed.config.schema import BaseModel, ConfigDict, Field, model_validator
+from threed.config.schema import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PydanticCustomError,
+    ValidationError,
+    model_validator,
+)
 from threed.config.schema import key_name as key_name
 from threed.config.schema import python_name as python_name
+from threed.config.suggestions import suggest
 from threed.config.values import (
     Architecture,
     AutoSwitch,
@@ -55,6 +65,7 @@ from threed.config.values import (
 )
 from threed.config.values import ParamGroup as ParamGroup
 from threed.core.errors import PicklableError
+from threed.core.messages import did_you_mean
 from threed.core.parse import plain
 
 DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
@@ -84,8 +95,40 @@ def _renamed(group: str, data: dict[str, Any]) -> dict[str, Any]:
     settings = [Renames().current(group, key, value) for key, value in data.items()]
     for setting in settings:
         if setting.note:
-            warnings.warn(setting.note, FutureWarning, stacklevel=4)
+            warnings.warn(setting.note, FutureWarning, stacklevel=_depth() + 1)
     return {setting.key: setting.value for setting in settings}
+
+
+def _depth() -> int:
+    """Returns the number of calls from the code that creates a configuration to the caller."""
+    depth, frame = 0, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith((__name__, "pydantic.")):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+def _with_suggestions(kind: type[BaseModel], error: ValidationError) -> ValidationError:
+    """Returns an error with a suggestion for each unknown key or group.
+
+    Args:
+        kind: the class of the group that was validated, or `Config`.
+        error: the error of pydantic.
+    """
+    known = {name: type(group) for name, group in Config()}
+    group = next((name for name, other in known.items() if other is kind), "")
+    details: list[Any] = []
+    for detail in error.errors():
+        changed: dict[str, Any] = {**detail}
+        if detail["type"] == "extra_forbidden":
+            text = detail["msg"]  # of a group in a `Config`, which already has a suggestion
+            if len(detail["loc"]) == 1:
+                name = str(detail["loc"][0])
+                hint = suggest(f"{group}.{name}".removeprefix("."), known)[1]
+                hint = hint or ("" if group else did_you_mean(name, *known))
+                text = f"no such {'key' if group else 'group'}{hint}"
+            changed["type"] = PydanticCustomError("extra_forbidden", text)
+        details.append(changed)
+    return ValidationError.from_exception_data(kind.__name__, details)
 
 
 class _Group(BaseModel):
@@ -106,6 +149,15 @@ class _Group(BaseModel):
         data = _renamed(cls.__name__.removesuffix("Config").lower(), data)
         nones = {key: None for key in optional & data.keys() if data[key] == "none"}
         return data | nones
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _suggest(cls, data: Any, validate: ModelWrapValidatorHandler[_Group]) -> _Group:
+        """Adds suggestions to errors about unknown names."""
+        try:
+            return validate(data)
+        except ValidationError as error:
+            raise _with_suggestions(cls, error) from None
 
 
 class ParallelConfig(_Group):
@@ -414,7 +466,8 @@ class RunConfig(_Group):
     """run folder; if not set: runs/NAME, where NAME is run.name. If a TOML file sets run.dir, the flag
     --run.name without --run.dir still selects runs/NAME"""
     name: FolderName | None = None
-    """name of the run; if not set, the name of the preset or TOML file, else the architecture"""
+    """name of the run in wandb, and of the run folder if run.dir is not set; if not set, the name of
+    the preset or TOML file, else the architecture"""
     check_replicas: Natural = 0
     """steps between comparisons of replicated state across ranks; 0: never"""
     hang_timeout: DurationOrNone = 600.0
@@ -469,3 +522,12 @@ class Config(BaseModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     run: RunConfig = RunConfig()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _suggest(cls, data: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:
+        """Adds suggestions to errors about unknown names."""
+        try:
+            return validate(data)
+        except ValidationError as error:
+            raise _with_suggestions(cls, error) from None

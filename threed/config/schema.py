@@ -24,6 +24,7 @@ try:
     from pydantic import model_validator as model_validator
     from pydantic.fields import FieldInfo as FieldInfo
     from pydantic_core import ErrorDetails as ErrorDetails
+    from pydantic_core import PydanticCustomError as PydanticCustomError
 except ImportError as error:
     raise missing("pydantic>=2.7", "threed", error) from error
 

@@ -11,6 +11,7 @@ from typing import Any
 from threed.checkpoint.files import CheckpointError, plain
 from threed.config import ModelConfig
 from threed.config.checks import find_model_problems
+from threed.config.migration.megatron_flags import ARCHITECTURES, LLAMA3_SCALING
 from threed.config.resolution import resolve_model
 from threed.config.schema import ValidationError
 
@@ -28,8 +29,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,), "use_mup": (None, False),
     "qk_l2_norm": (None, False), "mrope_section": (None,), "spec": (None,),
 }  # fmt: skip
-# Supported combinations of the arguments (normalization, position_embedding_type, swiglu).
-KINDS = (("RMSNorm", "rope", True), ("LayerNorm", "learned_absolute", False))
 
 
 def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
@@ -48,7 +47,7 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     norm = args.get("normalization", "LayerNorm")
     positions = args.get("position_embedding_type", "learned_absolute")
     gated = bool(args.get("swiglu"))
-    if (norm, positions, gated) not in KINDS:
+    if (norm, positions, gated) not in ARCHITECTURES:
         problems.append(
             f"normalization {plain(norm)} with position_embedding_type {plain(positions)} and swiglu {gated}:"
             " supported are RMSNorm with rope and swiglu (Llama), and LayerNorm with learned_absolute (GPT-2)"
@@ -105,8 +104,6 @@ def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
             **({"qk_norm": True} if qk_norm else {}),
         }  # fmt: skip
     if gated and args.get("use_rope_scaling"):
-        keys["rope_scaling"] = {
-            "rope_type": "llama3", "factor": float(args.get("rope_scaling_factor", 8.0)), "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        }  # fmt: skip
+        factor = float(args.get("rope_scaling_factor", 8.0))
+        keys["rope_scaling"] = {**LLAMA3_SCALING, "factor": factor}
     return keys
