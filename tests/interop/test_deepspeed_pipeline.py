@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import threed
 from tests.harness import run_ranks
 from threed.config import ConfigError
 from threed.interop.deepspeed.api.pipeline import (
@@ -327,6 +328,9 @@ def test_steps_that_are_refused() -> None:
     for method in (engine, engine.forward, engine.backward, engine.step):
         with pytest.raises(RuntimeError, match=r"use train_batch\(\) or eval_batch\(\)"):
             method(data[0][0])
+    for call in (engine.no_sync, lambda: engine.set_gradient_accumulation_boundary(True)):
+        with pytest.raises(RuntimeError, match=r"use train_batch\(\)"):
+            call()
     with pytest.raises(ValueError, match=r"the last layer .Linear. returned shape .* pass loss_fn"):
         engine.train_batch(iter(data))
     with pytest.raises(ValueError, match=r"a micro-batch is a Tensor: the iterator must yield"):
@@ -382,3 +386,37 @@ def test_topologies() -> None:
         0,
     )
     assert (model.stage_owner(0), model.partitions(), model.num_pipeline_stages()) == (0, [0, 1], 1)
+
+
+class Distance(nn.Module):
+    """A last layer that returns the loss."""
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(*given)
+
+
+def test_data_loaders_and_a_loss_of_the_last_layer() -> None:
+    linear = nn.Linear(3, 2, dtype=torch.float64)
+    first = linear.weight.detach().clone(), linear.bias.detach().clone()
+    layers = [linear, lambda x: (x[..., :1], x[..., 1:]), Distance()]
+    model = make(lambda: layers, 1, loss_fn=None)
+    assert model(torch.ones(1, 3, dtype=torch.float64)).dim() == 0
+    rows = [torch.rand(3, dtype=torch.float64) for _ in range(8)]
+    engine, _, loader, _ = threed.initialize(
+        model=model, config=config(model), training_data=rows,
+        collate_fn=lambda some: (torch.stack(some), None),
+    )  # fmt: skip
+    assert isinstance(engine, PipelineEngine)
+    y = F.linear(torch.stack(rows), *first)
+    wanted = F.mse_loss(y[:, :1], y[:, 1:])
+    torch.testing.assert_close(float(engine.train_batch()), float(wanted), rtol=0, atol=1e-12)
+    losses = [float(engine.train_batch())]
+    engine.set_dataloader(loader)
+    losses.append(float(engine.train_batch()))
+    with pytest.raises(StopIteration):  # the loader is read once
+        engine.train_batch()
+    engine.set_batch_fn(lambda row: (row.unsqueeze(0), None))
+    losses.append(float(engine.train_batch(iter(rows))))
+    assert losses == sorted(losses, reverse=True)
+    assert engine.agg_train_loss == losses[-1]
+    assert (engine.micro_batches, engine.micro_batch_size, engine.global_steps) == (4, 2, 4)

@@ -70,7 +70,9 @@ def _conversion(name: str, *to: Any) -> Callable[..., Any]:
 
 def _named(call: Any, name: str, text: str) -> Callable[..., Any]:
     """Returns a function after setting its name and its docstring."""
-    call.__name__, call.__qualname__, call.__doc__ = name, f"ModuleMethods.{name}", text
+    texts = {"__name__": name, "__qualname__": f"ModuleMethods.{name}", "__doc__": text}
+    for key, value in texts.items():
+        setattr(call, key, value)
     found: Callable[..., Any] = call
     return found
 

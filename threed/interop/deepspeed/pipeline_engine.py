@@ -45,7 +45,7 @@ from threed.zero.release import full_values
 
 STEPS = "threed does not offer {} of a PipelineEngine: use train_batch() or eval_batch()"
 INTERVAL = "activation_checkpoint_interval"
-NO_EFFECT = "threed runs a PipelineModule with whole layers, and recomputes layers itself"
+NO_EFFECT = "threed does not split layers over ranks, and recomputes layers itself"
 
 
 class PipelineTrainer(LayeredEngine):
@@ -108,14 +108,13 @@ class PipelineTrainer(LayeredEngine):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context manager: the layers are in evaluation mode and can run forwards. Collective."""
-        modes = [(module, module.training) for module in self.module.modules()]
+        training = self.module.training
         self.module.eval()
         try:
             with super().evaluating():
                 yield
         finally:
-            for module, mode in modes:
-                module.training = mode
+            self.module.train(training)
 
     def run_forwards(self, batch: Batch, without_loss: Sequence[int] = ()) -> list[Tensor]:
         """Returns the weighted losses or the outputs of a batch's micro-batches. Collective.
@@ -214,6 +213,14 @@ class PipelineEngine(DeepSpeedEngine):
     def step(self, *_: Any, **__: Any) -> NoReturn:
         """Raises RuntimeError, as in DeepSpeed."""
         raise RuntimeError(STEPS.format("step"))
+
+    def no_sync(self) -> NoReturn:
+        """Raises RuntimeError, because `train_batch` runs all micro-batches of a step."""
+        raise RuntimeError(STEPS.format("no_sync"))
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
+        """Raises RuntimeError, because `train_batch` runs all micro-batches of a step."""
+        raise RuntimeError(STEPS.format("set_gradient_accumulation_boundary"))
 
     def _names(self) -> list[str]:
         return self.trainer.names

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline API: `PipelineModule`, `LayerSpec`, `TiedLayerSpec` and `PipelineEngine`.
+"""DeepSpeed's `PipelineModule`, and the specifications of its layers.
 
     layers = [
         TiedLayerSpec("embedding", nn.Embedding, 1000, 64),

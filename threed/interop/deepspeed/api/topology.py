@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NoReturn
 
@@ -37,7 +37,8 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        make: Callable[..., Any] = namedtuple
+        self.ProcessCoord = make("ProcessCoord", self.axes)
         self.mapping: dict[Any, int] = {
             self.ProcessCoord(*place): rank
             for rank, place in enumerate(product(*map(range, self.dims)))
