@@ -24,7 +24,13 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    set_seed,
+)
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +57,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+BERT = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "num_labels": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+T5 = {
+    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {"bert": BERT, "t5": T5}
+# class of the models of a family
+AUTO: dict[str, Any] = dict.fromkeys(FAMILIES, AutoModelForCausalLM) | {
+    "bert": AutoModelForSequenceClassification,
+    "t5": AutoModelForSeq2SeqLM,
+}
+
+
 class Rows(torch.utils.data.Dataset[Any]):
     """Random sequences whose second half repeats the first; a third of them has masked labels."""
 
@@ -69,21 +91,35 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"input_ids": self.tokens[index], "labels": labels}
 
 
+class Unmasked(Rows):
+    """The sequences of `Rows`, without masked labels."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+class Labeled(Rows):
+    """Random sequences, each with one of three labels."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": torch.tensor(index % 3)}
+
+
 def small_config(family: str, **values: Any) -> Any:
     """Returns the configuration of a tiny model.
 
     Args:
-        family: key of `FAMILIES`.
-        values: values that differ from `SMALL` and `FAMILIES`.
+        family: key of `AUTO`.
+        values: values that differ from the defaults of this module.
     """
-    return AutoConfig.for_model(family, **(SMALL | FAMILIES[family] | values))
+    return AutoConfig.for_model(family, **(SMALL | (FAMILIES | OTHERS)[family] | values))
 
 
 def save_models(out: Path) -> None:
     """Saves one tiny model of each family, from which all trainings start."""
-    for family in FAMILIES:
+    for family, auto in AUTO.items():
         set_seed(1)
-        model = AutoModelForCausalLM.from_config(small_config(family))
+        model = auto.from_config(small_config(family))
         model.save_pretrained(out / "models" / family)
 
 

@@ -119,9 +119,11 @@ def test_buffers_keep_their_dtype(stage: int) -> None:
 
 
 def test_parameters_of_init_are_recognized(tmp_path: Path) -> None:
-    with Init(folder=tmp_path), Init(folder=tmp_path):
-        model = Scaled()
-    weight: Any = model.first.weight
+    with Init(folder=tmp_path):
+        with Init(folder=tmp_path):
+            model = Scaled()
+        weight: Any = model.first.weight
+        assert is_zero_param(weight)
     assert (weight.ds_id, weight.ds_shape, weight.ds_numel) == (0, (3, 3), 9)
     assert is_zero_param(weight)
     assert weight.ds_status is ZeroParamStatus.AVAILABLE
@@ -160,6 +162,14 @@ def test_the_module_of_an_engine_can_be_run(stage: int) -> None:
         engine.destroy()
     module(x).backward()
     assert module.first.weight.grad is not None
+
+
+def test_losses_are_fp32() -> None:
+    """So that a program can compare them with losses of the model."""
+    engine = engine_of()
+    x = torch.ones(1, 3)
+    torch.testing.assert_close(engine.eval_batch(iter([x])), engine.module(x).detach())
+    assert engine.train_batch(iter([x])).dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

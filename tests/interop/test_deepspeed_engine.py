@@ -517,8 +517,13 @@ def test_a_module_is_initialized_again(stage: int) -> None:
     step(again)
     again.destroy()
     again.destroy()
-    with pytest.raises(RuntimeError, match="the engine was destroyed"):
-        again.step()
+    for use in (
+        again.step,
+        lambda: again(torch.ones(2, 4)),
+        lambda: again.backward(torch.ones(())),
+    ):
+        with pytest.raises(RuntimeError, match=r"engine was destroyed.* trainer\.model_wrapped = "):
+            use()
     assert not [key for key in vars(model) if "engine" in key or "threed" in key]
     restarted = Net()
     restarted.load_state_dict(plainly(1))

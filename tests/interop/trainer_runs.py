@@ -25,14 +25,15 @@ if __name__ == "__main__" and sys.argv[2] == "threed":
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
-    AutoModelForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 
-from tests.interop.huggingface_runs import FAMILIES, Rows, reset
+from tests.interop.huggingface_runs import AUTO, FAMILIES, VOCAB, Labeled, Rows, Unmasked, reset
 
 STEPS, BATCH = 4, 4
 HOST = {"device": "cpu"}
@@ -63,6 +64,9 @@ class Case:
         twice: whether `Trainer.train` is called a second time.
         rates: relative learning rates of the updates, which "plain" sets by a scheduler of its own.
         peft: whether only adapters (LoRA) are trained.
+        evaluates: whether the model is evaluated before the training.
+        vocab: size to which the embeddings are resized before the training.
+        generates: whether the trained model generates tokens, which are compared.
     """
 
     family: str
@@ -74,8 +78,14 @@ class Case:
     twice: bool = False
     rates: tuple[float, ...] | None = None
     peft: bool = False
+    evaluates: bool = False
+    vocab: int | None = None
+    generates: bool = False
 
 
+# For losses that ignore `num_items_in_batch`, the Trainer otherwise multiplies the loss by the number
+# of ranks, also without DeepSpeed.
+RANK_MEANS = {"average_tokens_across_devices": False}
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 CASES = {f"{family}-{stage}": Case(family, stage) for family in FAMILIES for stage in range(4)} | {
     "saves-2": Case("gpt2", 2, args=SAVES),
@@ -102,6 +112,12 @@ CASES = {f"{family}-{stage}": Case(family, stage) for family in FAMILIES for sta
     "twice": Case("gpt2", 3, twice=True),
     "peft-3": Case("llama", 3, peft=True, args=SAVES),
     "peft-2": Case("llama", 2, peft=True),
+    "evaluated-3": Case("llama", 3, evaluates=True, generates=True),
+    "resized-3": Case("gpt2", 3, vocab=VOCAB + 8),
+    "classifier-3": Case("bert", 3, args=RANK_MEANS),
+    "sequences-2": Case("t5", 2, args=RANK_MEANS),
+    "sequences-3": Case("t5", 3, args=RANK_MEANS),
+    "model-only-3": Case("qwen2", 3, args=SAVES | {"save_only_model": True}),
 }  # fmt: skip
 
 
@@ -152,7 +168,11 @@ def train(out: Path, mode: str, name: str) -> None:
         "save_strategy": "no",
         "lr_scheduler_type": "cosine",
     }
-    args = TrainingArguments(
+    make_args, make_trainer = TrainingArguments, Trainer
+    if case.family == "t5":
+        make_args, make_trainer = Seq2SeqTrainingArguments, Seq2SeqTrainer
+        values |= {"predict_with_generate": True, "generation_max_length": 6}
+    args = make_args(
         output_dir=str(out / mode / name), use_cpu=True, report_to=[], disable_tqdm=True, seed=1, logging_steps=1,
         per_device_train_batch_size=BATCH // world, per_device_eval_batch_size=BATCH // world,
         learning_rate=1e-2, warmup_steps=2, adam_epsilon=1e-5,
@@ -160,24 +180,67 @@ def train(out: Path, mode: str, name: str) -> None:
     )  # fmt: skip
     set_seed(1)
     log = Log()
-    model = AutoModelForCausalLM.from_pretrained(out / "models" / case.family)
-    if case.peft:
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    trainer = Trainer(
-        model=model, args=args, train_dataset=Rows(32), eval_dataset=Rows(8), callbacks=[log],
+    model = load(out, case)
+    trainer = make_trainer(
+        model=model, args=args, train_dataset=rows(case, 32), eval_dataset=rows(case, 8), callbacks=[log],
         optimizers=optimizers(model, case.rates) if mode == "plain" else (None, None),
     )  # fmt: skip
+    if case.evaluates:
+        trainer.evaluate()
+        renew(trainer)
     resume = case.resume and str(out / mode / case.resume / "checkpoint-2")
     trainer.train(resume_from_checkpoint=resume)
     if case.twice:
-        # The first engine has ended, and the second one starts with a new optimizer.
-        trainer.model_wrapped, trainer.optimizer = trainer.model, None
+        renew(trainer)
         trainer.train()
-    if "eval_steps" in case.args:
-        log.rows.append({"eval_loss": trainer.evaluate()["eval_loss"]})
+    log.rows += final_numbers(case, trainer)
     trainer.save_model(str(out / mode / name / "final"))
     if args.process_index == 0:
         (out / mode / f"{name}.json").write_text(json.dumps(log.rows))
+
+
+def renew(trainer: Trainer) -> None:
+    """Prepares a Trainer that has an engine for `train`, which destroys it and needs a new one."""
+    trainer.model_wrapped, trainer.optimizer = trainer.model, None
+
+
+def load(out: Path, case: Case) -> torch.nn.Module:
+    """Returns the model of a case before the training."""
+    model = AUTO[case.family].from_pretrained(out / "models" / case.family)
+    if case.vocab is not None:
+        model.resize_token_embeddings(case.vocab, mean_resizing=False)
+    if case.peft:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    return model
+
+
+def rows(case: Case, count: int) -> torch.utils.data.Dataset[Any]:
+    kinds = {"bert": Labeled, "t5": Unmasked}
+    return kinds.get(case.family, Rows)(count)
+
+
+def final_numbers(case: Case, trainer: Trainer) -> list[dict[str, float]]:
+    """Returns numbers of the trained model: predictions and generated tokens, in which order matters."""
+    if case.family in ("bert", "t5"):
+        found = trainer.predict(rows(case, 8))
+        values = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
+        return [{"eval_loss": found.metrics["test_loss"], "total": weighted(values)}]
+    if case.generates:
+        tokens = rows(case, 2)[0]["input_ids"][None, :4]
+        with torch.no_grad():
+            made = trainer.model_wrapped.generate(
+                input_ids=tokens, max_new_tokens=6, do_sample=False
+            )
+        return [{"total": weighted(made.numpy())}]
+    if "eval_steps" in case.args:
+        return [{"eval_loss": trainer.evaluate()["eval_loss"]}]
+    return []
+
+
+def weighted(values: Any) -> float:
+    """Returns a weighted sum of an array; the weights differ by position."""
+    flat = torch.as_tensor(values, dtype=torch.float64).flatten()
+    return float((flat * torch.arange(1, len(flat) + 1).sqrt()).sum())
 
 
 def main(out: Path, mode: str, names: list[str]) -> None:

@@ -457,9 +457,11 @@ class ModuleEngine(Engine):
                 if modifier_rank is None:
                     yield self.module
                 else:
-                    with collectives.failing_together(everyone, "the block of gathered"):
-                        yield self.module
-                    self.gatherer.changes.broadcast(slots, everyone, modifier_rank)
+                    try:
+                        with collectives.failing_together(everyone, "the block of gathered"):
+                            yield self.module
+                    finally:  # also after an error, so that the replicas of a parameter stay equal
+                        self.gatherer.changes.broadcast(slots, everyone, modifier_rank)
         finally:
             if between_steps:
                 self._sync_states()

@@ -425,7 +425,8 @@ class Wrapped(PipelineLayer):
 
 def check(module: nn.Module) -> None:
     """Raises ValueError if a module cannot be wrapped; the message names the cause."""
-    if "_threed" in module.__dict__:
+    # A copy of an engine's module has the mark, too, but its parameters belong to no engine.
+    if "_threed" in module.__dict__ and any(map(is_managed, module.parameters())):
         raise ValueError(
             f"this {type(module).__name__} belongs to an engine already: call destroy() of that engine, or build a new"
             " module for another engine"

@@ -49,7 +49,8 @@ class Checkpoints(TrainingLoop):
             tag: the name of the checkpoint; None means "global_stepN". If the tags of the ranks
                 differ, rank 0's tag is used, with a warning (see the key `checkpoint.tag_validation`).
             client_state: data of the program to save with the checkpoint: numbers, strings,
-                tensors, and lists, tuples and dicts of them. The data of rank 0 are saved.
+                tensors, NumPy arrays, and lists, tuples and dicts of them. The data of rank 0 are
+                saved.
             save_latest: whether to write the tag to save_dir/latest.
             exclude_frozen_parameters: has no effect: the checkpoint has all parameters.
 
@@ -63,18 +64,19 @@ class Checkpoints(TrainingLoop):
             NotImplementedError: if the engine only evaluates.
             TypeError: if `client_state` has a value of another type.
         """
-        if not save_dir or not str(save_dir):
-            raise ValueError(f"save_dir {save_dir!r}: pass the folder of checkpoints")
         if self.optimizer is None:
             fix = "use engine.full_state_dict(), or engine.save_16bit_model(folder)"
             raise NotImplementedError(
                 f"threed does not offer save_checkpoint of an engine that only evaluates: {fix}"
             )
         self._check_boundary("save_checkpoint", "save at an accumulation boundary")
-        tag = self._common_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         everyone = self.topology.axis("world")
         tensors: dict[str, Tensor] = {}
-        extra = self._extra(client_state or {}, tensors)
+        with collectives.failing_together(everyone, "save_checkpoint"):
+            if not save_dir or not str(save_dir):
+                raise ValueError(f"save_dir {save_dir!r}: pass the folder of checkpoints")
+            extra = self._extra(client_state or {}, tensors)
+        tag = self._common_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         path = Path(save_dir) / tag
         self.engine.save(path, extra)
         if everyone.index == 0:
@@ -154,21 +156,37 @@ class Checkpoints(TrainingLoop):
             raise NotImplementedError(
                 f"threed does not offer to load only the optimizer states or only the scheduler: {SCHEDULE}"
             )
-        if tag is None and (tag := _latest(Path(load_dir))) is None:
+        found = _latest(Path(load_dir)) if tag is None else str(tag)
+        if len(tags := set(collectives.exchange(found, self.topology.axis("world")))) > 1:
+            what = f"ranks load different checkpoints of {load_dir}: {', '.join(sorted(map(str, tags)))}"
+            raise CheckpointError(f"{what}: pass the same tag on all ranks")
+        if found is None:
             return None, None
-        path = Path(load_dir) / str(tag)
+        path = Path(load_dir) / found
         if self._pending:
             self.zero_grad()
         if complete:
-            extra = self.engine.load(path)
+            extra = self._load_all(path, load_module_strict)
         else:
-            extra = dict(native.read_manifest(path)["state"]["extra"])
-            self._load_weights(weights(path), load_module_strict, custom_load_fn)
+            with collectives.failing_together(self.topology.axis("world"), "load_checkpoint"):
+                extra = dict(native.read_manifest(path)["state"]["extra"])
+                values = weights(path)
+            self._load_weights(values, load_module_strict, custom_load_fn)
         tensors = _tensors(path)
         if not load_module_only:
             scheduler = _decoded(extra.get("lr_scheduler"), tensors, path)
             self._restore(extra, scheduler if load_lr_scheduler_states else None, not complete)
         return str(path), _decoded(extra.get("client_state", {}), tensors, path)
+
+    def _load_all(self, path: Path, strict: bool) -> dict[str, Any]:
+        """Loads weights and optimizer states; returns the values of `_extra`. Collective."""
+        try:
+            return self.engine.load(path)
+        except CheckpointError as error:
+            if not strict:
+                fix = "pass load_module_only=True, or load_optimizer_states=False"
+                error.add_note(f"threed: load_module_strict=False has no effect here: {fix}")
+            raise
 
     def _restore(self, extra: Mapping[str, Any], scheduler: Any, load_rates: bool) -> None:
         """Restores the counters, and the states of scheduler and learning rates.

@@ -100,6 +100,8 @@ def initialize(
     groups = _use_passed(used, optimizer, model_parameters, lr_scheduler, notes)
     engine: DeepSpeedEngine
     if isinstance(model, PipelineModule):
+        if topology is not None:
+            raise ConfigError(["topology: pass num_stages or topology to PipelineModule instead"])
         engine = make_pipeline_engine(
             ds, used, model, optimizer, groups, training_data, collate_fn, notes
         )

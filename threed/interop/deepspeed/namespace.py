@@ -62,6 +62,9 @@ _TOPOLOGY = {
 # module of deepspeed -> {module that defines the names: the names}. A module is relative to
 # `threed.interop.deepspeed`, unless it begins with "torch". "name=other" means that the module defines
 # the name as `other`.
+# The names in `api.fixed` have no effect or a fixed result, because parameters are gathered wherever
+# they are used, layers and sequences are not split over ranks, no buffers are kept between steps,
+# collectives are not logged, and there are no experts.
 OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "initialization": "initialize",

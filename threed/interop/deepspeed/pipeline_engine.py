@@ -26,6 +26,7 @@ from threed.interop.deepspeed.config.optimizers import Group, find_groups, hyper
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
+from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, PipelineModel, pack
 from threed.interop.deepspeed.pipeline_module import PipelineModule
 from threed.pipeline.batches import Batch, Batches
@@ -262,7 +263,7 @@ class PipelineEngine(DeepSpeedEngine):
         metrics = self.trainer.step(batch)
         self._updated(metrics, {})
         self.micro_steps += self.gradient_accumulation_steps()
-        self.agg_train_loss = metrics.loss_tensor
+        self.agg_train_loss = self._public_loss(metrics.loss_tensor)
         return self.agg_train_loss
 
     @torch.no_grad()
@@ -305,10 +306,14 @@ class PipelineEngine(DeepSpeedEngine):
         if reduce_output is None:
             scale = count * self.topology.dp if compute_loss else 1
             output = [result * scale for result in results] if results else None
+        else:
+            output = self._public_loss(output)
         return (output, logits[0] if logits else None) if return_logits else output
 
     def _read(self, source: Iterator[Any] | None, count: int) -> Batch:
         """Returns the next `count` micro-batches of an iterator as a batch."""
+        if owner(self.module) is not self:
+            raise RuntimeError("this engine was destroyed: call deepspeed.initialize again")
         if source is None:
             fix = "pass an iterator on every stage, or training_data to initialize"
             raise ValueError(f"no data on rank {self.global_rank}: {fix}")

@@ -10,28 +10,31 @@ a single key, which names the type.
 
 from __future__ import annotations
 
-import numbers
+import sys
 from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 TENSOR = "name of a tensor"  # {TENSOR: name in the file of tensors}
+ARRAY = "name of a NumPy array"  # {ARRAY: name in the file of tensors}
 TUPLE = "items of a tuple"  # {TUPLE: [item, ...]}
 PAIRS = {
     Counter: "pairs of a Counter",
     dict: "pairs of a dict",
 }  # {PAIRS[type]: [[key, value], ...]}
 _TYPES = {name: kind for kind, name in PAIRS.items()}
-_TAGS = {TENSOR, TUPLE, *_TYPES}
+_TAGS = {TENSOR, ARRAY, TUPLE, *_TYPES}
 
 
 def encode(state: Any, path: str, tensors: MutableMapping[str, Tensor]) -> Any:
     """Returns a state as JSON; `decode` decodes it.
 
     Args:
-        state: numbers, strings, None, tensors, and lists, tuples, dicts and Counters of them.
+        state: numbers, strings, None, tensors, NumPy arrays of numbers, and lists, tuples, dicts and
+            Counters of them.
         path: name of the state, for messages and for the names of tensors.
         tensors: gets the tensors of the state, on the CPU, by name.
 
@@ -48,8 +51,16 @@ def encode(state: Any, path: str, tensors: MutableMapping[str, Tensor]) -> Any:
     if isinstance(state, list | tuple):
         items = [encode(item, f"{path}[{n}]", tensors) for n, item in enumerate(state)]
         return items if isinstance(state, list) else {TUPLE: items}
-    if isinstance(state, numbers.Real):  # a number of NumPy
-        return int(state) if isinstance(state, numbers.Integral) else float(state)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(state, numpy.number | numpy.bool_) and type(state.item()) in (
+            bool,
+            int,
+            float,
+        ):
+            return state.item()
+        if isinstance(state, numpy.ndarray) and state.dtype.kind in "biuf":
+            tensors[path] = torch.from_numpy(state.copy())
+            return {ARRAY: path}
     fix = "use numbers, strings, tensors, and lists, tuples and dicts of them"
     raise TypeError(f"{path}: a {type(state).__name__} cannot be saved: {fix}")
 
@@ -85,6 +96,8 @@ def decode(state: Any, tensors: Mapping[str, Tensor]) -> Any:
     tag = next(iter(state)) if len(state) == 1 else None
     if tag == TENSOR:
         return tensors[state[TENSOR]]
+    if tag == ARRAY:
+        return tensors[state[ARRAY]].numpy()
     if tag == TUPLE:
         return tuple(decode(item, tensors) for item in state[TUPLE])
     if tag in _TYPES:

@@ -24,9 +24,17 @@ from threed.interop.deepspeed.api.zero import mark_parameters
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.module_methods import ModuleMethods
+from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
 from threed.models import wrap
 from threed.models.wrapped import loss_of
+
+DESTROYED = (
+    "the engine was destroyed, and its module has the full parameters: call deepspeed.initialize(model="
+    "engine.module, ...) again. Accelerator.free_memory destroys engines: call accelerator.prepare with the"
+    " unwrapped model and a new optimizer. Trainer.train calls free_memory: before another train, or after"
+    " evaluate, set trainer.model_wrapped = trainer.model and trainer.optimizer = None, or create a new Trainer"
+)
 
 
 class _StepBegins:
@@ -108,7 +116,11 @@ class TrainingLoop(ModuleMethods):
         Args:
             args: positional arguments of the module's forward.
             kwargs: keyword arguments of the module's forward.
+
+        Raises:
+            RuntimeError: if the engine was destroyed.
         """
+        self._check_not_destroyed()
         if torch.is_grad_enabled() and self.optimizer is not None:
             self._begin()
             return self.module(*args, **kwargs)
@@ -117,6 +129,7 @@ class TrainingLoop(ModuleMethods):
 
     def _begin(self) -> None:
         """Begins a step of the engine, unless a step is in progress."""
+        self._check_not_destroyed()
         self.engine.drop_interrupted()
         if not self.engine.accumulating:
             self._forget_step()
@@ -124,6 +137,10 @@ class TrainingLoop(ModuleMethods):
             self.engine.begin(self.translation.accumulation)
             if self._boundary is not None:
                 self.engine.allow_any_count()
+
+    def _check_not_destroyed(self) -> None:
+        if owner(self.module) is not self:
+            raise RuntimeError(DESTROYED)
 
     def _trained_optimizer(self) -> EngineOptimizer:
         if self.optimizer is None:
@@ -139,6 +156,7 @@ class TrainingLoop(ModuleMethods):
     @property
     def _pending(self) -> bool:
         """Whether a backward has run since the last call of `step`."""
+        self._check_not_destroyed()
         self.engine.drop_interrupted()
         return self.engine.reducer.passes > self._seen
 
@@ -204,7 +222,7 @@ class TrainingLoop(ModuleMethods):
             RuntimeError: if no backward was run for the micro-batch. A backward of another engine
                 is sufficient if its loss depends on this module. The error is also raised if
                 parameter groups or step hooks were added to the optimizer that was passed to
-                `initialize`, or if the engine only evaluates.
+                `initialize`, if the engine only evaluates, or if it was destroyed.
             AssertionError: within `no_sync`, as in DeepSpeed.
         """
         optimizer = self._trained_optimizer()
@@ -358,7 +376,7 @@ class TrainingLoop(ModuleMethods):
         finally:
             self._boundary = manual
         assert self.metrics is not None
-        return self.metrics.loss_tensor
+        return self._public_loss(self.metrics.loss_tensor)
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
@@ -376,7 +394,12 @@ class TrainingLoop(ModuleMethods):
         n = self.translation.accumulation
         with self.engine.evaluating():
             losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]
-            return self.engine.sum_losses(torch.cat(losses).sum().view(1) / (n * self.topology.dp))
+            total = torch.cat(losses).sum().view(1) / (n * self.topology.dp)
+            return self._public_loss(self.engine.sum_losses(total))
+
+    def _public_loss(self, loss: Tensor) -> Tensor:
+        """Returns a mean loss in fp32; in fp64 for a model in fp64."""
+        return loss if self.translation.config.precision.dtype == "fp64" else loss.float()
 
     def _run(self, batch: Any) -> Any:
         batch = to_device(batch, self.device)

@@ -86,7 +86,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups, with the learning rates of the next update."""
         if self._complete:
-            self.synchronize()
+            self._check_groups()
+            self._take_rates()
             self.show()
         return self._groups
 
@@ -107,14 +108,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             RuntimeError: if groups were replaced or added, if a value other than the learning rate
                 was changed, or if step hooks were added.
         """
-        for optimizer, own in self._hooks:
-            groups = self._groups if optimizer is self else optimizer.param_groups
-            if list(map(id, groups)) != self._members:
-                fix = "pass all groups to initialize, and load states with engine.load_checkpoint()"
-                raise RuntimeError(f"the optimizer has other groups: {fix}")
-            if has_hooks(optimizer, own.id):
-                what = "the optimizer has new hooks for its steps, which the engine does not call"
-                raise RuntimeError(f"{what}: {NO_HOOKS}")
+        self._check_groups()
         for number, (group, kept) in enumerate(zip(self._groups, self._kept, strict=True)):
             now = _kept(group)
             changed = [key for key in kept if key not in now or now[key] != kept[key]]
@@ -123,6 +117,21 @@ class EngineOptimizer(torch.optim.Optimizer):
                 cycles = {"betas", "momentum"} & {*changed}
                 hint = " (OneCycleLR: cycle_momentum=False)" if cycles else ""
                 raise RuntimeError(f"{what}: only lr may change{hint}")
+        self._take_rates()
+
+    def _check_groups(self) -> None:
+        """Raises RuntimeError if groups were replaced or added, or if step hooks were added."""
+        for optimizer, own in self._hooks:
+            groups = self._groups if optimizer is self else optimizer.param_groups
+            if list(map(id, groups)) != self._members:
+                fix = "pass all groups to initialize, and load states with engine.load_checkpoint()"
+                raise RuntimeError(f"the optimizer has other groups: {fix}")
+            if has_hooks(optimizer, own.id):
+                what = "the optimizer has new hooks for its steps, which the engine does not call"
+                raise RuntimeError(f"{what}: {NO_HOOKS}")
+
+    def _take_rates(self) -> None:
+        """Sets the engine's learning rates to those in the groups, if they have changed."""
         if (rates := self._read()) != self._rates:
             self._apply(rates)
 

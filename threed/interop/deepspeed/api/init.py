@@ -209,7 +209,7 @@ class _Files:
             # `_check_same` is collective, so the first rank has written all values.
             if not self._first:
                 self._map_shared(params)
-            _mark(params)
+            _mark(self._modules.values())
         finally:
             self.file.close()
             os.close(self._shared)
@@ -280,10 +280,15 @@ class _Files:
         shared.close()
 
 
-def _mark(params: Iterable[nn.Parameter]) -> None:
+def _mark(modules: Iterable[nn.Module]) -> None:
     """Sets the attributes by which programs recognize parameters of `zero.Init`."""
-    marked: Iterable[Any] = params
-    for number, param in enumerate(marked):
+    found: dict[int, Any] = {
+        id(param): param
+        for module in modules
+        for param in module._parameters.values()
+        if param is not None and region_of(param) is not None
+    }
+    for number, param in enumerate(found.values()):
         param.ds_id, param.ds_shape, param.ds_numel = number, param.shape, param.numel()
 
 

@@ -173,14 +173,16 @@ def _broadcast(params: Sequence[Tensor], rank: int) -> Iterator[None]:
     everyone = topology.everyone()
     if not 0 <= rank < everyone.size:
         raise ValueError(f"modifier_rank {rank}: ranks are 0 to {everyone.size - 1}")
-    with collectives.failing_together(everyone, "the block of GatheredParameters"):
-        yield
-    share_changes(params, rank)
-    for param in params if everyone.size > 1 else ():
-        if not param.is_meta and region_of(param) is None:
-            values = param.detach().to(collectives.device_of(everyone)).contiguous()
-            collectives.broadcast(values, everyone, rank)
-            param.data.copy_(values)
+    try:
+        with collectives.failing_together(everyone, "the block of GatheredParameters"):
+            yield
+    finally:  # also after an error, so that the ranks' values stay equal
+        share_changes(params, rank)
+        for param in params if everyone.size > 1 else ():
+            if not param.is_meta and region_of(param) is None:
+                values = param.detach().to(collectives.device_of(everyone)).contiguous()
+                collectives.broadcast(values, everyone, rank)
+                param.data.copy_(values)
 
 
 # ------------------------------------------------------------------------------------------- values of the optimizer
