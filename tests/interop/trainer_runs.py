@@ -189,11 +189,7 @@ def train(out: Path, mode: str, name: str) -> None:
     """Runs a case, and writes its results."""
     case = CASES[name]
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    values: dict[str, Any] = {
-        "max_steps": STEPS,
-        "save_strategy": "no",
-        "lr_scheduler_type": "cosine",
-    }
+    values: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "no", "lr_scheduler_type": "cosine"}
     args = TrainingArguments(
         output_dir=str(out / mode / name), use_cpu=True, report_to=[], disable_tqdm=True, seed=1, logging_steps=1,
         per_device_train_batch_size=BATCH // world, per_device_eval_batch_size=BATCH // world,
