@@ -65,6 +65,7 @@ class Translation:
         loss_scale: settings of the loss scale; None unless the dtype is fp16.
         drop_last: whether the data loader drops a last batch that is not full.
         gather_on_save: whether `save_16bit_model` writes the weights under ZeRO stage 3.
+        auto_cast: whether floating-point inputs of the module's forward are cast to fp16.
         notes: texts "key: note" about keys without effect and values chosen for "auto".
     """
 
@@ -76,6 +77,7 @@ class Translation:
     loss_scale: LossScale | None
     drop_last: bool
     gather_on_save: bool
+    auto_cast: bool
     notes: tuple[str, ...]
 
 
@@ -122,7 +124,8 @@ def translate(
         ) from None
     return Translation(
         config, batch, micro, accumulation, rate, scale, found.dataloader_drop_last,
-        found.zero_optimization.stage3_gather_16bit_weights_on_model_save, tuple(reader.notes),
+        found.zero_optimization.stage3_gather_16bit_weights_on_model_save,
+        found.fp16.auto_cast and precision["dtype"] == "fp16", tuple(reader.notes),
     )  # fmt: skip
 
 
