@@ -532,3 +532,29 @@ def test_a_module_is_initialized_again(stage: int) -> None:
     model(rows(1)).backward()
     assert model.first.weight.grad is not None
     optimizer.step()  # the hooks of the engine are removed
+
+
+def test_auto_cast_casts_floating_point_inputs_to_fp16() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, scale: dict[str, Tensor]) -> Tensor:
+            assert x.dtype == scale["values"].dtype == torch.float16
+            assert scale["count"].dtype == torch.int64
+            return (self.layer(x) * scale["values"]).float().square().mean() / scale["count"]
+
+    ds = config(1, fp16={"enabled": True, "auto_cast": True, "loss_scale": 1.0})
+    engine, *_ = threed.initialize(model=Half(), config=ds)
+    scale = {"values": torch.ones(2), "count": torch.tensor(2)}
+    engine.backward(engine(torch.ones(8, 4), scale=scale))
+    engine.step()
+    assert engine.global_steps == 1
+    assert engine.skipped_steps == 0
+    engine.destroy()
+    ds["fp16"]["auto_cast"] = False
+    again, *_ = threed.initialize(model=Half(), config=ds)
+    with pytest.raises(AssertionError):
+        again(torch.ones(8, 4), scale=scale)
+    again.destroy()

@@ -72,6 +72,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda values: values.to(device, non_blocking=True), unpacked)
 
 
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:
+    """Returns values with all floating-point tensors in them cast to `dtype`."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
 def repeat(loader: Iterable[Any]) -> Iterator[Any]:
     """Yields the batches of a loader without end, one epoch after another.
 

@@ -22,7 +22,7 @@ from threed.distributed.topology import Topology
 from threed.engine import ModuleEngine, StepMetrics
 from threed.interop.deepspeed.api.zero import mark_parameters
 from threed.interop.deepspeed.config.translate import Translation
-from threed.interop.deepspeed.data import repeat, to_device
+from threed.interop.deepspeed.data import cast_floats, repeat, to_device
 from threed.interop.deepspeed.module_methods import ModuleMethods
 from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
@@ -121,6 +121,8 @@ class TrainingLoop(ModuleMethods):
             RuntimeError: if the engine was destroyed.
         """
         self._check_not_destroyed()
+        if self.translation.auto_cast:
+            args, kwargs = cast_floats((args, kwargs), torch.float16)
         if torch.is_grad_enabled() and self.optimizer is not None:
             self._begin()
             return self.module(*args, **kwargs)

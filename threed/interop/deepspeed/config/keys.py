@@ -159,6 +159,7 @@ class Bf16(Group):
 class Fp16(Bf16):
     """The keys of the group `fp16`, including the loss scale."""
 
+    auto_cast: bool = False
     loss_scale: NonNegative = 0.0
     initial_scale_power: Annotated[Natural, Field(lt=128)] = 16
     loss_scale_window: Count = 1000
@@ -332,7 +333,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = _by_name({
         "ratio": ((1,), "states are offloaded completely or not at all; set 1, or device none"),
     },
     "fp16": {
-        "auto_cast": (OFF, "cast floating-point inputs to fp16 in the batch"),
         "fp16_master_weights_and_grads": (OFF, MASTERS),
     },
     "bf16": {

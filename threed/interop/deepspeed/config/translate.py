@@ -68,6 +68,7 @@ class Translation:
         drop_last: whether the data loader drops a last batch that is not full.
         gather_on_save: whether `save_16bit_model` writes the weights under ZeRO stage 3.
         tag_validation: "warn", "ignore" or "fail", for a checkpoint whose tag differs between ranks.
+        auto_cast: whether floating-point inputs of the module's forward are cast to fp16.
         notes: texts "key: note" about keys without effect and values chosen for "auto".
     """
 
@@ -81,6 +82,7 @@ class Translation:
     drop_last: bool
     gather_on_save: bool
     tag_validation: str
+    auto_cast: bool
     notes: tuple[str, ...]
 
 
@@ -128,7 +130,8 @@ def translate(
     return Translation(
         config, batch, micro, accumulation, rate, _rates(groups, len(optim["groups"])), scale,
         found.dataloader_drop_last, found.zero_optimization.stage3_gather_16bit_weights_on_model_save,
-        found.checkpoint.tag_validation, tuple(reader.notes),
+        found.checkpoint.tag_validation, found.fp16.auto_cast and precision["dtype"] == "fp16",
+        tuple(reader.notes),
     )  # fmt: skip
 
 
