@@ -81,7 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 # The files that take longest, in falling order of time. They start first, so that all workers end at about the same
 # time. All their tests are marked `slow`.
 LONGEST = (
-    "test_benchmarks_gpu", "test_equivalence", "test_compile", "test_bytes", "test_faults", "test_elastic",
+    "test_benchmarks_gpu", "test_transformers_trainer", "test_equivalence", "test_trl", "test_accelerate",
+    "test_from_transformers", "test_compile", "test_bytes", "test_faults", "test_elastic",
     "test_wrapped_access", "test_diagnostics", "test_elastic_agents", "test_fuzz", "test_wheel", "test_late",
     "test_static", "test_schedules_training", "test_pretend",
     "test_zero_memory", "test_pretrain", "test_footprint", "test_verify", "test_cuda_engine", "test_recompute_memory",
@@ -94,7 +95,7 @@ LONGEST = (
     "test_users_probes", "test_zero_tile", "test_chunks", "test_deepspeed_offload_run", "test_precision_wire",
     "test_layers", "test_zero_offload_memory", "test_loss_chunks", "test_checkpoint_retention",
     "test_zero_wrapped_edges", "test_vocabulary_padding", "test_checkpoint_native",
-    "test_partition_measured",
+    "test_partition_measured", "test_deepspeed_pipeline", "test_deepspeed_namespace", "test_destroy",
 )  # fmt: skip
 # The files that start after those of LONGEST. They mark their slow tests themselves.
 NEXT = (
@@ -103,7 +104,7 @@ NEXT = (
     "test_interop_hf_import", "test_checkpoint_load", "test_bad_data", "test_packages", "test_launcher",
     "test_late_saves", "test_models_families", "test_collectives", "test_zero_pairs", "test_wrapped_neighbors",
     "test_planner_memory", "test_ops_adam", "test_native_build", "test_validation", "test_schedules_files",
-    "test_zero_offload_faults", "test_interop_hf", "test_schedules_by_times", "test_topology",
+    "test_zero_init", "test_deepspeed_zero", "test_deepspeed_engine", "test_zero_offload_faults", "test_interop_hf", "test_schedules_by_times", "test_topology",
 )  # fmt: skip
 
 
