@@ -8,8 +8,8 @@ Runs the test files that use only names which threed offers (`namespace.OFFERED`
 8.4, because of the fixtures of these tests, and transformers; DeepSpeed must not be installed. Further
 arguments are files below tests/unit and options of pytest. Prints a table per folder and per test
 function: passed, refused (the error begins "threed does not offer", or is a ConfigError), skipped,
-failed, and internal, which are failures of the functions in deepspeed_unit.toml. The exit status is 1
-if a function fails that is not in this file, or if one of its functions under `passes` does not pass.
+failed, and internal, which are failures of the functions under `internal` in deepspeed_unit.toml. The
+exit status is 1 if another function fails, or if a function under `passes` has no test that passes.
 """
 
 from __future__ import annotations

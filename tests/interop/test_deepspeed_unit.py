@@ -1,0 +1,44 @@
+"""The runner of DeepSpeed's unit tests: which files it runs, and how it counts results."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.interop import deepspeed_unit
+
+OFFERED = """
+import deepspeed
+import deepspeed.comm as dist
+from deepspeed.ops.adam import FusedAdam
+dist.barrier(); deepspeed.zero.Init(); deepspeed.utils.logger.info("")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        (OFFERED, []),
+        ("from deepspeed.ops.lamb import FusedLamb", ["deepspeed.ops.lamb.FusedLamb"]),
+        ("import deepspeed\ndeepspeed.init_inference()", ["deepspeed.init_inference"]),
+        ("from deepspeed import comm\ncomm.broken", ["deepspeed.comm.broken"]),
+        ("import deepspeed.moe.layer", ["deepspeed.moe.layer"]),
+        ("from deepspeed.checkpoint import *", []),
+    ],
+)
+def test_missing_names(text: str, missing: list[str]) -> None:
+    assert list(deepspeed_unit.missing(ast.parse(text))) == missing
+
+
+def test_results(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"id": "unit/a/test_x.py::test_1[0]", "outcome": "passed", "error": "", "kinds": []},
+        {"id": "unit/a/test_x.py::test_1[1]", "outcome": "failed", "error": "x", "kinds": ["ConfigError"]},
+        {"id": "unit/a/test_x.py::test_2", "outcome": "failed", "error": "x", "kinds": ["AssertionError"]},
+    ]  # fmt: skip
+    expected = {"passes": ["a/test_x.py::test_1"], "internal": {"a/test_x.py::test_2": "a reason"}}
+    assert deepspeed_unit.report(rows, expected, complete=True) == 0
+    assert deepspeed_unit.report(rows, {**expected, "internal": {}}, complete=True) == 1
+    assert deepspeed_unit.report(rows[1:], expected, complete=True) == 1
+    assert "failed: unit/a/test_x.py::test_2: x" in capsys.readouterr().out
