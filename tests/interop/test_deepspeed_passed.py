@@ -428,3 +428,20 @@ def test_groups_of_parameters_with_odd_names() -> None:
 def test_a_created_scheduler_that_needs_a_metric_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs a metric"):
         started(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def test_the_section_scheduler_is_used_until_the_program_sets_a_rate() -> None:
+    model = Linear()
+    passed = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = torch.optim.lr_scheduler.LambdaLR(passed, lambda step: 0.5)
+    warmup = {"warmup_num_steps": 4, "warmup_max_lr": 0.2, "warmup_type": "linear"}
+    ds = {"train_batch_size": 2, "scheduler": {"type": "WarmupLR", "params": warmup}}
+    engine, view, _, scheduler = threed.initialize(model=model, config=ds, optimizer=passed)
+    rates = []
+    for _ in range(4):
+        rates += scheduler.get_last_lr()
+        step(engine)
+    assert rates == pytest.approx([0.0, 0.0, 0.05, 0.1])
+    program.step()
+    step(engine)
+    assert [group["lr"] for group in view.param_groups] == pytest.approx([0.05])

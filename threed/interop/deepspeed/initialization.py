@@ -17,7 +17,6 @@ from threed.distributed.topology import Topology
 from threed.interop.deepspeed.config.optimizers import (
     find_groups,
     hyper_parameters,
-    is_scheduled,
     read_optimizer,
 )
 from threed.interop.deepspeed.config.reader import read
@@ -237,7 +236,7 @@ def _use_passed(
     Raises:
         ConfigError: if the optimizer is not supported.
     """
-    if "scheduler" in ds and (lr_scheduler is not None or is_scheduled(optimizer)):
+    if "scheduler" in ds and lr_scheduler is not None:
         notes.append("scheduler: no effect: the program's scheduler is used")
         del ds["scheduler"]
     if optimizer is None:

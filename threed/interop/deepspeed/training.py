@@ -229,9 +229,7 @@ class TrainingLoop(ModuleMethods):
         """
         optimizer = self._trained_optimizer()
         if self._in_no_sync:
-            raise AssertionError(
-                "It is illegal to call Engine.step() inside no_sync context manager: call it after the block"
-            )
+            raise AssertionError("step within no_sync: call it after the block")
         self._step_applied = False
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -312,13 +310,9 @@ class TrainingLoop(ModuleMethods):
         stage = self.translation.config.zero.stage
         if stage > 1:
             fix = "use stage 0 or 1, or set_gradient_accumulation_boundary(False)"
-            raise AssertionError(
-                f"the no_sync context manager is incompatible with ZeRO stage {stage}: {fix}"
-            )
+            raise AssertionError(f"no_sync is not available at ZeRO stage {stage}: {fix}")
         if self._in_no_sync:
-            raise AssertionError(
-                "no_sync context manager reentry is unsupported: end the first block"
-            )
+            raise AssertionError("no_sync blocks cannot be nested: end the first block")
         self._begin()
         self.engine.allow_any_count()
         self._in_no_sync = True

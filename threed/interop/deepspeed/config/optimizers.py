@@ -135,12 +135,6 @@ def rate_of(group: Mapping[str, Any]) -> float:
     return float(group.get("initial_lr", group["lr"]))
 
 
-def is_scheduled(optimizer: object) -> bool:
-    """Returns whether a scheduler has been created for an optimizer."""
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
-    return any("initial_lr" in group for group in groups)
-
-
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
     """Returns whether an optimizer has step hooks, apart from the hook with the id `own`."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
