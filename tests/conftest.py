@@ -104,7 +104,8 @@ NEXT = (
     "test_interop_hf_import", "test_checkpoint_load", "test_bad_data", "test_packages", "test_launcher",
     "test_late_saves", "test_models_families", "test_collectives", "test_zero_pairs", "test_wrapped_neighbors",
     "test_planner_memory", "test_ops_adam", "test_native_build", "test_validation", "test_schedules_files",
-    "test_zero_init", "test_deepspeed_zero", "test_deepspeed_engine", "test_zero_offload_faults", "test_interop_hf", "test_schedules_by_times", "test_topology",
+    "test_zero_init", "test_deepspeed_zero", "test_deepspeed_engine",
+    "test_zero_offload_faults", "test_interop_hf", "test_schedules_by_times", "test_topology",
 )  # fmt: skip
 
 
