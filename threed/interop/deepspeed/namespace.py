@@ -185,9 +185,7 @@ ALIASES = {
 _ADAMW = "use AdamW of torch, or the config's optimizer AdamW, Adam, SGD or Lion"
 _SCHEDULES = "use WarmupLR, WarmupDecayLR or WarmupCosineLR, or a scheduler of torch"
 _GENERATE = "use the module itself inside `with engine.gathered():`"
-_SEQUENCE = (
-    "use threed.layers with cp, because a wrapped module's sequences are not split over ranks"
-)
+_SEQUENCE = "use shorter sequences or gradient checkpointing, because threed does not split sequences over ranks"
 _TENSOR = (
     "use threed.layers with tp, because the layers of a wrapped module are not split over ranks"
 )
