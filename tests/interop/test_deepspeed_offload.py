@@ -195,7 +195,7 @@ ACTED = (
     "type", "stage", "device", "nvme_path", "enabled", "train_micro_batch_size_per_gpu", "train_batch_size",
     "gradient_accumulation_steps", "gradient_clipping", "reduce_bucket_size", "sub_group_size", "cpu_offload",
     "stage3_param_persistence_threshold", "loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale",
-    "initial_scale_power", "warmup_num_steps", "total_num_steps",
+    "initial_scale_power", "warmup_num_steps", "total_num_steps", "stage3_gather_16bit_weights_on_model_save",
 )  # fmt: skip
 FP16 = {
     "enabled": True,

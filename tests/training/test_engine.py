@@ -14,6 +14,7 @@ from tests.configs import Case, batch, config_of, engine_of, share, topology_of
 from tests.harness import run_ranks
 from tests.pipeline.test_step import with_
 from tests.users_models import MODELS as USERS
+from threed import models
 from threed.config import Config, ConfigError, ParamGroup
 from threed.distributed.topology import Topology
 from threed.engine import Engine, LayeredEngine, ModuleEngine
@@ -272,3 +273,10 @@ def test_metrics_that_need_other_ranks_show_that_they_were_not_read() -> None:
         assert before == "" or "step=1, " in before
         assert before == "" or "loss=<not read yet>, grad_norm=<not read yet>" in before
         assert f"{loss}, grad_norm=" in after
+
+
+def test_a_topology_with_other_stages_than_the_configuration_is_refused() -> None:
+    config = config_of(Case(dtype="fp32", pp=2))
+    model = models.build(config.model, Slicing())
+    with pytest.raises(ConfigError, match=r"parallel.pp is 2, but the topology has pp 1: set"):
+        Engine(model, Topology(), config)

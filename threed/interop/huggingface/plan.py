@@ -34,7 +34,8 @@ REPLICATED = (
     "colwise_gather_output", "rowwise_split_input", "replicate", "embedding_rowwise", "embedding_colwise",
 )  # fmt: skip
 STYLES = (COLUMN, ROW, PARTIAL, *REPLICATED)
-OTHERWISE = "build the model from threed.layers (docs/guide/own_models.md), or use it with tp 1 and pp 1 (threed.ModuleEngine)"
+UNSPLIT = "use it with tp 1 and pp 1 (threed.Engine(module, ...))"
+OTHERWISE = f"{UNSPLIT}, or build a model from threed.layers (docs/guide/own_models.md)"
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _style_problems(base: nn.Module, plan: Plan) -> Iterator[str]:
         offered = f"{COLUMN} and {ROW} of nn.Linear, {PARTIAL}"
         yield (
             f"threed does not offer {kinds}, in its base_model_tp_plan ({few(list(unknown))}), only"
-            f" {offered} and replicated styles: {OTHERWISE}"
+            f" {offered} and replicated styles: {UNSPLIT}"
         )
     elif not any(name.startswith(f"{plan.layers}.") for name in plan.styles):
         yield f"its base_model_tp_plan has no style for the modules of its layers: {OTHERWISE}"
