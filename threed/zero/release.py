@@ -16,7 +16,7 @@ from threed.zero.state import WEIGHT
 def full_values(optimizer: Optimizer, dtype: torch.dtype) -> Iterator[tuple[Slot, Tensor]]:
     """Yields every parameter with a new tensor that has its full, current values. Collective.
 
-    The values are those of the master weights if there are any, else those of the parameters.
+    The values come from the master weights if there are any, else from the parameters.
 
     Args:
         optimizer: the optimizer of a wrapped module, which holds the states.

@@ -5,7 +5,7 @@
     translation.flags           # ["--model.layers", "24", …]
     print(translation)          # what became of each flag
 
-Defaults of Megatron-LM that differ from those of threed are translated, too. The table of flags is
+Defaults of Megatron-LM that differ from threed's are translated, too. The table of flags is
 `threed.config.migration.megatron_flags`; the functions of `RULES` translate the flags that depend
 on each other.
 """

@@ -42,7 +42,7 @@ NO_EFFECT = "threed does not split layers over ranks, and recomputes layers itse
 class PipelineTrainer(LayeredEngine):
     """A `LayeredEngine` for the layers of a `PipelineModule`, with their own initial values.
 
-    The arguments are those of `Engine`, with a `PipelineModel` as the model.
+    The arguments are the same as `Engine`'s, with a `PipelineModel` as the model.
     """
 
     model: PipelineModel
@@ -138,7 +138,7 @@ class PipelineTrainer(LayeredEngine):
         """Returns the full weights and persistent buffers, on the CPU of rank 0. Collective.
 
         Returns:
-            See `Engine.full_state_dict`; names are those of a `PipelineModule` with one stage.
+            See `Engine.full_state_dict`; names are as in a `PipelineModule` with one stage.
         """
         found = super().full_state_dict().items()
         return {name.removeprefix(f"{ROOT}."): value for name, value in found}

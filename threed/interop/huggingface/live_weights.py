@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class LiveModel(ABC):
-    """Base class of models of pipeline layers whose initial weights are those of a module.
+    """Base class of models of pipeline layers with the initial weights of a module.
 
     The weights are read from the module when an engine is created. Afterwards `module.to("meta")`
     frees them.

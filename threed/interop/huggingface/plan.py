@@ -13,7 +13,7 @@ for each sliced module:
                                        `transformers` gathers the result or splits the input again;
                                        threed replicates these modules
 
-Other styles, such as those of experts, are refused.
+Other styles, such as the styles of experts, are refused.
 """
 
 from __future__ import annotations

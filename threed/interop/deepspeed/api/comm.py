@@ -24,7 +24,7 @@ def init_distributed(
 ) -> None:  # fmt: skip
     """Creates the default process group, unless it exists. Collective.
 
-    Rank and world size come from the variables of torchrun, or those of srun or mpirun. Without
+    Rank and world size come from the variables of torchrun, srun or mpirun. Without
     these variables, the world has one rank, and the group is created, too.
 
     Args:

@@ -155,7 +155,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Increases the learning rate to that of each group, then decreases it along a cosine.
+    """Increases the learning rate to the group's rate, then decreases it along a cosine.
 
     Args:
         optimizer: a torch optimizer, whose learning rates are the maxima.

@@ -38,7 +38,7 @@ class _NamedOptimizer(DeepSpeedOptimizer):
         super().__init__(params, values)
 
     def deepspeed_section(self) -> dict[str, Any]:
-        """See `DeepSpeedOptimizer.deepspeed_section`. Values are those of the first group."""
+        """See `DeepSpeedOptimizer.deepspeed_section`. Values are taken from the first group."""
         first = self.param_groups[0]
         values = {key: first[key] for key in self.defaults}
         return {"type": self._kind, "params": values | self._common}
