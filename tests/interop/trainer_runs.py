@@ -61,7 +61,7 @@ class Case:
         ds: further sections of the DeepSpeed configuration.
         args: values of the TrainingArguments that differ from those of `train`.
         resume: another case, whose last checkpoint in the middle of its training is continued.
-        twice: whether `Trainer.train` is called a second time.
+        again: for each further call of `Trainer.train`, the checkpoint from which it resumes, or None.
         rates: relative learning rates of the updates, which "plain" sets by a scheduler of its own.
         peft: whether only adapters (LoRA) are trained.
         evaluates: whether the model is evaluated before the training.
@@ -75,7 +75,7 @@ class Case:
     ds: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
     resume: str | None = None
-    twice: bool = False
+    again: tuple[str | None, ...] = ()
     rates: tuple[float, ...] | None = None
     peft: bool = False
     evaluates: bool = False
@@ -99,7 +99,19 @@ CASES = {f"{family}-{stage}": Case(family, stage) for family in FAMILIES for sta
     "checkpointing": Case("llama", 3, args={"gradient_checkpointing": True}),
     "config-optimizer": Case("gpt2", 1, ds=OPTIMIZER),
     "config-scheduler": Case("qwen2", 3, ds=SCHEDULER, rates=(0.0, 0.0, 0.5, 1.0)),
+    "reentrant-3": Case(
+        "llama", 3,
+        args={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
     "bf16": Case("llama", 2, args={"bf16": True}),
+    # On a CPU, the Trainer without DeepSpeed ignores fp16 and computes in fp32.
+    "fp16": Case("llama", 2, ds={"fp16": {"enabled": "auto", "initial_scale_power": 8}}, args={"fp16": True}),
+    "smoothing": Case("gpt2", 2, args={"label_smoothing_factor": 0.1}),
+    "lengths": Case("gpt2", 2, args={"train_sampling_strategy": "group_by_length"}),
+    "rebalance": Case("gpt2", 2, args={"train_sampling_strategy": "batch_rebalance"}),
+    "fraction": Case("gpt2", 2, args={"max_steps": -1, "num_train_epochs": 1.5}),
+    "compiled": Case("gpt2", 1, args={"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    "fused": Case("gpt2", 1, args={"optim": "adamw_torch_fused"}),
     "best": Case(
         "gpt2", 3,
         args={"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True} | SAVES,
@@ -109,7 +121,10 @@ CASES = {f"{family}-{stage}": Case(family, stage) for family in FAMILIES for sta
     ),
     "sgd": Case("opt", 3, args={"optim": "sgd"}),
     "no-clip": Case("gpt2", 2, args={"max_grad_norm": 0.0, "weight_decay": 0.1}),
-    "twice": Case("gpt2", 3, twice=True),
+    **{
+        f"again-{stage}": Case(family, stage, args=SAVES, again=(None, "checkpoint-2"))
+        for stage, family in enumerate(("opt", "llama", "qwen2", "gpt2"))
+    },
     "peft-3": Case("llama", 3, peft=True, args=SAVES),
     "peft-2": Case("llama", 2, peft=True),
     "evaluated-3": Case("llama", 3, evaluates=True, generates=True),
@@ -187,21 +202,17 @@ def train(out: Path, mode: str, name: str) -> None:
     )  # fmt: skip
     if case.evaluates:
         trainer.evaluate()
-        renew(trainer)
     resume = case.resume and str(out / mode / case.resume / "checkpoint-2")
     trainer.train(resume_from_checkpoint=resume)
-    if case.twice:
-        renew(trainer)
-        trainer.train()
+    for checkpoint in case.again:
+        trainer.evaluate()
+        if mode == "plain":  # with DeepSpeed, the Trainer creates a new optimizer in every call
+            trainer.optimizer = None
+        trainer.train(resume_from_checkpoint=checkpoint and str(out / mode / name / checkpoint))
     log.rows += final_numbers(case, trainer)
     trainer.save_model(str(out / mode / name / "final"))
     if args.process_index == 0:
         (out / mode / f"{name}.json").write_text(json.dumps(log.rows))
-
-
-def renew(trainer: Trainer) -> None:
-    """Prepares a Trainer that has an engine for `train`, which destroys it and needs a new one."""
-    trainer.model_wrapped, trainer.optimizer = trainer.model, None
 
 
 def load(out: Path, case: Case) -> torch.nn.Module:
