@@ -30,6 +30,16 @@ def forwards(engine: Any, count: int) -> None:
             engine.module(rows(0, 0, engine.topology.rank))
 
 
+def _differ(engine: Any, loss: Any, x: dict[str, torch.Tensor]) -> None:
+    """Runs a forward without gradients on rank 1, and a backward or a forward that trains on rank 0."""
+    if engine.topology.rank:
+        forwards(engine, 1)
+    elif loss is None:
+        engine.module(**x)
+    else:
+        engine.backward(loss)
+
+
 def a_rank_runs_one_more() -> None:
     engine: Any = engine_at(3)
     rank, x = engine.topology.rank, {"x": rows(0, 0, 0).repeat(2, 1)}  # the rows of a step
@@ -45,12 +55,7 @@ def a_rank_runs_one_more() -> None:
         loss = engine.module(**x) if runs_first else None
         forwards(engine, 2)
         with pytest.raises(RuntimeError, match="began on rank 1, but not on rank 0"):
-            if rank:
-                forwards(engine, 1)
-            elif loss is None:
-                engine.module(**x)
-            else:
-                engine.backward(loss)
+            _differ(engine, loss, x)
         engine.discard()
     assert float(engine.step(x).loss) == pytest.approx(first, rel=1e-12)
 
