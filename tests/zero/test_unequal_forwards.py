@@ -11,10 +11,9 @@ import torch
 
 from tests.harness import run_ranks
 from tests.zero.test_gathered import engine_at, rows
-from threed import Engine
 from threed.testing.ranks import RanksFailed
 
-NEXT: dict[str, Callable[[Engine], Any]] = {
+NEXT: dict[str, Callable[[Any], Any]] = {
     "step": lambda engine: engine.step({"x": rows(0, 0, 0).repeat(2, 1)}),
     "begin": lambda engine: engine.begin(1),
     "evaluate": lambda engine: engine.evaluate({"x": rows(0, 0, 0)}),
@@ -79,7 +78,7 @@ def test_a_rank_that_waits_for_one_that_has_ended_gets_the_reason() -> None:
 
 def where_unequal_numbers_are_allowed() -> None:
     x = {"x": rows(0, 0, 0)}
-    engine = engine_at(3, shard_size=2)
+    engine: Any = engine_at(3, shard_size=2)
     before = float(engine.evaluate(x))
     forwards(engine, 1 + engine.topology.rank // 2)  # equal in each shard group
     with engine.gathered():
