@@ -108,6 +108,12 @@ def test_an_unknown_tool(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_a_tool_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "threed eval: no such tool; a run validates" in refused(capsys, "eval", "runs/a")
+    assert "`threed convert` writes a Hugging Face folder" in refused(capsys, "generate", "runs/a")
+    assert "--checkpoint.resume FOLDER" in refused(capsys, "finetune")
+
+
 def test_an_unknown_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(did you mean llama?)" in refused(capsys, "train", "lama")
     assert "name the model in the file, too: x.py:MODEL" in refused(capsys, "plan", "x.py")

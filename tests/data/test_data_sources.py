@@ -95,6 +95,10 @@ def test_what_cannot_be_read_is_refused_with_advice(tmp_path: Path) -> None:
         ("{", r"line 3: invalid JSON"),
         ("[1]", r"line 3: a JSON list, but an object with a key 'text' is required"),
         ('{"content": "x", "id": 1}', r"line 3: no key 'text' among \['content', 'id'\]"),
+        (
+            '{"messages": []}',
+            r"line 3: no key 'text' among \['messages'\]. threed .* use TRL's SFTTrainer",
+        ),
         ('{"text": null}', r"line 3: 'text' is a NoneType; it must be a string"),
         ('{"text": ["x"]}', r"line 3: 'text' is a list"),
     ],

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from threed.interop.deepspeed.api import (
 )
 from threed.interop.deepspeed.namespace import modules
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(threed.__file__).parents[1])}
 DS = {"train_batch_size": 2, "zero_optimization": {"stage": 1}}
 
 
@@ -178,6 +182,15 @@ def test_zero_to_fp32(tmp_path: Path) -> None:
         read(tmp_path, exclude_frozen_parameters=True)
     with pytest.raises(ValueError, match="max_shard_size 'big': give a number of bytes"):
         zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path, None, "big")
+    words = [".", "out", "--tag", "one", "--safe_serialization", "--max_shard_size", "1GB"]
+    command = [sys.executable, "zero_to_fp32.py"]  # as DeepSpeed's users call its script
+    subprocess.run([*command, *words], cwd=tmp_path, env=ENVIRONMENT, check=True)
+    written = load_file(tmp_path / "out/model.safetensors")
+    source = read(tmp_path, "one")
+    assert written
+    assert all(torch.equal(written[name], source[name]) for name in written)
+    with pytest.raises(SystemExit, match=r"zero_to_fp32\.py: .*two"):
+        zero_to_fp32.main([str(tmp_path), "out", "--tag", "two"])
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs/mp_rank_00_model_states.pt").touch()
     with pytest.raises(NotImplementedError, match="theirs, which DeepSpeed has written: use"):

@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if argv[0] not in parser.TOOLS and not argv[0].startswith("-"):
         hint, known = did_you_mean(argv[0], *parser.TOOLS), ", ".join(parser.TOOLS)
-        return _refuse(argv[0], f"no such tool{hint}; there are {known}")
+        advice = parser.NO_TOOLS.get(argv[0])
+        return _refuse(argv[0], f"no such tool{hint}; {advice or f'there are {known}'}")
     # `train` and `plan` report expected errors themselves; any other error keeps its traceback.
     if argv[0] in parser.TRAINING:
         with exits_on_broken_pipe():

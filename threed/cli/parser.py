@@ -33,6 +33,19 @@ TOOLS: Mapping[str, str] = {
     "verify": "train a custom model in every topology and compare with one process; exit code 0: same, 1: different,"
     " 2: not compared; takes the flags of training, too",
 }  # fmt: skip
+_EVALUATE = (
+    "a run validates every --train.eval-every steps and at its end; in Python, threed.load(RUN).evaluate(batch); for"
+    " other programs, `threed convert` writes a Hugging Face folder"
+)
+_GENERATE = "`threed convert` writes a Hugging Face folder, whose model transformers loads and whose `generate` continues text"
+_TUNE = "`threed train --checkpoint.resume FOLDER` starts from the weights of a Hugging Face folder"
+# names of tools that users expect, with what to use instead
+NO_TOOLS: Mapping[str, str] = {
+    **dict.fromkeys(("eval", "evaluate", "test", "validate", "benchmark"), _EVALUATE),
+    **dict.fromkeys(("generate", "sample", "infer", "inference", "chat", "serve", "predict"), _GENERATE),
+    **dict.fromkeys(("finetune", "fine-tune", "sft", "tune"), _TUNE),
+    **dict.fromkeys(("export", "import"), "`threed convert` converts checkpoints to Hugging Face folders and back"),
+}  # fmt: skip
 _EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "schedule": (
         "threed schedule 1f1b --stages 4 --microbatches 8 --svg 1f1b.svg",

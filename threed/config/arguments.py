@@ -16,6 +16,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import textwrap
@@ -245,14 +246,24 @@ class _Draft:
             if value := given.get(flag):
                 text = f"--{key_name(flag)}={value}: it takes no value; write --{key_name(flag)}, or leave it out"
                 self.problems.append(text)
-        before = ""
+        before, strays, path = "", list[str](), str(given.get("data.path", ""))
         for token in rest:
             name, equals, _ = token.removeprefix("--").partition("=")
             if token.startswith("--"):
                 self._describe_unknown(name)
             elif not before.startswith("--"):  # otherwise the token is the value of an unknown flag
-                self.problems.append(f"{token}: not a flag; write --group.key value")
+                strays.append(token)
+            elif before == "--data-path":  # Megatron-LM's flag
+                path = token
             before = "" if equals else token
+        if strays and re.fullmatch(r"[\d.]+", path):  # "0.5 a 0.5 b", as in Megatron-LM
+            self.problems.append(
+                f"--data.path {' '.join([path, *strays])}: threed reads one dataset; concatenate the files, or put them"
+                " into one folder"
+            )
+        elif strays:
+            what = "not a flag" if len(strays) == 1 else "no flags"
+            self.problems.append(f"{' '.join(strays)}: {what}; write --group.key value")
         return given
 
     def put_flags(self, given: Mapping[str, Any]) -> None:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from threed.config import architectures
 from threed.config.renames import Renames
 from threed.config.schema import (
     BaseModel,
     ConfigDict,
-    Field,
     ModelWrapValidatorHandler,
     PydanticCustomError,
     ValidationError,
@@ -61,6 +60,7 @@ from threed.config.values import (
     Switch,
     Text,
     TokenizerText,
+    ValidationShare,
     ZeroStage,
 )
 from threed.config.values import ParamGroup as ParamGroup
@@ -416,7 +416,7 @@ class DataConfig(_Group):
     special_tokens: Literal["text", "parse"] = "text"
     """encode a special token that is spelled out in a text as ordinary text, or parse it as the
     token"""
-    split: Annotated[Share, Field(gt=0)] = 0.05
+    split: ValidationShare = 0.05
     """fraction of the data used for validation: the last tokens, or some files of the default
     corpus"""
 

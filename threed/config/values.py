@@ -191,6 +191,16 @@ def _folder_name(text: str) -> str:
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
+def _one_share(value: object) -> object:
+    """Returns a value unchanged; raises ValueError for a list of shares as in Megatron-LM."""
+    if isinstance(value, str) and re.fullmatch(r"[\d.]+(,[\d.]+){1,2}", value):
+        shares = [float(part) for part in value.split(",")]
+        valid = shares[1] / sum(shares) if sum(shares) else 0.0
+        fix = f"write {valid:.6g}" if valid else "it must be more than 0"
+        raise ValueError(f"must be one number, the share of the validation data: {fix}")
+    return value
+
+
 def _duration(value: object) -> object:
     """Converts 2d, 3h, 1h30m, 90m, 45s or 1:30:00 to seconds. Returns other values unchanged."""
     text = re.sub(r"^(\d{1,9}):([0-5]\d):([0-5]\d)$", r"\1h\2m\3s", str(value).strip())
@@ -213,6 +223,7 @@ DurationOrNone = Annotated[
     float, Field(ge=0, le=1e9), BeforeValidator(_duration), _TIME, Takes("TIME")
 ]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number), Takes("X")]
+ValidationShare = Annotated[Share, Field(gt=0), BeforeValidator(_one_share)]
 Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
 AutoSwitch = Annotated[
     Literal["auto"] | Switch, _must_be("auto, true or false"), Takes("auto|true|false")

@@ -351,6 +351,10 @@ def _read_jsonl(file: TextFile) -> Iterator[Piece]:
                     yield Piece(text.encode("utf-8", errors="replace"), ends=True)
 
 
+# keys of the data of TRL and of other programs that train on conversations
+_CHAT = {"messages", "conversations", "prompt", "completion", "chosen", "rejected", "instruction"}
+
+
 def _text_of(line: bytes, place: str) -> str:
     try:
         # Many tools write NaN values under keys other than "text", so NaN is accepted.
@@ -362,9 +366,13 @@ def _text_of(line: bytes, place: str) -> str:
             f"{place}: a JSON {type(record).__name__}, but an object with a key 'text' is required"
         )
     if "text" not in record:
-        raise ValueError(
-            f"{place}: no key 'text' among {plain(sorted(record))}. Rename the key that holds the text"
-        )
+        fix = "Rename the key that holds the text"
+        if not _CHAT.isdisjoint(record):
+            fix = (
+                "threed train reads plain text; for conversations, use TRL's SFTTrainer or DPOTrainer, whose scripts run"
+                " unchanged (docs/guide/accelerate.md)"
+            )
+        raise ValueError(f"{place}: no key 'text' among {plain(sorted(record))}. {fix}")
     if not isinstance(record["text"], str):
         raise ValueError(
             f"{place}: 'text' is a {type(record['text']).__name__}; it must be a string"

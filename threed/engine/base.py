@@ -137,7 +137,9 @@ class Engine:
         self.gatherer: Gatherer = (
             Gatherer(self.layout, codec)
             if wrapped is None
-            else ModuleGatherer(self.layout, wrapped, config.zero.prefetch, codec)
+            else ModuleGatherer(
+                self.layout, wrapped, config.zero.prefetch, codec, topology.axis("world")
+            )
         )
         self.optimizer = self._make_optimizer(
             Rates(

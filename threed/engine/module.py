@@ -22,6 +22,7 @@ from threed.distributed import collectives
 from threed.engine.base import Engine
 from threed.models import Model, Wrapped, wrap
 from threed.pipeline import activation_checkpointing, compiling
+from threed.pipeline.batches import Batch
 from threed.zero import records, setup
 from threed.zero.contributions import own_backward
 from threed.zero.hooks import ModuleGatherer
@@ -93,6 +94,11 @@ class ModuleEngine(Engine):
         records.initialize(self.optimizer, values, again=False)
         self.model.initialized(self.topology.device, self.batches.dtype)
         self.gatherer.changes.begin()
+
+    def step(self, batch: Batch) -> StepMetrics:
+        """Runs one optimizer step. Collective. See `Engine.step`."""
+        self.gatherer.unpaired.ended()
+        return super().step(batch)
 
     def begin(self, microbatches: int | None = 1) -> None:
         """Begins an optimizer step in a custom loop. Collective.
@@ -263,6 +269,7 @@ class ModuleEngine(Engine):
     def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
         self.accumulating = False
         self.plain.allow(False)
+        self.gatherer.set_in_step(False)
         self._sync_states()
         self._check_scales()
         return super()._end_step(loss, tokens)
@@ -272,8 +279,10 @@ class ModuleEngine(Engine):
         self.plain.allow(False)
         self.optimizer.divide_by(1)
         self.gatherer.release_all()  # parameters must be freed even if the check raises an error
+        self.gatherer.unpaired.ended()
         self._check_scales()
         super()._begin(microbatches)
+        self.gatherer.set_in_step(True)
 
     def _check_scales(self) -> None:
         """Raises RuntimeError if another engine's gradients cannot be added to this step's.
@@ -295,6 +304,7 @@ class ModuleEngine(Engine):
     def finish(self) -> None:
         """Completes the last step if its update is pending. Collective. See `Engine.finish`."""
         self.drop_interrupted()
+        self.gatherer.unpaired.ended()
         super().finish()
 
     def zero_grad(self) -> None:
@@ -309,6 +319,7 @@ class ModuleEngine(Engine):
         """Discards the step in progress of a custom loop, for example after an error."""
         self.accumulating = False
         self.plain.allow(False)
+        self.gatherer.set_in_step(False)
         self.reducer.give_up()
 
     @torch.inference_mode(False)  # otherwise plain PyTorch could not train the parameters
@@ -444,6 +455,7 @@ class ModuleEngine(Engine):
                 the number `modifier_rank`.
         """
         self.drop_interrupted()
+        self.gatherer.unpaired.ended()
         slots = self._slots_of(params)
         everyone = self.topology.axis("world")
         if modifier_rank is not None and not 0 <= modifier_rank < everyone.size:

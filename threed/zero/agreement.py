@@ -1,7 +1,8 @@
 """Checks that all ranks have the same configuration, plan and buckets.
 
 If the configuration, the plan or the buckets differed between ranks, the ranks would call different
-collectives and hang.
+collectives and hang. The same applies to forwards of a sharded module outside of steps, such as in
+`generate`: `Forwards` checks that all ranks run the same number of them.
 """
 
 from __future__ import annotations
@@ -163,3 +164,67 @@ def check_gathers(orders: Sequence[int]) -> None:
             "ranks used different parameters in this step, or in a different order: ZeRO-3 gathers a parameter on all"
             " ranks at once; use the same parameters on all ranks, or --zero.stage 2"
         )
+
+
+class Forwards:
+    """Checks that all ranks run the same number of forwards of a sharded module outside of steps.
+
+    Each forward gathers parameters, which is collective. If one rank ran more forwards than another
+    rank, its gathers would meet other collectives of that rank: on gloo, messages of different
+    sizes abort the process; with equal sizes, results are wrong. Forwards of a training step are
+    not compared here, because the comparison waits for the device (`check_gathers` compares them).
+
+    Args:
+        axis: the ranks that run the same forwards.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._ran = False  # whether a forward has run since the last call of `ended`
+
+    def begin(self) -> None:
+        """Checks that all ranks begin a forward. Collective.
+
+        Raises:
+            RuntimeError: a rank does not begin one, or has ended.
+        """
+        self._ran = True
+        try:
+            self._compare(True)
+        except RuntimeError as error:
+            if not str(error).startswith(_UNEQUAL):
+                error.add_note(f"This rank began a forward outside of a training step. {_EQUALLY}")
+            raise
+
+    def ended(self) -> None:
+        """Checks that no rank begins another forward. Collective, if a forward has run.
+
+        Raises:
+            RuntimeError: a rank begins one.
+        """
+        if self._ran:
+            self._ran = False
+            self._compare(False)
+
+    def _compare(self, begins: bool) -> None:
+        others = collectives.exchange(begins, self.axis)
+        if any(other is not begins for other in others):
+            self._ran = False  # all ranks raise, so they are in step again
+            running = [rank for rank, other in zip(self.axis.ranks, others, strict=True) if other]
+            ended = [rank for rank in self.axis.ranks if rank not in running]
+            raise RuntimeError(
+                f"{_UNEQUAL} {_first(running)}, but not on {_first(ended)}. {_EQUALLY}"
+            )
+
+
+_UNEQUAL = "a forward of a sharded module began on"
+_EQUALLY = (
+    "ZeRO-3 gathers parameters on all ranks at once, so all ranks must run the same number of forwards: pass"
+    " synced_gpus=True to generate, or run the forwards inside `with engine.gathered():`"
+)
+
+
+def _first(ranks: Sequence[int]) -> str:
+    """Returns the numbers of at most three ranks, as text."""
+    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:3]))}{more}"

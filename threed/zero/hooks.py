@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from threed.distributed.collectives import EXACT, Codec
+from threed.distributed.collectives import Codec
 from threed.distributed.sharding import storage_of
+from threed.distributed.topology import Axis
 from threed.models.wrapped import Wrapped
+from threed.zero.agreement import Forwards
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.manual_edits import Changes
@@ -150,17 +152,23 @@ class ModuleGatherer(Gatherer):
         model: the module and its units; the gatherer registers forward hooks on all of them.
         prefetch: number of groups to gather ahead of their use.
         codec: see `Gatherer`.
+        everyone: the ranks that run the module.
 
     Attributes:
         changes: tracks parameters that user code changes.
         forwards: records the order in which forwards use groups.
         backwards: records the order in which backwards use groups.
+        unpaired: compares the forwards outside of training steps between ranks.
     """
 
     wrapped = True
 
-    def __init__(self, layout: Layout, model: Wrapped, prefetch: int, codec: Codec = EXACT) -> None:
+    def __init__(
+        self, layout: Layout, model: Wrapped, prefetch: int, codec: Codec, everyone: Axis
+    ) -> None:
         super().__init__(layout, codec)
+        self._in_step = False
+        self._is_compared = False  # whether the ranks need not compare the running module call
         self.changes = Changes(model.module, layout, self)
         self.prefetch = prefetch
         self.forwards, self.backwards = Trace(), Trace()
@@ -170,6 +178,9 @@ class ModuleGatherer(Gatherer):
         self._node: Any = None  # the running autograd node
         self._in_use: set[Group] = set()  # groups that `_node` has used
         sliced = [group for group in layout.groups if group.sliced]
+        # ranks that gather parameters together; over all ranks, gathers have a separate communicator
+        together = max((g.gather for g in sliced), key=lambda axis: axis.size, default=everyone)
+        self.unpaired = Forwards(everyone if together.size == everyone.size else together)
         self._group_of_slot = {slot: group for group in sliced for slot in group.slots}
         self._due: dict[Group, int] = {}
         self._compiles = False
@@ -196,6 +207,8 @@ class ModuleGatherer(Gatherer):
         Args:
             unit: number of the module's unit; None if the module is not a unit.
         """
+        if not self._calls:
+            self._is_compared = in_backward() or (self._in_step and torch.is_grad_enabled())
         self._calls.append([])
         for group in self.groups_of(unit) if unit is not None else ():
             self.before_use(group)
@@ -216,10 +229,24 @@ class ModuleGatherer(Gatherer):
         """
         if self._calls:
             if group not in self._calls[-1]:
+                if not self.is_open(group):
+                    self._compare_forwards()
                 self._calls[-1].append(group)
                 self._hold(group, len(self._calls))
         elif in_backward():
             self._use(group)
+
+    def set_in_step(self, on: bool) -> None:
+        """Sets whether a training step is in progress, in which forwards are not compared."""
+        self._in_step = on
+
+    def _compare_forwards(self) -> None:
+        """Checks that all ranks run this forward, before its first gather; see `Forwards`."""
+        if self._is_compared:
+            self.unpaired.ended()
+        else:
+            self._is_compared = True
+            self.unpaired.begin()
 
     def leave(self, output: Any) -> None:
         """Ends a module call and its use of groups.
@@ -274,6 +301,8 @@ class ModuleGatherer(Gatherer):
         The `RECENT` most recently used groups stay gathered, and so do all groups that the running
         autograd node uses.
         """
+        if not self.is_open(group):
+            self.unpaired.ended()
         node = torch._C._current_autograd_node()
         if node is not self._node:
             self._node, self._in_use = node, set()

@@ -22,6 +22,7 @@ from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.core.atomic import building
 from threed.distributed import collectives
+from threed.interop.deepspeed.api import zero_to_fp32
 from threed.interop.deepspeed.states import decode, encode
 from threed.interop.deepspeed.training import TrainingLoop
 from threed.interop.deepspeed.views import SchedulerView
@@ -43,6 +44,8 @@ class Checkpoints(TrainingLoop):
         save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Writes the checkpoint save_dir/tag, and writes the tag to save_dir/latest. Collective.
+
+        Also writes save_dir/zero_to_fp32.py, a script with the arguments of DeepSpeed's script.
 
         Args:
             save_dir: the folder of checkpoints.
@@ -83,9 +86,12 @@ class Checkpoints(TrainingLoop):
             if tensors:
                 with building(path / TENSORS) as (scratch,):
                     save_file(tensors, scratch)
-            if save_latest:
-                with building(Path(save_dir) / LATEST) as (scratch,):
-                    scratch.write_text(tag, encoding="utf-8")
+            files = {LATEST: tag} if save_latest else {}
+            if not (Path(save_dir) / zero_to_fp32.NAME).exists():  # it may be DeepSpeed's own
+                files[zero_to_fp32.NAME] = zero_to_fp32.SCRIPT
+            for name, text in files.items():
+                with building(Path(save_dir) / name) as (scratch,):
+                    scratch.write_text(text, encoding="utf-8")
         collectives.barrier(everyone)  # ensures that no rank returns before `latest` exists
         return True
 

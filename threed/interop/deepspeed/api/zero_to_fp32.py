@@ -1,21 +1,63 @@
-"""deepspeed.utils.zero_to_fp32: the full weights of a checkpoint, read in one process."""
+"""deepspeed.utils.zero_to_fp32: the full weights of a checkpoint, read in one process.
+
+`engine.save_checkpoint` writes `SCRIPT` to the folder of checkpoints, as DeepSpeed copies its own:
+
+    python zero_to_fp32.py . OUT --safe_serialization
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.native import read_manifest
 from threed.interop.deepspeed.checkpoint_reader import step_folder
 from threed.interop.loading import LATEST
 from threed.interop.weights import weights
+
+NAME = "zero_to_fp32.py"
+SCRIPT = '''#!/usr/bin/env python
+"""Writes the full fp32 weights of a checkpoint: python zero_to_fp32.py . OUT [--tag TAG]"""
+
+from threed.interop.deepspeed.api.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line of DeepSpeed's zero_to_fp32.py.
+
+    Args:
+        argv: the arguments; by default the arguments of this process.
+    """
+    parser = argparse.ArgumentParser(description="Writes the full fp32 weights of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="the folder of checkpoints, with the file `latest`")
+    parser.add_argument("output_dir", help="the folder to write")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="largest size of a file (default 5GB)"
+    )
+    text = "write model.safetensors instead of pytorch_model.bin"
+    parser.add_argument("--safe_serialization", action="store_true", help=text)
+    parser.add_argument("-t", "--tag", help="name of the checkpoint (default: the tag in `latest`)")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="refused")
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
+    given = vars(parser.parse_args(argv))
+    del given["debug"]
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
+    except (ValueError, OSError, NotImplementedError, CheckpointError) as error:
+        raise SystemExit(f"{NAME}: {error}") from None
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
