@@ -6,7 +6,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -116,13 +116,26 @@ class Engine:
         if refused := find_refusals(config):
             raise ConfigError(refused)
         self.topology, self.trains = topology, trains
+        with ExitStack() as undo:
+            # actions that give the model back; also run if this constructor fails
+            self._undo = undo
+            self._build(model, config, learning_rate, loss_scale, transport)
+            self._complete()
+            self._undo = undo.pop_all()
+
+    def _build(
+        self, model: Model | nn.Module, config: Config, learning_rate: Callable[[Tensor], Tensor] | None,
+        loss_scale: LossScale | None, transport: Transport | None,
+    ) -> None:  # fmt: skip
+        """Builds all parts of the engine. Collective."""
+        topology = self.topology
         self.model, config = self._prepare(model, config)
         self.steps, self.consumed = 0, 0
         # host seconds spent so far in forwards and backwards of the step in progress
         self._seconds = 0.0
         self._numbers: Later | None = None  # results of the last step; None before the first step
-        agreement.check_configuration(config, topology.axis("world"), trains)
-        self.config, blueprint = draw(self.model, topology, config, trains)
+        agreement.check_configuration(config, topology.axis("world"), self.trains)
+        self.config, blueprint = draw(self.model, topology, config, self.trains)
         self.blueprint, self.layout = blueprint, blueprint.layout
         own_layers = [blueprint.layers[number] for number in blueprint.held]
         self.batches = self._make_batches(blueprint.layers)
@@ -139,6 +152,7 @@ class Engine:
             if wrapped is None
             else ModuleGatherer(self.layout, wrapped, config.zero.prefetch, codec)
         )
+        self._undo.callback(self.gatherer.remove)
         self.optimizer = self._make_optimizer(
             Rates(
                 learning_rate or setup.learning_rate(config.optim, config.train.steps),
@@ -147,6 +161,7 @@ class Engine:
             ),
             loss_scale or setup.loss_scale(config.precision),
         )
+        self._undo.callback(self.optimizer.close)
         self.saver = Saver(self.optimizer, topology, self.config)
         agreement.check_buckets(self.layout, topology)
         self._initialize()
@@ -155,6 +170,7 @@ class Engine:
             early=self.optimizer.early, unused=self.optimizer.unused,
             warns=topology.axis("tp").index == 0, gatherer=self.gatherer, plain=self._plain_backwards(),
         )  # fmt: skip
+        self._undo.callback(self.reducer.remove)
         self.plan_of = functools.lru_cache(maxsize=32)(blueprint.lowered)
         parts = self.plan_of, self.reducer, self.optimizer
         asynchronous = Asynchronous(*parts) if blueprint.pipeline.plan.asynchronous else None
@@ -163,7 +179,7 @@ class Engine:
             use_sinks(layer)
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
-        self.extras = Extras(self.buffers, topology, generators=self.wraps_module and trains)
+        self.extras = Extras(self.buffers, topology, generators=self.wraps_module and self.trains)
         # `Overlap` runs a forward and a backward at the same time on two streams. It is not used if
         # parameters are sharded or layers have buffers, because the allocator could reuse their
         # memory while the second stream still reads it.
@@ -200,6 +216,9 @@ class Engine:
     def _initialize(self) -> None:
         """Sets the weights to their initial values. Collective."""
         raise NotImplementedError
+
+    def _complete(self) -> None:
+        """Frees everything that only the construction needed; called when it has succeeded."""
 
     def _plain_backwards(self) -> PlainBackwards | None:
         """Returns how the engine takes part in backwards that the program starts."""

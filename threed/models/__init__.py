@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Protocol, cast
 
@@ -119,13 +120,17 @@ def wrap(model: object, topology: Topology, *, cast_buffers: bool = True) -> Wra
         raise TypeError(f"{type(model).__name__} is not a model: {fix}")
     if problems := find_split_problems(model, topology.pp, topology.tp):
         raise ConfigError(problems)
-    problem = ""
-    try:
-        wrapped = model if isinstance(model, Wrapped) else Wrapped(model, cast_buffers=cast_buffers)
-        wrapped.check_unused()
-    except ValueError as error:
-        problem = str(error)
-    collectives.raise_together([problem], topology.axis("world"), ValueError)
+    with ExitStack() as undo:
+        problem = ""
+        try:
+            given = isinstance(model, Wrapped)
+            wrapped = model if given else Wrapped(model, cast_buffers=cast_buffers)
+            wrapped.claim()
+            undo.callback(wrapped.remove)
+        except ValueError as error:
+            problem = str(error)
+        collectives.raise_together([problem], topology.axis("world"), ValueError)
+        undo.pop_all()
     return wrapped
 
 
