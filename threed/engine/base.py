@@ -17,7 +17,7 @@ from threed.checkpoint import compatibility, native
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.saving import Save, Saver
 from threed.config import Config, ConfigError
-from threed.config.checks import find_refusals
+from threed.config.checks import find_batch_problems, find_refusals, find_size_problems
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.interop.huggingface.folder import is_hf_folder
@@ -130,6 +130,7 @@ class Engine:
         """Builds all parts of the engine. Collective."""
         topology = self.topology
         self.model, config = self._prepare(model, config)
+        self._check_sizes(config)
         self.steps, self.consumed = 0, 0
         # host seconds spent so far in forwards and backwards of the step in progress
         self._seconds = 0.0
@@ -193,6 +194,17 @@ class Engine:
             device=topology.device, varying=options_of(self.model).boundaries_vary,
             on_validate=self.optimizer.validate, updates=asynchronous,
         )  # fmt: skip
+
+    def _check_sizes(self, config: Config) -> None:
+        """Raises ConfigError if sizes of the configuration do not fit the topology."""
+        topology = self.topology
+        problems = find_size_problems(config, pp=topology.pp, tp=topology.tp, dp=topology.dp)
+        # A custom loop does not need the batch sizes, so their defaults may be any.
+        given = {"global_batch", "micro_batch"} & config.train.model_fields_set
+        if self.trains and (given or not self.wraps_module):
+            problems += find_batch_problems(config, topology.dp)
+        if problems:
+            raise ConfigError(problems)
 
     def _make_batches(self, layers: Sequence[nn.Module]) -> Batches:
         """Returns the object that splits batches into micro-batches, given all layers."""
