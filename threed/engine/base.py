@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +43,29 @@ from threed.zero.optimizer import Optimizer, Synchronous
 from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.rates import Rates
 from threed.zero.reducer import Reducer
+from threed.zero.sinks import refuse_torch_steps
 from threed.zero.step_metrics import Faults, Later, loss_of
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
 
-class Engine:
+NOT_LAYERS = ": an engine is not an nn.Module: use the methods of threed.Engine"
+NOT_A_MODULE = (
+    ": an engine is not an nn.Module: use engine.module, or, for the Trainer of transformers, Accelerate or TRL, pass"
+    " the module instead of an engine, and call threed.install_as_deepspeed() first (docs/guide/accelerate.md)"
+)
+
+
+class _EngineType(type):
+    """The class of `Engine`; shows the methods of all kinds of engines, as in `help(Engine.begin)`."""
+
+    def __getattr__(cls, name: str) -> Any:
+        for kind in () if name.startswith("_") else Engine._kinds.values():
+            if name in vars(kind):
+                return getattr(kind, name)
+        raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+
+
+class Engine(metaclass=_EngineType):
     """Trains a model on a topology, one optimizer step per call.
 
     `Engine(...)` returns a `LayeredEngine` for a `threed.models.Model` and a `ModuleEngine` for any
@@ -172,6 +191,10 @@ class Engine:
             warns=topology.axis("tp").index == 0, gatherer=self.gatherer, plain=self._plain_backwards(),
         )  # fmt: skip
         self._undo.callback(self.reducer.remove)
+        if self.trains:
+            ends = refuse_torch_steps().remove
+            self._undo.callback(ends)
+            weakref.finalize(self, ends)
         self.plan_of = functools.lru_cache(maxsize=32)(blueprint.lowered)
         parts = self.plan_of, self.reducer, self.optimizer
         asynchronous = Asynchronous(*parts) if blueprint.pipeline.plan.asynchronous else None
@@ -194,6 +217,15 @@ class Engine:
             device=topology.device, varying=options_of(self.model).boundaries_vary,
             on_validate=self.optimizer.validate, updates=asynchronous,
         )  # fmt: skip
+
+    if not TYPE_CHECKING:  # so that type checkers report unknown attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises AttributeError; the message states what to use instead."""
+            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_") and hasattr(nn.Module, name):
+                problem += NOT_A_MODULE if self.wraps_module else NOT_LAYERS
+            raise AttributeError(problem)
 
     def _check_sizes(self, config: Config) -> None:
         """Raises ConfigError if sizes of the configuration do not fit the topology."""

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from threed.config import ConfigError
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
+from threed.interop.deepspeed.api.comm import init_distributed
 from threed.interop.deepspeed.config.optimizers import (
     find_groups,
     hyper_parameters,
@@ -50,7 +51,7 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, EngineOptimizer | None, DataLoader[Any] | None, Any]:
     """Creates the DeepSpeed-compatible engine for a module. Collective.
 
-    Initializes the process group if necessary. If the module belongs to an engine of an earlier
+    Initializes the process group if necessary, also in a world of one rank. If the module belongs to an engine of an earlier
     call, this engine is destroyed first.
 
     Args:
@@ -95,6 +96,7 @@ def initialize(
         optimizer = optimizer([*params])
     if problem := _scheduler_problem(lr_scheduler, optimizer):
         raise ConfigError([f"lr_scheduler: {problem}"])
+    init_distributed()
     used = dict(ds)
     groups = _use_passed(used, optimizer, model_parameters, lr_scheduler, notes)
     engine: DeepSpeedEngine
