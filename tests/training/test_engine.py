@@ -4,11 +4,15 @@ show."""
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import pydoc
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from tests.configs import Case, batch, config_of, engine_of, share, topology_of
 from tests.harness import run_ranks
@@ -334,3 +338,61 @@ def one_step_of_a_loop() -> int:
     engine.begin()
     engine.backward(engine.module(torch.ones(1, 2)).sum())
     return engine.update().step
+
+
+@pytest.mark.parametrize("kind", [Engine, ModuleEngine, LayeredEngine])
+def test_help_shows_every_method(kind: type[Engine]) -> None:
+    names = {name for engine in (kind, ModuleEngine, LayeredEngine) for name in dir(engine)}
+    for name in names if kind is Engine else dir(kind):
+        if not name.startswith("_"):
+            assert len(pydoc.render_doc(getattr(kind, name)).splitlines()) > 2, name
+    with pytest.raises(AttributeError, match="has no attribute 'gather'"):
+        Engine.gather  # noqa: B018
+
+
+def test_an_engine_is_not_a_module() -> None:
+    wrapped: Any = Engine(nn.Linear(2, 1), Topology(), Config())
+    for name in ("to", "forward", "parameters", "train"):
+        assert not hasattr(wrapped, name)
+        with pytest.raises(
+            AttributeError, match=r"use engine\.module, or, .*install_as_deepspeed\(\)"
+        ):
+            getattr(wrapped, name)
+    layered: Any = engine_of(config_of(Case(dtype="fp32")))
+    with pytest.raises(AttributeError, match="use the methods of threed.Engine"):
+        layered.to("cpu")
+    for engine in (wrapped, layered):
+        with pytest.raises(AttributeError, match="has no attribute 'stpe'$"):
+            engine.stpe  # noqa: B018
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_of_a_torch_optimizer_that_changes_nothing_is_refused(stage: int) -> None:
+    module, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    zero = {"stage": stage, **({"offload_params": "cpu"} if stage else {})}
+    sizes = {"global_batch": 2, "micro_batch": 2}
+    config = Config.model_validate({"zero": zero, "train": sizes})
+    before = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine = Engine(Wrapped(module, loss=torch.sum), Topology(), config)
+    both = torch.optim.SGD([*module.parameters(), *other.parameters()], lr=1.0)
+    for optimizer in (before, both):
+        engine.step({"input": torch.ones(2, 2)})
+        weights = engine.full_state_dict()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"SGD\.step\(\) has no effect: .* engine\.step\(\)"):
+            optimizer.step()
+        assert all(
+            torch.equal(value, weights[name]) for name, value in engine.full_state_dict().items()
+        )
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    if not stage:  # gradients of the program
+        module.weight.grad = torch.ones(1, 2)
+        before.step()
+        module.weight.grad = None
+        after = engine.full_state_dict()["weight"]
+        torch.testing.assert_close(after, weights["weight"] - 1, rtol=0, atol=1e-6)  # rounded once
+    engine.destroy()
+    before.step()
+    del engine
+    gc.collect()
+    assert not _global_optimizer_post_hooks

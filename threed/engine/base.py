@@ -47,7 +47,6 @@ from threed.zero.sinks import refuse_torch_steps
 from threed.zero.step_metrics import Faults, Later, loss_of
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
-
 NOT_LAYERS = ": an engine is not an nn.Module: use the methods of threed.Engine"
 NOT_A_MODULE = (
     ": an engine is not an nn.Module: use engine.module, or, for the Trainer of transformers, Accelerate or TRL, pass"

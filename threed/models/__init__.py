@@ -186,7 +186,16 @@ def call_custom(custom: Callable[..., object], config: ModelConfig, slicing: Sli
         raise ConfigError([str(error)]) from None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(slicing.seed)
-        return custom(*(config, slicing)[:count])
+        try:
+            return custom(*(config, slicing)[:count])
+        except Exception as error:
+            given = ", ".join(("config, a ModelConfig", "slicing, a Slicing")[:count])
+            if count:
+                error.add_note(
+                    f"threed called {getattr(custom, '__name__', custom)} with {given} (docs/guide/own_models.md): for"
+                    " other arguments, name a function without arguments that returns the module"
+                )
+            raise
 
 
 def for_tokens(model: object, vocab: int, name: str) -> Model:

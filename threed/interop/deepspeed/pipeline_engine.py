@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from threed.config import Config, ConfigError
 from threed.config.resolution import resolve
 from threed.distributed import collectives
-from threed.distributed.sharding import spec_of
+from threed.distributed.sharding import point, spec_of
 from threed.engine import LayeredEngine, ModuleEngine
 from threed.interop.deepspeed.api.topology import PipelineParallelGrid
 from threed.interop.deepspeed.config.optimizers import Group, find_groups, hyper_parameters
