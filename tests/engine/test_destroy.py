@@ -315,9 +315,7 @@ def test_a_module_that_was_changed_comes_back_with_the_changes(stage: int) -> No
     module.blocks[1].register_parameter("more", nn.Parameter(torch.zeros(3)))
     module.frozen = nn.Linear(WIDTH, WIDTH).double()
     with pytest.raises(RuntimeError, match=r"build a new engine|replaced"):
-        engine.begin()
-        engine.update()
-    engine.discard()
+        engine.full_state_dict()
     engine.destroy()
     added = {"adapter.weight", "adapter.bias", "blocks.1.more", "frozen.weight", "frozen.bias"}
     for name, value in module.state_dict().items():

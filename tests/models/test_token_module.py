@@ -112,7 +112,7 @@ def test_an_error_in_the_first_forward_states_what_the_module_gets() -> None:
         TokenModule(Features(4, 2), VOCAB)(None, micro())
     assert isinstance(refused.value.__cause__, RuntimeError)
     for error in (MemoryError("none left"), torch.OutOfMemoryError("none left")):
-        with pytest.raises(type(error), match="^none left$"):
+        with pytest.raises(type(error), match=r"^none left$"):
             TokenModule(Logits(partial(fails, error)), VOCAB)(None, micro())
     model, module = None, Logits()
     model = TokenModule(module, VOCAB)

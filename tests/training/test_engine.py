@@ -359,10 +359,10 @@ def test_an_engine_is_not_a_module() -> None:
         ):
             getattr(wrapped, name)
     layered: Any = engine_of(config_of(Case(dtype="fp32")))
-    with pytest.raises(AttributeError, match="use the methods of threed.Engine"):
+    with pytest.raises(AttributeError, match=r"use the methods of threed\.Engine"):
         layered.to("cpu")
     for engine in (wrapped, layered):
-        with pytest.raises(AttributeError, match="has no attribute 'stpe'$"):
+        with pytest.raises(AttributeError, match=r"has no attribute 'stpe'$"):
             engine.stpe  # noqa: B018
 
 

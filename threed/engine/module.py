@@ -74,7 +74,11 @@ class ModuleEngine(Engine):
 
     @property
     def module(self) -> nn.Module:
-        """The module. Between `begin` and `update`, running it gathers its sharded parameters."""
+        """The module. Between `begin` and `update`, running it gathers its sharded parameters.
+
+        A call of the module by the program gets its arguments unchanged: `precision.cast_inputs`
+        has an effect only in `step` and `evaluate`.
+        """
         return self.model.module
 
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Wrapped, Config]:

@@ -123,8 +123,9 @@ def wrap(model: object, topology: Topology, *, cast_buffers: bool = True) -> Wra
     with ExitStack() as undo:
         problem = ""
         try:
-            given = isinstance(model, Wrapped)
-            wrapped = model if given else Wrapped(model, cast_buffers=cast_buffers)
+            wrapped = (
+                model if isinstance(model, Wrapped) else Wrapped(model, cast_buffers=cast_buffers)
+            )
             wrapped.claim()
             undo.callback(wrapped.remove)
         except ValueError as error:
