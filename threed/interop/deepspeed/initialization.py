@@ -51,8 +51,8 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, EngineOptimizer | None, DataLoader[Any] | None, Any]:
     """Creates the DeepSpeed-compatible engine for a module. Collective.
 
-    Initializes the process group if necessary, also in a world of one rank. If the module belongs to an engine of an earlier
-    call, this engine is destroyed first.
+    Initializes the process group if necessary, also in a world of one rank. If the module belongs
+    to an engine of an earlier call, this engine is destroyed first.
 
     Args:
         args: an object whose attribute `deepspeed_config` is the configuration; or None.
@@ -97,8 +97,7 @@ def initialize(
     if problem := _scheduler_problem(lr_scheduler, optimizer):
         raise ConfigError([f"lr_scheduler: {problem}"])
     init_distributed()
-    used = dict(ds)
-    groups = _use_passed(used, optimizer, model_parameters, lr_scheduler, notes)
+    groups = _use_passed(used := dict(ds), optimizer, model_parameters, lr_scheduler, notes)
     engine: DeepSpeedEngine
     if isinstance(model, PipelineModule):
         if topology is not None:
