@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.harness import run_ranks
 from threed import Config, Engine, ModuleEngine
 from threed.config import ConfigError
 from threed.distributed import collectives
+from threed.engine import base
 from threed.models import Wrapped
 
 WIDTH, RANKS = 8, 2
@@ -230,6 +232,103 @@ def test_a_refused_module_gets_an_engine_later() -> None:
     with pytest.raises(ConfigError, match=r"--run\.compile"):
         Engine(module, topology_of(1, 1), config_of(0, run={"compile": True}))
     Engine(module, topology_of(1, 1), config_of(0)).destroy()
+
+
+# parts that the constructor builds, in this order; each may fail
+PARTS = (
+    "draw", "buffers.build", "ModuleGatherer", "Rates", "Saver", "agreement.check_buckets", "Reducer",
+    "Synchronous", "compiling.compile_layers", "Extras", "Executor",
+)  # fmt: skip
+
+
+def fail_to_build(*_: Any, **__: Any) -> None:
+    raise MemoryError("on purpose")
+
+
+def attempts_fail(config: Config, given: torch.dtype, meta: bool) -> None:
+    """Fails to build an engine, at every part; afterwards the module is as before, and trains."""
+    with torch.device("meta" if meta else "cpu"):
+        module: Any = nn.Sequential(nn.Linear(WIDTH, 1)) if meta else net(given)
+    topology, before = topology_of(1, 1), described(module)
+    values = {name: value.clone() for name, value in module.state_dict().items()}
+    wrapped = Wrapped(module)
+    wrapped.remove()
+    for number, part in enumerate(PARTS):
+        *owner, name = f"threed.engine.base.{part}".rsplit(".", 1)
+        with pytest.MonkeyPatch.context() as patch:
+            if part == "compiling.compile_layers":  # called twice; the first call is early
+                patch.setattr(base, "compiling", SimpleNamespace(compile_layers=fail_to_build))
+            else:
+                patch.setattr(f"{owner[0]}.{name}", fail_to_build)
+            with pytest.raises(MemoryError, match="on purpose"):
+                Engine(wrapped if number % 2 else module, topology, config)
+        assert described(module) == before
+        if not meta and topology.rank == 0:
+            assert_equal(dict(module.state_dict()), values)
+    engine = Engine(wrapped, topology, config)
+    if not meta:
+        assert_equal(trained(engine), trained(Engine(net(given), topology, config)))
+    engine.destroy()
+    assert meta or described(module) == before
+
+
+def all_attempts_fail() -> None:
+    gc.freeze()
+    for stage, dtype, given in (
+        (0, "fp32", torch.bfloat16),
+        (1, "bf16", torch.float32),
+        (3, "fp64", torch.float64),
+    ):
+        attempts_fail(config_of(stage, dtype, recompute={"mode": "full"}), given, meta=False)
+    attempts_fail(config_of(3, "fp32"), torch.float32, meta=True)
+
+
+def test_a_constructor_that_fails_leaves_the_module_as_it_was() -> None:
+    run_ranks(RANKS, all_attempts_fail)
+
+
+def test_a_rank_whose_module_is_refused_leaves_the_others_as_they_were() -> None:
+    run_ranks(RANKS, refused_on_one_rank)
+
+
+def refused_on_one_rank() -> None:
+    module, topology = net(), topology_of(1, 1)
+    before = described(module)
+    with pytest.raises(ValueError, match=r"int|not a parameter|only real"):
+        Engine(module if topology.rank else Integers(), topology, config_of(0))
+    assert described(module) == before
+
+
+class Integers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_that_was_changed_comes_back_with_the_changes(stage: int) -> None:
+    module, zero = net(), {"offload_params": "cpu"} if stage else {}
+    replaced = module.frozen
+    engine: Any = Engine(module, topology_of(1, 1), config_of(stage, zero=zero))
+    full = trained(engine)
+    module.adapter = nn.Linear(2, 2)
+    module.blocks[1].register_parameter("more", nn.Parameter(torch.zeros(3)))
+    module.frozen = nn.Linear(WIDTH, WIDTH).double()
+    with pytest.raises(RuntimeError, match=r"build a new engine|replaced"):
+        engine.full_state_dict()
+    engine.destroy()
+    added = {"adapter.weight", "adapter.bias", "blocks.1.more", "frozen.weight", "frozen.bias"}
+    for name, value in module.state_dict().items():
+        if name not in added and "num_batches" not in name:
+            assert_equal({name: value}, {name: full[name]})
+    assert torch.equal(replaced.weight, full["frozen.weight"])
+    parameters = [*module.parameters(), *replaced.parameters()]
+    assert {type(param) for param in parameters} == {nn.Parameter, Special}
+    assert all("spec" not in vars(param) for param in parameters)
+    module(batch(0, 0, torch.float64)).backward()
+    Engine(
+        module.requires_grad_(True).double(), topology_of(1, 1), config_of(stage, zero=zero)
+    ).destroy()
 
 
 def test_a_wrapped_module_needs_a_new_wrapper() -> None:

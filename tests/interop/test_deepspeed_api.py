@@ -324,3 +324,17 @@ def alone() -> None:
 
 def test_a_process_group_of_one_rank() -> None:
     run_ranks(1, alone)
+
+
+def initialized_alone() -> None:
+    assert not comm.is_initialized()
+    assert step_of({"type": "AdamW"})
+    assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)
+    values = [torch.zeros(2)]
+    torch.distributed.all_gather(values, torch.ones(2))  # as the Trainer does at its end
+    assert values[0].tolist() == [1.0, 1.0]
+    torch.distributed.destroy_process_group()
+
+
+def test_initialize_creates_a_process_group_of_one_rank() -> None:
+    run_ranks(1, initialized_alone)

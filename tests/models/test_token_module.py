@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,16 +104,26 @@ class Features(nn.Linear):
 
 
 def test_an_error_in_the_first_forward_states_what_the_module_gets() -> None:
-    with pytest.raises(RuntimeError) as failed:
+    problem = (
+        r"Features failed with token ids \(2, 6\): RuntimeError: .*dtype.* \(test_token_module.py, line \d+\);"
+        r" its forward must .* threed\.Engine"
+    )
+    with pytest.raises(ForwardError, match=problem) as refused:
         TokenModule(Features(4, 2), VOCAB)(None, micro())
-    assert "Features failed with token ids (2, 6); its forward must" in failed.value.__notes__[0]
-    assert "threed.Engine" in failed.value.__notes__[0]
+    assert isinstance(refused.value.__cause__, RuntimeError)
+    for error in (MemoryError("none left"), torch.OutOfMemoryError("none left")):
+        with pytest.raises(type(error), match=r"^none left$"):
+            TokenModule(Logits(partial(fails, error)), VOCAB)(None, micro())
     model, module = None, Logits()
     model = TokenModule(module, VOCAB)
     model(None, micro())
     with pytest.raises(IndexError) as failed:
         model.logits(TOKENS + 1000)
-    assert not hasattr(failed.value, "__notes__")  # its forward has already succeeded
+    assert not isinstance(failed.value, ForwardError)  # its forward has already succeeded
+
+
+def fails(error: Exception, logits: Tensor) -> Tensor:
+    raise error
 
 
 def test_an_object_that_is_no_model_is_refused_with_what_it_lacks() -> None:

@@ -4,11 +4,15 @@ show."""
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import pydoc
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from tests.configs import Case, batch, config_of, engine_of, share, topology_of
 from tests.harness import run_ranks
@@ -19,7 +23,7 @@ from threed.config import Config, ConfigError, ParamGroup
 from threed.distributed.topology import Topology
 from threed.engine import Engine, LayeredEngine, ModuleEngine
 from threed.layers import Slicing
-from threed.models import Wrapped
+from threed.models import Wrapped, is_layered
 from threed.zero.step_metrics import BadStepsError
 
 
@@ -275,8 +279,120 @@ def test_metrics_that_need_other_ranks_show_that_they_were_not_read() -> None:
         assert f"{loss}, grad_norm=" in after
 
 
-def test_a_topology_with_other_stages_than_the_configuration_is_refused() -> None:
-    config = config_of(Case(dtype="fp32", pp=2))
-    model = models.build(config.model, Slicing())
-    with pytest.raises(ConfigError, match=r"parallel.pp is 2, but the topology has pp 1: set"):
-        Engine(model, Topology(), config)
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ({"pp": 2}, r'parallel\.pp is 2, but the topology has pp 1: set parallel={"pp": 1}'),
+        ({"tp": 2}, r'parallel\.tp is 2, but the topology has tp 1: set parallel={"tp": 1}'),
+        ({"dp": 2}, r'parallel\.dp is 2, but the topology has dp 1: set parallel={"dp": 1}'),
+        (
+            {"tp": 2, "dp": 3},
+            r'parallel\.tp is 2 and parallel\.dp is 3, but the topology has tp 1 and dp 1: set parallel={"tp": 1, "dp": 1}',
+        ),
+    ],
+)
+def test_a_topology_with_other_sizes_than_the_configuration_is_refused(
+    sizes: dict[str, int], named: str
+) -> None:
+    config = config_of(Case(dtype="fp32"))
+    config = with_(config, parallel={"dp": None, **sizes})
+    with pytest.raises(ConfigError, match=named):
+        Engine(models.build(config.model, Slicing()), Topology(), config)
+
+
+def test_a_wrapped_module_with_a_configuration_for_tensor_ranks_is_refused() -> None:
+    assert run_ranks(2, refused_sizes) == [refused_sizes_text()] * 2
+
+
+def refused_sizes() -> str:
+    with pytest.raises(ConfigError) as caught:
+        Engine(nn.Linear(2, 1), Topology(), Config.model_validate({"parallel": {"tp": 2}}))
+    return str(caught.value)
+
+
+def refused_sizes_text() -> str:
+    fix = 'set parallel={"tp": 1, "dp": 2} in the Config, as in the topology'
+    return f"parallel.tp is 2 and parallel.dp is 1, but the topology has tp 1 and dp 2: {fix}"
+
+
+def test_batch_sizes_that_do_not_divide_are_refused_before_the_first_step() -> None:
+    named = (
+        r"--train\.global-batch 5 is not divisible by --train\.micro-batch 2 × dp 1 = 2: use 4 or 6"
+    )
+    sizes = {"global_batch": 5, "micro_batch": 2}
+    config = with_(config_of(Case(dtype="fp32")), train=sizes)
+    for model in (models.build(config.model, Slicing()), nn.Linear(2, 1)):
+        wrapped = Config.model_validate({"train": sizes})
+        with pytest.raises(ConfigError, match=named):
+            Engine(model, Topology(), config if is_layered(model) else wrapped)
+    Engine(nn.Linear(2, 1), Topology(), wrapped, trains=False)
+
+
+def test_a_custom_loop_does_not_need_batch_sizes() -> None:
+    assert run_ranks(3, one_step_of_a_loop) == [1, 1, 1]
+
+
+def one_step_of_a_loop() -> int:
+    engine = Engine(nn.Linear(2, 1), Topology(), Config())  # 16 rows in micro-batches of 2
+    assert isinstance(engine, ModuleEngine)
+    engine.begin()
+    engine.backward(engine.module(torch.ones(1, 2)).sum())
+    return engine.update().step
+
+
+@pytest.mark.parametrize("kind", [Engine, ModuleEngine, LayeredEngine])
+def test_help_shows_every_method(kind: type[Engine]) -> None:
+    names = {name for engine in (kind, ModuleEngine, LayeredEngine) for name in dir(engine)}
+    for name in names if kind is Engine else dir(kind):
+        if not name.startswith("_"):
+            assert len(pydoc.render_doc(getattr(kind, name)).splitlines()) > 2, name
+    with pytest.raises(AttributeError, match="has no attribute 'gather'"):
+        Engine.gather  # noqa: B018
+
+
+def test_an_engine_is_not_a_module() -> None:
+    wrapped: Any = Engine(nn.Linear(2, 1), Topology(), Config())
+    for name in ("to", "forward", "parameters", "train"):
+        assert not hasattr(wrapped, name)
+        with pytest.raises(
+            AttributeError, match=r"use engine\.module, or, .*install_as_deepspeed\(\)"
+        ):
+            getattr(wrapped, name)
+    layered: Any = engine_of(config_of(Case(dtype="fp32")))
+    with pytest.raises(AttributeError, match=r"use the methods of threed\.Engine"):
+        layered.to("cpu")
+    for engine in (wrapped, layered):
+        with pytest.raises(AttributeError, match=r"has no attribute 'stpe'$"):
+            engine.stpe  # noqa: B018
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_of_a_torch_optimizer_that_changes_nothing_is_refused(stage: int) -> None:
+    module, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    zero = {"stage": stage, **({"offload_params": "cpu"} if stage else {})}
+    sizes = {"global_batch": 2, "micro_batch": 2}
+    config = Config.model_validate({"zero": zero, "train": sizes})
+    before = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine = Engine(Wrapped(module, loss=torch.sum), Topology(), config)
+    both = torch.optim.SGD([*module.parameters(), *other.parameters()], lr=1.0)
+    for optimizer in (before, both):
+        engine.step({"input": torch.ones(2, 2)})
+        weights = engine.full_state_dict()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"SGD\.step\(\) has no effect: .* engine\.step\(\)"):
+            optimizer.step()
+        assert all(
+            torch.equal(value, weights[name]) for name, value in engine.full_state_dict().items()
+        )
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    if not stage:  # gradients of the program
+        module.weight.grad = torch.ones(1, 2)
+        before.step()
+        module.weight.grad = None
+        after = engine.full_state_dict()["weight"]
+        torch.testing.assert_close(after, weights["weight"] - 1, rtol=0, atol=1e-6)  # rounded once
+    engine.destroy()
+    before.step()
+    del engine
+    gc.collect()
+    assert not _global_optimizer_post_hooks

@@ -46,6 +46,7 @@ from threed.distributed.launcher import (
 from threed.interop import pretrained
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.memory.io import SwapError
+from threed.models.token_module import ForwardError
 from threed.planner.forecast import Forecast, checkpoint_bytes
 from threed.reliability import recheck
 from threed.reliability.failure import LostContact, refuse
@@ -62,6 +63,7 @@ ENDINGS: dict[type[Exception], tuple[int, bool]] = {
     RunFolderError: (2, False),
     BadStepsError: (2, True),
     ReplicaError: (2, True),
+    ForwardError: (2, False),
     Preempted: (PREEMPTED, True),
 }
 

@@ -233,7 +233,7 @@ def find_problems(
     for check in (*sizes, _check_sequence, _check_run, _check_export):
         problems += check(config)
     problems += find_model_problems(config.model)
-    for check_ranks in (_check_schedule, _check_batch, _check_shard_size, _check_replicas):
+    for check_ranks in (_check_schedule, find_batch_problems, _check_shard_size, _check_replicas):
         problems += check_ranks(config, dp)
     if machines is not None and not problems:
         problems += check_sizes(config, machines, local_world or 1)
@@ -347,7 +347,7 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
     """Yields problems of the schedule with the configured stages, micro-batches and layers."""
     name, p, train = config.parallel.schedule, config.parallel, config.train
     rows = train.micro_batch * (dp or 1)
-    # if the global batch cannot be divided into micro-batches, _check_batch reports the problem
+    # if the global batch cannot be divided into micro-batches, find_batch_problems reports the problem
     known = dp is not None and train.global_batch % rows == 0
     count = train.global_batch // rows if known else 2 * p.pp
     if count > MOST_MICROBATCHES:
@@ -401,7 +401,32 @@ def find_unused(optim: OptimConfig, flags: Collection[str]) -> Iterator[str]:
             yield f"{given}, which does not use it: leave it out, or use the default {written(own)}"
 
 
-def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
+def find_size_problems(config: Config, **sizes: int) -> list[str]:
+    """Returns a problem if parallel sizes of the configuration are not those of the topology.
+
+    Args:
+        config: configuration to check; sizes that are not set are not checked.
+        sizes: size of each axis of the topology, by name.
+    """
+    given = {axis: getattr(config.parallel, axis) for axis in sizes}
+    differ = [axis for axis, size in sizes.items() if given[axis] not in (None, size)]
+    if not differ:
+        return []
+    own = " and ".join(f"parallel.{axis} is {given[axis]}" for axis in differ)
+    theirs = " and ".join(f"{axis} {sizes[axis]}" for axis in differ)
+    fix = ", ".join(f'"{axis}": {sizes[axis]}' for axis in differ)
+    return [
+        f"{own}, but the topology has {theirs}: set parallel={{{fix}}} in the Config, as in the topology"
+    ]
+
+
+def find_batch_problems(config: Config, dp: int | None) -> Iterator[str]:
+    """Yields a problem if the global batch cannot be divided into micro-batches.
+
+    Args:
+        config: configuration to check.
+        dp: number of data ranks; None if not known.
+    """
     batch, micro = config.train.global_batch, config.train.micro_batch
     if dp is None or batch % (micro * dp) == 0:
         return

@@ -267,7 +267,8 @@ class PrecisionConfig(_Group):
     loss_scale: LossScale = "dynamic"
     """loss scale under fp16: dynamic, or a constant"""
     cast_inputs: Switch = False
-    """cast floating-point tensors of a batch to dtype; false: pass them unchanged"""
+    """cast floating-point tensors of the batches of step and evaluate to dtype; false: pass them
+    unchanged"""
 
 
 class ModelConfig(_Group):

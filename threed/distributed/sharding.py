@@ -144,6 +144,16 @@ def detach(param: nn.Parameter) -> None:
     del param.spec  # type: ignore[attr-defined]
 
 
+def point(param: nn.Parameter, values: Tensor) -> None:
+    """Makes a parameter use the memory of `values`.
+
+    The parameter stays the same object and keeps its autograd history. `__torch_function__` is not
+    called, because it would first gather a sharded parameter.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.data.__set__(param, values.data)  # type: ignore[attr-defined]
+
+
 def storage_of(tensor: Tensor | None) -> int:
     """Returns an id of a tensor's storage; 0 for None and for a tensor without a storage."""
     if tensor is None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from threed.checkpoint import compatibility, native
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.saving import Save, Saver
 from threed.config import Config, ConfigError
-from threed.config.checks import find_refusals
+from threed.config.checks import find_batch_problems, find_refusals, find_size_problems
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.interop.huggingface.folder import is_hf_folder
@@ -42,11 +43,28 @@ from threed.zero.optimizer import Optimizer, Synchronous
 from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.rates import Rates
 from threed.zero.reducer import Reducer
+from threed.zero.sinks import refuse_torch_steps
 from threed.zero.step_metrics import Faults, Later, loss_of
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
+NOT_LAYERS = ": an engine is not an nn.Module: use the methods of threed.Engine"
+NOT_A_MODULE = (
+    ": an engine is not an nn.Module: use engine.module, or, for the Trainer of transformers, Accelerate or TRL, pass"
+    " the module instead of an engine, and call threed.install_as_deepspeed() first (docs/guide/accelerate.md)"
+)
 
-class Engine:
+
+class _EngineType(type):
+    """The class of `Engine`; shows the methods of all kinds of engines, as in `help(Engine.begin)`."""
+
+    def __getattr__(cls, name: str) -> Any:
+        for kind in () if name.startswith("_") else Engine._kinds.values():
+            if name in vars(kind):
+                return getattr(kind, name)
+        raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+
+
+class Engine(metaclass=_EngineType):
     """Trains a model on a topology, one optimizer step per call.
 
     `Engine(...)` returns a `LayeredEngine` for a `threed.models.Model` and a `ModuleEngine` for any
@@ -116,13 +134,27 @@ class Engine:
         if refused := find_refusals(config):
             raise ConfigError(refused)
         self.topology, self.trains = topology, trains
+        with ExitStack() as undo:
+            # actions that give the model back; also run if this constructor fails
+            self._undo = undo
+            self._build(model, config, learning_rate, loss_scale, transport)
+            self._complete()
+            self._undo = undo.pop_all()
+
+    def _build(
+        self, model: Model | nn.Module, config: Config, learning_rate: Callable[[Tensor], Tensor] | None,
+        loss_scale: LossScale | None, transport: Transport | None,
+    ) -> None:  # fmt: skip
+        """Builds all parts of the engine. Collective."""
+        topology = self.topology
         self.model, config = self._prepare(model, config)
+        self._check_sizes(config)
         self.steps, self.consumed = 0, 0
         # host seconds spent so far in forwards and backwards of the step in progress
         self._seconds = 0.0
         self._numbers: Later | None = None  # results of the last step; None before the first step
-        agreement.check_configuration(config, topology.axis("world"), trains)
-        self.config, blueprint = draw(self.model, topology, config, trains)
+        agreement.check_configuration(config, topology.axis("world"), self.trains)
+        self.config, blueprint = draw(self.model, topology, config, self.trains)
         self.blueprint, self.layout = blueprint, blueprint.layout
         own_layers = [blueprint.layers[number] for number in blueprint.held]
         self.batches = self._make_batches(blueprint.layers)
@@ -141,6 +173,7 @@ class Engine:
                 self.layout, wrapped, config.zero.prefetch, codec, topology.axis("world")
             )
         )
+        self._undo.callback(self.gatherer.remove)
         self.optimizer = self._make_optimizer(
             Rates(
                 learning_rate or setup.learning_rate(config.optim, config.train.steps),
@@ -149,6 +182,7 @@ class Engine:
             ),
             loss_scale or setup.loss_scale(config.precision),
         )
+        self._undo.callback(self.optimizer.close)
         self.saver = Saver(self.optimizer, topology, self.config)
         agreement.check_buckets(self.layout, topology)
         self._initialize()
@@ -157,6 +191,11 @@ class Engine:
             early=self.optimizer.early, unused=self.optimizer.unused,
             warns=topology.axis("tp").index == 0, gatherer=self.gatherer, plain=self._plain_backwards(),
         )  # fmt: skip
+        self._undo.callback(self.reducer.remove)
+        if self.trains:
+            ends = refuse_torch_steps().remove
+            self._undo.callback(ends)
+            weakref.finalize(self, ends)
         self.plan_of = functools.lru_cache(maxsize=32)(blueprint.lowered)
         parts = self.plan_of, self.reducer, self.optimizer
         asynchronous = Asynchronous(*parts) if blueprint.pipeline.plan.asynchronous else None
@@ -165,7 +204,7 @@ class Engine:
             use_sinks(layer)
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
-        self.extras = Extras(self.buffers, topology, generators=self.wraps_module and trains)
+        self.extras = Extras(self.buffers, topology, generators=self.wraps_module and self.trains)
         # `Overlap` runs a forward and a backward at the same time on two streams. It is not used if
         # parameters are sharded or layers have buffers, because the allocator could reuse their
         # memory while the second stream still reads it.
@@ -179,6 +218,26 @@ class Engine:
             device=topology.device, varying=options_of(self.model).boundaries_vary,
             on_validate=self.optimizer.validate, updates=asynchronous,
         )  # fmt: skip
+
+    if not TYPE_CHECKING:  # so that type checkers report unknown attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises AttributeError; the message states what to use instead."""
+            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_") and hasattr(nn.Module, name):
+                problem += NOT_A_MODULE if self.wraps_module else NOT_LAYERS
+            raise AttributeError(problem)
+
+    def _check_sizes(self, config: Config) -> None:
+        """Raises ConfigError if sizes of the configuration do not fit the topology."""
+        topology = self.topology
+        problems = find_size_problems(config, pp=topology.pp, tp=topology.tp, dp=topology.dp)
+        # A custom loop does not need the batch sizes, so their defaults may be any.
+        given = {"global_batch", "micro_batch"} & config.train.model_fields_set
+        if self.trains and (given or not self.wraps_module):
+            problems += find_batch_problems(config, topology.dp)
+        if problems:
+            raise ConfigError(problems)
 
     def _make_batches(self, layers: Sequence[nn.Module]) -> Batches:
         """Returns the object that splits batches into micro-batches, given all layers."""
@@ -202,6 +261,9 @@ class Engine:
     def _initialize(self) -> None:
         """Sets the weights to their initial values. Collective."""
         raise NotImplementedError
+
+    def _complete(self) -> None:
+        """Frees everything that only the construction needed; called when it has succeeded."""
 
     def _plain_backwards(self) -> PlainBackwards | None:
         """Returns how the engine takes part in backwards that the program starts."""

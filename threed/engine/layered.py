@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from threed.config import Config, ConfigError
+from threed.config import Config
 from threed.distributed.sharding import initial
 from threed.engine.base import Engine
 from threed.layers import MicroBatch
@@ -29,10 +29,6 @@ class LayeredEngine(Engine):
                 "threed does not offer trains=False for a model of pipeline layers: use evaluate() and logits() of an"
                 " engine that trains"
             )
-        stages, given = self.topology.pp, config.parallel.pp
-        if stages != given:
-            fix = f'set parallel={{"pp": {stages}}} in the Config, as in the topology'
-            raise ConfigError([f"parallel.pp is {given}, but the topology has pp {stages}: {fix}"])
         layered = cast(Model, model)
         setup.check_tile(config.zero.tile, layered.slicing.tile, wrapped=False)
         return layered, config

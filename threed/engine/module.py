@@ -19,6 +19,7 @@ from threed.config import Config, OptimConfig, RecomputeConfig
 from threed.config.resolution import resolve
 from threed.core.messages import counted
 from threed.distributed import collectives
+from threed.distributed.sharding import point
 from threed.engine.base import Engine
 from threed.models import Model, Wrapped, wrap
 from threed.pipeline import activation_checkpointing, compiling
@@ -26,7 +27,7 @@ from threed.pipeline.batches import Batch
 from threed.zero import records, setup
 from threed.zero.contributions import own_backward
 from threed.zero.hooks import ModuleGatherer
-from threed.zero.layout import Slot, point
+from threed.zero.layout import Slot
 from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.reducer import OPEN
 from threed.zero.release import full_values
@@ -74,21 +75,27 @@ class ModuleEngine(Engine):
 
     @property
     def module(self) -> nn.Module:
-        """The module. Between `begin` and `update`, running it gathers its sharded parameters."""
+        """The module. Between `begin` and `update`, running it gathers its sharded parameters.
+
+        A call of the module by the program gets its arguments unchanged: `precision.cast_inputs`
+        has an effect only in `step` and `evaluate`.
+        """
         return self.model.module
 
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Wrapped, Config]:
         wrapped = wrap(model, self.topology)
+        self._undo.callback(wrapped.remove)
         setup.check_tile(config.zero.tile, wrapped.slicing.tile, wrapped=True)
         config = resolve(config, 0, self.topology.world)
         compiling.compile_layers((), [wrapped], config.run)  # refused before the module is changed
         config = config if self.trains else _without_training(config)
-        self._disable_checkpointing = activation_checkpointing.enable(wrapped.module, config)
+        self._undo.callback(activation_checkpointing.enable(wrapped.module, config))
         return wrapped, config
 
     def _initialize(self) -> None:
         slots = () if self.trains else self.layout.slots
-        self._refusals = [refuse_gradients(slot) for slot in slots]
+        for slot in slots:
+            self._undo.callback(refuse_gradients(slot).remove)
         values = functools.partial(self.model.initial, seed=self.config.train.seed)
         self.model.agree(self.topology.data, self.topology.device)
         records.initialize(self.optimizer, values, again=False)
@@ -132,6 +139,7 @@ class ModuleEngine(Engine):
 
     def _plain_backwards(self) -> PlainBackwards:
         self.plain = PlainBackwards(self.module, self._plain_begins, self._plain_ended)
+        self._undo.callback(self.plain.allow, False)
         return self.plain
 
     def _plain_begins(self) -> None:
@@ -349,20 +357,14 @@ class ModuleEngine(Engine):
         if self.gatherer.lent:
             raise RuntimeError("destroy inside `with engine.gathered():`: end the block first")
         self.saver.end()
-        self._sync_states()
+        super()._sync_states()  # does not refuse a module with other parameters than at first
+        self.gatherer.changes.absorb_edits(self.optimizer)
         self.reducer.drop()
         values = list(full_values(self.optimizer, self.model.given_dtype))
-        self.plain.allow(False)
-        self.reducer.remove()
-        self.gatherer.remove()
-        for slot, full in values:
-            point(slot.param, full)
-        for handle in self._refusals:
-            handle.remove()
-        self.model.remove()
-        self._disable_checkpointing()
         try:
-            self.optimizer.close()
+            self._undo.close()
+            for slot, full in values:
+                point(slot.param, full)
         finally:
             vars(self).clear()
             self.__class__ = _Destroyed
@@ -505,7 +507,11 @@ class ModuleEngine(Engine):
         See `threed.zero.manual_edits`.
         """
         super()._sync_states()
+        self.gatherer.changes.check_structure()
         self.gatherer.changes.absorb_edits(self.optimizer)
+
+    def _complete(self) -> None:
+        self.model.complete()
 
 
 def _without_training(config: Config) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Protocol, cast
 
@@ -119,13 +120,18 @@ def wrap(model: object, topology: Topology, *, cast_buffers: bool = True) -> Wra
         raise TypeError(f"{type(model).__name__} is not a model: {fix}")
     if problems := find_split_problems(model, topology.pp, topology.tp):
         raise ConfigError(problems)
-    problem = ""
-    try:
-        wrapped = model if isinstance(model, Wrapped) else Wrapped(model, cast_buffers=cast_buffers)
-        wrapped.check_unused()
-    except ValueError as error:
-        problem = str(error)
-    collectives.raise_together([problem], topology.axis("world"), ValueError)
+    with ExitStack() as undo:
+        problem = ""
+        try:
+            wrapped = (
+                model if isinstance(model, Wrapped) else Wrapped(model, cast_buffers=cast_buffers)
+            )
+            wrapped.claim()
+            undo.callback(wrapped.remove)
+        except ValueError as error:
+            problem = str(error)
+        collectives.raise_together([problem], topology.axis("world"), ValueError)
+        undo.pop_all()
     return wrapped
 
 
@@ -181,7 +187,16 @@ def call_custom(custom: Callable[..., object], config: ModelConfig, slicing: Sli
         raise ConfigError([str(error)]) from None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(slicing.seed)
-        return custom(*(config, slicing)[:count])
+        try:
+            return custom(*(config, slicing)[:count])
+        except Exception as error:
+            given = ", ".join(("config, a ModelConfig", "slicing, a Slicing")[:count])
+            if count:
+                error.add_note(
+                    f"threed called {getattr(custom, '__name__', custom)} with {given} (docs/guide/own_models.md): for"
+                    " other arguments, name a function without arguments that returns the module"
+                )
+            raise
 
 
 def for_tokens(model: object, vocab: int, name: str) -> Model:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 Inputs = Mapping[str, Any]
 
@@ -39,6 +40,10 @@ class Items:
         )
         self._inputs: Inputs | None = None
         self._inner_got_labels = False
+        self._handles: list[RemovableHandle] = []
+
+    def register(self) -> None:
+        """Registers the hooks that observe causal models in the module."""
         self._handles = [
             inner.register_forward_pre_hook(
                 lambda m, args, kwargs, name=name: self._called(name, m, args, kwargs),

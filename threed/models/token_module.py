@@ -8,12 +8,15 @@ The module's forward returns the loss, or logits from which the loss is computed
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from threed.core.source import place_of
 from threed.layers.slicing import MicroBatch
 from threed.models.loss_items import count_items, shifts_labels
 from threed.models.wrapped import Wrapped, loss_of
@@ -21,6 +24,12 @@ from threed.models.wrapped import Wrapped, loss_of
 FORWARD = (
     "its forward must take token ids, int64 [b s], and return logits [b s v], or take also `labels`, int64 [b s],"
     " and return their mean loss"
+)
+
+
+OTHER_INPUTS = (
+    "Train a module with other inputs or another loss in a program: threed.Engine(module, ...) passes the tensors of a"
+    " batch to its forward (docs/guide/zero.md)"
 )
 
 
@@ -85,16 +94,16 @@ class TokenModule(Wrapped):
         return found
 
     def _forward(self, tokens: Tensor, **labels: Tensor) -> Any:
-        """Runs the module. An error in its first forward gets a note on the required arguments."""
+        """Runs the module. An error of its code in the first forward becomes a ForwardError."""
         try:
             output = self.module(tokens, **labels)
         except Exception as error:
-            if not self._ran:
-                error.add_note(
-                    f"{self.title} failed with token ids {tuple(tokens.shape)}; {FORWARD}. Train a module with other"
-                    " inputs in a loop with threed.Engine (docs/guide/zero.md)"
-                )
-            raise
+            if self._ran or tokens.is_meta or not _is_of_module(error):
+                raise
+            raise ForwardError(
+                f"{self.title} failed with token ids {tuple(tokens.shape)}: {type(error).__name__}:"
+                f" {error}{place_of(error)}; {FORWARD}. {OTHER_INPUTS}"
+            ) from error
         self._ran = True
         return output
 
@@ -124,8 +133,18 @@ def _labels_parameter(module: nn.Module, name: str) -> inspect.Parameter | None:
     try:
         signature.bind("tokens", **({} if labels is None else {"labels": None}))
     except TypeError as error:
-        raise ForwardError(f"{name}.forward{signature}: {error}; {FORWARD}") from None
+        raise ForwardError(
+            f"{name}.forward{signature}: {error}; {FORWARD}. {OTHER_INPUTS}"
+        ) from None
     return labels
+
+
+def _is_of_module(error: Exception) -> bool:
+    """Returns whether the code of a module raised an error, and not threed or a full memory."""
+    package = str(Path(__file__).parents[1])
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the caller's frame
+    in_threed = any(frame.filename.startswith(package) for frame in frames)
+    return not (in_threed or isinstance(error, (MemoryError, torch.OutOfMemoryError)))
 
 
 def _count(inputs: Mapping[str, Any]) -> Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
 
 from threed.distributed import collectives
 from threed.distributed.sharding import (
@@ -31,6 +32,7 @@ from threed.distributed.sharding import (
     detach,
     few,
     is_managed,
+    point,
     slices,
     spec_of,
 )
@@ -151,6 +153,10 @@ class Wrapped(PipelineLayer):
     ) -> None:
         super().__init__()
         check(module)  # before hooks are registered
+        self._params = dict(module.named_parameters())
+        given = self._params if initial is None else initial
+        if missing := [name for name in self._params if name not in given]:
+            raise ValueError(f"initial has no values for {few(missing)}")
         self.module, self.loss = module, loss or loss_of
         self.count = count or Items(module)
         self.hidden, self.slicing, self.name = 0, Slicing(), "module"
@@ -159,21 +165,23 @@ class Wrapped(PipelineLayer):
         self._given, self._read = initial, ("", torch.empty(0))
         self._casts_buffers = cast_buffers
         self._regions: dict[str, Region] = {}  # of parameters whose values are in a mapped file
-        names: dict[int, str] = {}
-        for name, param in module.named_parameters():
-            names[id(param)] = name
-            piece = Piece(name, tuple(param.shape), (0,) * param.dim(), tuple(param.shape))
-            attach(param, ShardSpec((piece,), decay=param.dim() > 1))
+        names = {id(param): name for name, param in self._params.items()}
+        for name, param in self._params.items():
             self._original[name] = param.detach()
             if region := region_of(param):
                 self._regions[name] = region
         self.given_dtype = next((p.dtype for p in module.parameters()), torch.float32)
         # floating-point buffers that `initialized` has cast: (owner, name, dtype before and after)
         self._cast: list[tuple[nn.Module, str, torch.dtype, torch.dtype]] = []
+        # parameters, and buffers before `initialized`: (owner, name, parameter or buffer)
+        self._given_tensors: list[tuple[nn.Module, str, Tensor | None]] = [
+            (owner, key, param)
+            for owner in module.modules()
+            for key, param in owner._parameters.items()
+        ]
+        self._loading: RemovableHandle | None = None
         self._used = False  # whether an engine has used this object
-        given = self._original if initial is None else initial
-        if missing := [name for name in self._original if name not in given]:
-            raise ValueError(f"initial has no values for {few(missing)}")
+        self._attached = False
         self._unit_of: dict[str, Unit] = {}
         for unit in self.units:
             for param in (p for member in unit.members for p in member.parameters(recurse=False)):
@@ -184,6 +192,16 @@ class Wrapped(PipelineLayer):
             unit.name: meta_copy(unit) for unit in self.units if has_meta_parameters(unit.members)
         }
         self._initialized_unit = functools.lru_cache(maxsize=2)(self._initialize)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Adds the sharding records of the parameters and the hooks that observe calls."""
+        for name, param in self._params.items():
+            piece = Piece(name, tuple(param.shape), (0,) * param.dim(), tuple(param.shape))
+            attach(param, ShardSpec((piece,), decay=param.dim() > 1))
+        if isinstance(self.count, Items):
+            self.count.register()
+        self._attached = True
 
     def layers(self) -> list[nn.Module]:
         """Returns the module as the only layer."""
@@ -274,6 +292,8 @@ class Wrapped(PipelineLayer):
                     made[param] = nn.Parameter(empty, param.requires_grad)
                     attach(made[param], spec_of(param))
                 owner._parameters[key] = made[param]
+        self._params = dict(self.module.named_parameters())
+        self._given_tensors.clear()
 
     def agree(self, axis: Axis, device: torch.device) -> None:
         """Broadcasts the original parameter values from the first rank of the axis. Collective.
@@ -306,10 +326,10 @@ class Wrapped(PipelineLayer):
     def initialized(self, device: torch.device, dtype: torch.dtype) -> None:
         """Finishes the initialization of the parameters, and initializes the buffers.
 
-        Drops the original parameter values. Moves buffers to the device. If the original dtype of
-        some parameter was not `dtype`, casts the floating-point buffers as
-        `module.to(device, dtype)` would, unless `cast_buffers` is False. If a buffer is on the meta
-        device, its values are computed by the initialization of the module that owns it.
+        Moves buffers to the device. If the original dtype of some parameter was not `dtype`, casts
+        the floating-point buffers as `module.to(device, dtype)` would, unless `cast_buffers` is
+        False. If a buffer is on the meta device, its values are computed by the initialization of
+        the module that owns it. Original values are kept until `complete`.
 
         Args:
             device: the engine's device, to which buffers are moved.
@@ -317,13 +337,12 @@ class Wrapped(PipelineLayer):
         """
         differs = any(values.dtype != dtype for values in self._original.values())
         cast = dtype if differs and self._casts_buffers else None
-        self._original.clear()
-        self._used = True
-        self._forget_values()
+        self._initialized_unit.cache_clear()
         self.module.__dict__["_threed"] = True
         self._loading = self.module.register_load_state_dict_pre_hook(refuse_loading)
         for name, owner in self.module.named_modules():
             buffers = owner._buffers
+            self._given_tensors += [(owner, key, buffer) for key, buffer in buffers.items()]
             if any(
                 buffer is not None and buffer.device.type == "meta" for buffer in buffers.values()
             ):
@@ -340,8 +359,22 @@ class Wrapped(PipelineLayer):
                     self._cast.append((owner, key, buffer.dtype, dtype))
                 owner._buffers[key] = None if buffer is None else buffer.to(device, to)
 
-    def check_unused(self) -> None:
-        """Checks that no engine has used this object.
+    def complete(self) -> None:
+        """Ends the construction of an engine: drops the original values of the module."""
+        self._used = True
+        self._params = dict(
+            self.module.named_parameters()
+        )  # those on the meta device were replaced
+        self._original.clear()
+        self._given_tensors.clear()
+        self._given, self._read = None, ("", torch.empty(0))
+        if self._regions:
+            self._regions.clear()
+            for param in self._params.values():
+                leave_file(param)
+
+    def claim(self) -> None:
+        """Prepares the module for an engine, if the constructor of an earlier engine has failed.
 
         Raises:
             ValueError: if an engine has used it.
@@ -351,31 +384,33 @@ class Wrapped(PipelineLayer):
                 f"this Wrapped({type(self.module).__name__}) has had an engine: call destroy() of that engine, and make"
                 " a new threed.models.Wrapped of the module for another engine"
             )
+        if not self._attached:
+            self._attach()
 
     def remove(self) -> None:
-        """Removes everything that wrapping has added to the module.
+        """Removes everything that wrapping and `initialized` have added to the module.
 
-        Buffers get the dtype back that they had before `initialized`.
+        Before `complete`, parameters and buffers get their original values back. Afterwards, only
+        buffers change: they get the dtype back that they had before `initialized`.
         """
-        for owner, key, before, after in self._cast:
+        for name, value in self._original.items():
+            point(self._params[name], value)
+        for owner, key, given in self._given_tensors:
+            if getattr(owner, key) is not given:
+                setattr(owner, key, given)
+        for owner, key, before, after in self._cast if self._used else ():
             buffer = owner._buffers.get(key)
             if buffer is not None and buffer.dtype == after:
                 owner._buffers[key] = buffer.to(before)
-        for param in self.module.parameters():
+        self._cast.clear()
+        for param in self._params.values():
             detach(param)
         if isinstance(self.count, Items):
             self.count.remove()
-        self._loading.remove()
-        del self.module.__dict__["_threed"]
-
-    def _forget_values(self) -> None:
-        """Frees everything from which initial values were computed."""
-        self._initialized_unit.cache_clear()
-        self._given, self._read = None, ("", torch.empty(0))
-        if self._regions:
-            self._regions.clear()
-            for param in self.module.parameters():
-                leave_file(param)
+        if self._loading is not None:
+            self._loading.remove()
+        self.module.__dict__.pop("_threed", None)
+        self._attached = False
 
     def _initialize(self, unit: str, seed: int) -> dict[str, Tensor]:
         """Returns the initialized parameters of a unit, by their names in the wrapped module."""

@@ -26,6 +26,7 @@ from threed.core.disk import is_unwritable
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.memory.io import SwapError
+from threed.models.token_module import ForwardError
 from threed.reliability import failure
 from threed.reliability.failure import LostContact
 from threed.reliability.heartbeat import Heartbeat, when, who
@@ -38,7 +39,9 @@ from threed.zero.step_metrics import BadStepsError
 LISTEN_S = 2.0  # seconds between checks of the watchdog; signals are received immediately
 # Errors that all ranks raise together, or that name the rank in their message. The caller prints
 # them, so they are not printed here.
-REPORTED = (CheckpointError, RunFolderError, SwapError, Preempted, BadStepsError, ReplicaError)
+REPORTED = (
+    CheckpointError, RunFolderError, SwapError, Preempted, BadStepsError, ReplicaError, ForwardError,
+)  # fmt: skip
 
 
 class Supervision:

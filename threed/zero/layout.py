@@ -37,7 +37,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from threed.distributed.sharding import Piece, ShardSpec, attach, spec_of, split
+from threed.distributed.sharding import Piece, ShardSpec, attach, point, spec_of, split
 from threed.distributed.topology import Axis, Topology, alone
 from threed.layers.contract import contract
 from threed.memory.tiers import Drive, InMemory, Storage, Tier, memory_tier
@@ -486,16 +486,6 @@ class HasModules(Protocol):
     """Interface of a unit: a pipeline layer, or a set of modules of a wrapped model."""
 
     def modules(self) -> Iterator[nn.Module]: ...
-
-
-def point(param: nn.Parameter, values: Tensor) -> None:
-    """Makes a parameter use the memory of `values`.
-
-    The parameter stays the same object and keeps its autograd history. `__torch_function__` is not
-    called, because it would first gather a sharded parameter.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        Tensor.data.__set__(param, values.data)  # type: ignore[attr-defined]
 
 
 def collect(units: Sequence[HasModules]) -> list[Slot]:

@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 from threed.distributed import collectives
+from threed.distributed.sharding import point
 from threed.distributed.topology import Axis
 from threed.zero.gather import Gatherer
-from threed.zero.layout import Bucket, Group, Layout, Slot, point
+from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT, State, store_all
 
@@ -141,6 +142,10 @@ class Changes:
             self._newer[bucket] = changed[0]
         return bool(changed)
 
+    def check_structure(self) -> None:
+        """Raises RuntimeError if the module lost or gained a parameter since `begin`."""
+        _check_structure(self.module, self.layout)
+
     def absorb_edits(self, optimizer: Optimizer) -> None:
         """Copies all changes so far to the optimizer's states.
 
@@ -151,10 +156,8 @@ class Changes:
             optimizer: the optimizer that holds the states.
 
         Raises:
-            RuntimeError: a change cannot be copied, or the module lost or gained a parameter; the
-                message names the parameter.
+            RuntimeError: a change cannot be copied; the message names the parameter.
         """
-        _check_structure(self.module, self.layout)
         for group in self.layout.groups:
             if not group.sliced and (changed := self._changed(group)):
                 self._newer |= dict.fromkeys(group.buckets, changed[0])

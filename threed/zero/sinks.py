@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from threed.distributed.sharding import is_managed
 from threed.layers.slicing import ForwardScope, add_to
 from threed.ops.matmul import NATIVE, Matmul
 from threed.zero.contributions import (
@@ -260,6 +262,26 @@ def _grad_hook(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
             alive.take(param)
 
     return hook
+
+
+def refuse_torch_steps() -> RemovableHandle:
+    """Registers a hook that raises RuntimeError if a torch optimizer steps an engine's parameters.
+
+    Such a step changes nothing, because the gradients are in the engine's buffers. The hook accepts
+    a step for which the program has set `.grad` itself.
+    """
+    return register_optimizer_step_post_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    managed = [param for param in params if is_managed(param)]
+    if managed and all(GRAD.__get__(param) is None for param in managed):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() has no effect: its parameters belong to a threed engine, which keeps"
+            " their gradients and updates them in engine.step() or engine.update(). Remove this call, and set the"
+            " optimizer by the section optim of the Config, or pass it to threed.initialize"
+        )
 
 
 def refuse_gradients(slot: Slot) -> RemovableHandle:

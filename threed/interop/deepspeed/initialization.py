@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from threed.config import ConfigError
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
+from threed.interop.deepspeed.api.comm import init_distributed
 from threed.interop.deepspeed.config.optimizers import (
     find_groups,
     hyper_parameters,
@@ -50,8 +51,8 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, EngineOptimizer | None, DataLoader[Any] | None, Any]:
     """Creates the DeepSpeed-compatible engine for a module. Collective.
 
-    Initializes the process group if necessary. If the module belongs to an engine of an earlier
-    call, this engine is destroyed first.
+    Initializes the process group if necessary, also in a world of one rank. If the module belongs
+    to an engine of an earlier call, this engine is destroyed first.
 
     Args:
         args: an object whose attribute `deepspeed_config` is the configuration; or None.
@@ -95,8 +96,8 @@ def initialize(
         optimizer = optimizer([*params])
     if problem := _scheduler_problem(lr_scheduler, optimizer):
         raise ConfigError([f"lr_scheduler: {problem}"])
-    used = dict(ds)
-    groups = _use_passed(used, optimizer, model_parameters, lr_scheduler, notes)
+    init_distributed()
+    groups = _use_passed(used := dict(ds), optimizer, model_parameters, lr_scheduler, notes)
     engine: DeepSpeedEngine
     if isinstance(model, PipelineModule):
         if topology is not None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from threed.config import Config, ConfigError
 from threed.config.resolution import resolve
 from threed.distributed import collectives
-from threed.distributed.sharding import spec_of
+from threed.distributed.sharding import point, spec_of
 from threed.engine import LayeredEngine, ModuleEngine
 from threed.interop.deepspeed.api.topology import PipelineParallelGrid
 from threed.interop.deepspeed.config.optimizers import Group, find_groups, hyper_parameters
@@ -31,7 +31,6 @@ from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, Pipe
 from threed.interop.deepspeed.pipeline_module import PipelineModule
 from threed.pipeline.batches import Batch, Batches
 from threed.zero import records
-from threed.zero.layout import point
 from threed.zero.release import full_values
 
 STEPS = "threed does not offer {} of a PipelineEngine: use train_batch() or eval_batch()"
@@ -82,11 +81,9 @@ class PipelineTrainer(LayeredEngine):
         self._sync_states()
         self.reducer.drop()
         values = list(full_values(self.optimizer, self.model.given_dtype))
-        self.reducer.remove()
-        self.gatherer.remove()
+        self._undo.close()
         for slot, full in values:
             point(slot.param, full)
-        self.optimizer.close()
 
     def _make_batches(self, layers: Sequence[nn.Module]) -> Batches:
         return PipelineBatches(self.model, self.topology, self.config, layers)
