@@ -4,7 +4,7 @@ git clone https://github.com/deepspeedai/DeepSpeed       # tested with commit ed
 python -m tests.interop.deepspeed_unit DeepSpeed
 python -m tests.interop.deepspeed_unit DeepSpeed checkpoint/test_sparse.py -k strict
 
-Runs the test files that use only names which threed offers (`namespace.OFFERED`). Needs pytest below
+Runs the test files that use only names which threed offers (`names.OFFERED`). Needs pytest below
 8.4, because of the fixtures of these tests, and transformers; DeepSpeed must not be installed. Further
 arguments are files below tests/unit and options of pytest. Prints a table per folder and per test
 function: passed, refused (the error begins "threed does not offer", or is a ConfigError), skipped,

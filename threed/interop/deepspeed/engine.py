@@ -5,7 +5,7 @@ loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()
 engine.save_checkpoint("checkpoints")
 
 `training` has the methods that train, `checkpoints` the methods that save and load, and
-`module_methods` the methods of nn.Module. `missing` lists names that are not offered.
+`module_methods` the methods of nn.Module. `names` lists names that are not offered.
 """
 
 from __future__ import annotations

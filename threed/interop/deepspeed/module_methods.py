@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from threed.interop.deepspeed.missing import INSTEAD
+from threed.interop.deepspeed.names import REFUSED, refusal
 
 # Methods of nn.Module that are called on the wrapped module
 ON_MODULE = (
@@ -126,8 +126,8 @@ class ModuleMethods(nn.Module):
             return getattr(module, name)
         except AttributeError:
             kind = type(module).__name__
-        if name in INSTEAD:
-            raise AttributeError(f"threed does not offer engine.{name}: {INSTEAD[name]}")
+        if f"engine.{name}" in REFUSED:
+            raise AttributeError(refusal(f"engine.{name}"))
         raise AttributeError(
             f"neither threed's engine nor its module ({kind}) has an attribute {name!r}"
         )

@@ -19,7 +19,6 @@ from threed.interop.deepspeed.data import repeat
 logger = logging.getLogger("DeepSpeed")
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
-git_hash = git_branch = None
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
@@ -27,8 +26,6 @@ torch_info = {
     "nccl_version": "0.0",
     "hip_version": torch.version.hip or "0.0",
 }
-DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
-DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 
 
 # ------------------------------------------------------------------------------------------------------------ logging
@@ -45,13 +42,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = topology.everyone().index
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
-
-
-def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Prints a message on some ranks (see `log_dist`)."""
-    rank = topology.everyone().index
-    if not ranks or -1 in ranks or rank in ranks:
-        print(f"[Rank {rank}] {message}")
 
 
 def set_log_level_from_string(level: str, custom_logger: logging.Logger | None = None) -> None:
@@ -161,11 +151,6 @@ def set_random_seed(seed: int) -> None:
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function unchanged; `torch.profiler` shows the engine's phases."""
     return func
-
-
-def register_grad_hook(param: nn.Parameter, hook: Callable[[Tensor], Any]) -> Any:
-    """Calls `param.register_post_accumulate_grad_hook(hook)`, and returns its handle."""
-    return param.register_post_accumulate_grad_hook(hook)
 
 
 class OnDevice:

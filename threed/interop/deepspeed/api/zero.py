@@ -28,16 +28,6 @@ from threed.zero.records import WEIGHT
 _MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules")
 # name of an optimizer's state in DeepSpeed -> its further name in threed
 _STATES = {"momentum_buffer": ("momentum_buffer",), "exp_avg": ("exp_avg", "momentum_buffer")}
-_orig_torch_arange, _orig_torch_empty, _orig_torch_zeros = torch.arange, torch.empty, torch.zeros
-_orig_torch_ones, _orig_torch_full = torch.ones, torch.full
-
-
-class ZeroParamType(enum.Enum):
-    """DeepSpeed's kinds of parameters. Parameters of an engine in stage 3 are `PARTITIONED`."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
 
 
 class ZeroParamStatus(enum.Enum):
