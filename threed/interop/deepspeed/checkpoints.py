@@ -22,6 +22,7 @@ from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.core.atomic import building
 from threed.distributed import collectives
+from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.states import decode, encode
 from threed.interop.deepspeed.training import TrainingLoop
 from threed.interop.deepspeed.views import SchedulerView
@@ -29,6 +30,7 @@ from threed.interop.loading import LATEST
 from threed.interop.weights import weights
 
 TENSORS = "client_state.safetensors"  # file of a checkpoint: tensors of client_state and scheduler
+WEIGHTS = "use engine.full_state_dict(), or engine.save_16bit_model(folder)"
 SCHEDULE = (
     "the schedule of the configuration follows the number of updates, which is loaded with the optimizer states: pass a"
     " scheduler to initialize instead"
@@ -65,10 +67,7 @@ class Checkpoints(TrainingLoop):
             TypeError: if `client_state` has a value of another type.
         """
         if self.optimizer is None:
-            fix = "use engine.full_state_dict(), or engine.save_16bit_model(folder)"
-            raise NotImplementedError(
-                f"threed does not offer save_checkpoint of an engine that only evaluates: {fix}"
-            )
+            raise not_offered("save_checkpoint of an engine that only evaluates", WEIGHTS)
         self._check_boundary("save_checkpoint", "save at an accumulation boundary")
         everyone = self.topology.axis("world")
         tensors: dict[str, Tensor] = {}
@@ -148,14 +147,10 @@ class Checkpoints(TrainingLoop):
         complete = load_optimizer_states and not load_module_only
         if custom_load_fn is not None and complete:
             fix = "pass load_module_only=True, or load_optimizer_states=False"
-            raise NotImplementedError(
-                f"threed does not offer custom_load_fn with optimizer states: {fix}"
-            )
+            raise not_offered("custom_load_fn with optimizer states", fix)
         partial = load_optimizer_states != load_lr_scheduler_states and not load_module_only
         if partial and isinstance(self.lr_scheduler, SchedulerView):
-            raise NotImplementedError(
-                f"threed does not offer to load only the optimizer states or only the scheduler: {SCHEDULE}"
-            )
+            raise not_offered("to load only the optimizer states or only the scheduler", SCHEDULE)
         found = _latest(Path(load_dir)) if tag is None else str(tag)
         if len(tags := set(collectives.exchange(found, self.topology.axis("world")))) > 1:
             what = f"ranks load different checkpoints of {load_dir}: {', '.join(sorted(map(str, tags)))}"
@@ -302,10 +297,7 @@ class Checkpoints(TrainingLoop):
             NotImplementedError: at stage 3, where a rank has only slices of the weights.
         """
         if self.translation.config.zero.stage == 3:
-            fix = "use engine.full_state_dict(), or engine.save_16bit_model(folder)"
-            raise NotImplementedError(
-                f"threed does not offer module_state_dict at ZeRO stage 3: {fix}"
-            )
+            raise not_offered("module_state_dict at ZeRO stage 3", WEIGHTS)
         self.engine.finish()
         found = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         frozen = self._frozen() if exclude_frozen_parameters else ()

@@ -6,12 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from threed.interop.deepspeed.names import REFUSED, refusal
+from threed.interop.deepspeed.names import REFUSED, not_offered, refusal, refused
 
 # Methods of nn.Module that are called on the wrapped module
 ON_MODULE = (
@@ -171,7 +171,7 @@ class ModuleMethods(nn.Module):
         """
         if schedule is not None or compiled_autograd_enabled:
             what = "DeepCompile schedules and compiled autograd"
-            raise NotImplementedError(f"threed does not offer {what}: use the default arguments")
+            raise not_offered(what, "use the default arguments")
         self.module.compile(**{**compile_kwargs, "backend": backend})
         self.is_compiled = True
 
@@ -191,23 +191,18 @@ class ModuleMethods(nn.Module):
             fix = (
                 "enable fp16 or bf16 in the configuration, or convert the module before initialize"
             )
-            what = f"a conversion of an engine's module to {dtype}"
-            raise NotImplementedError(f"threed does not offer {what}: {fix}")
+            raise not_offered(f"a conversion of an engine's module to {dtype}", fix)
         if device is not None and not _same(device, self.device):
             what = f"a move of an engine's module from {self.device} to {device}"
             fix = "offload by the configuration, or call engine.destroy() first"
-            raise NotImplementedError(f"threed does not offer {what}: {fix}")
+            raise not_offered(what, fix)
         return self
 
-    def to_empty(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because the engine has the storage of the parameters."""
-        fix = "build the module on the meta device before initialize"
-        raise NotImplementedError(f"threed does not offer engine.to_empty: {fix}")
-
-    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because a rank may hold only slices of the weights."""
-        fix = "use engine.full_state_dict(), or save_checkpoint()"
-        raise NotImplementedError(f"a rank may have slices only: {fix}")
+    to_empty = refused("engine.to_empty", "build the module on the meta device before initialize")
+    state_dict = refused(
+        "engine.state_dict",
+        "a rank may have slices only: use engine.full_state_dict(), or save_checkpoint()",
+    )
 
 
 for _name in ON_MODULE:

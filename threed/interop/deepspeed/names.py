@@ -2,12 +2,14 @@
 
 `OFFERED` lists deepspeed's modules with the names that threed offers, and where each name is defined.
 `REFUSED` lists names that threed does not offer, of modules and of the engine, with what to use instead.
-Any other name is refused, too. `refusal` returns the text of the error.
+Any other name is refused, too. `refusal` returns the text of the error; `not_offered` and `refused` are
+for arguments and methods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 VERSION = "0.19.8"  # the version of DeepSpeed whose API is offered
 
@@ -221,3 +223,24 @@ def refusal(name: str) -> str:
         (REFUSED[key] for key in (name, parts[-1], *prefixes) if key in REFUSED), _OTHERWISE
     )
     return f"threed does not offer {name}: {instead}"
+
+
+def not_offered(name: str, instead: str, kind: type[Exception] = NotImplementedError) -> Exception:
+    """Returns the error for a use that threed does not offer.
+
+    Args:
+        name: the use, such as "FusedAdam.step()".
+        instead: what to use instead.
+        kind: class of the error.
+    """
+    return kind(f"threed does not offer {name}: {instead}")
+
+
+def refused(name: str, instead: str, kind: type[Exception] = NotImplementedError) -> Any:
+    """Returns a method that raises the error `not_offered`, whatever its arguments."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise not_offered(name, instead, kind)
+
+    call.__doc__ = f"Raises {kind.__name__}: {instead}."
+    return call

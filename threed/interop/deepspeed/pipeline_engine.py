@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from threed.interop.deepspeed.config.optimizers import Group, find_groups, hyper
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
+from threed.interop.deepspeed.names import not_offered, refused
 from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, PipelineModel, pack
 from threed.interop.deepspeed.pipeline_module import PipelineModule
@@ -34,7 +35,6 @@ from threed.zero import records
 from threed.zero.layout import point
 from threed.zero.release import full_values
 
-STEPS = "threed does not offer {} of a PipelineEngine: use train_batch() or eval_batch()"
 INTERVAL = "activation_checkpoint_interval"
 NO_EFFECT = "threed does not split layers over ranks, and recomputes layers itself"
 
@@ -68,10 +68,10 @@ class PipelineTrainer(LayeredEngine):
         """The names of the parameters and persistent buffers of all stages."""
         return self.model.names()
 
-    def gathered(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because stages hold different layers."""
-        fix = "use full_state_dict() and load_state_dict(weights)"
-        raise NotImplementedError(f"threed does not offer gathered of a PipelineEngine: {fix}")
+    # Stages hold different layers.
+    gathered = refused(
+        "gathered of a PipelineEngine", "use full_state_dict() and load_state_dict(weights)"
+    )
 
     def destroy(self) -> None:
         """Ends the engine and gives the module back, complete for each stage. Collective.
@@ -156,6 +156,11 @@ class PipelineTrainer(LayeredEngine):
         super().load_full_state_dict({buffers.get(n, n): value for n, value in weights.items()})
 
 
+def _only_batches(method: str) -> Any:
+    instead = "use train_batch() or eval_batch()"
+    return refused(f"{method} of a PipelineEngine", instead, RuntimeError)
+
+
 class PipelineEngine(DeepSpeedEngine):
     """DeepSpeed's engine of a `PipelineModule`. Steps run by `train_batch` only.
 
@@ -190,27 +195,11 @@ class PipelineEngine(DeepSpeedEngine):
         self.agg_train_loss: Tensor | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises RuntimeError, as in DeepSpeed."""
-        raise RuntimeError(STEPS.format("forward"))
-
-    forward = __call__
-
-    def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises RuntimeError, as in DeepSpeed."""
-        raise RuntimeError(STEPS.format("backward"))
-
-    def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises RuntimeError, as in DeepSpeed."""
-        raise RuntimeError(STEPS.format("step"))
-
-    def no_sync(self) -> NoReturn:
-        """Raises RuntimeError, because `train_batch` runs all micro-batches of a step."""
-        raise RuntimeError(STEPS.format("no_sync"))
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
-        """Raises RuntimeError, because `train_batch` runs all micro-batches of a step."""
-        raise RuntimeError(STEPS.format("set_gradient_accumulation_boundary"))
+    # `train_batch` runs all micro-batches of a step. The errors are RuntimeErrors, as in DeepSpeed.
+    __call__ = forward = _only_batches("forward")
+    backward, step = _only_batches("backward"), _only_batches("step")
+    no_sync = _only_batches("no_sync")
+    set_gradient_accumulation_boundary = _only_batches("set_gradient_accumulation_boundary")
 
     def _names(self) -> list[str]:
         return self.trainer.names
@@ -227,9 +216,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if exclude_frozen_parameters:
             fix = "remove them from full_state_dict()"
-            raise NotImplementedError(
-                f"threed does not offer exclude_frozen_parameters of a PipelineEngine: {fix}"
-            )
+            raise not_offered("exclude_frozen_parameters of a PipelineEngine", fix)
         full = self.trainer.full_state_dict()
         weights, dtype = self.trainer.model.weights, self.trainer.batches.dtype
         cast = {n: value.to(dtype) if n in weights else value for n, value in full.items()}
@@ -290,8 +277,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if reduce_output not in ("avg", None) or (reduce_output and not compute_loss):
             given = f"reduce_output {reduce_output!r} with compute_loss {compute_loss}"
-            fix = "use 'avg' for losses, or None"
-            raise NotImplementedError(f"threed does not offer {given}: {fix}")
+            raise not_offered(given, "use 'avg' for losses, or None")
         count = num_micro_batches or self.gradient_accumulation_steps()
         batch = self._read(data_iter, count)
         with self.trainer.evaluating():
@@ -361,10 +347,6 @@ class PipelineEngine(DeepSpeedEngine):
     def is_last_stage(self) -> bool:
         """Returns whether this rank has the last stage."""
         return self.stage_id == self.num_stages - 1
-
-    def get_pipeline_parallel_rank(self) -> int:
-        """Returns the stage of this rank."""
-        return self.stage_id
 
     @property
     def micro_batches(self) -> int:

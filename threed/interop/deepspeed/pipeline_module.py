@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from threed.interop.deepspeed.api.topology import (
     find_stages,
 )
 from threed.interop.deepspeed.api.utils import set_random_seed
+from threed.interop.deepspeed.names import refused
 from threed.interop.deepspeed.pipeline_layers import (
     LayerGroup,
     LayerRecord,
@@ -353,18 +354,12 @@ class PipelineModule(nn.Module):
             else:
                 self.forward_funcs[number] = torch.compile(function, *args, **kwargs)
 
-    def save_state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because threed has one format of checkpoints."""
-        raise NotImplementedError(f"PipelineModule.save_state_dict: {CHECKPOINTS}")
-
-    def load_state_dir(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because threed has one format of checkpoints."""
-        raise NotImplementedError(f"PipelineModule.load_state_dir: {CHECKPOINTS}")
-
-    def allreduce_tied_weight_gradients(self) -> NoReturn:
-        """Raises NotImplementedError, because the engine sums the gradients of tied weights."""
-        fix = "not needed: engine.train_batch sums the gradients of tied weights"
-        raise NotImplementedError(f"PipelineModule.allreduce_tied_weight_gradients: {fix}")
+    save_state_dict = refused("PipelineModule.save_state_dict", CHECKPOINTS)
+    load_state_dir = refused("PipelineModule.load_state_dir", CHECKPOINTS)
+    allreduce_tied_weight_gradients = refused(
+        "PipelineModule.allreduce_tied_weight_gradients",
+        "not needed: engine.train_batch sums the gradients of tied weights",
+    )
 
 
 @contextmanager

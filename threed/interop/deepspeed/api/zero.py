@@ -19,6 +19,7 @@ from threed.distributed import collectives, topology
 from threed.distributed.sharding import Piece, is_managed
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.init import share_changes
+from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.ownership import owner
 from threed.memory.mapped import region_of
 from threed.zero import records
@@ -116,10 +117,10 @@ class GatheredParameters:
         for param in self._params:
             engine = engine_of(param)
             if engine is None and is_managed(param):
-                raise NotImplementedError(
-                    f"threed does not offer GatheredParameters for a parameter of shape {list(param.shape)} of an engine"
-                    " that deepspeed.initialize has not made for a plain module: use engine.full_state_dict(), or"
-                    " engine.gathered() of a threed.ModuleEngine"
+                raise not_offered(
+                    f"GatheredParameters for a parameter of shape {list(param.shape)} of an engine that"
+                    " deepspeed.initialize has not made for a plain module",
+                    "use engine.full_state_dict(), or engine.gathered() of a threed.ModuleEngine",
                 )
             if engine is None:
                 free.append(param)
@@ -214,10 +215,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
             its buffers.
     """
     if engine_of(param) is not None:
-        raise NotImplementedError(
-            "threed does not offer safe_get_full_grad for a parameter of an engine: use"
-            " param.register_hook, or engine.get_global_grad_norm()"
-        )
+        instead = "use param.register_hook, or engine.get_global_grad_norm()"
+        raise not_offered("safe_get_full_grad for a parameter of an engine", instead)
     return param.grad
 
 

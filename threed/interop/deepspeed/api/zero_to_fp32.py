@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from threed.checkpoint.native import read_manifest
 from threed.interop.deepspeed.checkpoint_reader import step_folder
+from threed.interop.deepspeed.names import not_offered
 from threed.interop.loading import LATEST
 from threed.interop.weights import weights
 
@@ -41,10 +42,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
             itself has written.
     """
     if exclude_frozen_parameters:
-        raise NotImplementedError(
-            "threed does not offer exclude_frozen_parameters here: use"
-            " engine.save_16bit_model(exclude_frozen_parameters=True), or delete the names"
-        )
+        instead = "use engine.save_16bit_model(exclude_frozen_parameters=True), or delete the names"
+        raise not_offered("exclude_frozen_parameters here", instead)
     folder = _folder(Path(checkpoint_dir), tag)
     found = weights(folder)
     if lazy_mode:
@@ -67,10 +66,8 @@ def _folder(parent: Path, tag: str | int | None) -> Path:
         tag = (parent / LATEST).read_text(encoding="utf-8").strip()
     folder = parent / str(tag)
     if step_folder(folder) is not None:
-        raise NotImplementedError(
-            f"threed does not offer zero_to_fp32 of {folder}, which DeepSpeed has written: use the"
-            f" zero_to_fp32.py in {parent}, or `threed convert`"
-        )
+        instead = f"use the zero_to_fp32.py in {parent}, or `threed convert`"
+        raise not_offered(f"zero_to_fp32 of {folder}, which DeepSpeed has written", instead)
     return folder
 
 
