@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from threed.distributed import topology
@@ -91,15 +92,9 @@ def required_torch_version(
         min_version: the lowest version, such as 2.1; None means no limit.
         max_version: the highest version; None means no limit.
     """
-    have = _numbers(torch.__version__)
-    low = min_version is None or _numbers(min_version) <= have
-    return low and (max_version is None or have <= _numbers(max_version))
-
-
-def _numbers(version: str | float) -> tuple[int, ...]:
-    parts = str(version).partition("+")[0].split(".")
-    numbers = [int("".join(filter(str.isdigit, part)) or 0) for part in parts]
-    return tuple([*numbers, 0, 0][:3])
+    have = TorchVersion(torch.__version__.partition("+")[0])
+    low = min_version is None or have >= str(min_version)
+    return low and (max_version is None or have <= str(max_version))
 
 
 # ------------------------------------------------------------------------------------------------- tensors and devices
@@ -114,15 +109,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
         item: a tensor, or lists, tuples and dicts with tensors; other values are kept.
         device: the device of the copies.
     """
-    if isinstance(item, Tensor):
-        return item.detach().to(device, copy=True)
-    if isinstance(item, list | tuple):
-        copies = [clone_tensors_for_torch_save(value, device) for value in item]
-        return copies if isinstance(item, list) else tuple(copies)
-    if isinstance(item, dict):
-        pairs = ((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
-        return type(item)(pairs)
-    return item
+    return tree_map_only(Tensor, lambda values: values.detach().to(device, copy=True), item)
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Any = None) -> Any:
