@@ -264,8 +264,13 @@ def evaluate(engine: PipelineEngine) -> None:
     module = engine.module
     engine.destroy()
     assert all(type(p) is nn.Parameter and not p.any() for p in module.parameters())
+    if last:
+        module.get_submodule("4").requires_grad_(False)
     again = run(module)
     assert float(again.eval_batch(iter(data))) == found
+    trained = again._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    assert (trained == {}) == (again.global_rank > 0)
+    assert trained == {} or zeros.keys() - trained.keys() == {"4.weight", "4.bias"}
 
 
 def test_two_stages_in_many_ways() -> None:

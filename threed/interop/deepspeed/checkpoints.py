@@ -330,17 +330,19 @@ class Checkpoints(TrainingLoop):
         full = self.engine.full_state_dict()
         if self.topology.rank > 0:
             return {}
-        params = dict(self.module.named_parameters(remove_duplicate=False))
+        dtypes, first = self._dtypes(), self.engine.aliases
         frozen = set(self._frozen() if exclude_frozen_parameters else ())
-        first = self.engine.aliases
         found: dict[str, Tensor] = {}
         for name in self._names():
             if name in frozen or name not in full:
                 continue
             tied = found.get(first.get(name, name))
-            dtype = params[name].dtype if name in params else full[name].dtype
-            found[name] = full[name].to(dtype) if tied is None else tied
+            found[name] = full[name].to(dtypes.get(name)) if tied is None else tied
         return found
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Returns the dtype of each parameter, by all of its names."""
+        return {n: p.dtype for n, p in self.module.named_parameters(remove_duplicate=False)}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

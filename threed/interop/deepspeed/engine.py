@@ -11,8 +11,7 @@ engine.save_checkpoint("checkpoints")
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,13 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from threed.distributed.topology import Topology
-from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.zero import unmark_parameters
 from threed.interop.deepspeed.checkpoints import Checkpoints
-from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import deepspeed_io, repeat
-from threed.interop.deepspeed.ownership import owner, release, take
+from threed.interop.deepspeed.ownership import owner, release
 from threed.ops.precision import DTYPES
 
 
@@ -68,24 +64,6 @@ class DeepSpeedEngine(Checkpoints):
         local_rank: number of this rank on its machine.
         notes: messages about keys that have no effect, and about values chosen by threed.
     """
-
-    def __init__(
-        self, model: nn.Module, topology: Topology, translation: Translation,
-        passed: torch.optim.Optimizer | None = None, training_dataloader: DataLoader[Any] | None = None,
-        notes: Sequence[str] = (), ds: Mapping[str, Any] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None, *, trains: bool = True,
-        engine: ModuleEngine | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            model, topology, translation, passed, training_dataloader, notes, trains=trains,
-            engine=engine,
-        )  # fmt: skip
-        self.config = dict(ds or {})
-        self.basic_optimizer = self.optimizer
-        self.client_lr_scheduler: Any = None
-        self.collate_fn = collate_fn
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        take(model, self)
 
     def set_scheduler(self, scheduler: Any) -> None:
         """Sets the scheduler that `step` advances.

@@ -6,6 +6,7 @@ engine.train_batch(iterator)                # a full step: forwards, backwards a
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from threed.interop.deepspeed.api.zero import mark_parameters
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import cast_floats, repeat, to_device
 from threed.interop.deepspeed.module_methods import ModuleMethods
-from threed.interop.deepspeed.ownership import owner
+from threed.interop.deepspeed.ownership import owner, take
 from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
 from threed.models import wrap
 from threed.models.wrapped import loss_of
@@ -67,7 +68,9 @@ class TrainingLoop(ModuleMethods):
     def __init__(
         self, model: nn.Module, topology: Topology, translation: Translation,
         passed: torch.optim.Optimizer | None = None, training_dataloader: DataLoader[Any] | None = None,
-        notes: Sequence[str] = (), *, trains: bool = True, engine: ModuleEngine | None = None,
+        notes: Sequence[str] = (), ds: Mapping[str, Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None, *, trains: bool = True,
+        engine: ModuleEngine | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model)
         t = self.translation = translation
@@ -83,15 +86,18 @@ class TrainingLoop(ModuleMethods):
             self._module_hook = model.register_forward_pre_hook(begins, prepend=True)
         self.topology, self.device = topology, topology.device
         self.global_rank, self.world_size = topology.rank, topology.world
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.config, self.collate_fn = dict(ds or {}), collate_fn
         self.optimizer: EngineOptimizer | None = None
         self.lr_scheduler: Any = None
+        self.client_lr_scheduler: Any = None
         if trains:
             scheduled = t.learning_rate is not None
             self.optimizer = EngineOptimizer(
                 self.engine, self.zero_grad, self._step_skipped, passed, scheduled, t.rates
             )
             self.lr_scheduler = SchedulerView(self.optimizer) if scheduled else None
-        self.client_optimizer = passed
+        self.client_optimizer, self.basic_optimizer = passed, self.optimizer
         self.notes = (*notes, *translation.notes)
         self.training_dataloader = training_dataloader
         self.metrics: StepMetrics | None = None
@@ -106,6 +112,7 @@ class TrainingLoop(ModuleMethods):
         self._boundary: bool | None = None
         self._in_no_sync = False
         self._batches = None if training_dataloader is None else repeat(training_dataloader)
+        take(model, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward, and returns the result. Collective.
