@@ -168,10 +168,9 @@ def newest_checkpoint(path: Path) -> Path:
     """Returns the folder to load: the newest checkpoint of a run folder, or `path` itself."""
     if (path / MANIFEST).is_file() or is_hf_folder(path) or is_safetensors_folder(path):
         return path
-    if (path / LATEST).is_file():  # a folder of `DeepSpeedEngine.save_checkpoint`
-        saved = path / (path / LATEST).read_text(encoding="utf-8").strip()
-        if (saved / MANIFEST).is_file():
-            return saved
+    tag = latest_tag(path)
+    if tag is not None and (path / tag / MANIFEST).is_file():
+        return path / tag
     newest = next(candidates(path, "auto"), None)
     if newest is None:
         raise CheckpointError(
@@ -179,6 +178,15 @@ def newest_checkpoint(path: Path) -> Path:
             " config.json)"
         )
     return newest
+
+
+def latest_tag(folder: Path) -> str | None:
+    """Returns the tag of the newest checkpoint in a folder of `DeepSpeedEngine.save_checkpoint`.
+
+    Returns None if the folder has no file `latest`.
+    """
+    file = folder / LATEST
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
 
 def _saved(source: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import read_all
 from threed.checkpoint.reading import Reader
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
@@ -47,9 +46,7 @@ def weights(path: str | Path, *, check: bool = True) -> Mapping[str, Tensor]:
         return SafetensorsFolder(source)
     if is_hf_folder(source):
         return _Weights(HFFolder(source), {})
-    manifest = native.read_manifest(source)
-    if check and (problems := native.verify(source, manifest, thorough=True)):
-        raise CheckpointError("; ".join(problems))
+    manifest = native.verified(source) if check else native.read_manifest(source)
     return _Weights(Reader(source, manifest), manifest["state"].get("aliases", {}))
 
 

@@ -7,7 +7,6 @@ engine.save_16bit_model("model")            # pytorch_model.bin
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.states import decode, encode
 from threed.interop.deepspeed.training import TrainingLoop
 from threed.interop.deepspeed.views import SchedulerView
-from threed.interop.loading import LATEST
+from threed.interop.loading import LATEST, latest_tag
 from threed.interop.weights import weights
 
 TENSORS = "client_state.safetensors"  # file of a checkpoint: tensors of client_state and scheduler
@@ -386,13 +385,10 @@ class Checkpoints(TrainingLoop):
 
 def _latest(folder: Path) -> str | None:
     """Returns the tag in the file `latest`; None, with a warning, if the file is missing."""
-    with contextlib.suppress(FileNotFoundError):
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
-    warnings.warn(
-        f"{folder} has no file {LATEST}: nothing was loaded; pass a tag, or another folder",
-        stacklevel=3,
-    )
-    return None
+    if (tag := latest_tag(folder)) is None:
+        what = f"{folder} has no file {LATEST}: nothing was loaded; pass a tag, or another folder"
+        warnings.warn(what, stacklevel=3)
+    return tag
 
 
 def _tensors(path: Path) -> Mapping[str, Tensor]:

@@ -11,7 +11,7 @@ engine.save_checkpoint("checkpoints")
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from threed.interop.deepspeed.api.zero import unmark_parameters
 from threed.interop.deepspeed.checkpoints import Checkpoints
+from threed.interop.deepspeed.config.reader import value_of
 from threed.interop.deepspeed.data import deepspeed_io, repeat
 from threed.interop.deepspeed.ownership import owner, release
 from threed.ops.precision import DTYPES
@@ -213,23 +214,20 @@ class DeepSpeedEngine(Checkpoints):
         """Returns the class of the passed optimizer, or the configuration's type in lower case."""
         if self.client_optimizer is not None:
             return type(self.client_optimizer).__name__
-        name = self._section("optimizer").get("type")
+        name = value_of(self.config, "optimizer.type")
         return None if name is None else str(name).lower()
 
     def optimizer_params(self) -> Any:
         """Returns `optimizer.params` of the configuration, or None."""
-        return self._section("optimizer").get("params")
+        return value_of(self.config, "optimizer.params")
 
     def scheduler_name(self) -> Any:
         """Returns `scheduler.type` of the configuration, or None."""
-        return self._section("scheduler").get("type")
+        return value_of(self.config, "scheduler.type")
 
     def scheduler_params(self) -> Any:
         """Returns `scheduler.params` of the configuration, or None."""
-        return self._section("scheduler").get("params")
-
-    def _section(self, name: str) -> Mapping[str, Any]:
-        return self.config.get(name) or {}
+        return value_of(self.config, "scheduler.params")
 
     def gradient_clipping(self) -> float:
         """Returns the maximum gradient norm; 0 if gradients are not clipped."""

@@ -25,7 +25,7 @@ from threed.interop.deepspeed.api.zero import mark_parameters
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import cast_floats, repeat, to_device
 from threed.interop.deepspeed.module_methods import ModuleMethods
-from threed.interop.deepspeed.ownership import owner, take
+from threed.interop.deepspeed.ownership import NotCopied, owner, take
 from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
 from threed.models import wrap
 from threed.models.wrapped import loss_of
@@ -38,7 +38,7 @@ DESTROYED = (
 )
 
 
-class _StepBegins:
+class _StepBegins(NotCopied):
     """Forward pre-hook of an engine's module: begins a step, as a call of the engine does.
 
     It has no effect for copies of the module, and does not keep the engine alive.
@@ -54,12 +54,6 @@ class _StepBegins:
             return
         if torch.is_grad_enabled() and (begin := self._begin()) is not None:
             begin()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StepBegins:
-        return _StepBegins.__new__(_StepBegins)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
 
 
 class TrainingLoop(ModuleMethods):

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from threed.distributed.sharding import spec_of
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.zero import ParameterOffload
-from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
+from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value, set_rate
 from threed.interop.deepspeed.names import not_offered, refused
 
 OPTIMIZER_STATE = (
@@ -163,10 +162,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         for group, index in zip(self._groups, self._index, strict=True):
             if index is None and not scheduled:
                 continue
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rates[index or 0])
-            else:
-                group["lr"] = rates[index or 0]
+            set_rate(group, rates[index or 0])
         self._rates = self._read()
 
     def rates(self) -> list[float]:

@@ -41,7 +41,7 @@ from threed.core.process import process_space
 from threed.distributed import collectives
 from threed.distributed.sharding import is_managed
 from threed.distributed.topology import Axis, world_axis
-from threed.interop.deepspeed.config.reader import read
+from threed.interop.deepspeed.config.reader import read, value_of
 from threed.memory.mapped import ELSEWHERE, MappedFile, place, region_of
 from threed.models.wrapped import keeps_dtype
 
@@ -367,17 +367,12 @@ def _problems(
 def _dtype_of(ds: dict[str, Any]) -> torch.dtype | None:
     """Returns the 16-bit dtype that a ds_config enables, or None."""
     names = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
-    for name, dtype in names.items():
-        section = ds.get(name)
-        if isinstance(section, dict) and section.get("enabled") is True:
-            return dtype
-    return None
+    enabled = (dtype for name, dtype in names.items() if value_of(ds, f"{name}.enabled") is True)
+    return next(enabled, None)
 
 
 def _nvme_path(ds: dict[str, Any]) -> str | None:
     """Returns the folder on a drive to which a ds_config offloads parameters, or None."""
-    zero = ds.get("zero_optimization")
-    offload = zero.get("offload_param") if isinstance(zero, dict) else None
-    if isinstance(offload, dict) and offload.get("device") == "nvme":
-        return offload.get("nvme_path")
-    return None
+    offload = value_of(ds, "zero_optimization.offload_param")
+    path: str | None = value_of(offload, "nvme_path")
+    return path if value_of(offload, "device") == "nvme" else None

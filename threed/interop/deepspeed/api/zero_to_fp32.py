@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from threed.checkpoint.native import read_manifest
 from threed.interop.deepspeed.checkpoint_reader import step_folder
 from threed.interop.deepspeed.names import not_offered
-from threed.interop.loading import LATEST
+from threed.interop.loading import LATEST, latest_tag
 from threed.interop.weights import weights
 
 
@@ -60,10 +60,9 @@ def _aliases(folder: Path) -> Mapping[str, str]:
 
 
 def _folder(parent: Path, tag: str | int | None) -> Path:
+    tag = latest_tag(parent) if tag is None else tag
     if tag is None:
-        if not (parent / LATEST).is_file():
-            raise ValueError(f"{parent} has no file {LATEST}: pass a tag, or another folder")
-        tag = (parent / LATEST).read_text(encoding="utf-8").strip()
+        raise ValueError(f"{parent} has no file {LATEST}: pass a tag, or another folder")
     folder = parent / str(tag)
     if step_folder(folder) is not None:
         instead = f"use the zero_to_fp32.py in {parent}, or `threed convert`"
