@@ -27,7 +27,7 @@ from tests.interop.trainer_runs import CASES
 # every family, every stage at least twice, and each further way to train
 EVERYDAY = (
     "gpt2-0", "qwen2-0", "opt-1", "llama-2", "mistral-3", "gemma2-3", "saves-3", "resumed-3", "accumulation",
-    "offload", "checkpointing", "config-optimizer", "config-scheduler", "bf16", "best", "epochs", "sgd", "twice",
+    "offload", "checkpointing", "config-optimizer", "config-scheduler", "bf16", "best", "epochs", "sgd", "again-3",
     "peft-3",
     "evaluated-3", "classifier-3", "sequences-3",
 )  # fmt: skip

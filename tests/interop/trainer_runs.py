@@ -70,7 +70,7 @@ class Case:
         ds: further sections of the DeepSpeed configuration.
         args: values of the TrainingArguments that differ from those of `train`.
         resume: another case, whose last checkpoint in the middle of its training is continued.
-        twice: whether `Trainer.train` is called a second time.
+        again: for each further call of `Trainer.train`, the checkpoint from which it resumes, or None.
         rates: relative learning rates of the updates, which "plain" sets by a scheduler of its own.
         peft: whether only adapters (LoRA) are trained.
         evaluates: whether the model is evaluated before the training.
@@ -84,7 +84,7 @@ class Case:
     ds: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
     resume: str | None = None
-    twice: bool = False
+    again: tuple[str | None, ...] = ()
     rates: tuple[float, ...] | None = None
     peft: bool = False
     evaluates: bool = False
@@ -118,7 +118,10 @@ CASES = {f"{family}-{stage}": Case(family, stage) for family in FAMILIES for sta
     ),
     "sgd": Case("opt", 3, args={"optim": "sgd"}),
     "no-clip": Case("gpt2", 2, args={"max_grad_norm": 0.0, "weight_decay": 0.1}),
-    "twice": Case("gpt2", 3, twice=True),
+    **{
+        f"again-{stage}": Case(family, stage, args=SAVES, again=(None, "checkpoint-2"))
+        for stage, family in enumerate(("opt", "llama", "qwen2", "gpt2"))
+    },
     "peft-3": Case("llama", 3, peft=True, args=SAVES),
     "peft-2": Case("llama", 2, peft=True),
     "evaluated-3": Case("llama", 3, evaluates=True, generates=True),
@@ -186,21 +189,17 @@ def train(out: Path, mode: str, name: str) -> None:
     )  # fmt: skip
     if case.evaluates:
         trainer.evaluate()
-        renew(trainer)
     resume = case.resume and str(out / mode / case.resume / "checkpoint-2")
     trainer.train(resume_from_checkpoint=resume)
-    if case.twice:
-        renew(trainer)
-        trainer.train()
+    for checkpoint in case.again:
+        trainer.evaluate()
+        if mode == "plain":  # with DeepSpeed, the Trainer creates a new optimizer in every call
+            trainer.optimizer = None
+        trainer.train(resume_from_checkpoint=checkpoint and str(out / mode / name / checkpoint))
     log.rows += final_numbers(case, trainer)
     trainer.save_model(str(out / mode / name / "final"))
     if args.process_index == 0:
         (out / mode / f"{name}.json").write_text(json.dumps(log.rows))
-
-
-def renew(trainer: Trainer) -> None:
-    """Prepares a Trainer that has an engine for `train`, which destroys it and needs a new one."""
-    trainer.model_wrapped, trainer.optimizer = trainer.model, None
 
 
 def load(out: Path, case: Case) -> torch.nn.Module:

@@ -24,6 +24,7 @@ from threed.interop.deepspeed.checkpoints import Checkpoints
 from threed.interop.deepspeed.config.reader import value_of
 from threed.interop.deepspeed.data import deepspeed_io, repeat
 from threed.interop.deepspeed.ownership import owner, release
+from threed.interop.deepspeed.repeated_training import release_trainers
 from threed.ops.precision import DTYPES
 
 
@@ -92,6 +93,7 @@ class DeepSpeedEngine(Checkpoints):
         if self.optimizer is not None:
             self.optimizer.remove()
         release(self.module)
+        release_trainers()
 
     # ------------------------------------------------------------------------------------------------- steps and data
 

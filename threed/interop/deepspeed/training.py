@@ -33,8 +33,7 @@ from threed.models.wrapped import loss_of
 DESTROYED = (
     "the engine was destroyed, and its module has the full parameters: call deepspeed.initialize(model="
     "engine.module, ...) again. Accelerator.free_memory destroys engines: call accelerator.prepare with the"
-    " unwrapped model and a new optimizer. Trainer.train calls free_memory: before another train, or after"
-    " evaluate, set trainer.model_wrapped = trainer.model and trainer.optimizer = None, or create a new Trainer"
+    " unwrapped model and a new optimizer"
 )
 
 
