@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's engine that threed does not offer, and what to use instead."""
+"""Names of DeepSpeed's engine and `PipelineModule` that threed does not offer, and what to use instead."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ WEIGHTS = "use engine.full_state_dict(), which gathers the weights on rank 0"
 CONFIG = "use engine.config, the ds_config, or engine.translation, the configuration in effect"
 RATE = 'set engine.optimizer.param_groups[i]["lr"]; engine.get_lr() returns the learning rates'
 METRICS = "use engine.metrics"
+PUBLIC = "use the public methods of {}, such as those in docs/guide/deepspeed.md"
 
 _ROWS = {
     "get_fp32_state_dict": WEIGHTS,
@@ -27,5 +28,20 @@ _ROWS = {
     "register_compile_pass get_compile_time get_deepcompile_backend": "use engine.compile()",
     "sparse_tensor_module_names sparse_gradients_enabled": "use dense gradients",
     "random_ltd_enabled random_ltd_initialize": "drop tokens in the module's forward",
+    # of PipelineModule
+    "ckpt_prefix ckpt_layer_path ckpt_layer_path_list": "use engine.save_checkpoint and engine.load_checkpoint",
+    "get_additional_losses": "add all losses in loss_fn",
+    "get_tied_weights_and_groups": "not needed: engine.train_batch sums the gradients of tied weights",
+    "is_checkpointable_results": "set activation_checkpoint_interval, or checkpointable_layers",
 }  # fmt: skip
 INSTEAD = {name: instead for names, instead in _ROWS.items() for name in names.split()}
+
+
+def refusal(owner: str, name: str) -> str:
+    """Returns the error text for an attribute of DeepSpeed that threed does not offer.
+
+    Args:
+        owner: the object or class, such as "engine".
+        name: the attribute.
+    """
+    return f"threed does not offer {owner}.{name}: {INSTEAD.get(name, PUBLIC.format(owner))}"

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from threed.interop.deepspeed.missing import INSTEAD
+from threed.interop.deepspeed.missing import INSTEAD, refusal
 
 # Methods of nn.Module that are called on the wrapped module
 ON_MODULE = (
@@ -82,7 +82,14 @@ def _same(device: torch.device, own: torch.device) -> bool:
     return device.type == own.type and device.index in (None, own.index or 0)
 
 
-class ModuleMethods(nn.Module):
+class _Refusing(type):
+    """The metaclass of the engines: attributes of the class that threed does not offer are refused."""
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(name if name.startswith("__") else refusal(cls.__name__, name))
+
+
+class ModuleMethods(nn.Module, metaclass=_Refusing):
     """An `nn.Module` whose methods act on the module that it wraps.
 
     The wrapped module is not a submodule, so that `named_parameters()` yields the module's own
@@ -126,11 +133,10 @@ class ModuleMethods(nn.Module):
             return getattr(module, name)
         except AttributeError:
             kind = type(module).__name__
-        if name in INSTEAD:
-            raise AttributeError(f"threed does not offer engine.{name}: {INSTEAD[name]}")
-        raise AttributeError(
-            f"neither threed's engine nor its module ({kind}) has an attribute {name!r}"
-        )
+        text = refusal("engine", name)
+        if name not in INSTEAD:
+            text += f"; the module ({kind}) has no such attribute"
+        raise AttributeError(text)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})

@@ -35,7 +35,8 @@ _HERE = "threed.interop.deepspeed"
 _TORCH = "torch.distributed"
 _ZERO = {
     "api.init": "Init",
-    "api.zero": "GatheredParameters ZeroParamStatus ZeroParamType",
+    "api.zero": "GatheredParameters",
+    "api.marks": "ZeroParamStatus ZeroParamType",
     "api.fixed": "register_external_parameter=none unregister_external_parameter=none",
 }
 _PIPE = {
@@ -142,7 +143,8 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.zero.partition_parameters": {
         "api.init": "Init",
         "api.zero": f"{_ZERO['api.zero']} zero_wrapper_for_fp_tensor_constructor _orig_torch_arange"
-        " _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full is_zero_param",
+        " _orig_torch_empty _orig_torch_zeros _orig_torch_ones _orig_torch_full",
+        "api.marks": f"{_ZERO['api.marks']} is_zero_param",
         "api.fixed": f"{_ZERO['api.fixed']} shutdown_init_context=none restore_init_context=none",
         "api.accelerator": "get_accelerator",
     },

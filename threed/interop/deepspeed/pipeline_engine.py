@@ -21,6 +21,7 @@ from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.sharding import spec_of
 from threed.engine import LayeredEngine, ModuleEngine
+from threed.interop.deepspeed.api.checkpointing import checkpoint
 from threed.interop.deepspeed.api.topology import PipelineParallelGrid
 from threed.interop.deepspeed.config.optimizers import Group, find_groups, hyper_parameters
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
@@ -440,7 +441,7 @@ def _interval(section: Any, model: PipelineModule, notes: list[str]) -> int:
         raise ConfigError([f"pipeline: {what}; the key with an effect is {INTERVAL}"])
     notes += [f"pipeline.{key}: no effect: {NO_EFFECT}" for key in given if key != INTERVAL]
     interval = int(given.get(INTERVAL) or model.activation_checkpoint_interval)
-    if interval and model.activation_checkpoint_func is not None:
+    if interval and model.activation_checkpoint_func is not checkpoint:
         notes.append(f"activation_checkpoint_func: no effect: {NO_EFFECT}")
     return interval
 
