@@ -523,9 +523,15 @@ def test_names_that_are_missing_do_not_blame_the_module(engine: DeepSpeedEngine)
     ):
         engine.get_fp32_state_dict()
     with pytest.raises(
-        AttributeError, match=r"neither threed's engine nor its module \(Regression\) .* 'nothing'"
+        AttributeError,
+        match=r"threed does not offer engine.nothing: use .* module \(Regression\) has no",
     ):
         engine.nothing  # noqa: B018
+    with pytest.raises(
+        AttributeError, match=r"does not offer DeepSpeedEngine._do_args_sanity_check: use"
+    ):
+        DeepSpeedEngine._do_args_sanity_check  # noqa: B018
+    assert not hasattr(DeepSpeedEngine, "_configure_optimizer")
     assert engine.linear is engine.module.linear
     assert not hasattr(engine, "set_lr")
     refused = {name.removeprefix("engine.") for name in REFUSED if name.startswith("engine.")}

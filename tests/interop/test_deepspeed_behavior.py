@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.harness import run_ranks
 from threed.config import ConfigError
 from threed.interop.deepspeed.api.accelerator import get_accelerator
 from threed.interop.deepspeed.api.init import Init
-from threed.interop.deepspeed.api.zero import ZeroParamStatus, is_zero_param
+from threed.interop.deepspeed.api.marks import ZeroParamStatus, is_zero_param
 from threed.interop.deepspeed.api.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.pipeline_layers import pack, unpack
@@ -127,9 +128,14 @@ def test_parameters_of_init_are_recognized(tmp_path: Path) -> None:
     assert (weight.ds_id, weight.ds_shape, weight.ds_numel) == (0, (3, 3), 9)
     assert is_zero_param(weight)
     assert weight.ds_status is ZeroParamStatus.AVAILABLE
+    with pytest.raises(
+        NotImplementedError, match=r"offer partition of a parameter: use .*Gathered"
+    ):
+        pickle.loads(pickle.dumps(weight)).partition()
     engine = threed.initialize(model=model, config=DS)[0]
     engine.destroy()
     assert not is_zero_param(weight)
+    assert not hasattr(weight, "partition")
 
 
 # ------------------------------------------------------------------------------------------------------------ training

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from threed.interop.deepspeed.api.zero import unmark_parameters
+from threed.interop.deepspeed.api.marks import unmark
 from threed.interop.deepspeed.checkpoints import Checkpoints
 from threed.interop.deepspeed.config.reader import value_of
 from threed.interop.deepspeed.data import deepspeed_io, repeat
@@ -87,7 +87,8 @@ class DeepSpeedEngine(Checkpoints):
         if self.engine.accumulating:
             self.engine.discard()
         self.engine.destroy()
-        unmark_parameters(self.module.parameters())
+        for param in self.module.parameters():
+            unmark(param)
         if self._module_hook is not None:
             self._module_hook.remove()
         if self.optimizer is not None:

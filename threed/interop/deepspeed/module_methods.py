@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from threed.interop.deepspeed.names import REFUSED, not_offered, refusal, refused
+from threed.interop.deepspeed.names import REFUSED, Refused, not_offered, refusal
 
 # Methods of nn.Module that are called on the wrapped module
 ON_MODULE = (
@@ -66,7 +66,14 @@ def _same(device: torch.device, own: torch.device) -> bool:
     return device.type == own.type and device.index in (None, own.index or 0)
 
 
-class ModuleMethods(nn.Module):
+class _Refusing(type):
+    """The metaclass of the engines: attributes of the class that threed does not offer are refused."""
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(name if name.startswith("__") else refusal(f"{cls.__name__}.{name}"))
+
+
+class ModuleMethods(nn.Module, metaclass=_Refusing):
     """An `nn.Module` whose methods act on the module that it wraps.
 
     The wrapped module is not a submodule, so that `named_parameters()` yields the module's own
@@ -108,11 +115,10 @@ class ModuleMethods(nn.Module):
             return getattr(module, name)
         except AttributeError:
             kind = type(module).__name__
-        if f"engine.{name}" in REFUSED:
-            raise AttributeError(refusal(f"engine.{name}"))
-        raise AttributeError(
-            f"neither threed's engine nor its module ({kind}) has an attribute {name!r}"
-        )
+        text = refusal(f"engine.{name}")
+        if f"engine.{name}" not in REFUSED:
+            text += f"; the module ({kind}) has no such attribute"
+        raise AttributeError(text)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
@@ -180,8 +186,8 @@ class ModuleMethods(nn.Module):
             raise not_offered(what, fix)
         return self
 
-    to_empty = refused("engine.to_empty", "build the module on the meta device before initialize")
-    state_dict = refused(
+    to_empty = Refused("engine.to_empty", "build the module on the meta device before initialize")
+    state_dict = Refused(
         "engine.state_dict",
         "a rank may have slices only: use engine.full_state_dict(), or save_checkpoint()",
     )

@@ -2,7 +2,7 @@
 
 `OFFERED` lists deepspeed's modules with the names that threed offers, and where each name is defined.
 `REFUSED` lists names that threed does not offer, of modules and of the engine, with what to use instead.
-Any other name is refused, too. `refusal` returns the text of the error; `not_offered` and `refused` are
+Any other name is refused, too. `refusal` returns the text of the error; `not_offered` and `Refused` are
 for arguments and methods.
 """
 
@@ -15,7 +15,7 @@ VERSION = "0.19.8"  # the version of DeepSpeed whose API is offered
 
 _TORCH = "torch.distributed"
 _INIT = {"api.init": "Init"}
-_PARAMETERS = "GatheredParameters ZeroParamStatus"
+_PARAMETERS = {"api.zero": "GatheredParameters", "api.marks": "ZeroParamStatus"}
 _EXTERNAL = {"api.fixed": "register_external_parameter=none unregister_external_parameter=none"}
 _PIPE = {"pipeline_module": "PipelineModule LayerSpec TiedLayerSpec"}
 _ENGINE = {"engine": "DeepSpeedEngine"}
@@ -98,12 +98,13 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.utils": {
         "api.utils": "see_memory_usage set_random_seed move_to_device clone_tensors_for_torch_save"
     },
-    "deepspeed.runtime.zero": {**_INIT, **_EXTERNAL, "api.zero": _PARAMETERS},
+    "deepspeed.runtime.zero": {**_INIT, **_EXTERNAL, **_PARAMETERS},
     "deepspeed.runtime.zero.config": {"api.config": "ZeroStageEnum OffloadDeviceEnum"},
     "deepspeed.runtime.zero.offload_config": {"api.config": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "deepspeed.runtime.zero.partition_parameters": {
         **_INIT, **_EXTERNAL,
-        "api.zero": f"{_PARAMETERS} zero_wrapper_for_fp_tensor_constructor is_zero_param",
+        "api.zero": "GatheredParameters zero_wrapper_for_fp_tensor_constructor",
+        "api.marks": "ZeroParamStatus is_zero_param",
         "torch": "_orig_torch_arange=arange _orig_torch_empty=empty",
         "api.accelerator": "get_accelerator",
     },
@@ -163,6 +164,13 @@ _OF_ENGINE = {
     "sparse_tensor_module_names sparse_gradients_enabled": "use dense gradients",
     "random_ltd_enabled random_ltd_initialize": "drop tokens in the module's forward",
 }  # fmt: skip
+# Names of `PipelineModule` -> what to use instead.
+_OF_PIPELINE = {
+    "ckpt_prefix ckpt_layer_path ckpt_layer_path_list": "use engine.save_checkpoint and engine.load_checkpoint",
+    "get_additional_losses": "add all losses in loss_fn",
+    "get_tied_weights_and_groups": "not needed: engine.train_batch sums the gradients of tied weights",
+    "is_checkpointable_results": "set activation_checkpoint_interval, or checkpointable_layers",
+}  # fmt: skip
 # Names of modules, or of attributes, with or without their module -> what to use instead. The longest
 # match applies, and a module's entry applies to its content.
 _OF_MODULES = {
@@ -207,7 +215,11 @@ _OF_MODULES = {
     "safe_set_full_grad safe_update_full_grad_vectorized":
         "use register_hook on the parameter, because gradients are summed in the engine's buffers",
 }  # fmt: skip
-REFUSED: Mapping[str, str] = _by_name(_OF_MODULES) | _by_name(_OF_ENGINE, "engine.")
+REFUSED: Mapping[str, str] = (
+    _by_name(_OF_MODULES)
+    | _by_name(_OF_ENGINE, "engine.")
+    | _by_name(_OF_PIPELINE, "PipelineModule.")
+)
 _OTHERWISE = "use DeepSpeed itself, or threed's own API (docs/guide/deepspeed.md)"
 
 
@@ -217,11 +229,13 @@ def refusal(name: str) -> str:
     Args:
         name: dotted name, such as "deepspeed.ops.lamb.FusedLamb" or "engine.set_lr".
     """
-    parts = name.split(".")
+    first, *_, last = parts = name.split(".")
+    owner = "engine" if first.endswith("Engine") else first
+    if owner in ("engine", "PipelineModule"):
+        otherwise = f"use the public methods of {first}, such as those in docs/guide/deepspeed.md"
+        return f"threed does not offer {name}: {REFUSED.get(f'{owner}.{last}', otherwise)}"
     prefixes = [".".join(parts[:count]) for count in range(len(parts), 1, -1)]
-    instead = next(
-        (REFUSED[key] for key in (name, parts[-1], *prefixes) if key in REFUSED), _OTHERWISE
-    )
+    instead = next((REFUSED[key] for key in (name, last, *prefixes) if key in REFUSED), _OTHERWISE)
     return f"threed does not offer {name}: {instead}"
 
 
@@ -236,11 +250,19 @@ def not_offered(name: str, instead: str, kind: type[Exception] = NotImplementedE
     return kind(f"threed does not offer {name}: {instead}")
 
 
-def refused(name: str, instead: str, kind: type[Exception] = NotImplementedError) -> Any:
-    """Returns a method that raises the error `not_offered`, whatever its arguments."""
+class Refused:
+    """A method or function that raises the error `not_offered`, whatever its arguments.
 
-    def call(*_: Any, **__: Any) -> Any:
-        raise not_offered(name, instead, kind)
+    Args:
+        name: the name of the method, for the error.
+        instead: what to use instead.
+        kind: class of the error.
+    """
 
-    call.__doc__ = f"Raises {kind.__name__}: {instead}."
-    return call
+    def __init__(
+        self, name: str, instead: str, kind: type[Exception] = NotImplementedError
+    ) -> None:
+        self._error, self.__doc__ = (name, instead, kind), f"Raises {kind.__name__}: {instead}."
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise not_offered(*self._error)

@@ -20,11 +20,12 @@ from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.sharding import spec_of
 from threed.engine import LayeredEngine, ModuleEngine
+from threed.interop.deepspeed.api.checkpointing import checkpoint
 from threed.interop.deepspeed.api.topology import PipelineParallelGrid
 from threed.interop.deepspeed.config.optimizers import Group, find_groups, hyper_parameters
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 from threed.interop.deepspeed.engine import DeepSpeedEngine
-from threed.interop.deepspeed.names import not_offered, refused
+from threed.interop.deepspeed.names import Refused, not_offered
 from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, PipelineModel, pack
 from threed.interop.deepspeed.pipeline_module import PipelineModule
@@ -67,7 +68,7 @@ class PipelineTrainer(LayeredEngine):
         return self.model.names()
 
     # Stages hold different layers.
-    gathered = refused(
+    gathered = Refused(
         "gathered of a PipelineEngine", "use full_state_dict() and load_state_dict(weights)"
     )
 
@@ -156,7 +157,7 @@ class PipelineTrainer(LayeredEngine):
 
 def _only_batches(method: str) -> Any:
     instead = "use train_batch() or eval_batch()"
-    return refused(f"{method} of a PipelineEngine", instead, RuntimeError)
+    return Refused(f"{method} of a PipelineEngine", instead, RuntimeError)
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -385,7 +386,7 @@ def _interval(section: Any, model: PipelineModule, notes: list[str]) -> int:
         raise ConfigError([f"pipeline: {what}; the key with an effect is {INTERVAL}"])
     notes += [f"pipeline.{key}: no effect: {NO_EFFECT}" for key in given if key != INTERVAL]
     interval = int(given.get(INTERVAL) or model.activation_checkpoint_interval)
-    if interval and model.activation_checkpoint_func is not None:
+    if interval and model.activation_checkpoint_func is not checkpoint:
         notes.append(f"activation_checkpoint_func: no effect: {NO_EFFECT}")
     return interval
 

@@ -225,11 +225,12 @@ class TrainingLoop(ModuleMethods):
                 is sufficient if its loss depends on this module. The error is also raised if
                 parameter groups or step hooks were added to the optimizer that was passed to
                 `initialize`, if the engine only evaluates, or if it was destroyed.
-            AssertionError: within `no_sync`, as in DeepSpeed.
+            AssertionError: within `no_sync`. As in `no_sync`, the text begins as in DeepSpeed.
         """
         optimizer = self._trained_optimizer()
         if self._in_no_sync:
-            raise AssertionError("step within no_sync: call it after the block")
+            what = "It is illegal to call Engine.step() inside no_sync context manager"
+            raise AssertionError(f"{what}: call it after the block")
         self._step_applied = False
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -305,14 +306,17 @@ class TrainingLoop(ModuleMethods):
         micro-batches are not counted towards the accumulation boundary.
 
         Raises:
-            AssertionError: at ZeRO stage 2 or 3, as in DeepSpeed; or if blocks are nested.
+            AssertionError: at ZeRO stage 2 or 3, or if blocks are nested. The text begins as in
+                DeepSpeed, because programs may search it.
         """
         stage = self.translation.config.zero.stage
         if stage > 1:
             fix = "use stage 0 or 1, or set_gradient_accumulation_boundary(False)"
-            raise AssertionError(f"no_sync is not available at ZeRO stage {stage}: {fix}")
+            what = f"no_sync context manager is incompatible with ZeRO stage {stage}"
+            raise AssertionError(f"{what}: {fix}")
         if self._in_no_sync:
-            raise AssertionError("no_sync blocks cannot be nested: end the first block")
+            fix = "end the first block"
+            raise AssertionError(f"no_sync context manager reentry is unsupported: {fix}")
         self._begin()
         self.engine.allow_any_count()
         self._in_no_sync = True

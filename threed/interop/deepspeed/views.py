@@ -15,7 +15,7 @@ from threed.distributed.sharding import spec_of
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.zero import ParameterOffload
 from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value, set_rate
-from threed.interop.deepspeed.names import not_offered, refused
+from threed.interop.deepspeed.names import Refused, not_offered
 
 OPTIMIZER_STATE = (
     "use param_groups, engine.get_global_grad_norm(), and safe_get_full_fp32_param or"
@@ -26,8 +26,8 @@ OPTIMIZER_STATE = (
 RATE = {"params", "lr", "initial_lr"}
 
 
-_refuse_step = refused("step() of an optimizer of threed.initialize", "call engine.step()")
-_refuse_state = refused(
+_refuse_step = Refused("step() of an optimizer of threed.initialize", "call engine.step()")
+_refuse_state = Refused(
     "states of an optimizer of threed.initialize",
     "use engine.save_checkpoint() and load_checkpoint(), which work on any number of ranks",
 )

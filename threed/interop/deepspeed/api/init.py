@@ -41,6 +41,7 @@ from threed.core.process import process_space
 from threed.distributed import collectives
 from threed.distributed.sharding import is_managed
 from threed.distributed.topology import Axis, world_axis
+from threed.interop.deepspeed.api.marks import ZeroParamStatus, mark
 from threed.interop.deepspeed.config.reader import read, value_of
 from threed.memory.mapped import ELSEWHERE, MappedFile, place, region_of
 from threed.models.wrapped import keeps_dtype
@@ -289,7 +290,7 @@ def _mark(modules: Iterable[nn.Module]) -> None:
         if param is not None and region_of(param) is not None
     }
     for number, param in enumerate(found.values()):
-        param.ds_id, param.ds_shape, param.ds_numel = number, param.shape, param.numel()
+        mark(param, number, param.shape, ZeroParamStatus.AVAILABLE)
 
 
 def share_changes(params: Iterable[Tensor], modifier_rank: int) -> None:

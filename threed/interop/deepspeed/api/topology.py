@@ -16,7 +16,7 @@ from typing import Any
 
 from threed.config import ConfigError
 from threed.distributed.topology import Axis, Topology
-from threed.interop.deepspeed.names import refused
+from threed.interop.deepspeed.names import Refused
 
 MODEL_AXIS = (
     "threed does not offer a PipelineModule with a model axis: use tensor-parallel layers of threed.layers with"
@@ -240,7 +240,7 @@ class PipelineParallelGrid:
         return self._group(self._axes.axis("dp"))
 
     # There is no model axis.
-    get_model_parallel_group = refused(
+    get_model_parallel_group = Refused(
         "PipelineParallelGrid.get_model_parallel_group", "use get_pipe_parallel_group()"
     )
 

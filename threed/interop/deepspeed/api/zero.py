@@ -1,13 +1,7 @@
-"""deepspeed.zero: gathered parameters, and the optimizer's values of single parameters.
-
-Under ZeRO stage 3, `mark_parameters` sets DeepSpeed's attributes of sharded parameters (`ds_id`,
-`ds_shape`, `ds_numel`, `ds_status`, `ds_active_sub_modules`), which peft, transformers and trl read.
-`unmark_parameters` removes them.
-"""
+"""deepspeed.zero: gathered parameters, and the optimizer's values of single parameters."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,6 +13,7 @@ from threed.distributed import collectives, topology
 from threed.distributed.sharding import Piece, is_managed
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.init import share_changes
+from threed.interop.deepspeed.api.marks import ZeroParamStatus, mark
 from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.ownership import owner
 from threed.memory.mapped import region_of
@@ -26,53 +21,24 @@ from threed.zero import records
 from threed.zero.layout import Slot
 from threed.zero.records import WEIGHT
 
-_MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules")
 # name of an optimizer's state in DeepSpeed -> its further name in threed
 _STATES = {"momentum_buffer": ("momentum_buffer",), "exp_avg": ("exp_avg", "momentum_buffer")}
 
 
-class ZeroParamStatus(enum.Enum):
-    """Whether the full values of a parameter are in memory."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-# In a backward, autograd returns the parameters that a function has saved as new tensors, which are
-# gathered. trl reads `ds_status` of such a tensor.
-Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-
-
 def mark_parameters(engine: ModuleEngine) -> None:
-    """Sets DeepSpeed's attributes of an engine's parameters, under ZeRO stage 3."""
+    """Sets DeepSpeed's attributes of an engine's parameters, under ZeRO stage 3; see `marks`."""
     if engine.config.zero.stage < 3:
         return
     status = {True: ZeroParamStatus.NOT_AVAILABLE, False: ZeroParamStatus.AVAILABLE}
     slots = ((group, slot) for group in engine.layout.groups for slot in group.slots)
     for number, (group, slot) in enumerate(slots):
-        param: Any = slot.param
-        param.ds_id, param.ds_status = number, status[group.sliced]
-        param.ds_shape, param.ds_numel = slot.shape, slot.shape.numel()
-        param.ds_active_sub_modules = set()
-
-
-def unmark_parameters(params: Iterable[nn.Parameter]) -> None:
-    """Removes the attributes that `mark_parameters` has set."""
-    for param in params:
-        for name in _MARKS:
-            vars(param).pop(name, None)
+        mark(slot.param, number, slot.shape, status[group.sliced])
 
 
 def engine_of(param: Any) -> ModuleEngine | None:
     """Returns the engine that trains a parameter; None if no engine of DeepSpeed's API does."""
     found = owner(param) if isinstance(param, nn.Parameter) else None
     return None if found is None else found.engine
-
-
-def is_zero_param(param: Any) -> bool:
-    """Returns whether a parameter was built in `zero.Init` or belongs to an engine in stage 3."""
-    return isinstance(param, Tensor) and "ds_id" in vars(param)
 
 
 class GatheredParameters:
