@@ -232,18 +232,13 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: if a name is missing.
     """
-    known = dict(model.named_modules())
-    missing = [name for name in module_names if name not in known]
-    _check_found(missing, model, raise_if_not_found)
-    return [known[name] for name in module_names if name in known], missing
+    return _named(model, module_names, str.__eq__, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module,
-    module_name_suffixes: Sequence[str],
-    flag: bool = True,
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True,
     raise_if_not_found: bool = True,
-) -> tuple[list[nn.Module], list[str]]:
+) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
     """Returns (the modules whose names have some suffixes, suffixes without a module).
 
     Args:
@@ -255,10 +250,16 @@ def set_z3_leaf_modules_by_suffix(
     Raises:
         ValueError: if a suffix has no module.
     """
+    return _named(model, module_name_suffixes, str.endswith, raise_if_not_found)
+
+
+def _named(
+    model: nn.Module, keys: Sequence[str], matches: Callable[[str, str], bool], required: bool
+) -> tuple[list[nn.Module], list[str]]:
     known = dict(model.named_modules())
-    missing = [end for end in module_name_suffixes if not any(n.endswith(end) for n in known)]
-    _check_found(missing, model, raise_if_not_found)
-    return [m for n, m in known.items() if n.endswith(tuple(module_name_suffixes))], missing
+    missing = [key for key in keys if not any(matches(name, key) for name in known)]
+    _check_found(missing, model, required)
+    return [m for name, m in known.items() if any(matches(name, key) for key in keys)], missing
 
 
 def _check_found(missing: Sequence[type | str], model: nn.Module, required: bool) -> None:
