@@ -25,8 +25,7 @@ from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.states import decode, encode
 from threed.interop.deepspeed.training import TrainingLoop
 from threed.interop.deepspeed.views import SchedulerView
-from threed.interop.loading import LATEST, latest_tag
-from threed.interop.weights import weights
+from threed.interop.loading import LATEST, latest_tag, weights
 
 TENSORS = "client_state.safetensors"  # file of a checkpoint: tensors of client_state and scheduler
 WEIGHTS = "use engine.full_state_dict(), or engine.save_16bit_model(folder)"

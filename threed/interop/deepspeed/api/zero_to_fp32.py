@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from threed.checkpoint.native import read_manifest
 from threed.interop.deepspeed.checkpoint_reader import step_folder
 from threed.interop.deepspeed.names import not_offered
-from threed.interop.loading import LATEST, latest_tag
-from threed.interop.weights import weights
+from threed.interop.loading import LATEST, latest_tag, weights
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
