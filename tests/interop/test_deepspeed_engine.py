@@ -265,6 +265,8 @@ def test_a_skipped_step() -> None:
         engine.step()
         assert engine.was_step_applied() != skipped
         assert engine.optimizer.overflow == skipped
+        norm = engine.get_global_grad_norm()
+        assert norm == float("inf") if skipped else 0 < norm < 100
     assert engine.fp16_enabled()
     assert engine.optimizer.cur_scale == engine.optimizer.loss_scale == 8.0
 
@@ -540,7 +542,11 @@ def test_a_module_is_initialized_again(stage: int) -> None:
         lambda: again(torch.ones(2, 4)),
         lambda: again.backward(torch.ones(())),
     ):
+<<<<<<< HEAD
         with pytest.raises(RuntimeError, match=r"engine was destroyed.* initialize"):
+=======
+        with pytest.raises(RuntimeError, match=r"engine was destroyed.*deepspeed\.initialize"):
+>>>>>>> h-trainer
             use()
     assert not [key for key in vars(model) if "engine" in key or "threed" in key]
     restarted = Net()

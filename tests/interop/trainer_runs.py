@@ -108,7 +108,19 @@ CASES = {f"{family}-{stage}": Case(family, stage) for family in FAMILIES for sta
     "checkpointing": Case("llama", 3, args={"gradient_checkpointing": True}),
     "config-optimizer": Case("gpt2", 1, ds=OPTIMIZER),
     "config-scheduler": Case("qwen2", 3, ds=SCHEDULER, rates=(0.0, 0.0, 0.5, 1.0)),
+    "reentrant-3": Case(
+        "llama", 3,
+        args={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
     "bf16": Case("llama", 2, args={"bf16": True}),
+    # On a CPU, the Trainer without DeepSpeed ignores fp16 and computes in fp32.
+    "fp16": Case("llama", 2, ds={"fp16": {"enabled": "auto", "initial_scale_power": 8}}, args={"fp16": True}),
+    "smoothing": Case("gpt2", 2, args={"label_smoothing_factor": 0.1}),
+    "lengths": Case("gpt2", 2, args={"train_sampling_strategy": "group_by_length"}),
+    "rebalance": Case("gpt2", 2, args={"train_sampling_strategy": "batch_rebalance"}),
+    "fraction": Case("gpt2", 2, args={"max_steps": -1, "num_train_epochs": 1.5}),
+    "compiled": Case("gpt2", 1, args={"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    "fused": Case("gpt2", 1, args={"optim": "adamw_torch_fused"}),
     "best": Case(
         "gpt2", 3,
         args={"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True} | SAVES,

@@ -11,6 +11,7 @@ engine.save_checkpoint("checkpoints")
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -109,8 +110,14 @@ class DeepSpeedEngine(Checkpoints):
         return 0 if self.optimizer is None else int(self.engine.optimizer.bad.skips)
 
     def get_global_grad_norm(self) -> float | None:
-        """Returns the last step's gradient norm before clipping; None before the first step."""
-        return None if self.metrics is None else self.metrics.grad_norm
+        """Returns the last step's gradient norm before clipping; None before the first step.
+
+        If the step was skipped because a gradient was not finite, the norm is inf, as in DeepSpeed.
+        """
+        if self.metrics is None:
+            return None
+        norm = self.metrics.grad_norm
+        return norm if math.isfinite(norm) else math.inf
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Returns (batch size of a step, micro-batch size per rank, accumulation steps)."""

@@ -27,17 +27,28 @@ CONVERSIONS: tuple[tuple[Any, ...], ...] = (
     ("half", torch.float16), ("bfloat16", torch.bfloat16), ("float", torch.float32), ("double", torch.float64),
     ("cpu", "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("ipu", "ipu"), ("mtia", "mtia"), ("type",),
 )  # fmt: skip
+# docstrings of these methods
+RESULT = """Returns the result of the module's method `{}`, or the engine instead of the module.
+
+Args:
+    args: arguments of the module's method.
+    kwargs: keyword arguments of the module's method.
+"""
+CONVERTED = """Returns the engine if its module has the dtype and device; see `to` for all others.
+
+Args:
+    given: the dtype, or the index of the device.
+"""
 
 
 def _on_module(name: str) -> Callable[..., Any]:
     """Returns a method that calls the wrapped module's method; it returns the engine for the module."""
 
-    @functools.wraps(getattr(nn.Module, name))
     def call(self: ModuleMethods, *args: Any, **kwargs: Any) -> Any:
         found = getattr(self.module, name)(*args, **kwargs)
         return self if found is self.module else found
 
-    return call
+    return _named(call, name, RESULT.format(name))
 
 
 def _conversion(name: str, *to: Any) -> Callable[..., Any]:
@@ -48,17 +59,22 @@ def _conversion(name: str, *to: Any) -> Callable[..., Any]:
         to: the dtype, or the kind of device; the argument of the method if missing.
     """
 
-    @functools.wraps(getattr(nn.Module, name))
     def call(self: ModuleMethods, given: Any = None) -> Any:
         target = to[0] if to else given
         if isinstance(target, str):  # a kind of device; `given` may be an index
             target = torch.device(target if given is None else given)
         return self.to(target)
 
-    call.__doc__ = (
-        "Returns the engine if its module has the dtype and device; see `to` for all others."
-    )
-    return call
+    return _named(call, name, CONVERTED)
+
+
+def _named(call: Any, name: str, text: str) -> Callable[..., Any]:
+    """Returns a function after setting its name and its docstring."""
+    texts = {"__name__": name, "__qualname__": f"ModuleMethods.{name}", "__doc__": text}
+    for key, value in texts.items():
+        setattr(call, key, value)
+    found: Callable[..., Any] = call
+    return found
 
 
 def _same(device: torch.device, own: torch.device) -> bool:
