@@ -403,6 +403,7 @@ def make_pipeline_engine(
         ConfigError: if the configuration is invalid; the message lists all problems.
     """
     interval = _interval(used.pop("pipeline", None), model, notes)
+    model.set_checkpoint_interval(interval)
     flags = model.describe()
     of_stages = _groups_of_all_stages(model, groups, hyper_parameters(used))
     dtypes = {dtype for _, dtype in flags.values()}
