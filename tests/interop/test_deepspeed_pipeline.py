@@ -322,6 +322,11 @@ def test_modules_that_are_refused() -> None:
     for name in ("save_state_dict", "load_state_dir", "allreduce_tied_weight_gradients"):
         with pytest.raises(NotImplementedError, match=name):
             getattr(inner, name)()
+    for name in ("_is_checkpointable", "ckpt_prefix"):
+        with pytest.raises(AttributeError, match=f"does not offer PipelineModule.{name}: use"):
+            getattr(inner, name)
+    with pytest.raises(AttributeError, match="object has no attribute 'own'"):
+        _ = inner.own
 
 
 def test_steps_that_are_refused() -> None:

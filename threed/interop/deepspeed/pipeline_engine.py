@@ -353,6 +353,7 @@ def prepare(
         ConfigError: if the configuration is invalid; the message lists all problems.
     """
     interval = _interval(ds.pop("pipeline", None), model, notes)
+    model.set_checkpoint_interval(interval)
     flags = model.describe()
     groups = _groups_of_all_stages(model, given, hyper_parameters(ds))
     dtypes = {dtype for _, dtype in flags.values()}

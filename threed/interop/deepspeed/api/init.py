@@ -56,8 +56,9 @@ class Init(contextlib.ContextDecorator):
     Collective: every rank builds the same modules in the block. The random numbers are the same as
     without `Init`. If ranks compute different values, the engine uses the values of rank 0.
 
-    As in DeepSpeed, the parameters have the attributes `ds_id`, `ds_shape` and `ds_numel`. Unlike in
-    DeepSpeed, they have their full values after the block.
+    As in DeepSpeed, the parameters have the attributes `ds_id`, `ds_shape` and `ds_numel`, and
+    `ds_status` is NOT_AVAILABLE after the block, because they must be edited within
+    `GatheredParameters`. Unlike in DeepSpeed, their full values can be read.
 
     Args:
         module: an existing module, whose parameters are moved to the file by the constructor.
@@ -290,7 +291,7 @@ def _mark(modules: Iterable[nn.Module]) -> None:
         if param is not None and region_of(param) is not None
     }
     for number, param in enumerate(found.values()):
-        mark(param, number, param.shape, ZeroParamStatus.AVAILABLE)
+        mark(param, number, param.shape, ZeroParamStatus.NOT_AVAILABLE)
 
 
 def share_changes(params: Iterable[Tensor], modifier_rank: int) -> None:

@@ -13,7 +13,7 @@ from threed.distributed import collectives, topology
 from threed.distributed.sharding import Piece, is_managed
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.init import share_changes
-from threed.interop.deepspeed.api.marks import ZeroParamStatus, mark
+from threed.interop.deepspeed.api.marks import ZeroParamStatus, mark, unmark
 from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.ownership import owner
 from threed.memory.mapped import region_of
@@ -26,8 +26,13 @@ _STATES = {"momentum_buffer": ("momentum_buffer",), "exp_avg": ("exp_avg", "mome
 
 
 def mark_parameters(engine: ModuleEngine) -> None:
-    """Sets DeepSpeed's attributes of an engine's parameters, under ZeRO stage 3; see `marks`."""
+    """Sets DeepSpeed's attributes of an engine's parameters, under ZeRO stage 3; see `marks`.
+
+    Under other stages, the attributes that `zero.Init` has set are removed.
+    """
     if engine.config.zero.stage < 3:
+        for param in engine.module.parameters():
+            unmark(param)
         return
     status = {True: ZeroParamStatus.NOT_AVAILABLE, False: ZeroParamStatus.AVAILABLE}
     slots = ((group, slot) for group in engine.layout.groups for slot in group.slots)
@@ -98,7 +103,7 @@ class GatheredParameters:
             for engine, params in engines.values():
                 gathered = engine.gathered(params, modifier_rank=self._modifier_rank)
                 blocks.enter_context(gathered)
-                blocks.enter_context(_available(params))
+            blocks.enter_context(_available(self._params))
             self._blocks = blocks.pop_all()
 
     def __exit__(self, *error: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -76,6 +77,8 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:  # fmt: skip
     """Writes the full weights of a checkpoint to files.
 
+    Several ranks may write the same files at the same time.
+
     Args:
         checkpoint_dir: the folder of checkpoints.
         output_dir: the folder of the files; it is created if necessary.
@@ -95,19 +98,22 @@ def convert_zero_checkpoint_to_state_dict(
     limit = _bytes_of(max_shard_size)
     files: list[list[str]] = []  # for each file, the names of its tensors
     part: dict[str, Tensor] = {}
-    for name in source:
-        tied = part.get(first.get(name, name))
-        if tied is not None and not safe_serialization:
-            part[name] = tied
-            continue
-        tensor = source[name]
-        tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-        if part and _nbytes(part) + tensor.nbytes > limit:
-            files.append(_write(part, out / f"part{len(files)}", safe_serialization))
-            part = {}
-        part[name] = tensor
-    files.append(_write(part, out / f"part{len(files)}", safe_serialization))
-    _publish(out, files, "model.safetensors" if safe_serialization else "pytorch_model.bin")
+    with tempfile.TemporaryDirectory(prefix=".parts-", dir=out) as folder:
+        parts = Path(folder)
+        for name in source:
+            tied = part.get(first.get(name, name))
+            if tied is not None and not safe_serialization:
+                part[name] = tied
+                continue
+            tensor = source[name]
+            tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+            if part and _nbytes(part) + tensor.nbytes > limit:
+                files.append(_write(part, parts / f"part{len(files)}", safe_serialization))
+                part = {}
+            part[name] = tensor
+        files.append(_write(part, parts / f"part{len(files)}", safe_serialization))
+        final = "model.safetensors" if safe_serialization else "pytorch_model.bin"
+        _publish(parts, out, files, final)
 
 
 def _bytes_of(size: str | int | None) -> float:
@@ -137,19 +143,20 @@ def _write(tensors: dict[str, Tensor], path: Path, safe: bool) -> list[str]:
     return list(tensors)
 
 
-def _publish(out: Path, files: list[list[str]], name: str) -> None:
-    """Gives the files their final names, and writes the index if there are several."""
+def _publish(parts: Path, out: Path, files: list[list[str]], name: str) -> None:
+    """Moves the files to their final names, and writes the index if there are several."""
     if len(files) == 1:
-        (out / "part0").replace(out / name)
+        (parts / "part0").replace(out / name)
         return
     stem, _, suffix = name.partition(".")
     where: dict[str, str] = {}
     for number, names in enumerate(files):
         file = f"{stem}-{number + 1:05d}-of-{len(files):05d}.{suffix}"
-        (out / f"part{number}").replace(out / file)
+        (parts / f"part{number}").replace(out / file)
         where |= dict.fromkeys(names, file)
     index = json.dumps({"metadata": {}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
-    (out / f"{name}.index.json").write_text(index, encoding="utf-8")
+    (parts / "index").write_text(index, encoding="utf-8")
+    (parts / "index").replace(out / f"{name}.index.json")
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
