@@ -65,7 +65,9 @@ class Checkpoints(TrainingLoop):
             TypeError: if `client_state` has a value of another type.
         """
         if self.optimizer is None:
-            raise not_offered("save_checkpoint of an engine that only evaluates", WEIGHTS)
+            raise NotImplementedError(
+                not_offered("save_checkpoint of an engine that only evaluates", WEIGHTS)
+            )
         self._check_boundary("save_checkpoint", "save at an accumulation boundary")
         everyone = self.topology.axis("world")
         tensors: dict[str, Tensor] = {}
@@ -145,10 +147,12 @@ class Checkpoints(TrainingLoop):
         complete = load_optimizer_states and not load_module_only
         if custom_load_fn is not None and complete:
             fix = "pass load_module_only=True, or load_optimizer_states=False"
-            raise not_offered("custom_load_fn with optimizer states", fix)
+            raise NotImplementedError(not_offered("custom_load_fn with optimizer states", fix))
         partial = load_optimizer_states != load_lr_scheduler_states and not load_module_only
         if partial and isinstance(self.lr_scheduler, SchedulerView):
-            raise not_offered("to load only the optimizer states or only the scheduler", SCHEDULE)
+            raise NotImplementedError(
+                not_offered("to load only the optimizer states or only the scheduler", SCHEDULE)
+            )
         found = _latest(Path(load_dir)) if tag is None else str(tag)
         if len(tags := set(collectives.exchange(found, self.topology.axis("world")))) > 1:
             what = f"ranks load different checkpoints of {load_dir}: {', '.join(sorted(map(str, tags)))}"
@@ -295,7 +299,7 @@ class Checkpoints(TrainingLoop):
             NotImplementedError: at stage 3, where a rank has only slices of the weights.
         """
         if self.translation.config.zero.stage == 3:
-            raise not_offered("module_state_dict at ZeRO stage 3", WEIGHTS)
+            raise NotImplementedError(not_offered("module_state_dict at ZeRO stage 3", WEIGHTS))
         self.engine.finish()
         found = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         frozen = self._frozen() if exclude_frozen_parameters else ()

@@ -175,7 +175,7 @@ class ModuleMethods(nn.Module, metaclass=_Refusing):
         """
         if schedule is not None or compiled_autograd_enabled:
             what = "DeepCompile schedules and compiled autograd"
-            raise not_offered(what, "use the default arguments")
+            raise NotImplementedError(not_offered(what, "use the default arguments"))
         self.module.compile(**{**compile_kwargs, "backend": backend})
         self.is_compiled = True
 
@@ -195,11 +195,13 @@ class ModuleMethods(nn.Module, metaclass=_Refusing):
             fix = (
                 "enable fp16 or bf16 in the configuration, or convert the module before initialize"
             )
-            raise not_offered(f"a conversion of an engine's module to {dtype}", fix)
+            raise NotImplementedError(
+                not_offered(f"a conversion of an engine's module to {dtype}", fix)
+            )
         if device is not None and not _same(device, self.device):
             what = f"a move of an engine's module from {self.device} to {device}"
             fix = "offload by the configuration, or call engine.destroy() first"
-            raise not_offered(what, fix)
+            raise NotImplementedError(not_offered(what, fix))
         return self
 
     to_empty = Refused("engine.to_empty", "build the module on the meta device before initialize")

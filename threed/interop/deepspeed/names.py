@@ -233,25 +233,24 @@ def refusal(name: str) -> str:
     owner = "engine" if first.endswith("Engine") else first
     if owner in ("engine", "PipelineModule"):
         otherwise = f"use the public methods of {first}, such as those in docs/guide/deepspeed.md"
-        return f"threed does not offer {name}: {REFUSED.get(f'{owner}.{last}', otherwise)}"
+        return not_offered(name, REFUSED.get(f"{owner}.{last}", otherwise))
     prefixes = [".".join(parts[:count]) for count in range(len(parts), 1, -1)]
     instead = next((REFUSED[key] for key in (name, last, *prefixes) if key in REFUSED), _OTHERWISE)
-    return f"threed does not offer {name}: {instead}"
+    return not_offered(name, instead)
 
 
-def not_offered(name: str, instead: str, kind: type[Exception] = NotImplementedError) -> Exception:
-    """Returns the error for a use that threed does not offer.
+def not_offered(name: str, instead: str) -> str:
+    """Returns the error text for a use that threed does not offer.
 
     Args:
         name: the use, such as "FusedAdam.step()".
         instead: what to use instead.
-        kind: class of the error.
     """
-    return kind(f"threed does not offer {name}: {instead}")
+    return f"threed does not offer {name}: {instead}"
 
 
 class Refused:
-    """A method or function that raises the error `not_offered`, whatever its arguments.
+    """A method or function that raises an error, whatever its arguments.
 
     Args:
         name: the name of the method, for the error.
@@ -262,7 +261,8 @@ class Refused:
     def __init__(
         self, name: str, instead: str, kind: type[Exception] = NotImplementedError
     ) -> None:
-        self._error, self.__doc__ = (name, instead, kind), f"Raises {kind.__name__}: {instead}."
+        self._kind, self._text = kind, not_offered(name, instead)
+        self.__doc__ = f"Raises {kind.__name__}: {instead}."
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise not_offered(*self._error)
+        raise self._kind(self._text)

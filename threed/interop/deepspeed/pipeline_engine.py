@@ -251,7 +251,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if reduce_output not in ("avg", None) or (reduce_output and not compute_loss):
             given = f"reduce_output {reduce_output!r} with compute_loss {compute_loss}"
-            raise not_offered(given, "use 'avg' for losses, or None")
+            raise NotImplementedError(not_offered(given, "use 'avg' for losses, or None"))
         count = num_micro_batches or self.gradient_accumulation_steps()
         batch = self._read(data_iter, count)
         with self.trainer.evaluating():

@@ -82,7 +82,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise not_offered(f"engine.optimizer.{name}", OPTIMIZER_STATE, AttributeError)
+        raise AttributeError(not_offered(f"engine.optimizer.{name}", OPTIMIZER_STATE))
 
     def remove(self) -> None:
         """Removes the hooks from the passed optimizer."""

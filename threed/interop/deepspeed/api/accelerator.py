@@ -56,7 +56,7 @@ class DeepSpeedAccelerator:
         if hasattr(self._module, name):
             return getattr(self._module, name)
         instead = f"use a function of {self._module.__name__}"
-        raise not_offered(f"get_accelerator().{name}", instead, AttributeError)
+        raise AttributeError(not_offered(f"get_accelerator().{name}", instead))
 
     def device_name(self, device_index: int | str | None = None) -> str:
         """Returns "cuda", "cuda:N" if an index is given, or "cpu"."""

@@ -62,7 +62,9 @@ def configure(
         ("checkpoint_in_cpu", checkpoint_in_cpu, "cpu_checkpointing"),
     ):
         if options.get(key) if value is None else value:
-            raise not_offered(f"deepspeed.checkpointing.configure({name}=True)", _REFUSED)
+            raise NotImplementedError(
+                not_offered(f"deepspeed.checkpointing.configure({name}=True)", _REFUSED)
+            )
     global _configured
     _configured = True
 

@@ -88,10 +88,12 @@ class GatheredParameters:
         for param in self._params:
             engine = engine_of(param)
             if engine is None and is_managed(param):
-                raise not_offered(
-                    f"GatheredParameters for a parameter of shape {list(param.shape)} of an engine that"
-                    " deepspeed.initialize has not made for a plain module",
-                    "use engine.full_state_dict(), or engine.gathered() of a threed.ModuleEngine",
+                raise NotImplementedError(
+                    not_offered(
+                        f"GatheredParameters for a parameter of shape {list(param.shape)} of an engine that"
+                        " deepspeed.initialize has not made for a plain module",
+                        "use engine.full_state_dict(), or engine.gathered() of a threed.ModuleEngine",
+                    )
                 )
             if engine is None:
                 free.append(param)
@@ -187,7 +189,9 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """
     if engine_of(param) is not None:
         instead = "use param.register_hook, or engine.get_global_grad_norm()"
-        raise not_offered("safe_get_full_grad for a parameter of an engine", instead)
+        raise NotImplementedError(
+            not_offered("safe_get_full_grad for a parameter of an engine", instead)
+        )
     return param.grad
 
 

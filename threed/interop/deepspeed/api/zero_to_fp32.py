@@ -43,7 +43,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     if exclude_frozen_parameters:
         instead = "use engine.save_16bit_model(exclude_frozen_parameters=True), or delete the names"
-        raise not_offered("exclude_frozen_parameters here", instead)
+        raise NotImplementedError(not_offered("exclude_frozen_parameters here", instead))
     folder = _folder(Path(checkpoint_dir), tag)
     found = weights(folder)
     if lazy_mode:
@@ -66,7 +66,9 @@ def _folder(parent: Path, tag: str | int | None) -> Path:
     folder = parent / str(tag)
     if step_folder(folder) is not None:
         instead = f"use the zero_to_fp32.py in {parent}, or `threed convert`"
-        raise not_offered(f"zero_to_fp32 of {folder}, which DeepSpeed has written", instead)
+        raise NotImplementedError(
+            not_offered(f"zero_to_fp32 of {folder}, which DeepSpeed has written", instead)
+        )
     return folder
 
 
