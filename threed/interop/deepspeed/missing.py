@@ -6,7 +6,7 @@ WEIGHTS = "use engine.full_state_dict(), which gathers the weights on rank 0"
 CONFIG = "use engine.config, the ds_config, or engine.translation, the configuration in effect"
 RATE = 'set engine.optimizer.param_groups[i]["lr"]; engine.get_lr() returns the learning rates'
 METRICS = "use engine.metrics"
-PUBLIC = "use the public methods of {}, such as those in docs/guide/deepspeed.md"
+PUBLIC = "use public names, such as those in docs/guide/deepspeed.md"
 
 _ROWS = {
     "get_fp32_state_dict": WEIGHTS,
@@ -44,4 +44,4 @@ def refusal(owner: str, name: str) -> str:
         owner: the object or class, such as "engine".
         name: the attribute.
     """
-    return f"threed does not offer {owner}.{name}: {INSTEAD.get(name, PUBLIC.format(owner))}"
+    return f"threed does not offer {owner}.{name}: {INSTEAD.get(name, PUBLIC)}"
