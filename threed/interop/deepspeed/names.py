@@ -232,8 +232,8 @@ def refusal(name: str) -> str:
     first, *_, last = parts = name.split(".")
     owner = "engine" if first.endswith("Engine") else first
     if owner in ("engine", "PipelineModule"):
-        otherwise = f"use the public methods of {first}, such as those in docs/guide/deepspeed.md"
-        return not_offered(name, REFUSED.get(f"{owner}.{last}", otherwise))
+        public = "use public names, such as those in docs/guide/deepspeed.md"
+        return not_offered(name, REFUSED.get(f"{owner}.{last}", public))
     prefixes = [".".join(parts[:count]) for count in range(len(parts), 1, -1)]
     instead = next((REFUSED[key] for key in (name, last, *prefixes) if key in REFUSED), _OTHERWISE)
     return not_offered(name, instead)
