@@ -18,13 +18,6 @@ LAYER = "a layer is changed in place: the user's code refers to the object"
 SET: dict[str, str] = {
     "data.tokenizer: self._backend.encode_special_tokens": OTHER,
     "interop.deepspeed.__main__: sys.argv": OTHER,
-    "interop.deepspeed.api.init: param.ds_id": PARAMETER,
-    "interop.deepspeed.api.init: param.ds_numel": PARAMETER,
-    "interop.deepspeed.api.init: param.ds_shape": PARAMETER,
-    "interop.deepspeed.api.zero: param.ds_active_sub_modules": PARAMETER,
-    "interop.deepspeed.api.zero: param.ds_id": PARAMETER,
-    "interop.deepspeed.api.zero: param.ds_numel": PARAMETER,
-    "interop.deepspeed.api.zero: param.ds_shape": PARAMETER,
     "interop.deepspeed.api.zero: param.ds_status": PARAMETER,
     "interop.deepspeed.views: optimizer._opt_called": OTHER,
     "layers.compiled: module.opaque": LAYER,

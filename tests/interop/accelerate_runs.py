@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,25 +24,17 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 
-from tests.interop.huggingface_runs import Rows, reset
+from tests.interop.huggingface_runs import Rows, auto_config, main
 
 BATCH, ROWS, EVALUATED = 4, 28, 10
 RATE, WARMUP, TOTAL = 1e-2, 2, 8
 # Under stage 3, also shard small parameters: these models have no others.
 THRESHOLD = "stage3_param_persistence_threshold"
-WEIGHTS_ONLY = {"stage3_gather_16bit_weights_on_model_save": True}
 
 
 def auto(stage: int, *sections: str) -> dict[str, Any]:
     """Returns a DeepSpeed configuration in which every value with a default is "auto"."""
-    keys = (
-        "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
-    )  # fmt: skip
-    sizes = (
-        "reduce_bucket_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-    )
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", THRESHOLD)
     rates = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     known = {
         "optimizer": {
@@ -53,10 +44,8 @@ def auto(stage: int, *sections: str) -> dict[str, Any]:
             "type": "WarmupDecayLR", "params": dict.fromkeys(rates, "auto") | {"warmup_type": "linear"},
         },
     }  # fmt: skip
-    zero = {"stage": stage, **dict.fromkeys(sizes, "auto"), **WEIGHTS_ONLY}
-    return {"zero_optimization": zero, **dict.fromkeys(keys, "auto")} | {
-        name: known[name] for name in sections
-    }
+    config = auto_config(stage, **dict.fromkeys(sizes, "auto"))
+    return config | {name: known[name] for name in sections}
 
 
 @dataclass(frozen=True)
@@ -366,12 +355,5 @@ def train(out: Path, mode: str, name: str) -> None:
     accelerator.free_memory()
 
 
-def main(out: Path, mode: str, names: list[str]) -> None:
-    for name in names:
-        train(out, mode, name)
-        reset()
-        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(train)

@@ -3,17 +3,25 @@
 git clone https://github.com/deepspeedai/DeepSpeed       # tested with commit edaa722
 python -m tests.interop.deepspeed_unit DeepSpeed
 python -m tests.interop.deepspeed_unit DeepSpeed checkpoint/test_sparse.py -k strict
+python -m tests.interop.deepspeed_unit DeepSpeed --real real.jsonl      # DeepSpeed itself
+python -m tests.interop.deepspeed_unit DeepSpeed --compare real.jsonl
 
-Runs the test files that use only names which threed offers (`namespace.OFFERED`). Needs pytest below
+Runs the test files that use only names which threed offers (`names.OFFERED`). Needs pytest below
 8.4, because of the fixtures of these tests, and transformers; DeepSpeed must not be installed. Further
 arguments are files below tests/unit and options of pytest. Prints a table per folder and per test
 function: passed, refused (the error begins "threed does not offer", or is a ConfigError), skipped,
 failed, and internal, which are failures of the functions under `internal` in deepspeed_unit.toml. The
 exit status is 1 if another function fails, or if a function under `passes` has no test that passes.
+
+`--real FILE` runs the same tests with DeepSpeed itself, which must be installed, writes the results to
+FILE, and prints the same table. `--compare FILE` reads these results, and also prints the functions that
+pass with DeepSpeed (at least one case passes, none fails) and that neither pass nor are refused with
+threed.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -35,21 +43,25 @@ COLUMNS = ("passed", "refused", "skipped", "failed", "internal")
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the tests and prints the tables; returns the exit status."""
-    clone, given = Path(arguments[0]).resolve(), arguments[1:]
-    tests = clone / "tests"
+    parser = argparse.ArgumentParser(prog="deepspeed_unit", allow_abbrev=False)
+    parser.add_argument("clone", type=Path)
+    parser.add_argument("--real", type=Path, metavar="FILE")
+    parser.add_argument("--compare", type=Path, metavar="FILE")
+    options, given = parser.parse_known_args(arguments)
+    tests = options.clone.resolve() / "tests"
     expected = tomllib.loads(EXPECTED.read_text(encoding="utf-8"))
     files = [f"unit/{name}" for name in given if name.endswith(".py")]
-    options = [option for option in given if not option.endswith(".py")]
     files = files or sorted(offered_files(tests, expected["needs"]))
     with tempfile.TemporaryDirectory() as scratch:
-        results = Path(scratch) / "results.jsonl"
-        results.touch()
-        (Path(scratch) / "sitecustomize.py").write_text(
-            "from tests.interop import deepspeed_unit_site\n", encoding="utf-8"
-        )
+        results = (options.real or Path(scratch) / "results.jsonl").resolve()
+        results.write_text("", encoding="utf-8")
+        if options.real is None:
+            (Path(scratch) / "sitecustomize.py").write_text(
+                "from tests.interop import deepspeed_unit_site\n", encoding="utf-8"
+            )
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "tests.interop.deepspeed_unit_plugin",
-            "-p", "no:cacheprovider", *options, *files,
+            "-p", "no:cacheprovider", *(name for name in given if not name.endswith(".py")), *files,
         ]  # fmt: skip
         environment = os.environ | {
             "PYTHONPATH": f"{scratch}{os.pathsep}{ROOT}", "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "8",
@@ -57,8 +69,14 @@ def main(arguments: Sequence[str]) -> int:
             "DEEPSPEED_UNIT_RESULTS": str(results),
         }  # fmt: skip
         subprocess.run(command, cwd=tests, env=environment, check=False)
-        rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    return report(rows, expected, complete=not given)
+        rows = read_rows(results)
+    if options.real is not None:
+        return report(rows, {"passes": [], "internal": {}}, complete=True)
+    status = report(rows, expected, complete=not given)
+    if options.compare is not None:
+        for function, error in differing(rows, read_rows(options.compare)):
+            print(f"passes with DeepSpeed only: {function}: {' '.join(error.split())[:300]}")
+    return status
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -128,6 +146,29 @@ def _reachable(module: str, names: Iterable[str]) -> bool:
 # -------------------------------------------------------------------------------------------------------------- report
 
 
+Table = Mapping[str, Counter[str]]
+
+
+def read_rows(file: Path) -> list[Mapping[str, Any]]:
+    """Returns the results of the plugin; of a test that was run twice, the last result."""
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return list({row["id"]: row for row in rows}.values())
+
+
+def function_of(row: Mapping[str, Any]) -> str:
+    """Returns the file, class and function of a result, without the parameters."""
+    return str(row["id"]).partition("[")[0].removeprefix("unit/")
+
+
+def count(rows: Iterable[Mapping[str, Any]], internal: Iterable[str]) -> Table:
+    """Returns the number of results of each kind, per function."""
+    functions: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        function = function_of(row)
+        functions[function][kind_of(row, function in internal)] += 1
+    return functions
+
+
 def report(rows: Sequence[Mapping[str, Any]], expected: Mapping[str, Any], complete: bool) -> int:
     """Prints the tables, and returns the exit status.
 
@@ -136,14 +177,12 @@ def report(rows: Sequence[Mapping[str, Any]], expected: Mapping[str, Any], compl
         expected: the content of deepspeed_unit.toml.
         complete: whether all files were run.
     """
-    functions: dict[str, Counter[str]] = defaultdict(Counter)
+    functions = count(rows, expected["internal"])
     folders: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in {row["id"]: row for row in rows}.values():
-        function = row["id"].partition("[")[0].removeprefix("unit/")
-        kind = kind_of(row, function in expected["internal"])
-        functions[function][kind] += 1
-        folders[function.partition("::")[0].rpartition("/")[0]][kind] += 1
-        if kind == "failed":
+    for function, counts in functions.items():
+        folders[function.partition("::")[0].rpartition("/")[0]] += counts
+    for row in rows:
+        if kind_of(row, function_of(row) in expected["internal"]) == "failed":
             print(f"failed: {row['id']}: {' '.join(row['error'].split())[:300]}")
     for table in (functions, folders, {"all": sum(folders.values(), Counter())}):
         print(f"\n{'':90}", *(f"{name:>8}" for name in COLUMNS))
@@ -154,6 +193,24 @@ def report(rows: Sequence[Mapping[str, Any]], expected: Mapping[str, Any], compl
         print(f"does not pass: {name}")
     failed = any(counts["failed"] for counts in folders.values())
     return int(failed or bool(absent))
+
+
+def differing(
+    rows: Iterable[Mapping[str, Any]], real: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Yields (function, error) for the functions that pass only with DeepSpeed itself.
+
+    Args:
+        rows: the results with threed.
+        real: the results with DeepSpeed: at least one case of the function passes, and none fails.
+    """
+    own = count(rows, ())
+    errors = {function_of(row): row["error"] for row in rows if kind_of(row, False) == "failed"}
+    for function, counts in sorted(count(real, ()).items()):
+        if not counts["passed"] or counts["failed"]:
+            continue
+        if own[function]["failed"] or not own[function]["passed"] + own[function]["refused"]:
+            yield function, errors.get(function, "skipped, or not run")
 
 
 def kind_of(row: Mapping[str, Any], internal: bool) -> str:

@@ -15,19 +15,20 @@ from typing import Any
 
 import threed
 from threed.interop.deepspeed import namespace
+from threed.interop.deepspeed.names import refusal
 
 
 class _Refused(type):
     """A class in place of a name that is not offered."""
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(namespace.refusal(cls.__module__ + "." + cls.__name__))
+        raise NotImplementedError(refusal(cls.__module__ + "." + cls.__name__))
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         full = f"{cls.__module__}.{cls.__name__}.{name}"
-        raise NotImplementedError(namespace.refusal(full))
+        raise NotImplementedError(refusal(full))
 
 
 class _RefusedModule(types.ModuleType):

@@ -17,7 +17,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,38 @@ def save_models(out: Path) -> None:
 def reset() -> None:
     """Removes the global state of transformers and Accelerate, for the next training."""
     unset_hf_deepspeed_config()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
+
+
+def auto_config(stage: int, **zero: Any) -> dict[str, Any]:
+    """Returns a DeepSpeed configuration, whose other values are "auto".
+
+    Args:
+        stage: ZeRO stage.
+        zero: further values of "zero_optimization".
+    """
+    keys = (
+        "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
+    )  # fmt: skip
+    # Under stage 3, also shard small parameters: these models have no others.
+    fixed = {
+        "stage": stage, "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }  # fmt: skip
+    return {"zero_optimization": fixed | zero, **dict.fromkeys(keys, "auto")}
+
+
+def main(train: Callable[[Path, str, str], None]) -> None:
+    """Runs the cases of a command.
+
+    Args:
+        train: runs a case; its arguments are OUT, MODE and the name of the case.
+    """
+    for name in sys.argv[3:]:
+        train(Path(sys.argv[1]), sys.argv[2], name)
+        reset()
 
 
 def run(module: str, out: Path, mode: str, names: Iterable[str], ranks: int = 2) -> None:

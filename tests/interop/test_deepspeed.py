@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 from threed.config import ConfigError
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.engine import DeepSpeedEngine
-from threed.interop.deepspeed.missing import INSTEAD
+from threed.interop.deepspeed.names import REFUSED
 
 STEPS, ROWS, ACCUMULATION = 3, 8, 2
 Result = tuple[list[float], list[float], dict[str, Tensor]]
@@ -523,12 +523,20 @@ def test_names_that_are_missing_do_not_blame_the_module(engine: DeepSpeedEngine)
     ):
         engine.get_fp32_state_dict()
     with pytest.raises(
-        AttributeError, match=r"neither threed's engine nor its module \(Regression\) .* 'nothing'"
+        AttributeError,
+        match=r"threed does not offer engine.nothing: use .* module \(Regression\) has no",
     ):
         engine.nothing  # noqa: B018
+    with pytest.raises(
+        AttributeError, match=r"does not offer DeepSpeedEngine._do_args_sanity_check: use"
+    ):
+        DeepSpeedEngine._do_args_sanity_check  # noqa: B018
+    assert not hasattr(DeepSpeedEngine, "_configure_optimizer")
     assert engine.linear is engine.module.linear
     assert not hasattr(engine, "set_lr")
-    assert all(name not in dir(DeepSpeedEngine) for name in INSTEAD)
+    refused = {name.removeprefix("engine.") for name in REFUSED if name.startswith("engine.")}
+    assert "set_lr" in refused
+    assert refused.isdisjoint(dir(DeepSpeedEngine))
 
 
 class Stream(IterableDataset[Any]):

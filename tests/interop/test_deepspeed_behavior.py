@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from tests.harness import run_ranks
 from threed.config import ConfigError
 from threed.interop.deepspeed.api.accelerator import get_accelerator
 from threed.interop.deepspeed.api.init import Init
-from threed.interop.deepspeed.api.zero import ZeroParamStatus, is_zero_param
+from threed.interop.deepspeed.api.marks import ZeroParamStatus, is_zero_param
+from threed.interop.deepspeed.api.zero import GatheredParameters
 from threed.interop.deepspeed.api.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.pipeline_layers import pack, unpack
@@ -89,7 +92,12 @@ def test_an_engine_that_only_evaluates_saves_no_checkpoint(tmp_path: Path) -> No
 
 def test_tied_weights_share_a_tensor_in_files(tmp_path: Path) -> None:
     engine_of(zero_optimization={"stage": 3}).save_checkpoint(tmp_path)
-    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "full")
+    with ThreadPoolExecutor(2) as pool:  # as the ranks of a program that all convert
+        for _ in pool.map(
+            convert_zero_checkpoint_to_fp32_state_dict, [tmp_path] * 2, [tmp_path / "full"] * 2
+        ):
+            pass
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["pytorch_model.bin"]
     found = torch.load(tmp_path / "full/pytorch_model.bin")
     assert found["first.weight"] is found["last.weight"]
 
@@ -126,10 +134,17 @@ def test_parameters_of_init_are_recognized(tmp_path: Path) -> None:
         assert is_zero_param(weight)
     assert (weight.ds_id, weight.ds_shape, weight.ds_numel) == (0, (3, 3), 9)
     assert is_zero_param(weight)
-    assert weight.ds_status is ZeroParamStatus.AVAILABLE
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    with GatheredParameters(weight):
+        assert weight.ds_status is ZeroParamStatus.AVAILABLE
+    with pytest.raises(
+        NotImplementedError, match=r"offer partition of a parameter: use .*Gathered"
+    ):
+        pickle.loads(pickle.dumps(weight)).partition()
     engine = threed.initialize(model=model, config=DS)[0]
-    engine.destroy()
     assert not is_zero_param(weight)
+    engine.destroy()
+    assert not hasattr(weight, "partition")
 
 
 # ------------------------------------------------------------------------------------------------------------ training

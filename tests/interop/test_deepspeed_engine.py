@@ -276,9 +276,16 @@ def test_backwards_without_steps() -> None:
     engine = made(1, accumulation=2)
     with engine.no_sync():
         engine.backward(engine(rows(0, 2)))
-        with pytest.raises(AssertionError, match="call it after the block"):
+        with pytest.raises(
+            AssertionError, match=r"illegal to call Engine.step\(\) .*: call it after"
+        ):
             engine.step()
-        with pytest.raises(AssertionError, match="cannot be nested"), engine.no_sync():
+        with (
+            pytest.raises(
+                AssertionError, match="no_sync context manager reentry is unsupported: end"
+            ),
+            engine.no_sync(),
+        ):
             pass
     engine.set_gradient_accumulation_boundary(True)
     engine.backward(engine(rows(0, 2, 1)))
@@ -289,7 +296,12 @@ def test_backwards_without_steps() -> None:
         if micro == 1:
             engine.step()
     same(engine.full_state_dict(), plainly(2))
-    with pytest.raises(AssertionError, match="not available at ZeRO stage 2"), made(2).no_sync():
+    with (
+        pytest.raises(
+            AssertionError, match="no_sync context manager is incompatible with ZeRO stage 2: use"
+        ),
+        made(2).no_sync(),
+    ):
         pass
 
 

@@ -264,8 +264,13 @@ def evaluate(engine: PipelineEngine) -> None:
     module = engine.module
     engine.destroy()
     assert all(type(p) is nn.Parameter and not p.any() for p in module.parameters())
+    if last:
+        module.get_submodule("4").requires_grad_(False)
     again = run(module)
     assert float(again.eval_batch(iter(data))) == found
+    trained = again._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    assert (trained == {}) == (again.global_rank > 0)
+    assert trained == {} or zeros.keys() - trained.keys() == {"4.weight", "4.bias"}
 
 
 def test_two_stages_in_many_ways() -> None:
@@ -317,6 +322,11 @@ def test_modules_that_are_refused() -> None:
     for name in ("save_state_dict", "load_state_dir", "allreduce_tied_weight_gradients"):
         with pytest.raises(NotImplementedError, match=name):
             getattr(inner, name)()
+    for name in ("_is_checkpointable", "ckpt_prefix"):
+        with pytest.raises(AttributeError, match=f"does not offer PipelineModule.{name}: use"):
+            getattr(inner, name)
+    with pytest.raises(AttributeError, match="object has no attribute 'own'"):
+        _ = inner.own
 
 
 def test_steps_that_are_refused() -> None:

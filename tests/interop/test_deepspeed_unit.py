@@ -42,3 +42,21 @@ def test_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert deepspeed_unit.report(rows, {**expected, "internal": {}}, complete=True) == 1
     assert deepspeed_unit.report(rows[1:], expected, complete=True) == 1
     assert "failed: unit/a/test_x.py::test_2: x" in capsys.readouterr().out
+
+
+def test_comparison_with_deepspeed() -> None:
+    def row(name: str, outcome: str, error: str = "") -> dict[str, object]:
+        return {"id": f"unit/a/test_x.py::{name}", "outcome": outcome, "error": error, "kinds": []}
+
+    real = [row("passes[0]", "passed"), row("passes[1]", "skipped"), row("other", "passed")]
+    real += [row("fails[0]", "passed"), row("fails[1]", "failed"), row("refused", "passed")]
+    own = [
+        row("passes[0]", "passed"),
+        row("passes[1]", "failed", "text"),
+        row("fails[0]", "failed"),
+    ]
+    own += [row("refused", "failed", "threed does not offer x: use y")]
+    assert list(deepspeed_unit.differing(own, real)) == [
+        ("a/test_x.py::other", "skipped, or not run"),
+        ("a/test_x.py::passes", "text"),
+    ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import threed
 from tests.harness import run_ranks
 from threed.interop.deepspeed import ownership
-from threed.interop.deepspeed.api import zero
+from threed.interop.deepspeed.api import marks, zero
 from threed.interop.deepspeed.namespace import modules
 
 LR, BETAS, EPS = 0.01, (0.9, 0.999), 1e-8
@@ -97,12 +97,14 @@ def check_stage(stage: int) -> None:
 def check_marks(trained: nn.Sequential, stage: int) -> None:
     for number, param in enumerate(trained.parameters()):
         marked: Any = param
-        assert zero.is_zero_param(param) == (stage == 3)
+        assert marks.is_zero_param(param) == (stage == 3)
         assert (vars(param).keys() & MARKS) == (MARKS if stage == 3 else set())
         if stage == 3:
             assert (marked.ds_shape, marked.ds_numel) == (param.shape, param.numel())
             sharded = number != 1  # the bias has 3 elements, and the threshold is 4
-            want = zero.ZeroParamStatus.NOT_AVAILABLE if sharded else zero.ZeroParamStatus.AVAILABLE
+            want = (
+                marks.ZeroParamStatus.NOT_AVAILABLE if sharded else marks.ZeroParamStatus.AVAILABLE
+            )
             assert marked.ds_status is want
     ids = [vars(param).get("ds_id") for param in trained.parameters()]
     assert len(set(ids)) == (3 if stage == 3 else 1)
@@ -127,7 +129,7 @@ def check_edits(trained: nn.Sequential, plain: Plain, deepspeed: Any) -> None:
     with deepspeed.zero.GatheredParameters(given, modifier_rank=1):
         with deepspeed.zero.GatheredParameters(trained[1].parameters()):
             assert trained[1].weight.sum() == plain.module[1].weight.sum()
-        assert before is None or weight.ds_status is zero.ZeroParamStatus.AVAILABLE
+        assert before is None or weight.ds_status is marks.ZeroParamStatus.AVAILABLE
         if deepspeed.comm.get_rank() == 1:
             with torch.no_grad():
                 weight.mul_(2.0)
@@ -214,5 +216,5 @@ def test_a_parameter_of_no_engine() -> None:
     assert zero.safe_get_full_grad(param) is param.grad
     zero.safe_set_full_fp32_param(param, torch.zeros(2))
     assert param.tolist() == [1.0, 1.0]
-    assert not zero.is_zero_param(param)
-    assert param.detach().ds_status is zero.ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    assert not marks.is_zero_param(param)
+    assert param.detach().ds_status is marks.ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]

@@ -33,7 +33,16 @@ from transformers import (
     set_seed,
 )
 
-from tests.interop.huggingface_runs import AUTO, FAMILIES, VOCAB, Labeled, Rows, Unmasked, reset
+from tests.interop.huggingface_runs import (
+    AUTO,
+    FAMILIES,
+    VOCAB,
+    Labeled,
+    Rows,
+    Unmasked,
+    auto_config,
+    main,
+)
 
 STEPS, BATCH = 4, 4
 HOST = {"device": "cpu"}
@@ -152,18 +161,8 @@ class Log(TrainerCallback):
 
 def ds_config(case: Case) -> dict[str, Any]:
     """Returns the DeepSpeed configuration of a case, whose other values are "auto"."""
-    keys = (
-        "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
-    )  # fmt: skip
-    # Under stage 3, also shard small parameters: these models have no others.
-    zero = {
-        "stage": case.stage, "stage3_param_persistence_threshold": 0,
-        "stage3_gather_16bit_weights_on_model_save": True, **case.zero,
-    }  # fmt: skip
-    return {
-        "zero_optimization": zero, **dict.fromkeys(keys, "auto"), "bf16": {"enabled": "auto"},
-        **json.loads(json.dumps(case.ds)),
-    }  # fmt: skip
+    more = json.loads(json.dumps(case.ds))
+    return auto_config(case.stage, **case.zero) | {"bf16": {"enabled": "auto"}} | more
 
 
 def optimizers(model: torch.nn.Module, rates: tuple[float, ...] | None) -> tuple[Any, Any]:
@@ -254,11 +253,5 @@ def weighted(values: Any) -> float:
     return float((flat * torch.arange(1, len(flat) + 1).sqrt()).sum())
 
 
-def main(out: Path, mode: str, names: list[str]) -> None:
-    for name in names:
-        train(out, mode, name)
-        reset()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(train)

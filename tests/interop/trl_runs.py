@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from tests.interop.huggingface_runs import reset, small_config
+from tests.interop.huggingface_runs import auto_config, main, small_config
 
 STEPS, BATCH = 3, 4
 TEMPLATE = (
@@ -108,18 +108,6 @@ class Log(TrainerCallback):
             self.rows.append({key: float(logs[key]) for key in self.KEYS if key in logs})
 
 
-def ds_config(stage: int) -> dict[str, Any]:
-    """Returns a DeepSpeed configuration, whose other values are "auto"."""
-    keys = (
-        "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
-    )  # fmt: skip
-    zero = {
-        "stage": stage, "stage3_param_persistence_threshold": 0,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    }  # fmt: skip
-    return {"zero_optimization": zero, **dict.fromkeys(keys, "auto")}
-
-
 def train(out: Path, mode: str, name: str) -> None:
     """Runs a case, and writes its results."""
     case, world = CASES[name], int(os.environ.get("WORLD_SIZE", "1"))
@@ -132,7 +120,7 @@ def train(out: Path, mode: str, name: str) -> None:
         logging_steps=1, save_strategy="no", max_steps=STEPS, learning_rate=1e-2, adam_epsilon=1e-5,
         lr_scheduler_type="constant", gradient_checkpointing=False,
         per_device_train_batch_size=BATCH // world,
-        deepspeed=ds_config(case.stage) if mode == "threed" else None, **values,
+        deepspeed=auto_config(case.stage) if mode == "threed" else None, **values,
     )  # fmt: skip
     set_seed(1)
     lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"])
@@ -155,11 +143,5 @@ def save_model(out: Path) -> None:
     model.save_pretrained(out / "models" / "llama")
 
 
-def main(out: Path, mode: str, names: list[str]) -> None:
-    for name in names:
-        train(out, mode, name)
-        reset()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(train)

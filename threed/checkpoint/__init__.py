@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from threed.checkpoint.files import CheckpointError
     from threed.interop.convert import convert
     from threed.interop.inspection import CheckpointInfo, inspect
-    from threed.interop.loading import load, save
-    from threed.interop.weights import weights
+    from threed.interop.loading import load, save, weights
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -30,7 +29,7 @@ else:
             "load": "threed.interop.loading",
             "inspect": "threed.interop.inspection",
             "CheckpointInfo": "threed.interop.inspection",
-            "weights": "threed.interop.weights",
+            "weights": "threed.interop.loading",
             "convert": "threed.interop.convert",
             "CheckpointError": "threed.checkpoint.files",
         },

@@ -479,6 +479,18 @@ def verify(
     return _problems(path, manifest["files"][index::of], is_intact)
 
 
+def verified(path: Path) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint folder, after checking the hashes of all files.
+
+    Raises:
+        CheckpointError: if the manifest or a file is missing or damaged.
+    """
+    manifest = read_manifest(path)
+    if problems := verify(path, manifest, thorough=True):
+        raise CheckpointError("; ".join(problems))
+    return manifest
+
+
 def missing(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Returns an error text for each file that is missing or has the wrong size; opens no file."""
     return _problems(path, manifest["files"], lambda file, entry: True)

@@ -28,6 +28,7 @@ from threed.checkpoint.manifest import MANIFEST as MANIFEST
 from threed.checkpoint.manifest import did_you_mean as did_you_mean
 from threed.checkpoint.manifest import missing
 from threed.checkpoint.manifest import read_manifest as read_manifest
+from threed.checkpoint.manifest import verified as verified
 from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.resuming import model_differences, optimizer_differences

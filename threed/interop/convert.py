@@ -122,10 +122,8 @@ def _config_of(path: Path, given: str | Path | None) -> Path:
     places = [path / CONFIG, path.absolute().parent / CONFIG]
     where = f"neither {path} nor its parent folder has one"
     if given is not None:
-        places, where = (
-            [Path(given), Path(given) / CONFIG],
-            f"--config {given} is neither a file nor a folder with config.json",
-        )
+        places = [Path(given), Path(given) / CONFIG]
+        where = f"--config {given} is neither a file nor a folder with config.json"
     for place in places:
         if place.is_file():
             return place
@@ -136,21 +134,20 @@ def _config_of(path: Path, given: str | Path | None) -> Path:
 
 
 def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> Path:
-    arch = str(native.read_manifest(src)["config"]["model"]["arch"])
+    manifest = native.read_manifest(src)
+    arch = str(manifest["config"]["model"]["arch"])
     if names_model(arch):
         why = f"its model is the code {arch}, for which Hugging Face has no layout"
         fix = "--to safetensors writes its weights under their own names"
         raise CheckpointError(f"{src}: {why}: {fix}")
     if spec is not None:
         return export_hf(src, dst, _tokenizer(spec), dtype)
-    manifest = native.read_manifest(src)
     extra = manifest["state"]["extra"]
     spec, files = _run_tokenizer(manifest)
     record = folder_record.validated(extra.get("hf"))
     if files is not None and record is not None and record["tokenizer"] == extra["tokenizer"]:
-        return export_hf(
-            src, dst, None, dtype, files=files
-        )  # copies the files of the tokenizer unchanged, without parsing them
+        # The files of the tokenizer are copied unchanged, without parsing them.
+        return export_hf(src, dst, None, dtype, files=files)
     return export_hf(src, dst, _tokenizer(spec if files is None else files), dtype)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.lazy_tensors import LazyTensor
 from threed.checkpoint.reading import Reader
 from threed.core.messages import counted
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
@@ -24,6 +25,7 @@ from threed.interop.safetensors_folder import (
     is_safetensors_folder,
     read_settings,
 )
+from threed.zero.records import WEIGHT
 
 Shape = tuple[int, ...]
 _TITLES = {
@@ -146,7 +148,7 @@ def _of_export(path: Path) -> CheckpointInfo:
     return CheckpointInfo(path, "safetensors", arch, shapes, {}, _dtypes(tensors.values()))
 
 
-def _dtypes(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+def _dtypes(tensors: Iterable[Tensor | LazyTensor]) -> tuple[str, ...]:
     return tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
 
 
@@ -154,6 +156,5 @@ def _of_folder(path: Path) -> CheckpointInfo:
     folder = HFFolder(path)
     if problems := list(folder.problems()):
         raise CheckpointError("\n".join(problems))
-    dtypes = {str(folder.tensor("weight", name).dtype) for name in folder.shapes}
-    names = tuple(sorted(dtype.removeprefix("torch.") for dtype in dtypes))
-    return CheckpointInfo(path, "hf", folder.model.arch, folder.shapes, {}, names)
+    dtypes = _dtypes(folder.tensor(WEIGHT, name) for name in folder.shapes)
+    return CheckpointInfo(path, "hf", folder.model.arch, folder.shapes, {}, dtypes)

@@ -1,23 +1,26 @@
-"""Saves an engine, and builds one from a run, a checkpoint or a Hugging Face folder.
+"""Saves an engine, and builds one from a run, a checkpoint or a Hugging Face folder; reads weights.
 
-engine = threed.load("runs/tiny")             # `load` below
+engine = threed.load("runs/tiny")                # `load` below
 loss = engine.evaluate(batch)
-threed.checkpoint.save(engine, "evaluated")   # `save` below
+threed.checkpoint.save(engine, "evaluated")      # `save` below
+found = threed.checkpoint.weights("runs/tiny")   # `weights` below, without an engine
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from threed import models
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.lazy_tensors import read_all
 from threed.checkpoint.manifest import MANIFEST
+from threed.checkpoint.reading import Reader
 from threed.checkpoint.retention import candidates
 from threed.config import Config, ConfigError
 from threed.config.checks import find_problems
@@ -33,11 +36,12 @@ from threed.interop.safetensors_folder import (
     read_settings,
 )
 from threed.layers import Slicing
+from threed.zero.records import WEIGHT
 
 Build = Callable[..., Any]
+LATEST = "latest"  # file of `DeepSpeedEngine.save_checkpoint` with the tag of the newest checkpoint
 # Groups of configuration keys that are loaded from a checkpoint, because they define the model and
 # its training. The other groups, such as "parallel", define where and how the training runs.
-LATEST = "latest"  # file of `DeepSpeedEngine.save_checkpoint` with the tag of the newest checkpoint
 TRAINED = ("model", "precision", "train", "optim", "data")
 
 
@@ -164,14 +168,66 @@ def _load_weights(engine: Engine, folder: Path) -> None:
         raise CheckpointError(f"{folder}: {error.args[0]}") from None
 
 
+def weights(path: str | Path, *, check: bool = True) -> Mapping[str, Tensor]:
+    """Returns the weights and persistent buffers of a checkpoint by name, read on demand.
+
+    Needs no process group and no code of the model, whatever the number of ranks that saved the
+    checkpoint. Every access reads the full tensor from the files. For a native checkpoint, the
+    values are the master weights (fp32, or fp64 for a model in fp64); a tied weight has all its
+    names.
+
+    Args:
+        path: a run folder (its newest checkpoint is read), a checkpoint, a safetensors folder of
+            `threed convert`, or a Hugging Face folder.
+        check: whether to check the hashes of all files of a native checkpoint first.
+
+    Returns:
+        A mapping from global name to full tensor, on the CPU. The names are the same as in
+        `Engine.full_state_dict`, also for a Hugging Face folder.
+
+    Raises:
+        CheckpointError: if the checkpoint is missing or damaged.
+
+    Example:
+
+        module.load_state_dict(dict(threed.checkpoint.weights("runs/mine")))
+    """
+    source = newest_checkpoint(Path(path))
+    if is_safetensors_folder(source):
+        return SafetensorsFolder(source)
+    if is_hf_folder(source):
+        return _Weights(HFFolder(source), {})
+    manifest = native.verified(source) if check else native.read_manifest(source)
+    return _Weights(Reader(source, manifest), manifest["state"].get("aliases", {}))
+
+
+class _Weights(Mapping[str, Tensor]):
+    def __init__(self, source: Any, aliases: Mapping[str, str]) -> None:
+        self._source = source
+        self._names = {name: name for name in (*source.shapes, *getattr(source, "buffers", ()))}
+        self._names |= aliases
+
+    def __getitem__(self, name: str) -> Tensor:
+        first = self._names[name]
+        if first in self._source.shapes:
+            return read_all(self._source.tensor(WEIGHT, first))
+        values: Tensor = self._source.buffer(first)
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def newest_checkpoint(path: Path) -> Path:
     """Returns the folder to load: the newest checkpoint of a run folder, or `path` itself."""
     if (path / MANIFEST).is_file() or is_hf_folder(path) or is_safetensors_folder(path):
         return path
-    if (path / LATEST).is_file():  # a folder of `DeepSpeedEngine.save_checkpoint`
-        saved = path / (path / LATEST).read_text(encoding="utf-8").strip()
-        if (saved / MANIFEST).is_file():
-            return saved
+    tag = latest_tag(path)
+    if tag is not None and (path / tag / MANIFEST).is_file():
+        return path / tag
     newest = next(candidates(path, "auto"), None)
     if newest is None:
         raise CheckpointError(
@@ -179,6 +235,15 @@ def newest_checkpoint(path: Path) -> Path:
             " config.json)"
         )
     return newest
+
+
+def latest_tag(folder: Path) -> str | None:
+    """Returns the tag of the newest checkpoint in a folder of `DeepSpeedEngine.save_checkpoint`.
+
+    Returns None if the folder has no file `latest`.
+    """
+    file = folder / LATEST
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
 
 def _saved(source: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from threed.config.groups import python_name
 from threed.core.atomic import publish, write_text
 from threed.core.parse import ParseError, read_json, read_toml
 from threed.interop.huggingface.export import SHARD_BYTES, dtype_of, write_weights
-from threed.interop.huggingface.folder import CONFIG, INDEX, SINGLE
+from threed.interop.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights
 from threed.zero.records import WEIGHT
 
 SETTINGS = "config.toml"
@@ -55,9 +55,7 @@ def export_safetensors(
     Raises:
         CheckpointError: if the checkpoint is damaged, or values overflow `dtype`.
     """
-    manifest = native.read_manifest(checkpoint)
-    if problems := native.verify(checkpoint, manifest, thorough=True):
-        raise CheckpointError("; ".join(problems))
+    manifest = native.verified(checkpoint)
     settings, tally = _settings(checkpoint, manifest["config"]), Tally()
     with Reader(checkpoint, manifest) as reader:
         buffers = {name: reader.buffer(name) for name in reader.buffers}
@@ -97,8 +95,7 @@ def _settings(checkpoint: Path, config: Mapping[str, Any]) -> str:
 
 def is_safetensors_folder(path: Path) -> bool:
     """Returns whether a folder has the files that `export_safetensors` writes."""
-    has_weights = (path / SINGLE).is_file() or (path / INDEX).is_file()
-    return has_weights and (path / SETTINGS).is_file() and not (path / CONFIG).exists()
+    return has_weights(path) and (path / SETTINGS).is_file() and not (path / CONFIG).exists()
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):

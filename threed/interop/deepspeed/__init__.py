@@ -21,7 +21,7 @@ This package has the names of the module `deepspeed`, which are imported on thei
     deepspeed.init_distributed()
     with deepspeed.zero.GatheredParameters(module.weight): ...
 
-After `threed.install_as_deepspeed()`, `import deepspeed` imports the same names. `namespace` lists
+After `threed.install_as_deepspeed()`, `import deepspeed` imports the same names. `names` lists
 them, the package `api` defines them, and `python -m threed.interop.deepspeed script.py` runs a
 script that imports deepspeed.
 

@@ -7,7 +7,6 @@ engine.save_16bit_model("model")            # pytorch_model.bin
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,13 +22,14 @@ from threed.checkpoint.files import CheckpointError
 from threed.core.atomic import building
 from threed.distributed import collectives
 from threed.interop.deepspeed.api import zero_to_fp32
+from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.states import decode, encode
 from threed.interop.deepspeed.training import TrainingLoop
 from threed.interop.deepspeed.views import SchedulerView
-from threed.interop.loading import LATEST
-from threed.interop.weights import weights
+from threed.interop.loading import LATEST, latest_tag, weights
 
 TENSORS = "client_state.safetensors"  # file of a checkpoint: tensors of client_state and scheduler
+WEIGHTS = "use engine.full_state_dict(), or engine.save_16bit_model(folder)"
 SCHEDULE = (
     "the schedule of the configuration follows the number of updates, which is loaded with the optimizer states: pass a"
     " scheduler to initialize instead"
@@ -68,9 +68,8 @@ class Checkpoints(TrainingLoop):
             TypeError: if `client_state` has a value of another type.
         """
         if self.optimizer is None:
-            fix = "use engine.full_state_dict(), or engine.save_16bit_model(folder)"
             raise NotImplementedError(
-                f"threed does not offer save_checkpoint of an engine that only evaluates: {fix}"
+                not_offered("save_checkpoint of an engine that only evaluates", WEIGHTS)
             )
         self._check_boundary("save_checkpoint", "save at an accumulation boundary")
         everyone = self.topology.axis("world")
@@ -154,13 +153,11 @@ class Checkpoints(TrainingLoop):
         complete = load_optimizer_states and not load_module_only
         if custom_load_fn is not None and complete:
             fix = "pass load_module_only=True, or load_optimizer_states=False"
-            raise NotImplementedError(
-                f"threed does not offer custom_load_fn with optimizer states: {fix}"
-            )
+            raise NotImplementedError(not_offered("custom_load_fn with optimizer states", fix))
         partial = load_optimizer_states != load_lr_scheduler_states and not load_module_only
         if partial and isinstance(self.lr_scheduler, SchedulerView):
             raise NotImplementedError(
-                f"threed does not offer to load only the optimizer states or only the scheduler: {SCHEDULE}"
+                not_offered("to load only the optimizer states or only the scheduler", SCHEDULE)
             )
         found = _latest(Path(load_dir)) if tag is None else str(tag)
         if len(tags := set(collectives.exchange(found, self.topology.axis("world")))) > 1:
@@ -308,10 +305,7 @@ class Checkpoints(TrainingLoop):
             NotImplementedError: at stage 3, where a rank has only slices of the weights.
         """
         if self.translation.config.zero.stage == 3:
-            fix = "use engine.full_state_dict(), or engine.save_16bit_model(folder)"
-            raise NotImplementedError(
-                f"threed does not offer module_state_dict at ZeRO stage 3: {fix}"
-            )
+            raise NotImplementedError(not_offered("module_state_dict at ZeRO stage 3", WEIGHTS))
         self.engine.finish()
         found = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         frozen = self._frozen() if exclude_frozen_parameters else ()
@@ -344,17 +338,19 @@ class Checkpoints(TrainingLoop):
         full = self.engine.full_state_dict()
         if self.topology.rank > 0:
             return {}
-        params = dict(self.module.named_parameters(remove_duplicate=False))
+        dtypes, first = self._dtypes(), self.engine.aliases
         frozen = set(self._frozen() if exclude_frozen_parameters else ())
-        first = self.engine.aliases
         found: dict[str, Tensor] = {}
         for name in self._names():
             if name in frozen or name not in full:
                 continue
             tied = found.get(first.get(name, name))
-            dtype = params[name].dtype if name in params else full[name].dtype
-            found[name] = full[name].to(dtype) if tied is None else tied
+            found[name] = full[name].to(dtypes.get(name)) if tied is None else tied
         return found
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Returns the dtype of each parameter, by all of its names."""
+        return {n: p.dtype for n, p in self.module.named_parameters(remove_duplicate=False)}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -398,13 +394,10 @@ class Checkpoints(TrainingLoop):
 
 def _latest(folder: Path) -> str | None:
     """Returns the tag in the file `latest`; None, with a warning, if the file is missing."""
-    with contextlib.suppress(FileNotFoundError):
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
-    warnings.warn(
-        f"{folder} has no file {LATEST}: nothing was loaded; pass a tag, or another folder",
-        stacklevel=3,
-    )
-    return None
+    if (tag := latest_tag(folder)) is None:
+        what = f"{folder} has no file {LATEST}: nothing was loaded; pass a tag, or another folder"
+        warnings.warn(what, stacklevel=3)
+    return tag
 
 
 def _tensors(path: Path) -> Mapping[str, Tensor]:

@@ -5,15 +5,14 @@ loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()
 engine.save_checkpoint("checkpoints")
 
 `training` has the methods that train, `checkpoints` the methods that save and load, and
-`module_methods` the methods of nn.Module. `missing` lists names that are not offered.
+`module_methods` the methods of nn.Module. `names` lists names that are not offered.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,13 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from threed.distributed.topology import Topology
-from threed.engine import ModuleEngine
-from threed.interop.deepspeed.api.zero import unmark_parameters
+from threed.interop.deepspeed.api.marks import unmark
 from threed.interop.deepspeed.checkpoints import Checkpoints
-from threed.interop.deepspeed.config.translate import Translation
+from threed.interop.deepspeed.config.reader import value_of
 from threed.interop.deepspeed.data import deepspeed_io, repeat
-from threed.interop.deepspeed.ownership import owner, release, take
+from threed.interop.deepspeed.ownership import owner, release
 from threed.interop.deepspeed.repeated_training import release_trainers
 from threed.ops.precision import DTYPES
 
@@ -71,24 +68,6 @@ class DeepSpeedEngine(Checkpoints):
         notes: messages about keys that have no effect, and about values chosen by threed.
     """
 
-    def __init__(
-        self, model: nn.Module, topology: Topology, translation: Translation,
-        passed: torch.optim.Optimizer | None = None, training_dataloader: DataLoader[Any] | None = None,
-        notes: Sequence[str] = (), ds: Mapping[str, Any] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None, *, trains: bool = True,
-        engine: ModuleEngine | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            model, topology, translation, passed, training_dataloader, notes, trains=trains,
-            engine=engine,
-        )  # fmt: skip
-        self.config = dict(ds or {})
-        self.basic_optimizer = self.optimizer
-        self.client_lr_scheduler: Any = None
-        self.collate_fn = collate_fn
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        take(model, self)
-
     def set_scheduler(self, scheduler: Any) -> None:
         """Sets the scheduler that `step` advances.
 
@@ -109,7 +88,8 @@ class DeepSpeedEngine(Checkpoints):
         if self.engine.accumulating:
             self.engine.discard()
         self.engine.destroy()
-        unmark_parameters(self.module.parameters())
+        for param in self.module.parameters():
+            unmark(param)
         if self._module_hook is not None:
             self._module_hook.remove()
         if self.optimizer is not None:
@@ -244,23 +224,20 @@ class DeepSpeedEngine(Checkpoints):
         """Returns the class of the passed optimizer, or the configuration's type in lower case."""
         if self.client_optimizer is not None:
             return type(self.client_optimizer).__name__
-        name = self._section("optimizer").get("type")
+        name = value_of(self.config, "optimizer.type")
         return None if name is None else str(name).lower()
 
     def optimizer_params(self) -> Any:
         """Returns `optimizer.params` of the configuration, or None."""
-        return self._section("optimizer").get("params")
+        return value_of(self.config, "optimizer.params")
 
     def scheduler_name(self) -> Any:
         """Returns `scheduler.type` of the configuration, or None."""
-        return self._section("scheduler").get("type")
+        return value_of(self.config, "scheduler.type")
 
     def scheduler_params(self) -> Any:
         """Returns `scheduler.params` of the configuration, or None."""
-        return self._section("scheduler").get("params")
-
-    def _section(self, name: str) -> Mapping[str, Any]:
-        return self.config.get(name) or {}
+        return value_of(self.config, "scheduler.params")
 
     def gradient_clipping(self) -> float:
         """Returns the maximum gradient norm; 0 if gradients are not clipped."""

@@ -21,11 +21,11 @@ from threed.interop.deepspeed.config.optimizers import (
     read_optimizer,
 )
 from threed.interop.deepspeed.config.reader import read
-from threed.interop.deepspeed.config.translate import ModelFacts, translate
+from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.ownership import owner
-from threed.interop.deepspeed.pipeline_engine import make_pipeline_engine
+from threed.interop.deepspeed.pipeline_engine import PipelineEngine, prepare
 from threed.interop.deepspeed.pipeline_module import PipelineModule
 from threed.interop.deepspeed.views import EngineOptimizer
 from threed.ops.precision import DTYPES
@@ -91,24 +91,25 @@ def initialize(
     if (earlier := owner(model)) is not None:
         notes.append("model: its engine of an earlier call of initialize is destroyed")
         earlier.destroy()
-    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        params = model.parameters() if model_parameters is None else model_parameters
-        optimizer = optimizer([*params])
-    if problem := _scheduler_problem(lr_scheduler, optimizer):
-        raise ConfigError([f"lr_scheduler: {problem}"])
     init_distributed()
-    groups = _use_passed(used := dict(ds), optimizer, model_parameters, lr_scheduler, notes)
-    engine: DeepSpeedEngine
+    used = dict(ds)
+    optimizer, groups = _use_passed(used, model, optimizer, model_parameters, lr_scheduler, notes)
+    trains = "optimizer" in used
+    trainer: Any = None
+    make: type[DeepSpeedEngine] = DeepSpeedEngine
     if isinstance(model, PipelineModule):
         if topology is not None:
             raise ConfigError(["topology: pass num_stages or topology to PipelineModule instead"])
-        engine = make_pipeline_engine(
-            ds, used, model, optimizer, groups, training_data, collate_fn, notes
-        )
+        make, topology = PipelineEngine, model.axes
+        translation, trainer = prepare(model, used, groups, notes)
     else:
-        engine = _make_engine(
-            ds, used, model, optimizer, groups, training_data, collate_fn, notes, topology
-        )
+        topology, translation = _translated(used, model, groups, topology, trains)
+    loader = None
+    if training_data is not None:
+        loader = deepspeed_io(training_data, topology, translation, collate_fn)
+    engine = make(
+        model, topology, translation, optimizer, loader, notes, ds, collate_fn, trains=trains, engine=trainer
+    )  # fmt: skip
     _set_scheduler(engine, lr_scheduler, optimizer)
     if engine.global_rank == 0 and engine.notes:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
@@ -137,39 +138,26 @@ def _set_scheduler(
     engine.set_scheduler(scheduler)
 
 
-def _make_engine(
-    ds: Mapping[str, Any], used: Mapping[str, Any], model: nn.Module,
-    optimizer: torch.optim.Optimizer | None, given: Iterable[Any] | None, training_data: Dataset[Any] | None,
-    collate_fn: Callable[[list[Any]], Any] | None, notes: list[str], topology: Topology | None,
-) -> DeepSpeedEngine:  # fmt: skip
-    """Translates the configuration, and creates loader and engine; see `initialize`. Collective.
+def _translated(
+    ds: Mapping[str, Any], model: nn.Module, given: Iterable[Any] | None, topology: Topology | None,
+    trains: bool,
+) -> tuple[Topology, Translation]:  # fmt: skip
+    """Returns the topology and the translated configuration of a plain module. Collective.
 
     Args:
-        ds: the ds_config.
-        used: the ds_config, with the sections of the passed optimizer and scheduler.
+        ds: the ds_config, with the sections of the passed optimizer and scheduler.
         model: the module.
-        optimizer: the passed optimizer, or None.
         given: parameters or groups that the engine trains; None for one group of all parameters.
-        training_data: a dataset for the loader, or None.
-        collate_fn: the loader's `collate_fn`.
-        notes: messages for the user.
         topology: the topology; None creates one.
+        trains: whether the engine has an optimizer.
     """
-    trains = "optimizer" in used
-    groups = find_groups(model, given, hyper_parameters(used)) if trains else ()
-    facts = find_facts(model)
-    topology = topology or Topology()
+    groups = find_groups(model, given, hyper_parameters(ds)) if trains else ()
+    facts, topology = find_facts(model), topology or Topology()
     # The first collective connects all ranks. It must precede `translate`: if `translate` raises a
     # ConfigError, the rank may exit, and if the rank was not connected, all other ranks would wait
     # for it.
     collectives.exchange(None, topology.axis("world"))
-    translation = translate(used, topology.dp, facts, groups, trains)
-    loader = None
-    if training_data is not None:
-        loader = deepspeed_io(training_data, topology, translation, collate_fn)
-    return DeepSpeedEngine(
-        model, topology, translation, optimizer, loader, notes, ds, collate_fn, trains=trains
-    )
+    return topology, translate(ds, topology.dp, facts, groups, trains)
 
 
 def _check_arguments(
@@ -219,24 +207,31 @@ def _model_parallel_size(mpu: Any) -> int:
 
 
 def _use_passed(
-    ds: dict[str, Any], optimizer: object, model_parameters: Iterable[Any] | None,
+    ds: dict[str, Any], model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None,
     lr_scheduler: Any, notes: list[str],
-) -> Iterable[Any] | None:  # fmt: skip
+) -> tuple[torch.optim.Optimizer | None, Iterable[Any] | None]:  # fmt: skip
     """Replaces sections of a ds_config by the passed optimizer and scheduler.
 
     Args:
         ds: the ds_config, whose sections are replaced or removed.
-        optimizer: the passed optimizer, or None.
+        model: the module.
+        optimizer: the passed optimizer, or a function that creates it, or None.
         model_parameters: the passed parameters, or None.
         lr_scheduler: the passed scheduler, or None.
         notes: gets a note for each section and argument without effect.
 
     Returns:
-        The parameters or groups that the engine trains; None for one group of all parameters.
+        The optimizer, and the parameters or groups that the engine trains; None for one group of
+        all parameters.
 
     Raises:
-        ConfigError: if the optimizer is not supported.
+        ConfigError: if the optimizer or the scheduler is not supported.
     """
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        params = model.parameters() if model_parameters is None else model_parameters
+        optimizer = optimizer([*params])
+    if problem := _scheduler_problem(lr_scheduler, optimizer):
+        raise ConfigError([f"lr_scheduler: {problem}"])
     if "scheduler" in ds and lr_scheduler is not None:
         notes.append("scheduler: no effect: the program's scheduler is used")
         del ds["scheduler"]
@@ -247,7 +242,7 @@ def _use_passed(
             notes.append(
                 "optimizer: none in the call and the configuration: the engine only evaluates"
             )
-        return model_parameters
+        return None, model_parameters
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError([f"optimizer: a {type(optimizer).__name__}: {OPTIMIZER}"])
     if "optimizer" in ds:
@@ -256,7 +251,7 @@ def _use_passed(
     notes.append(text)
     if model_parameters is not None:
         notes.append("model_parameters: no effect: the groups of the passed optimizer are used")
-    return optimizer.param_groups
+    return optimizer, optimizer.param_groups
 
 
 def _scheduler_problem(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> str | None:

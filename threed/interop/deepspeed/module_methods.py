@@ -6,12 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from threed.interop.deepspeed.missing import INSTEAD
+from threed.interop.deepspeed.names import REFUSED, Refused, not_offered, refusal
 
 # Methods of nn.Module that are called on the wrapped module
 ON_MODULE = (
@@ -82,7 +82,14 @@ def _same(device: torch.device, own: torch.device) -> bool:
     return device.type == own.type and device.index in (None, own.index or 0)
 
 
-class ModuleMethods(nn.Module):
+class _Refusing(type):
+    """The metaclass of the engines: attributes of the class that threed does not offer are refused."""
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(name if name.startswith("__") else refusal(f"{cls.__name__}.{name}"))
+
+
+class ModuleMethods(nn.Module, metaclass=_Refusing):
     """An `nn.Module` whose methods act on the module that it wraps.
 
     The wrapped module is not a submodule, so that `named_parameters()` yields the module's own
@@ -117,20 +124,17 @@ class ModuleMethods(nn.Module):
         if module is None:
             raise AttributeError(name)
         try:
-            return super().__getattr__(
-                name
-            )  # a parameter, buffer or module that the program has set
+            return super().__getattr__(name)  # a value that the program has set
         except AttributeError:
             pass
         try:
             return getattr(module, name)
         except AttributeError:
             kind = type(module).__name__
-        if name in INSTEAD:
-            raise AttributeError(f"threed does not offer engine.{name}: {INSTEAD[name]}")
-        raise AttributeError(
-            f"neither threed's engine nor its module ({kind}) has an attribute {name!r}"
-        )
+        text = refusal(f"engine.{name}")
+        if f"engine.{name}" not in REFUSED:
+            text += f"; the module ({kind}) has no such attribute"
+        raise AttributeError(text)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
@@ -171,7 +175,7 @@ class ModuleMethods(nn.Module):
         """
         if schedule is not None or compiled_autograd_enabled:
             what = "DeepCompile schedules and compiled autograd"
-            raise NotImplementedError(f"threed does not offer {what}: use the default arguments")
+            raise NotImplementedError(not_offered(what, "use the default arguments"))
         self.module.compile(**{**compile_kwargs, "backend": backend})
         self.is_compiled = True
 
@@ -191,23 +195,20 @@ class ModuleMethods(nn.Module):
             fix = (
                 "enable fp16 or bf16 in the configuration, or convert the module before initialize"
             )
-            what = f"a conversion of an engine's module to {dtype}"
-            raise NotImplementedError(f"threed does not offer {what}: {fix}")
+            raise NotImplementedError(
+                not_offered(f"a conversion of an engine's module to {dtype}", fix)
+            )
         if device is not None and not _same(device, self.device):
             what = f"a move of an engine's module from {self.device} to {device}"
             fix = "offload by the configuration, or call engine.destroy() first"
-            raise NotImplementedError(f"threed does not offer {what}: {fix}")
+            raise NotImplementedError(not_offered(what, fix))
         return self
 
-    def to_empty(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because the engine has the storage of the parameters."""
-        fix = "build the module on the meta device before initialize"
-        raise NotImplementedError(f"threed does not offer engine.to_empty: {fix}")
-
-    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because a rank may hold only slices of the weights."""
-        fix = "use engine.full_state_dict(), or save_checkpoint()"
-        raise NotImplementedError(f"a rank may have slices only: {fix}")
+    to_empty = Refused("engine.to_empty", "build the module on the meta device before initialize")
+    state_dict = Refused(
+        "engine.state_dict",
+        "a rank may have slices only: use engine.full_state_dict(), or save_checkpoint()",
+    )
 
 
 for _name in ON_MODULE:

@@ -26,19 +26,23 @@ class Owner(Protocol):
         """Ends the engine and gives the module back. Collective."""
 
 
-class _Record:
+class NotCopied:
+    """Base class of records in modules: copies and unpickled objects have no attributes."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self).__new__(type(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class _Record(NotCopied):
     """The engine of a module. A copy of the module, or an unpickled module, has no engine."""
 
     engine: Owner | None = None
 
     def __init__(self, engine: Owner) -> None:
         self.engine = engine
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
-        return _Record.__new__(_Record)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
 
 
 def take(module: nn.Module, engine: Owner) -> None:

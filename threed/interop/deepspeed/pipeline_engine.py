@@ -10,22 +10,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from threed.config import Config, ConfigError
 from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.sharding import point, spec_of
 from threed.engine import LayeredEngine, ModuleEngine
+from threed.interop.deepspeed.api.checkpointing import checkpoint
 from threed.interop.deepspeed.api.topology import PipelineParallelGrid
 from threed.interop.deepspeed.config.optimizers import Group, find_groups, hyper_parameters
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
-from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
+from threed.interop.deepspeed.names import Refused, not_offered
 from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, PipelineModel, pack
 from threed.interop.deepspeed.pipeline_module import PipelineModule
@@ -33,7 +33,6 @@ from threed.pipeline.batches import Batch, Batches
 from threed.zero import records
 from threed.zero.release import full_values
 
-STEPS = "threed does not offer {} of a PipelineEngine: use train_batch() or eval_batch()"
 INTERVAL = "activation_checkpoint_interval"
 NO_EFFECT = "threed does not split layers over ranks, and recomputes layers itself"
 
@@ -67,10 +66,10 @@ class PipelineTrainer(LayeredEngine):
         """The names of the parameters and persistent buffers of all stages."""
         return self.model.names()
 
-    def gathered(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because stages hold different layers."""
-        fix = "use full_state_dict() and load_state_dict(weights)"
-        raise NotImplementedError(f"threed does not offer gathered of a PipelineEngine: {fix}")
+    # Stages hold different layers.
+    gathered = Refused(
+        "gathered of a PipelineEngine", "use full_state_dict() and load_state_dict(weights)"
+    )
 
     def destroy(self) -> None:
         """Ends the engine and gives the module back, complete for each stage. Collective.
@@ -153,17 +152,15 @@ class PipelineTrainer(LayeredEngine):
         super().load_full_state_dict({buffers.get(n, n): value for n, value in weights.items()})
 
 
+def _only_batches(method: str) -> Any:
+    instead = "use train_batch() or eval_batch()"
+    return Refused(f"{method} of a PipelineEngine", instead, RuntimeError)
+
+
 class PipelineEngine(DeepSpeedEngine):
     """DeepSpeed's engine of a `PipelineModule`. Steps run by `train_batch` only.
 
-    Args:
-        module: the module.
-        translation: the translated configuration.
-        trainer: the engine that trains the module.
-        passed: the torch optimizer that was passed to `initialize`; None if none was passed.
-        training_loader: the loader from which `train_batch` reads without an iterator, or None.
-        notes: messages of `initialize`.
-        ds: the ds_config.
+    Its arguments are those of `DeepSpeedEngine`, with a `PipelineTrainer` as the engine to drive.
 
     Attributes:
         grid: position of this process among stages and data ranks.
@@ -173,66 +170,30 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     def __init__(
-        self, module: PipelineModule, translation: Translation, trainer: PipelineTrainer,
-        passed: torch.optim.Optimizer | None, training_loader: DataLoader[Any] | None,
-        notes: Sequence[str], ds: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        super().__init__(
-            module, module.axes, translation, passed, training_loader, notes, ds,
-            engine=cast(ModuleEngine, trainer),
-        )  # fmt: skip
-        self.trainer = trainer
+        self, module: PipelineModule, *args: Any, engine: PipelineTrainer, **kwargs: Any
+    ) -> None:
+        super().__init__(module, *args, engine=cast(ModuleEngine, engine), **kwargs)
+        self.trainer = engine
         self.grid: PipelineParallelGrid = module.mpu()
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         self.agg_train_loss: Tensor | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises RuntimeError, as in DeepSpeed."""
-        raise RuntimeError(STEPS.format("forward"))
-
-    forward = __call__
-
-    def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises RuntimeError, as in DeepSpeed."""
-        raise RuntimeError(STEPS.format("backward"))
-
-    def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises RuntimeError, as in DeepSpeed."""
-        raise RuntimeError(STEPS.format("step"))
-
-    def no_sync(self) -> NoReturn:
-        """Raises RuntimeError, because `train_batch` runs all micro-batches of a step."""
-        raise RuntimeError(STEPS.format("no_sync"))
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
-        """Raises RuntimeError, because `train_batch` runs all micro-batches of a step."""
-        raise RuntimeError(STEPS.format("set_gradient_accumulation_boundary"))
+    # `train_batch` runs all micro-batches of a step. The errors are RuntimeErrors, as in DeepSpeed.
+    __call__ = forward = _only_batches("forward")
+    backward, step = _only_batches("backward"), _only_batches("step")
+    no_sync = _only_batches("no_sync")
+    set_gradient_accumulation_boundary = _only_batches("set_gradient_accumulation_boundary")
 
     def _names(self) -> list[str]:
         return self.trainer.names
 
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor]:
-        """Returns the full weights and buffers in the module's dtype on rank 0. Collective.
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return dict.fromkeys(self.trainer.model.weights, self.trainer.batches.dtype)
 
-        Other ranks return an empty dict.
-
-        Args:
-            exclude_frozen_parameters: must be False.
-        """
-        if exclude_frozen_parameters:
-            fix = "remove them from full_state_dict()"
-            raise NotImplementedError(
-                f"threed does not offer exclude_frozen_parameters of a PipelineEngine: {fix}"
-            )
-        full = self.trainer.full_state_dict()
-        weights, dtype = self.trainer.model.weights, self.trainer.batches.dtype
-        cast = {n: value.to(dtype) if n in weights else value for n, value in full.items()}
-        return cast if self.topology.rank == 0 else {}
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+    def _frozen(self) -> list[str]:
+        trained = self.trainer.model.weights
+        return [*super()._frozen(), *(name for name in trained if not trained[name])]
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Runs a full optimizer step: all micro-batches and the update. Collective.
@@ -287,8 +248,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if reduce_output not in ("avg", None) or (reduce_output and not compute_loss):
             given = f"reduce_output {reduce_output!r} with compute_loss {compute_loss}"
-            fix = "use 'avg' for losses, or None"
-            raise NotImplementedError(f"threed does not offer {given}: {fix}")
+            raise NotImplementedError(not_offered(given, "use 'avg' for losses, or None"))
         count = num_micro_batches or self.gradient_accumulation_steps()
         batch = self._read(data_iter, count)
         with self.trainer.evaluating():
@@ -359,10 +319,6 @@ class PipelineEngine(DeepSpeedEngine):
         """Returns whether this rank has the last stage."""
         return self.stage_id == self.num_stages - 1
 
-    def get_pipeline_parallel_rank(self) -> int:
-        """Returns the stage of this rank."""
-        return self.stage_id
-
     @property
     def micro_batches(self) -> int:
         """The number of micro-batches per step and data rank."""
@@ -377,46 +333,37 @@ class PipelineEngine(DeepSpeedEngine):
         """Has no effect: shapes may always differ between micro-batches of different shapes."""
 
 
-def make_pipeline_engine(
-    ds: Mapping[str, Any], used: dict[str, Any], model: PipelineModule,
-    optimizer: torch.optim.Optimizer | None, groups: Iterable[Any] | None,
-    training_data: Dataset[Any] | None, collate_fn: Callable[[list[Any]], Any] | None, notes: list[str],
-) -> PipelineEngine:  # fmt: skip
-    """Creates the engine of a `PipelineModule`; see `initialization.initialize`. Collective.
+def prepare(
+    model: PipelineModule, ds: dict[str, Any], given: Iterable[Any] | None, notes: list[str]
+) -> tuple[Translation, PipelineTrainer]:
+    """Returns the translated configuration, and the engine of a `PipelineModule`. Collective.
 
     Args:
-        ds: the ds_config.
-        used: the ds_config, with the sections of the passed optimizer and scheduler.
         model: the module.
-        optimizer: the passed optimizer, or None.
-        groups: parameters or groups of this stage; every rank must have equally many groups with
-            the same values. None: one group of all parameters.
-        training_data: a dataset whose items are (inputs, labels), or None.
-        collate_fn: the loader's `collate_fn`.
+        ds: the ds_config, with the sections of the passed optimizer and scheduler. The group
+            "pipeline" is removed.
+        given: parameters or groups of this stage; every rank must have equally many groups with the
+            same values. None: one group of all parameters.
         notes: messages for the user, to which keys without effect are added.
 
     Raises:
         ConfigError: if the configuration is invalid; the message lists all problems.
     """
-    interval = _interval(used.pop("pipeline", None), model, notes)
+    interval = _interval(ds.pop("pipeline", None), model, notes)
+    model.set_checkpoint_interval(interval)
     flags = model.describe()
-    of_stages = _groups_of_all_stages(model, groups, hyper_parameters(used))
+    groups = _groups_of_all_stages(model, given, hyper_parameters(ds))
     dtypes = {dtype for _, dtype in flags.values()}
     if len(dtypes) > 1:
         fix = "convert the layers to one dtype, such as module.float()"
         raise ConfigError([f"PipelineModule: parameters are {', '.join(sorted(dtypes))}: {fix}"])
-    facts = ModelFacts(None, next(iter(dtypes), None))
-    translation = translate(used, model.axes.dp, facts, of_stages)
+    translation = translate(ds, model.axes.dp, ModelFacts(None, next(iter(dtypes), None)), groups)
     config = _with_pipeline(translation.config, model, interval)
-    translation = dataclasses.replace(translation, config=config)
     trainer = PipelineTrainer(
         model.as_model(interval, flags), model.axes, config,
         learning_rate=translation.learning_rate, loss_scale=translation.loss_scale,
     )  # fmt: skip
-    loader = None
-    if training_data is not None:
-        loader = deepspeed_io(training_data, model.axes, translation, collate_fn)
-    return PipelineEngine(model, translation, trainer, optimizer, loader, notes, ds)
+    return dataclasses.replace(translation, config=config), trainer
 
 
 def _interval(section: Any, model: PipelineModule, notes: list[str]) -> int:
@@ -437,7 +384,7 @@ def _interval(section: Any, model: PipelineModule, notes: list[str]) -> int:
         raise ConfigError([f"pipeline: {what}; the key with an effect is {INTERVAL}"])
     notes += [f"pipeline.{key}: no effect: {NO_EFFECT}" for key in given if key != INTERVAL]
     interval = int(given.get(INTERVAL) or model.activation_checkpoint_interval)
-    if interval and model.activation_checkpoint_func is not None:
+    if interval and model.activation_checkpoint_func is not checkpoint:
         notes.append(f"activation_checkpoint_func: no effect: {NO_EFFECT}")
     return interval
 

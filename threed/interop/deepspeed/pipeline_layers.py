@@ -196,7 +196,7 @@ class PipelineModel:
 
     Attributes:
         given_dtype: dtype of this stage's parameters before training.
-        weights: the names of the parameters of all stages, as keys.
+        weights: name -> whether it is trained, for the parameters of all stages.
     """
 
     hidden = 0
@@ -212,11 +212,11 @@ class PipelineModel:
         self._values = {name: param.detach() for name, param in own.items()}
         self.given_dtype = next((p.dtype for p in own.values()), torch.float32)
         params = (param for group in self.groups for param in group.parameters())
-        self.weights = dict.fromkeys(spec_of(param).name for param in params)
+        self.weights = {spec_of(param).name: param.requires_grad for param in params}
 
     def names(self) -> list[str]:
         """Returns the names of the parameters and persistent buffers of all stages."""
-        found = dict(self.weights)
+        found: dict[str, Any] = dict(self.weights)
         for group in self.groups:
             for prefix, module in group.named_modules():
                 keys = module._buffers.keys() - module._non_persistent_buffers_set

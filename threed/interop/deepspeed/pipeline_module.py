@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from threed.config import ConfigError
 from threed.distributed import collectives
 from threed.distributed.sharding import attach, spec_of
 from threed.distributed.topology import Topology
+from threed.interop.deepspeed.api.checkpointing import checkpoint
 from threed.interop.deepspeed.api.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -38,6 +39,7 @@ from threed.interop.deepspeed.api.topology import (
     find_stages,
 )
 from threed.interop.deepspeed.api.utils import set_random_seed
+from threed.interop.deepspeed.names import REFUSED, Refused, refusal
 from threed.interop.deepspeed.pipeline_layers import (
     LayerGroup,
     LayerRecord,
@@ -132,7 +134,8 @@ class PipelineModule(nn.Module):
             class name.
         activation_checkpoint_interval: number of consecutive layers that are recomputed together in
             the backward; 0: no recomputation.
-        activation_checkpoint_func: has no effect, because threed recomputes layers itself.
+        activation_checkpoint_func: has no effect, because threed recomputes layers itself, without
+            reentrant autograd. None: `deepspeed.checkpointing.checkpoint`.
         checkpointable_layers: names of the classes that may be recomputed; None: all layers with
             parameters.
         dynamic_shape: whether the shapes of activations may differ between micro-batches of the
@@ -172,7 +175,7 @@ class PipelineModule(nn.Module):
         self.loss_fn, self.dynamic_shape, self.schedule = loss_fn, dynamic_shape, schedule
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
-        self.activation_checkpoint_func = activation_checkpoint_func
+        self.activation_checkpoint_func = activation_checkpoint_func or checkpoint
         self.checkpointable_layers = checkpointable_layers
         self._layer_specs = specs
         self._records = list(_records(specs))
@@ -217,6 +220,16 @@ class PipelineModule(nn.Module):
         for name, param in module.named_parameters(remove_duplicate=False):
             attach(param, spec_of(shapes[name]))
         return module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # other names may be attributes that a subclass lacks
+            private = name.startswith("_") and not name.startswith("__")
+            if f"PipelineModule.{name}" not in REFUSED and not private:
+                raise
+        raise AttributeError(refusal(f"PipelineModule.{name}"))
 
     def forward(self, forward_input: Any) -> Any:
         """Returns the output of this stage's layers; with one stage, of all layers.
@@ -353,18 +366,12 @@ class PipelineModule(nn.Module):
             else:
                 self.forward_funcs[number] = torch.compile(function, *args, **kwargs)
 
-    def save_state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because threed has one format of checkpoints."""
-        raise NotImplementedError(f"PipelineModule.save_state_dict: {CHECKPOINTS}")
-
-    def load_state_dir(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because threed has one format of checkpoints."""
-        raise NotImplementedError(f"PipelineModule.load_state_dir: {CHECKPOINTS}")
-
-    def allreduce_tied_weight_gradients(self) -> NoReturn:
-        """Raises NotImplementedError, because the engine sums the gradients of tied weights."""
-        fix = "not needed: engine.train_batch sums the gradients of tied weights"
-        raise NotImplementedError(f"PipelineModule.allreduce_tied_weight_gradients: {fix}")
+    save_state_dict = Refused("PipelineModule.save_state_dict", CHECKPOINTS)
+    load_state_dir = Refused("PipelineModule.load_state_dir", CHECKPOINTS)
+    allreduce_tied_weight_gradients = Refused(
+        "PipelineModule.allreduce_tied_weight_gradients",
+        "not needed: engine.train_batch sums the gradients of tied weights",
+    )
 
 
 @contextmanager

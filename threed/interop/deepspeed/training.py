@@ -6,6 +6,7 @@ engine.train_batch(iterator)                # a full step: forwards, backwards a
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from threed.interop.deepspeed.api.zero import mark_parameters
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import cast_floats, repeat, to_device
 from threed.interop.deepspeed.module_methods import ModuleMethods
-from threed.interop.deepspeed.ownership import owner
+from threed.interop.deepspeed.ownership import NotCopied, owner, take
 from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
 from threed.models import wrap
 from threed.models.wrapped import loss_of
@@ -36,7 +37,7 @@ DESTROYED = (
 )
 
 
-class _StepBegins:
+class _StepBegins(NotCopied):
     """Forward pre-hook of an engine's module: begins a step, as a call of the engine does.
 
     It has no effect for copies of the module, and does not keep the engine alive.
@@ -53,12 +54,6 @@ class _StepBegins:
         if torch.is_grad_enabled() and (begin := self._begin()) is not None:
             begin()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StepBegins:
-        return _StepBegins.__new__(_StepBegins)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
 
 class TrainingLoop(ModuleMethods):
     """The methods of DeepSpeed's engine that train and evaluate; see `DeepSpeedEngine`."""
@@ -66,7 +61,9 @@ class TrainingLoop(ModuleMethods):
     def __init__(
         self, model: nn.Module, topology: Topology, translation: Translation,
         passed: torch.optim.Optimizer | None = None, training_dataloader: DataLoader[Any] | None = None,
-        notes: Sequence[str] = (), *, trains: bool = True, engine: ModuleEngine | None = None,
+        notes: Sequence[str] = (), ds: Mapping[str, Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None, *, trains: bool = True,
+        engine: ModuleEngine | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model)
         t = self.translation = translation
@@ -82,15 +79,18 @@ class TrainingLoop(ModuleMethods):
             self._module_hook = model.register_forward_pre_hook(begins, prepend=True)
         self.topology, self.device = topology, topology.device
         self.global_rank, self.world_size = topology.rank, topology.world
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.config, self.collate_fn = dict(ds or {}), collate_fn
         self.optimizer: EngineOptimizer | None = None
         self.lr_scheduler: Any = None
+        self.client_lr_scheduler: Any = None
         if trains:
             scheduled = t.learning_rate is not None
             self.optimizer = EngineOptimizer(
                 self.engine, self.zero_grad, self._step_skipped, passed, scheduled, t.rates
             )
             self.lr_scheduler = SchedulerView(self.optimizer) if scheduled else None
-        self.client_optimizer = passed
+        self.client_optimizer, self.basic_optimizer = passed, self.optimizer
         self.notes = (*notes, *translation.notes)
         self.training_dataloader = training_dataloader
         self.metrics: StepMetrics | None = None
@@ -105,6 +105,7 @@ class TrainingLoop(ModuleMethods):
         self._boundary: bool | None = None
         self._in_no_sync = False
         self._batches = None if training_dataloader is None else repeat(training_dataloader)
+        take(model, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward, and returns the result. Collective.
@@ -224,11 +225,12 @@ class TrainingLoop(ModuleMethods):
                 is sufficient if its loss depends on this module. The error is also raised if
                 parameter groups or step hooks were added to the optimizer that was passed to
                 `initialize`, if the engine only evaluates, or if it was destroyed.
-            AssertionError: within `no_sync`, as in DeepSpeed.
+            AssertionError: within `no_sync`. As in `no_sync`, the text begins as in DeepSpeed.
         """
         optimizer = self._trained_optimizer()
         if self._in_no_sync:
-            raise AssertionError("step within no_sync: call it after the block")
+            what = "It is illegal to call Engine.step() inside no_sync context manager"
+            raise AssertionError(f"{what}: call it after the block")
         self._step_applied = False
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -304,14 +306,17 @@ class TrainingLoop(ModuleMethods):
         micro-batches are not counted towards the accumulation boundary.
 
         Raises:
-            AssertionError: at ZeRO stage 2 or 3, as in DeepSpeed; or if blocks are nested.
+            AssertionError: at ZeRO stage 2 or 3, or if blocks are nested. The text begins as in
+                DeepSpeed, because programs may search it.
         """
         stage = self.translation.config.zero.stage
         if stage > 1:
             fix = "use stage 0 or 1, or set_gradient_accumulation_boundary(False)"
-            raise AssertionError(f"no_sync is not available at ZeRO stage {stage}: {fix}")
+            what = f"no_sync context manager is incompatible with ZeRO stage {stage}"
+            raise AssertionError(f"{what}: {fix}")
         if self._in_no_sync:
-            raise AssertionError("no_sync blocks cannot be nested: end the first block")
+            fix = "end the first block"
+            raise AssertionError(f"no_sync context manager reentry is unsupported: {fix}")
         self._begin()
         self.engine.allow_any_count()
         self._in_no_sync = True

@@ -7,15 +7,15 @@ The scheduler shows the learning rates of the configuration's schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from threed.distributed.sharding import spec_of
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.zero import ParameterOffload
-from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
+from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value, set_rate
+from threed.interop.deepspeed.names import Refused, not_offered
 
 OPTIMIZER_STATE = (
     "use param_groups, engine.get_global_grad_norm(), and safe_get_full_fp32_param or"
@@ -24,6 +24,13 @@ OPTIMIZER_STATE = (
 # Keys of a parameter group whose values `_kept` does not return: the learning rates, because they
 # may change, and the parameters, because `_kept` returns their ids instead.
 RATE = {"params", "lr", "initial_lr"}
+
+
+_refuse_step = Refused("step() of an optimizer of threed.initialize", "call engine.step()")
+_refuse_state = Refused(
+    "states of an optimizer of threed.initialize",
+    "use engine.save_checkpoint() and load_checkpoint(), which work on any number of ranks",
+)
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -75,7 +82,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(f"threed does not offer engine.optimizer.{name}: {OPTIMIZER_STATE}")
+        raise AttributeError(not_offered(f"engine.optimizer.{name}", OPTIMIZER_STATE))
 
     def remove(self) -> None:
         """Removes the hooks from the passed optimizer."""
@@ -155,10 +162,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         for group, index in zip(self._groups, self._index, strict=True):
             if index is None and not scheduled:
                 continue
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rates[index or 0])
-            else:
-                group["lr"] = rates[index or 0]
+            set_rate(group, rates[index or 0])
         self._rates = self._read()
 
     def rates(self) -> list[float]:
@@ -210,27 +214,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Calls the engine's `zero_grad`."""
         self._zero_grad()
 
-    def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError, because `engine.step` runs the update."""
-        _refuse_step()
-
-    def state_dict(self) -> NoReturn:
-        """Raises NotImplementedError, because the engine saves checkpoints."""
-        _refuse_state()
-
-    def load_state_dict(self, state: Any) -> NoReturn:
-        """Raises NotImplementedError, because the engine loads checkpoints."""
-        _refuse_state()
-
-
-def _refuse_step(*_: Any) -> NoReturn:
-    what = "step() of an optimizer of threed.initialize"
-    raise NotImplementedError(f"{what}: call engine.step()")
-
-
-def _refuse_state(*_: Any) -> NoReturn:
-    fix = "use engine.save_checkpoint() and load_checkpoint(), which work on any number of ranks"
-    raise NotImplementedError(f"states of an optimizer of threed.initialize: {fix}")
+    step = _refuse_step
+    state_dict = load_state_dict = _refuse_state
 
 
 def _kept(group: dict[str, Any]) -> dict[str, Any]:

@@ -88,10 +88,7 @@ def export_hf(
         CheckpointError: if the checkpoint is damaged, its tensors do not match its model, or values
             overflow `dtype`.
     """
-    manifest = native.read_manifest(checkpoint)
-    problems = native.verify(checkpoint, manifest, thorough=True)
-    if problems:
-        raise CheckpointError("; ".join(problems))
+    manifest = native.verified(checkpoint)
     reader = Reader(checkpoint, manifest)
     model = _saved_model(manifest["config"]["model"], reader)
     table = entries(model)

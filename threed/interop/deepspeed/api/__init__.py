@@ -1,4 +1,4 @@
-"""The modules of DeepSpeed's API: one module for each group of names in `namespace`.
+"""The modules of DeepSpeed's API: one module for each group of names in `names`.
 
     zero            gathered parameters, their marks, and the optimizer's states
     init            `zero.Init`

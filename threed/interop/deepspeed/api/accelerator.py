@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from threed.distributed import topology
+from threed.interop.deepspeed.names import not_offered
 
 # functions of torch's module of a GPU -> their function for a CPU
 _RANDOM: dict[str, Callable[..., Any]] = {
@@ -54,9 +55,8 @@ class DeepSpeedAccelerator:
             return lambda *_, **__: _ON_CPU[name]
         if hasattr(self._module, name):
             return getattr(self._module, name)
-        raise AttributeError(
-            f"threed does not offer get_accelerator().{name}: use a function of {self._module.__name__}"
-        )
+        instead = f"use a function of {self._module.__name__}"
+        raise AttributeError(not_offered(f"get_accelerator().{name}", instead))
 
     def device_name(self, device_index: int | str | None = None) -> str:
         """Returns "cuda", "cuda:N" if an index is given, or "cpu"."""
@@ -102,10 +102,6 @@ class DeepSpeedAccelerator:
         """Returns whether every operation has ended when its function returns: True for a CPU."""
         return self._device.type == "cpu"
 
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = (
-        is_synchronized_device
-    )
-
     def is_bf16_supported(self) -> bool:
         """Returns whether the device computes in bf16; True for a CPU."""
         return self._device.type == "cpu" or bool(self._module.is_bf16_supported())
@@ -122,10 +118,6 @@ class DeepSpeedAccelerator:
         """Returns the dtypes in which the engine can train."""
         bf16 = [torch.bfloat16] if self.is_bf16_supported() else []
         return [torch.float32, torch.float16, *bf16]
-
-    def preferred_dtype(self) -> torch.dtype:
-        """Returns bf16 if the device supports it, otherwise fp32."""
-        return torch.bfloat16 if self.is_bf16_supported() else torch.float32
 
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is on the device."""

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from threed.core.device import is_accelerator
 from threed.distributed import topology
 from threed.interop.deepspeed.config.reader import read
+from threed.interop.deepspeed.names import not_offered
 
 _REFUSED = "use deepspeed.checkpointing.checkpoint without it, or models of threed.layers with recompute.offload"
 _configured = False  # whether `configure` was called
@@ -62,7 +63,7 @@ def configure(
     ):
         if options.get(key) if value is None else value:
             raise NotImplementedError(
-                f"threed does not offer deepspeed.checkpointing.configure({name}=True): {_REFUSED}"
+                not_offered(f"deepspeed.checkpointing.configure({name}=True)", _REFUSED)
             )
     global _configured
     _configured = True

@@ -13,7 +13,6 @@ from typing import Any
 from threed.distributed import topology
 
 is_initialized = topology.is_started
-mesh_device = None
 
 
 def init_distributed(
@@ -76,8 +75,3 @@ def get_local_rank() -> int:
 def get_world_group() -> Any:
     """Returns the process group of all ranks."""
     return topology.everyone().group
-
-
-def get_world_group_ranks() -> list[int]:
-    """Returns the ranks of all processes."""
-    return list(topology.everyone().ranks)

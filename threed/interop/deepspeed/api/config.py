@@ -12,7 +12,6 @@ from threed.distributed import topology
 from threed.interop.deepspeed.config.reader import read
 from threed.interop.deepspeed.config.translate import translate
 
-ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
 DeepSpeedConfigError = ConfigError
 
 

@@ -1,4 +1,4 @@
-"""Functions of DeepSpeed's API with a fixed result, and without effect; `namespace` has their names."""
+"""Functions of DeepSpeed's API with a fixed result, and without effect; `names` has their names."""
 
 from typing import Any
 

@@ -41,7 +41,8 @@ from threed.core.process import process_space
 from threed.distributed import collectives
 from threed.distributed.sharding import is_managed
 from threed.distributed.topology import Axis, world_axis
-from threed.interop.deepspeed.config.reader import read
+from threed.interop.deepspeed.api.marks import ZeroParamStatus, mark
+from threed.interop.deepspeed.config.reader import read, value_of
 from threed.memory.mapped import ELSEWHERE, MappedFile, place, region_of
 from threed.models.wrapped import keeps_dtype
 
@@ -55,8 +56,9 @@ class Init(contextlib.ContextDecorator):
     Collective: every rank builds the same modules in the block. The random numbers are the same as
     without `Init`. If ranks compute different values, the engine uses the values of rank 0.
 
-    As in DeepSpeed, the parameters have the attributes `ds_id`, `ds_shape` and `ds_numel`. Unlike in
-    DeepSpeed, they have their full values after the block.
+    As in DeepSpeed, the parameters have the attributes `ds_id`, `ds_shape` and `ds_numel`, and
+    `ds_status` is NOT_AVAILABLE after the block, because they must be edited within
+    `GatheredParameters`. Unlike in DeepSpeed, their full values can be read.
 
     Args:
         module: an existing module, whose parameters are moved to the file by the constructor.
@@ -289,7 +291,7 @@ def _mark(modules: Iterable[nn.Module]) -> None:
         if param is not None and region_of(param) is not None
     }
     for number, param in enumerate(found.values()):
-        param.ds_id, param.ds_shape, param.ds_numel = number, param.shape, param.numel()
+        mark(param, number, param.shape, ZeroParamStatus.NOT_AVAILABLE)
 
 
 def share_changes(params: Iterable[Tensor], modifier_rank: int) -> None:
@@ -367,17 +369,12 @@ def _problems(
 def _dtype_of(ds: dict[str, Any]) -> torch.dtype | None:
     """Returns the 16-bit dtype that a ds_config enables, or None."""
     names = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
-    for name, dtype in names.items():
-        section = ds.get(name)
-        if isinstance(section, dict) and section.get("enabled") is True:
-            return dtype
-    return None
+    enabled = (dtype for name, dtype in names.items() if value_of(ds, f"{name}.enabled") is True)
+    return next(enabled, None)
 
 
 def _nvme_path(ds: dict[str, Any]) -> str | None:
     """Returns the folder on a drive to which a ds_config offloads parameters, or None."""
-    zero = ds.get("zero_optimization")
-    offload = zero.get("offload_param") if isinstance(zero, dict) else None
-    if isinstance(offload, dict) and offload.get("device") == "nvme":
-        return offload.get("nvme_path")
-    return None
+    offload = value_of(ds, "zero_optimization.offload_param")
+    path: str | None = value_of(offload, "nvme_path")
+    return path if value_of(offload, "device") == "nvme" else None

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threed.interop.deepspeed.config.optimizers import set_rate
 from threed.interop.deepspeed.config.schedulers import LearningRate, decay_cosine, decay_linear
 
-LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
@@ -66,11 +66,9 @@ class _Schedule:
         Args:
             last_batch_iteration: the index of the step; None means the index after the last one.
         """
-        following = self.last_batch_iteration + 1
-        self.last_batch_iteration = (
-            following if last_batch_iteration is None else last_batch_iteration
-        )
-        self._write()
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.load_state_dict({"last_batch_iteration": last_batch_iteration})
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the index of the last step."""
@@ -84,10 +82,7 @@ class _Schedule:
     def _write(self) -> None:
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            set_rate(group, rate)
 
 
 class WarmupLR(_Schedule):

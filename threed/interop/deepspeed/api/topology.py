@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any, NoReturn
+from typing import Any
 
 from threed.config import ConfigError
 from threed.distributed.topology import Axis, Topology
+from threed.interop.deepspeed.names import Refused
 
 MODEL_AXIS = (
     "threed does not offer a PipelineModule with a model axis: use tensor-parallel layers of threed.layers with"
@@ -61,10 +62,9 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> Any:
         """Returns the coordinates of a rank."""
-        for place, own in self.mapping.items():
-            if own == rank:
-                return place
-        raise ValueError(f"rank {rank} is not in the topology of {len(self.mapping)} ranks")
+        if not 0 <= rank < len(self.mapping):
+            raise ValueError(f"rank {rank} is not in the topology of {len(self.mapping)} ranks")
+        return list(self.mapping)[rank]
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_",
@@ -172,7 +172,7 @@ class PipelineParallelGrid:
         axes: the axes of this process.
     """
 
-    model_parallel_size = slice_parallel_size = 1
+    model_parallel_size = 1
 
     def __init__(self, topology: ProcessTopology, axes: Topology) -> None:
         self._topology, self._axes = topology, axes
@@ -205,35 +205,31 @@ class PipelineParallelGrid:
         """Returns the pipeline stage of this process."""
         return self.stage_id
 
-    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
+    get_pipe_parallel_rank = get_stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
         """Returns the number of pipeline stages."""
         return self.pipe_parallel_size
 
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
-
-    def get_data_parallel_id(self) -> int:
+    def get_data_parallel_rank(self) -> int:
         """Returns the index of this process among the data ranks of its stage."""
         return self.data_parallel_id
-
-    get_data_parallel_rank = get_data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
         """Returns the number of data ranks per stage."""
         return self.data_parallel_size
 
-    def get_slice_parallel_rank(self) -> int:
+    def get_model_parallel_rank(self) -> int:
         """Returns 0, because layers are not split."""
         return 0
 
-    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_rank = get_model_parallel_rank
 
-    def get_slice_parallel_world_size(self) -> int:
+    def get_model_parallel_world_size(self) -> int:
         """Returns 1, because layers are not split."""
         return 1
 
-    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_pipe_parallel_group(self) -> Any:
         """Returns the process group of the stages with the data index of this process."""
@@ -243,13 +239,10 @@ class PipelineParallelGrid:
         """Returns the process group of the data ranks of this stage."""
         return self._group(self._axes.axis("dp"))
 
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Returns the ranks of the data ranks of this stage."""
-        return self.dp_group
-
-    def get_model_parallel_group(self) -> NoReturn:
-        """Raises NotImplementedError, because there is no model axis."""
-        raise NotImplementedError("get_model_parallel_group: use get_pipe_parallel_group()")
+    # There is no model axis.
+    get_model_parallel_group = Refused(
+        "PipelineParallelGrid.get_model_parallel_group", "use get_pipe_parallel_group()"
+    )
 
     def _group(self, axis: Axis) -> Any:
         if axis.size == 1 and self.world_size > 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from threed.distributed import topology
@@ -19,7 +20,6 @@ from threed.interop.deepspeed.data import repeat
 logger = logging.getLogger("DeepSpeed")
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
-git_hash = git_branch = None
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
@@ -27,8 +27,6 @@ torch_info = {
     "nccl_version": "0.0",
     "hip_version": torch.version.hip or "0.0",
 }
-DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
-DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 
 
 # ------------------------------------------------------------------------------------------------------------ logging
@@ -45,13 +43,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = topology.everyone().index
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
-
-
-def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Prints a message on some ranks (see `log_dist`)."""
-    rank = topology.everyone().index
-    if not ranks or -1 in ranks or rank in ranks:
-        print(f"[Rank {rank}] {message}")
 
 
 def set_log_level_from_string(level: str, custom_logger: logging.Logger | None = None) -> None:
@@ -101,15 +92,9 @@ def required_torch_version(
         min_version: the lowest version, such as 2.1; None means no limit.
         max_version: the highest version; None means no limit.
     """
-    have = _numbers(torch.__version__)
-    low = min_version is None or _numbers(min_version) <= have
-    return low and (max_version is None or have <= _numbers(max_version))
-
-
-def _numbers(version: str | float) -> tuple[int, ...]:
-    parts = str(version).partition("+")[0].split(".")
-    numbers = [int("".join(filter(str.isdigit, part)) or 0) for part in parts]
-    return tuple([*numbers, 0, 0][:3])
+    have = TorchVersion(torch.__version__.partition("+")[0])
+    low = min_version is None or have >= str(min_version)
+    return low and (max_version is None or have <= str(max_version))
 
 
 # ------------------------------------------------------------------------------------------------- tensors and devices
@@ -124,15 +109,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
         item: a tensor, or lists, tuples and dicts with tensors; other values are kept.
         device: the device of the copies.
     """
-    if isinstance(item, Tensor):
-        return item.detach().to(device, copy=True)
-    if isinstance(item, list | tuple):
-        copies = [clone_tensors_for_torch_save(value, device) for value in item]
-        return copies if isinstance(item, list) else tuple(copies)
-    if isinstance(item, dict):
-        pairs = ((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
-        return type(item)(pairs)
-    return item
+    return tree_map_only(Tensor, lambda values: values.detach().to(device, copy=True), item)
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Any = None) -> Any:
@@ -161,11 +138,6 @@ def set_random_seed(seed: int) -> None:
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function unchanged; `torch.profiler` shows the engine's phases."""
     return func
-
-
-def register_grad_hook(param: nn.Parameter, hook: Callable[[Tensor], Any]) -> Any:
-    """Calls `param.register_post_accumulate_grad_hook(hook)`, and returns its handle."""
-    return param.register_post_accumulate_grad_hook(hook)
 
 
 class OnDevice:
@@ -260,18 +232,13 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: if a name is missing.
     """
-    known = dict(model.named_modules())
-    missing = [name for name in module_names if name not in known]
-    _check_found(missing, model, raise_if_not_found)
-    return [known[name] for name in module_names if name in known], missing
+    return _named(model, module_names, str.__eq__, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module,
-    module_name_suffixes: Sequence[str],
-    flag: bool = True,
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True,
     raise_if_not_found: bool = True,
-) -> tuple[list[nn.Module], list[str]]:
+) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
     """Returns (the modules whose names have some suffixes, suffixes without a module).
 
     Args:
@@ -283,10 +250,16 @@ def set_z3_leaf_modules_by_suffix(
     Raises:
         ValueError: if a suffix has no module.
     """
+    return _named(model, module_name_suffixes, str.endswith, raise_if_not_found)
+
+
+def _named(
+    model: nn.Module, keys: Sequence[str], matches: Callable[[str, str], bool], required: bool
+) -> tuple[list[nn.Module], list[str]]:
     known = dict(model.named_modules())
-    missing = [end for end in module_name_suffixes if not any(n.endswith(end) for n in known)]
-    _check_found(missing, model, raise_if_not_found)
-    return [m for n, m in known.items() if n.endswith(tuple(module_name_suffixes))], missing
+    missing = [key for key in keys if not any(matches(name, key) for name in known)]
+    _check_found(missing, model, required)
+    return [m for name, m in known.items() if any(matches(name, key) for key in keys)], missing
 
 
 def _check_found(missing: Sequence[type | str], model: nn.Module, required: bool) -> None:

@@ -1,13 +1,7 @@
-"""deepspeed.zero: gathered parameters, and the optimizer's values of single parameters.
-
-Under ZeRO stage 3, `mark_parameters` sets DeepSpeed's attributes of sharded parameters (`ds_id`,
-`ds_shape`, `ds_numel`, `ds_status`, `ds_active_sub_modules`), which peft, transformers and trl read.
-`unmark_parameters` removes them.
-"""
+"""deepspeed.zero: gathered parameters, and the optimizer's values of single parameters."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,69 +13,37 @@ from threed.distributed import collectives, topology
 from threed.distributed.sharding import Piece, is_managed
 from threed.engine import ModuleEngine
 from threed.interop.deepspeed.api.init import share_changes
+from threed.interop.deepspeed.api.marks import ZeroParamStatus, mark, unmark
+from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.ownership import owner
 from threed.memory.mapped import region_of
 from threed.zero import records
 from threed.zero.layout import Slot
 from threed.zero.records import WEIGHT
 
-_MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules")
 # name of an optimizer's state in DeepSpeed -> its further name in threed
 _STATES = {"momentum_buffer": ("momentum_buffer",), "exp_avg": ("exp_avg", "momentum_buffer")}
-_orig_torch_arange, _orig_torch_empty, _orig_torch_zeros = torch.arange, torch.empty, torch.zeros
-_orig_torch_ones, _orig_torch_full = torch.ones, torch.full
-
-
-class ZeroParamType(enum.Enum):
-    """DeepSpeed's kinds of parameters. Parameters of an engine in stage 3 are `PARTITIONED`."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
-class ZeroParamStatus(enum.Enum):
-    """Whether the full values of a parameter are in memory."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-# In a backward, autograd returns the parameters that a function has saved as new tensors, which are
-# gathered. trl reads `ds_status` of such a tensor.
-Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
 
 def mark_parameters(engine: ModuleEngine) -> None:
-    """Sets DeepSpeed's attributes of an engine's parameters, under ZeRO stage 3."""
+    """Sets DeepSpeed's attributes of an engine's parameters, under ZeRO stage 3; see `marks`.
+
+    Under other stages, the attributes that `zero.Init` has set are removed.
+    """
     if engine.config.zero.stage < 3:
+        for param in engine.module.parameters():
+            unmark(param)
         return
     status = {True: ZeroParamStatus.NOT_AVAILABLE, False: ZeroParamStatus.AVAILABLE}
     slots = ((group, slot) for group in engine.layout.groups for slot in group.slots)
     for number, (group, slot) in enumerate(slots):
-        param: Any = slot.param
-        param.ds_id, param.ds_status = number, status[group.sliced]
-        param.ds_shape, param.ds_numel = slot.shape, slot.shape.numel()
-        param.ds_active_sub_modules = set()
-
-
-def unmark_parameters(params: Iterable[nn.Parameter]) -> None:
-    """Removes the attributes that `mark_parameters` has set."""
-    for param in params:
-        for name in _MARKS:
-            vars(param).pop(name, None)
+        mark(slot.param, number, slot.shape, status[group.sliced])
 
 
 def engine_of(param: Any) -> ModuleEngine | None:
     """Returns the engine that trains a parameter; None if no engine of DeepSpeed's API does."""
     found = owner(param) if isinstance(param, nn.Parameter) else None
     return None if found is None else found.engine
-
-
-def is_zero_param(param: Any) -> bool:
-    """Returns whether a parameter was built in `zero.Init` or belongs to an engine in stage 3."""
-    return isinstance(param, Tensor) and "ds_id" in vars(param)
 
 
 class GatheredParameters:
@@ -127,9 +89,11 @@ class GatheredParameters:
             engine = engine_of(param)
             if engine is None and is_managed(param):
                 raise NotImplementedError(
-                    f"threed does not offer GatheredParameters for a parameter of shape {list(param.shape)} of an engine"
-                    " that deepspeed.initialize has not made for a plain module: use engine.full_state_dict(), or"
-                    " engine.gathered() of a threed.ModuleEngine"
+                    not_offered(
+                        f"GatheredParameters for a parameter of shape {list(param.shape)} of an engine that"
+                        " deepspeed.initialize has not made for a plain module",
+                        "use engine.full_state_dict(), or engine.gathered() of a threed.ModuleEngine",
+                    )
                 )
             if engine is None:
                 free.append(param)
@@ -141,7 +105,7 @@ class GatheredParameters:
             for engine, params in engines.values():
                 gathered = engine.gathered(params, modifier_rank=self._modifier_rank)
                 blocks.enter_context(gathered)
-                blocks.enter_context(_available(params))
+            blocks.enter_context(_available(self._params))
             self._blocks = blocks.pop_all()
 
     def __exit__(self, *error: Any) -> None:
@@ -224,9 +188,9 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
             its buffers.
     """
     if engine_of(param) is not None:
+        instead = "use param.register_hook, or engine.get_global_grad_norm()"
         raise NotImplementedError(
-            "threed does not offer safe_get_full_grad for a parameter of an engine: use"
-            " param.register_hook, or engine.get_global_grad_norm()"
+            not_offered("safe_get_full_grad for a parameter of an engine", instead)
         )
     return param.grad
 

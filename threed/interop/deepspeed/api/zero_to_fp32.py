@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.native import read_manifest
 from threed.interop.deepspeed.checkpoint_reader import step_folder
-from threed.interop.loading import LATEST
-from threed.interop.weights import weights
+from threed.interop.deepspeed.names import not_offered
+from threed.interop.loading import LATEST, latest_tag, weights
 
 NAME = "zero_to_fp32.py"
 SCRIPT = '''#!/usr/bin/env python
@@ -83,10 +84,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
             itself has written.
     """
     if exclude_frozen_parameters:
-        raise NotImplementedError(
-            "threed does not offer exclude_frozen_parameters here: use"
-            " engine.save_16bit_model(exclude_frozen_parameters=True), or delete the names"
-        )
+        instead = "use engine.save_16bit_model(exclude_frozen_parameters=True), or delete the names"
+        raise NotImplementedError(not_offered("exclude_frozen_parameters here", instead))
     folder = _folder(Path(checkpoint_dir), tag)
     found = weights(folder)
     if lazy_mode:
@@ -103,15 +102,14 @@ def _aliases(folder: Path) -> Mapping[str, str]:
 
 
 def _folder(parent: Path, tag: str | int | None) -> Path:
+    tag = latest_tag(parent) if tag is None else tag
     if tag is None:
-        if not (parent / LATEST).is_file():
-            raise ValueError(f"{parent} has no file {LATEST}: pass a tag, or another folder")
-        tag = (parent / LATEST).read_text(encoding="utf-8").strip()
+        raise ValueError(f"{parent} has no file {LATEST}: pass a tag, or another folder")
     folder = parent / str(tag)
     if step_folder(folder) is not None:
+        instead = f"use the zero_to_fp32.py in {parent}, or `threed convert`"
         raise NotImplementedError(
-            f"threed does not offer zero_to_fp32 of {folder}, which DeepSpeed has written: use the"
-            f" zero_to_fp32.py in {parent}, or `threed convert`"
+            not_offered(f"zero_to_fp32 of {folder}, which DeepSpeed has written", instead)
         )
     return folder
 
@@ -122,6 +120,8 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | int | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
     """Writes the full weights of a checkpoint to files.
+
+    Several ranks may write the same files at the same time.
 
     Args:
         checkpoint_dir: the folder of checkpoints.
@@ -142,19 +142,22 @@ def convert_zero_checkpoint_to_state_dict(
     limit = _bytes_of(max_shard_size)
     files: list[list[str]] = []  # for each file, the names of its tensors
     part: dict[str, Tensor] = {}
-    for name in source:
-        tied = part.get(first.get(name, name))
-        if tied is not None and not safe_serialization:
-            part[name] = tied
-            continue
-        tensor = source[name]
-        tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-        if part and _nbytes(part) + tensor.nbytes > limit:
-            files.append(_write(part, out / f"part{len(files)}", safe_serialization))
-            part = {}
-        part[name] = tensor
-    files.append(_write(part, out / f"part{len(files)}", safe_serialization))
-    _publish(out, files, "model.safetensors" if safe_serialization else "pytorch_model.bin")
+    with tempfile.TemporaryDirectory(prefix=".parts-", dir=out) as folder:
+        parts = Path(folder)
+        for name in source:
+            tied = part.get(first.get(name, name))
+            if tied is not None and not safe_serialization:
+                part[name] = tied
+                continue
+            tensor = source[name]
+            tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+            if part and _nbytes(part) + tensor.nbytes > limit:
+                files.append(_write(part, parts / f"part{len(files)}", safe_serialization))
+                part = {}
+            part[name] = tensor
+        files.append(_write(part, parts / f"part{len(files)}", safe_serialization))
+        final = "model.safetensors" if safe_serialization else "pytorch_model.bin"
+        _publish(parts, out, files, final)
 
 
 def _bytes_of(size: str | int | None) -> float:
@@ -184,19 +187,20 @@ def _write(tensors: dict[str, Tensor], path: Path, safe: bool) -> list[str]:
     return list(tensors)
 
 
-def _publish(out: Path, files: list[list[str]], name: str) -> None:
-    """Gives the files their final names, and writes the index if there are several."""
+def _publish(parts: Path, out: Path, files: list[list[str]], name: str) -> None:
+    """Moves the files to their final names, and writes the index if there are several."""
     if len(files) == 1:
-        (out / "part0").replace(out / name)
+        (parts / "part0").replace(out / name)
         return
     stem, _, suffix = name.partition(".")
     where: dict[str, str] = {}
     for number, names in enumerate(files):
         file = f"{stem}-{number + 1:05d}-of-{len(files):05d}.{suffix}"
-        (out / f"part{number}").replace(out / file)
+        (parts / f"part{number}").replace(out / file)
         where |= dict.fromkeys(names, file)
     index = json.dumps({"metadata": {}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
-    (out / f"{name}.index.json").write_text(index, encoding="utf-8")
+    (parts / "index").write_text(index, encoding="utf-8")
+    (parts / "index").replace(out / f"{name}.index.json")
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

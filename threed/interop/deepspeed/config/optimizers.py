@@ -13,6 +13,7 @@ from torch import nn
 from threed.config import ConfigError
 from threed.distributed.sharding import few
 from threed.interop.deepspeed.config.keys import Params
+from threed.interop.deepspeed.config.reader import value_of
 
 NO_HOOKS = "remove them, and call your function before or after engine.step()"
 SUPPORTED = "pass torch's AdamW, Adam or SGD, or use the config's"
@@ -141,6 +142,14 @@ def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
     return bool({*before, *after} - {own})
 
 
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Sets a parameter group's learning rate; a tensor is changed in place."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
 def plain_value(value: Any) -> Any:
     """Converts a value of a parameter group to a value that can be compared by `==`.
 
@@ -218,6 +227,5 @@ def _differing_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> It
 
 def hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns optimizer.params of a ds_config; empty if invalid (`translate` raises the error)."""
-    section = ds.get("optimizer")
-    params = section.get("params") if isinstance(section, Mapping) else None
+    params = value_of(ds, "optimizer.params")
     return params if isinstance(params, Mapping) else {}

@@ -45,6 +45,13 @@ def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError([f"{error}: {fix}"]) from None
 
 
+def value_of(ds: Any, path: str) -> Any:
+    """Returns the value that a ds_config gives for a key such as "fp16.enabled", or None."""
+    for key in path.split("."):
+        ds = ds.get(key) if isinstance(ds, Mapping) else None
+    return ds
+
+
 def _decoded(text: str) -> dict[str, Any] | None:
     """Returns the JSON object that a text encodes in Base64; None for any other text."""
     try:

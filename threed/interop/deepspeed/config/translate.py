@@ -13,7 +13,7 @@ from threed.config.schema import ValidationError
 from threed.core.messages import counted
 from threed.interop.deepspeed.config import keys
 from threed.interop.deepspeed.config.optimizers import Group
-from threed.interop.deepspeed.config.reader import Reader, shown
+from threed.interop.deepspeed.config.reader import Reader, shown, value_of
 from threed.interop.deepspeed.config.schedulers import LearningRate, learning_rate
 from threed.ops.precision import DTYPES, LossScale
 
@@ -135,13 +135,6 @@ def translate(
     )  # fmt: skip
 
 
-def _value(ds: Any, path: str) -> Any:
-    """Returns the value that a ds_config gives for a key such as "fp16.enabled", or None."""
-    for key in path.split("."):
-        ds = ds.get(key) if isinstance(ds, Mapping) else None
-    return ds
-
-
 def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str]]:
     """Returns, for each key that may be "auto", the value that replaces "auto".
 
@@ -150,7 +143,7 @@ def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str
     """
     hidden, size = model.hidden, f"from the model's hidden size {model.hidden}, {TRAINER}"
     dtype = f"as the model's weights are {model.dtype}"
-    lr = _value(ds, "optimizer.params.lr")
+    lr = value_of(ds, "optimizer.params.lr")
     lr = lr if isinstance(lr, int | float) else 1e-3
     return {
         **dict.fromkeys(BATCH, (None, "")),
@@ -173,13 +166,13 @@ def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
     The value of a key in the returned dict is the reason why the key has no effect.
     """
     off: dict[str, str] = {}
-    if (stage := _value(ds, f"{ZERO}.stage")) != 3:
+    if (stage := value_of(ds, f"{ZERO}.stage")) != 3:
         off[f"{ZERO}.sub_group_size"] = "below stage 3 the update runs per slice of a bucket"
         off[THRESHOLD] = "parameters are not sharded below stage 3"
     if not stage:
         off[f"{ZERO}.mics_shard_size"] = "stage 0 does not shard"
     for place in PLACES:
-        device = str(_value(ds, f"{place}.device")).lower()
+        device = str(value_of(ds, f"{place}.device")).lower()
         if device != "nvme":
             off[f"{place}.nvme_path"] = "NVMe offload is not enabled"
         if device not in ("nvme", "cpu"):
