@@ -255,12 +255,29 @@ FAULTS: list[tuple[Plant, Case]] = [
 ]  # fmt: skip
 OVERLAP = "threed.pipeline.overlap:Overlap"
 PAIRS = Case(pp=2, schedule="dualpipev", layers=6, microbatches=8)
+IN_BUCKETS = Case(dp=2, zero=2, bucket_mib=0.03, **DEEP)
+STREAM = "threed.zero.reduction_stream:ReductionStream"
 BOTH_WAYS = Case(pp=2, schedule="chimera", layers=2)
 FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (Changed(OVERLAP, "pair", "current_stream(self._side.device).wait_stream(self._side)"), PAIRS),
     (Changed(OVERLAP, "pair", "self._side.wait_stream(current_stream(self._side.device))"), PAIRS),
     (Changed(OVERLAP, "backward", "main.wait_stream(self._side)"), PAIRS),
     (Changed(GATHERER, "complete", "pending.wait()"), BOTH_WAYS),
+    (Changed("threed.core.device", "on_stream", "stream.wait_stream(before)"), IN_BUCKETS),
+    (Changed(STREAM, "_release_oldest", "stream.wait_event(event)"), IN_BUCKETS),
+    (
+        Changed(STREAM, "join", "current_stream(self._stream.device).wait_stream(self._stream)"),
+        IN_BUCKETS,
+    ),
+    (
+        Changed(
+            "threed.zero.reductions:Reductions",
+            "wait_oldest",
+            "reduction.pending.wait()",
+            "reduction.pending._finish()",
+        ),
+        IN_BUCKETS,
+    ),
     (collectives_are_not_waited_for, Case(dp=2, zero=3, bucket_mib=0.03)),
     (collectives_are_not_waited_for, Case(pp=2)),
     (collectives_are_not_waited_for, Case(tp=2)),
@@ -306,6 +323,8 @@ def test_a_planted_fault_is_found(plant: Plant, case: Case) -> None:
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 OF_RANKS = {
+    "ZeRO 1": Case(dp=2, zero=1, bucket_mib=0.03),
+    "ZeRO 2": IN_BUCKETS,
     "ZeRO 3": Case(dp=2, zero=3, bucket_mib=0.03, prefetch=2),
     "everything on the host": Case(dp=2, **OFFLOADED, recompute="cpu"),
     "the same, layer by layer": Case(
