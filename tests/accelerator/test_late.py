@@ -267,7 +267,7 @@ FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (Changed(STREAM, "_release_oldest", "stream.wait_event(event)"), IN_BUCKETS),
     (
         Changed(STREAM, "join", "current_stream(self._stream.device).wait_stream(self._stream)"),
-        IN_BUCKETS,
+        Case(dp=2, bucket_mib=0.03),
     ),
     (
         Changed(
