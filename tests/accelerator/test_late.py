@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,13 +31,14 @@ from tests.harness import run_ranks
 from threed.config import Config
 from threed.core import device as door
 from threed.data.prefetch import Prefetcher
-from threed.distributed.topology import Topology
+from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
 from threed.memory import tiers
 from threed.ops import adam, fused_cpu, matmul
 from threed.pipeline import batches
 from threed.testing import RanksFailed, Results, results_of
 from threed.zero.offload import OffloadedOptimizer
+from threed.zero.reduction_stream import ReductionStream
 from threed.zero.step_metrics import DataError
 
 
@@ -476,6 +478,41 @@ def test_memory_is_reused_at_once_unless_a_stream_is_recorded() -> None:
             assert torch.equal(copied_and_freed(device), torch.full((64,), 4.0))
         with late(seed) as device, patch.object(Late, "record_stream", lambda self, stream: None):
             wrong += not torch.equal(copied_and_freed(device), torch.full((64,), 4.0))
+    assert wrong
+
+
+def sum_of_a_released_window(device: Device) -> Tensor:
+    """Twice a window of twos, which is released on one of two streams, and reused on the one that has filled it."""
+    axis = Axis("dp", (0, 1), 0)
+    group = SimpleNamespace(shard=axis, sums=(), params=torch.empty(0, device=device.where))
+    grad = SimpleNamespace(dtype=torch.float32)
+    bucket: Any = SimpleNamespace(group=group, first=0, last=64, earliest_unit=0, grad=grad)
+    policy = SimpleNamespace(slices_gradients=True, grad_dtype=torch.float32)
+    layout: Any = SimpleNamespace(buckets=[bucket], policy=policy)
+    reductions = ReductionStream(layout, lambda window: None)
+    window = torch.full((64,), 2.0, device=device.where)
+    with reductions.current() as filled_on:
+        total = window * 2
+        reductions.release_later(window, filled_on)
+    del window
+    with device.on(device.streams.named("side")):
+        reductions.make_room(bucket)
+    torch.full((64,), 5.0, device=device.where)
+    reductions.join()
+    return total.cpu()
+
+
+def test_a_window_is_released_on_the_stream_that_has_filled_it() -> None:
+    """A forward and a backward may run on two streams."""
+    streams = "{filled_on, current_stream(window.device)}"
+    fault = Changed(STREAM, "_release_oldest", streams, "{current_stream(window.device)}")
+    wrong = 0
+    for seed in range(8):
+        with late(seed) as device:
+            assert torch.equal(sum_of_a_released_window(device), torch.full((64,), 4.0))
+        with late(seed) as device, ExitStack() as stack:
+            fault(stack)
+            wrong += not torch.equal(sum_of_a_released_window(device), torch.full((64,), 4.0))
     assert wrong
 
 

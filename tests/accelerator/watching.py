@@ -278,7 +278,8 @@ class Watching(TorchDispatchMode):
 def _flops(func: Any, args: Any, made: list[Tensor]) -> int:
     """The FLOPs of an operation that torch has a formula for."""
     formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, out_val=made[0]))
+    factors = [arg for arg in args if not isinstance(arg, torch.dtype)]  # some products take one
+    return 0 if formula is None else int(formula(*factors, out_val=made[0]))
 
 
 class _RmsNorm(torch.autograd.Function):

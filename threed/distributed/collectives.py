@@ -31,7 +31,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from threed.core.device import count, current
 from threed.distributed.topology import Axis, Link
@@ -196,8 +195,8 @@ def start_all_gathers(
         A `Pending` that waits for all of the gathers; its result is the last output.
     """
     single = axis.size == 1 or codec != EXACT or outs[0].is_meta or _gloo(axis)
-    # torch has no public function for this; Megatron-LM and DeepSpeed also use this one
-    together = nullcontext() if single else _coalescing_manager(axis.channel, async_ops=True)
+    # torch has no public function for this; its FSDP and Megatron-LM also use this one
+    together = nullcontext() if single else dist._coalescing_manager(axis.channel, async_ops=True)
     with together as work:
         gathers = [
             start_all_gather(shard, axis, out, codec=codec)
