@@ -181,12 +181,13 @@ def start_all_gather(
 
 
 def start_all_gathers(
-    shards: Sequence[Tensor], axis: Axis, outs: Sequence[Tensor], *, codec: Codec = EXACT
+    shards: Iterable[Tensor], axis: Axis, outs: Sequence[Tensor], *, codec: Codec = EXACT
 ) -> Pending:
     """Starts several all-gathers, which NCCL runs as one operation. Collective.
 
     Args:
-        shards: this rank's shards, each [n ...]; at least one.
+        shards: this rank's shards, each [n ...]; at least one. With gloo, each gather starts before
+            the next shard is requested.
         axis: the ranks.
         outs: outputs, each [size*n ...].
         codec: encodes the shards.

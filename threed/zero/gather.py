@@ -435,9 +435,10 @@ class Gatherer:
     ) -> list[Pending]:
         """Starts the all-gathers of a group, as one operation if the slices are on the device."""
         codec = EXACT if group in self._exact else self.codec
-        slices = [staged.wait() for _, staged in reading]
+        # lazily, because the gather of a slice should start while later slices are still being read
+        slices = (staged.wait() for _, staged in reading)
         windows = [group.params[bucket.first : bucket.last] for bucket, _ in reading]
-        if slices[0].device != group.params.device:
+        if reading[0][1].values.device != group.params.device:
             return [
                 self._gather_from_host(group.gather, window, own, staged, codec)
                 for window, own, (_, staged) in zip(windows, slices, reading, strict=True)
