@@ -13,8 +13,10 @@ in Python. Every operation of a step is looked at: no value may be read on the h
 two places (a scalar tensor of the host would be a hidden dependence on it), no collective may get host memory, and
 copies between host and device must not wait: `non_blocking`, from or into page-locked memory.
 
-What it cannot see: order between streams, which are objects that do nothing; how long anything takes; and what depends
-on values. What other ranks would say is what this one says.
+    device.order                         # of the last step: what waits for what on which stream
+
+What it cannot see: how long anything takes, and what depends on values. What other ranks would say is what this one
+says.
 """
 
 from __future__ import annotations
@@ -86,57 +88,10 @@ def there() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------------- doors
 
 
-class Event:
-    """Something in a stream's order, which it has none of."""
-
-    def __init__(self, watch: Watching) -> None:
-        self.watch = watch
-
-    def synchronize(self) -> None:
-        """The host waits for it."""
-        self.watch.waits_for_device("event")
-
-    def query(self) -> bool:
-        """It has come."""
-        return True
-
-    def elapsed_time(self, later: Event) -> float:
-        """Milliseconds until another: none."""
-        return 0.0
-
-
-class Stream(torch.Stream):
-    """A stream that does nothing, but says when the host waits for it."""
-
-    watch: Watching
-
-    @classmethod
-    def of(cls, watch: Watching) -> Stream:
-        """A stream of the device."""
-        stream = cls(watch.where)
-        stream.watch = watch
-        return stream
-
-    def wait_stream(self, other: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        """An event."""
-        return Event(self.watch)
-
-    def synchronize(self) -> None:
-        """The host waits for it."""
-        self.watch.waits_for_device("stream")
-
-
 @contextmanager
 def _doors(watch: Watching) -> Iterator[None]:
     """What threed asks of a device, of page-locked memory, and of other ranks, answered by the pretend one."""
-    stream = Stream.of(watch)
-
-    @contextmanager
-    def on_stream(_: Any) -> Iterator[None]:
-        yield
+    order = watch.order
 
     def exchange(value: Any, axis: Axis) -> list[Any]:
         if axis.group is not None:
@@ -148,10 +103,9 @@ def _doors(watch: Watching) -> Iterator[None]:
 
     answers: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
         (door.count, lambda: 1),
-        (door.on_stream, on_stream),
-        (door.current_stream, lambda *_: stream),
-        (door.copy_stream, lambda *_: stream),
-        (door.mark, lambda _: Event(watch)),
+        (door.current_stream, lambda *_: order.current),
+        (door.copy_stream, lambda _, purpose: order.named(purpose)),
+        (door.mark, lambda _: order.current.record_event()),
         (door.synchronize, lambda *_: watch.waits_for_device("device")),
         (door.shared_memory, lambda _: 227 << 10),
         (door.rng_states, lambda _: {}),
@@ -167,7 +121,8 @@ def _doors(watch: Watching) -> Iterator[None]:
         ),  # compares the tensor ranks' shares, and they all say what this one says
     ]
     form = patch.object(Form, "to_bytes", lambda form: torch.empty(64, dtype=torch.uint8))
-    with numbers_begin_on_the_host(), form, replaced(answers):
+    set_stream = patch.object(torch.accelerator, "set_stream", order.use)
+    with numbers_begin_on_the_host(), form, set_stream, replaced(answers):
         yield
 
 

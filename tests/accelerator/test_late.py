@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,13 +31,14 @@ from tests.harness import run_ranks
 from threed.config import Config
 from threed.core import device as door
 from threed.data.prefetch import Prefetcher
-from threed.distributed.topology import Topology
+from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
 from threed.memory import tiers
 from threed.ops import adam, fused_cpu, matmul
 from threed.pipeline import batches
 from threed.testing import RanksFailed, Results, results_of
 from threed.zero.offload import OffloadedOptimizer
+from threed.zero.reduction_stream import ReductionStream
 from threed.zero.step_metrics import DataError
 
 
@@ -255,12 +257,29 @@ FAULTS: list[tuple[Plant, Case]] = [
 ]  # fmt: skip
 OVERLAP = "threed.pipeline.overlap:Overlap"
 PAIRS = Case(pp=2, schedule="dualpipev", layers=6, microbatches=8)
+IN_BUCKETS = Case(dp=2, zero=2, bucket_mib=0.03, **DEEP)
+STREAM = "threed.zero.reduction_stream:ReductionStream"
 BOTH_WAYS = Case(pp=2, schedule="chimera", layers=2)
 FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (Changed(OVERLAP, "pair", "current_stream(self._side.device).wait_stream(self._side)"), PAIRS),
     (Changed(OVERLAP, "pair", "self._side.wait_stream(current_stream(self._side.device))"), PAIRS),
     (Changed(OVERLAP, "backward", "main.wait_stream(self._side)"), PAIRS),
     (Changed(GATHERER, "complete", "pending.wait()"), BOTH_WAYS),
+    (Changed("threed.core.device", "on_stream", "stream.wait_stream(before)"), IN_BUCKETS),
+    (Changed(STREAM, "_release_oldest", "stream.wait_event(event)"), IN_BUCKETS),
+    (
+        Changed(STREAM, "join", "current_stream(self._stream.device).wait_stream(self._stream)"),
+        Case(dp=2, bucket_mib=0.03),
+    ),
+    (
+        Changed(
+            "threed.zero.reductions:Reductions",
+            "wait_oldest",
+            "reduction.pending.wait()",
+            "reduction.pending._finish()",
+        ),
+        IN_BUCKETS,
+    ),
     (collectives_are_not_waited_for, Case(dp=2, zero=3, bucket_mib=0.03)),
     (collectives_are_not_waited_for, Case(pp=2)),
     (collectives_are_not_waited_for, Case(tp=2)),
@@ -306,6 +325,8 @@ def test_a_planted_fault_is_found(plant: Plant, case: Case) -> None:
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 OF_RANKS = {
+    "ZeRO 1": Case(dp=2, zero=1, bucket_mib=0.03),
+    "ZeRO 2": IN_BUCKETS,
     "ZeRO 3": Case(dp=2, zero=3, bucket_mib=0.03, prefetch=2),
     "everything on the host": Case(dp=2, **OFFLOADED, recompute="cpu"),
     "the same, layer by layer": Case(
@@ -457,6 +478,41 @@ def test_memory_is_reused_at_once_unless_a_stream_is_recorded() -> None:
             assert torch.equal(copied_and_freed(device), torch.full((64,), 4.0))
         with late(seed) as device, patch.object(Late, "record_stream", lambda self, stream: None):
             wrong += not torch.equal(copied_and_freed(device), torch.full((64,), 4.0))
+    assert wrong
+
+
+def sum_of_a_released_window(device: Device) -> Tensor:
+    """Twice a window of twos, which is released on one of two streams, and reused on the one that has filled it."""
+    axis = Axis("dp", (0, 1), 0)
+    group = SimpleNamespace(shard=axis, sums=(), params=torch.empty(0, device=device.where))
+    grad = SimpleNamespace(dtype=torch.float32)
+    bucket: Any = SimpleNamespace(group=group, first=0, last=64, earliest_unit=0, grad=grad)
+    policy = SimpleNamespace(slices_gradients=True, grad_dtype=torch.float32)
+    layout: Any = SimpleNamespace(buckets=[bucket], policy=policy)
+    reductions = ReductionStream(layout, lambda window: None)
+    window = torch.full((64,), 2.0, device=device.where)
+    with reductions.current() as filled_on:
+        total = window * 2
+        reductions.release_later(window, filled_on)
+    del window
+    with device.on(device.streams.named("side")):
+        reductions.make_room(bucket)
+    torch.full((64,), 5.0, device=device.where)
+    reductions.join()
+    return total.cpu()
+
+
+def test_a_window_is_released_on_the_stream_that_has_filled_it() -> None:
+    """A forward and a backward may run on two streams."""
+    streams = "{filled_on, current_stream(window.device)}"
+    fault = Changed(STREAM, "_release_oldest", streams, "{current_stream(window.device)}")
+    wrong = 0
+    for seed in range(8):
+        with late(seed) as device:
+            assert torch.equal(sum_of_a_released_window(device), torch.full((64,), 4.0))
+        with late(seed) as device, ExitStack() as stack:
+            fault(stack)
+            wrong += not torch.equal(sum_of_a_released_window(device), torch.full((64,), 4.0))
     assert wrong
 
 

@@ -22,12 +22,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
+from tests.accelerator.order import Order
 from threed.ops import launch
 from threed.pipeline.trace import Watch
 
@@ -121,6 +123,7 @@ class Watching(TorchDispatchMode):
         # bytes: of kernels, between host and device, of collectives
         self.traffic = self.copied = self.communicated = 0
         self.memory = Watch()
+        self.order = Order(where, self.waits_for_device)
         self._pinned: dict[int, StorageWeakRef] = {}
 
     @classmethod
@@ -130,6 +133,7 @@ class Watching(TorchDispatchMode):
     def begin(self) -> None:
         """Counts anew."""
         self.faults, self.waits, self.launches = [], [], Counter()
+        self.order.begin()
         self.traffic = self.copied = self.communicated = 0
 
     # --------------------------------------------------------------------------------------------------------- faults
@@ -246,10 +250,9 @@ class Watching(TorchDispatchMode):
         self.communicated += sum(t.nbytes for t in given)
         for t in given:
             self.memory.look_at(t)
-        work, results = FakeWork().boxed(), [a.type.kind() for a in func._schema.returns]
-        if len(results) == 1:
-            return work
-        return (args[0], work)
+        group = next(ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+        work = self.order.collective(name, group.group_name, sum(t.nbytes for t in given)).boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _count(
         self, func: Any, name: str, args: Any, given: list[Tensor], made: list[Tensor]
@@ -261,12 +264,22 @@ class Watching(TorchDispatchMode):
         if not here or func.is_view or name in FREE or not any(t.numel() for t in outputs):
             return
         ours = launch.OPERATORS.get(f"{func.namespace}::{name}")
-        self.kernel(name, *here, count=1 if ours is None else ours.launches(*args))
+        flops = _flops(func, args, made)
+        self.kernel(name, *here, count=1 if ours is None else ours.launches(*args), flops=flops)
 
-    def kernel(self, name: str, *tensors: Tensor, count: int = 1) -> None:
+    def kernel(self, name: str, *tensors: Tensor, count: int = 1, flops: int = 0) -> None:
         """Counts a launch, and what it reads and writes."""
+        nbytes = sum(t.nbytes for t in tensors)
         self.launches[name] += count
-        self.traffic += sum(t.nbytes for t in tensors)
+        self.traffic += nbytes
+        self.order.add(name, flops, nbytes)
+
+
+def _flops(func: Any, args: Any, made: list[Tensor]) -> int:
+    """The FLOPs of an operation that torch has a formula for."""
+    formula = flop_registry.get(func._overloadpacket)
+    factors = [arg for arg in args if not isinstance(arg, torch.dtype)]  # some products take one
+    return 0 if formula is None else int(formula(*factors, out_val=made[0]))
 
 
 class _RmsNorm(torch.autograd.Function):

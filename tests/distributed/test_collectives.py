@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -105,6 +106,25 @@ def check_gathers(world: int) -> None:
 @worlds
 def test_gathers_of_any_shape_and_type(world: int) -> None:
     run_ranks(world, check_gathers, world)
+
+
+def check_gathers_together(world: int) -> None:
+    axis = axis_of_all(world)
+    shapes = [(2 + n,) for n in range(4)]
+    want = [torch.cat(everyones(axis, shape, torch.float32)) for shape in shapes]
+    for gloo in (True, False):  # one by one, and coalesced as with NCCL
+        buffer = torch.empty(sum(len(full) for full in want))
+        outs, before = buffer.split([len(full) for full in want]), axis.traffic.total()
+        shards = [values(axis.index, shape, torch.float32) for shape in shapes]
+        with mock.patch.object(collectives, "_gloo", lambda axis, gloo=gloo: gloo):
+            collectives.start_all_gathers(shards, axis, outs).wait()
+        assert torch.equal(buffer, torch.cat(want))
+        assert axis.traffic.total() - before == 4 * (world - 1) * sum(map(len, shards))
+
+
+@worlds
+def test_gathers_that_are_started_together(world: int) -> None:
+    run_ranks(world, check_gathers_together, world)
 
 
 def check_strided_sums(world: int) -> None:

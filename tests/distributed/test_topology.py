@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -316,6 +317,21 @@ def test_all_ranks_make_groups_equally_often_whatever_their_program_made_before(
     assert set(first) == set(UNEVEN)
     assert min(first.values()) > 0
     assert others == [first] * 3
+
+
+def test_groups_of_nccl_have_streams_of_high_priority() -> None:
+    made = list[Any]()
+    nccl = SimpleNamespace(Options=lambda **options: SimpleNamespace(**options))
+    with (
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+        mock.patch.object(dist, "new_group", lambda *_, **keywords: made.append(keywords)),
+    ):
+        topology = Topology.on_meta(Grid.of(2, dp=2), 0)
+        topology.is_meta, topology.timeout = False, timedelta(seconds=9)
+        topology._make_axis("dp", (0, 1))
+    assert made[0]["timeout"] == made[0]["pg_options"]._timeout == timedelta(seconds=9)
+    assert made[0]["pg_options"].is_high_priority_stream
 
 
 def check_ties(pp: int, tp: int, ties: list[tuple[int, ...]]) -> None:

@@ -23,7 +23,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, TypeVar
@@ -178,6 +178,34 @@ def start_all_gather(
     if axis.size == 2 and _gloo(axis):
         return _swap(shard, out, axis)
     return Pending(lambda: out, _start(_all_gather_single, out, shard, axis=axis))
+
+
+def start_all_gathers(
+    shards: Iterable[Tensor], axis: Axis, outs: Sequence[Tensor], *, codec: Codec = EXACT
+) -> Pending:
+    """Starts several all-gathers, which NCCL runs as one operation. Collective.
+
+    Args:
+        shards: this rank's shards, each [n ...]; at least one. With gloo, each gather starts before
+            the next shard is requested.
+        axis: the ranks.
+        outs: outputs, each [size*n ...].
+        codec: encodes the shards.
+
+    Returns:
+        A `Pending` that waits for all of the gathers; its result is the last output.
+    """
+    single = axis.size == 1 or codec != EXACT or outs[0].is_meta or _gloo(axis)
+    # torch has no public function for this; its FSDP and Megatron-LM also use this one
+    together = nullcontext() if single else dist._coalescing_manager(axis.channel, async_ops=True)
+    with together as work:
+        gathers = [
+            start_all_gather(shard, axis, out, codec=codec)
+            for shard, out in zip(shards, outs, strict=True)
+        ]
+    if work is not None:
+        return done(outs[-1], work)
+    return Pending(lambda: [gather.wait() for gather in gathers][-1])
 
 
 def _start_encoded_gather(shard: Tensor, axis: Axis, out: Tensor | None, codec: Codec) -> Pending:

@@ -506,7 +506,10 @@ class Topology:
         if len(ranks) == 1 or self.is_meta:
             return Axis(label, ranks, index, None, self.traffic)
         members = list(ranks) if member else [self.rank]
-        group = dist.new_group(members, timeout=self.timeout, use_local_synchronization=True)
+        group = dist.new_group(
+            members, timeout=self.timeout, use_local_synchronization=True,
+            pg_options=_options(self.timeout),
+        )  # fmt: skip
         return Axis(label, ranks, index, group if member else None, self.traffic)
 
     def _link(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -523,6 +526,19 @@ class Topology:
                     source, target = pair[::direction]
                     peer = target if line.index == source else source
                     self._links[source, target] = Link(line.ranks[peer], axis)
+
+
+def _options(timeout: timedelta) -> Any:
+    """Returns options for a new group of the default backend: with NCCL, high-priority streams.
+
+    On a stream of normal priority, a collective starts only when no thread blocks of the kernels
+    that were launched before it are left to schedule.
+    """
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # else torch warns that it differs from the argument `timeout`
+    return options
 
 
 def _disjoint_rounds(

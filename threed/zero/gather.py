@@ -428,24 +428,30 @@ class Gatherer:
             with without_transforms():
                 group.allocate()
                 self.by_storage[storage_of(group.params)] = (group, None)
-                self._gathering[group] = [
-                    self._gather(bucket, staged) for bucket, staged in self._reading.pop(group)
-                ]
+                self._gathering[group] = self._gather(group, self._reading.pop(group))
 
-    def _gather(self, bucket: Bucket, staged: StagedBuffer) -> Pending:
-        group, own = bucket.group, staged.wait()
-        window = group.params[bucket.first : bucket.last]
+    def _gather(
+        self, group: Group, reading: Sequence[tuple[Bucket, StagedBuffer]]
+    ) -> list[Pending]:
+        """Starts the all-gathers of a group, as one operation if the slices are on the device."""
         codec = EXACT if group in self._exact else self.codec
-        if own.device != window.device:
-            return self._gather_from_host(group.gather, window, own, staged, codec)
-        pending = collectives.start_all_gather(own, group.gather, out=window, codec=codec)
+        # lazily, because the gather of a slice should start while later slices are still being read
+        slices = (staged.wait() for _, staged in reading)
+        windows = [group.params[bucket.first : bucket.last] for bucket, _ in reading]
+        if reading[0][1].values.device != group.params.device:
+            return [
+                self._gather_from_host(group.gather, window, own, staged, codec)
+                for window, own, (_, staged) in zip(windows, slices, reading, strict=True)
+            ]
+        pending = collectives.start_all_gathers(slices, group.gather, windows, codec=codec)
 
         def finish() -> Tensor:
             full = pending.wait()
-            staged.drop()
+            for _, staged in reading:
+                staged.drop()
             return full
 
-        return Pending(finish)
+        return [Pending(finish)]
 
     def _gather_from_host(
         self, axis: Axis, window: Tensor, own: Tensor, staged: StagedBuffer, codec: Codec

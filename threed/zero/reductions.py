@@ -1,7 +1,7 @@
 """Memory of gradients, and the reduction of gradients over ranks.
 
 Reductions are launched during the backward and waited for in launch order. Their results are stored
-as slices.
+as slices. On an accelerator, all of this runs on a separate stream (`reduction_stream`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from threed.memory.sizes import BUCKETS_IN_FLIGHT
 from threed.memory.tiers import InMemory, StagedBuffer, Storage, start_copy
 from threed.ops import sums
 from threed.zero.layout import Bucket, Layout, Slot
+from threed.zero.reduction_stream import ReductionStream
 
 
 class Gradients:
@@ -236,6 +237,7 @@ class InFlight:
         add: whether to add the result to the sum of earlier micro-batches, which is in `staged`.
         complete: whether this is the step's last reduction of the bucket, so that the slice then
             contains the complete sum.
+        filled_on: stream of an accelerator on which the window was filled; None for a CPU.
     """
 
     bucket: Bucket
@@ -244,6 +246,7 @@ class InFlight:
     staged: StagedBuffer
     add: bool
     complete: bool
+    filled_on: torch.Stream | None = None
 
 
 class Reductions:
@@ -265,7 +268,8 @@ class Reductions:
         release: Callable[[Tensor], None],
         update: Callable[[Bucket, StagedBuffer], bool] | None,
     ) -> None:
-        self.layout, self.codecs, self._release, self._update = layout, codecs, release, update
+        self.layout, self.codecs, self._update = layout, codecs, update
+        self._stream = ReductionStream(layout, release)
         self._in_flight = deque[InFlight]()
         # finished reductions whose sums are being copied to the device of the slice
         self._copying = deque[tuple[InFlight, Pending]]()
@@ -275,7 +279,8 @@ class Reductions:
         """Waits until a reduction of the bucket can be launched.
 
         Afterwards fewer than `BUCKETS_IN_FLIGHT` reductions are in flight, and none of them is a
-        reduction of this bucket.
+        reduction of this bucket. On an accelerator, only the reduction stream waits for them, and
+        the current stream waits if windows of earlier reductions hold too much memory.
         """
         while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
             self.wait_oldest()
@@ -283,6 +288,7 @@ class Reductions:
             self.wait_oldest()
         while any(reduction.bucket is bucket for reduction, _ in self._copying):
             self._store_oldest()
+        self._stream.make_room(bucket)
 
     def launch(self, bucket: Bucket, window: Tensor, add: bool, complete: bool) -> None:
         """Launches the reduction of a bucket's gradients over its shard group.
@@ -299,15 +305,16 @@ class Reductions:
         shard = bucket.group.shard
         staged = bucket.grad.fetch() if add else bucket.grad.empty()
         into, codec = staged.values, self.codecs.of(shard)
-        if shard.size == 1:
-            pending = sum_over(window, early_sum(bucket), self.codecs)
-        else:
-            to = into if into.device == window.device else None
-            adds = add and to is not None
-            pending = collectives.start_reduce_scatter(
-                window, shard, codec=codec, into=to, add=adds
-            )
-        self._in_flight.append(InFlight(bucket, window, pending, staged, add, complete))
+        with self._stream.current() as filled_on:
+            if shard.size == 1:
+                pending = sum_over(window, early_sum(bucket), self.codecs)
+            else:
+                to = into if into.device == window.device else None
+                adds = add and to is not None
+                pending = collectives.start_reduce_scatter(
+                    window, shard, codec=codec, into=to, add=adds
+                )
+        self._in_flight.append(InFlight(bucket, window, pending, staged, add, complete, filled_on))
         at_hand = not add or isinstance(bucket.grad, InMemory)
         local = self.layout.policy.slices_gradients and shard.size == 1 and not early_sum(bucket)
         if local and at_hand:
@@ -317,11 +324,14 @@ class Reductions:
         """Waits for the oldest reduction and begins to copy its sum to the slice's device."""
         reduction = self._in_flight.popleft()
         reduction.staged.wait()  # the read of the earlier sum from a drive may be in progress
-        total, device = reduction.pending.wait(), reduction.staged.values.device
-        if total.device == device:
-            self._store(reduction, total)
-            return
-        self._copying.append((reduction, start_copy(total, device)))
+        device = reduction.staged.values.device
+        with self._stream.current():
+            total = reduction.pending.wait()
+            if total.device == device:
+                self._store(reduction, total)
+                return
+            copy = start_copy(total, device)
+        self._copying.append((reduction, copy))
         while len(self._copying) > BUCKETS_IN_FLIGHT:
             self._store_oldest()
 
@@ -331,6 +341,7 @@ class Reductions:
             self.wait_oldest()
         while self._copying:
             self._store_oldest()
+        self._stream.join()
 
     def _store_oldest(self) -> None:
         reduction, copy = self._copying.popleft()
@@ -346,7 +357,7 @@ class Reductions:
             own.add_(total) if reduction.add else own.copy_(total)
         self.store(reduction.bucket, reduction.staged, reduction.complete)
         if reduction.window is not None:
-            self._release(reduction.window)
+            self._stream.release_later(reduction.window, reduction.filled_on)
 
     def store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
         """Stores this rank's gradient slice of a bucket.
@@ -409,7 +420,8 @@ class Reductions:
 
     def _start_later_sums(self, bucket: Bucket) -> InFlight:
         staged = bucket.portion_grad.fetch()
-        pending = sum_portion(bucket, staged.wait(), self.codecs)
+        with self._stream.current():
+            pending = sum_portion(bucket, staged.wait(), self.codecs)
         return InFlight(bucket, None, pending, staged, add=False, complete=True)
 
     def _gradient(self, bucket: Bucket) -> Gradient:
