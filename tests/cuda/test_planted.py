@@ -121,8 +121,9 @@ FAULTS = {
     ),
     "one scratch for two sums": Planted("norm.cu", "turn ^= 1;", "", lambda: norms(4096), "race"),
     "a row is left out": Planted(
-        "norm.cu", "row += int64_t(gridDim.x) * ROWS", "row += int64_t(gridDim.x) * ROWS + 1", norms, "unwritten|wrong"
+        "norm.cu", "step = int64_t(gridDim.x) * ROWS", "step = int64_t(gridDim.x) * ROWS + 1", norms, "unwritten|wrong"
     ),
+    "the same row again": Planted("norm.cu", "next = load(row + step)", "next = load(row)", norms, None),
     "no barrier between the rows' parts": Planted(
         "norm.cu", "if (ROWS > 1) __syncthreads();", "", lambda: norms(512), "race|unwritten"
     ),
@@ -156,7 +157,7 @@ FAULTS = {
     "all but eight ranks": Planted("quantize.cu", "rank < ranks; rank", "rank < min(ranks, 8); rank", quantized, None),
     "an offset left out": Planted("quantize.cu", "MINUS_EIGHTS = 0xf8f8u", "MINUS_EIGHTS = 0u", quantized, None),
     "another rank's scale": Planted("quantize.cu", "0x7632u", "0x3276u", quantized, None),
-    "a part is left out": Planted("sums.cu", "part = warp;", "part = warp + 1;", summed, None),
+    "a part is left out": Planted("sums.cu", "part = threadIdx.x / LANES;", "part = threadIdx.x / LANES + 1;", summed, None),
     "columns beyond the last": Planted("sums.cu", "row < rows && at < packs", "row < rows", summed, BEYOND),
 }  # fmt: skip
 
