@@ -17,6 +17,9 @@ from tests.cuda.cases import (
     normal,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.distributed.topology import alone
+from threed.layers import MLP, Slicing
+from threed.layers.recompute import Selective
 from threed.ops import activation
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
@@ -88,6 +91,53 @@ def test_gelu(rows: int, f: int, with_bias: bool, bias_gradient: bool | None) ->
     assert_close_in_bf16(dx, gradient)
     if dbias:
         assert_close(dbias[0], gradient.sum(0) + (held.double() if bias_gradient else 0))
+
+
+def mlp() -> MLP:
+    """With weights in bf16, and gradients for autograd."""
+    module = MLP("mlp", 64, 264, Slicing(alone()))
+    for seed, (name, param) in enumerate(list(module.named_parameters())):
+        layer = module.get_submodule(name.split(".")[0])
+        value = bf16(*param.shape, seed=seed, scale=0.2)
+        setattr(layer, name.split(".")[1], torch.nn.Parameter(value))
+    return module
+
+
+@pytest.mark.parametrize("how", ["trained", "frozen", "hooked", "recomputed"])
+def test_a_layer_adds_the_bias_in_the_kernel(how: str) -> None:
+    """A frozen bias has no gradient. A hook on the product sees it with its bias."""
+    module, seen, x, dy = mlp(), list[Tensor](), bf16(9, 2, 64), bf16(9, 2, 64, seed=9)
+    if how == "frozen":
+        module.up.bias.requires_grad_(False)
+    elif how == "hooked":
+        module.up.register_forward_hook(lambda _, __, y: seen.append(y))
+    elif how == "recomputed":
+        module.recompute = Selective(["activation"])
+    wanted = [param for param in module.parameters() if param.requires_grad]
+    x.requires_grad_()
+    with emulated(torch_writes=True) as machine:
+        y = module(x)
+        got = torch.autograd.grad(y, [x, *wanted], dy)
+    (gelu, *again), backward = (
+        [ran for ran in machine.launches if ran.name == name] for name in ("gelu", "gelu_backward")
+    )
+    assert len(again) == (how == "recomputed")
+    if gelu.counts:
+        assert ("bias" in gelu.traffic) == (how != "hooked")
+        assert ("db_parts" in backward[0].traffic) == (how in ("trained", "recomputed"))
+    names = [ran.name for ran in machine.launches]
+    assert names.count("column_sums") == (2 if how == "hooked" else 1)  # down's bias
+
+    double = {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
+    wide = x.detach().double().requires_grad_()
+    inner = wide @ double["up.weight"].t() + double["up.bias"]
+    truth = activation.gelu_reference(inner) @ double["down.weight"].t() + double["down.bias"]
+    names_wanted = [n for n, p in module.named_parameters() if p.requires_grad]
+    right = torch.autograd.grad(truth, [wide, *(double[n] for n in names_wanted)], dy.double())
+    for a, b in zip((y, *got), (truth, *right), strict=True):  # rounded to bf16 between the steps
+        assert (a.double() - b).abs().max() <= 0.02 * b.abs().max()
+    if how == "hooked":
+        assert (seen[0].double() - inner).abs().max() <= 0.01 * inner.abs().max()
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -68,7 +68,7 @@ def swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
     lambda x, bias=None: torch.empty_like(x), launches=1,
 )  # fmt: skip
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns GELU of x + bias, [n f]. Launches one kernel. No layer passes a bias yet."""
+    """Returns GELU of x + bias, [n f]. Launches one kernel."""
     rows, f = _check("gelu", x.shape[-1], x, bias)
     out = torch.empty_like(x)
     if out.numel():
