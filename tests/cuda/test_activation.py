@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.cuda.cases import (
@@ -19,6 +22,7 @@ from tests.cuda.cases import (
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.distributed.topology import alone
 from threed.layers import MLP, Slicing
+from threed.layers.mlp import gated, gelu
 from threed.layers.recompute import Selective
 from threed.ops import activation
 
@@ -38,12 +42,13 @@ def large(rows: int, f: int) -> bool:
 
 
 @pytest.mark.parametrize(("rows", "f"), SHAPES)
-def test_swiglu(rows: int, f: int) -> None:
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated(name: str, rows: int, f: int) -> None:
     gate_up, dout = wide(rows, 2 * f), bf16(rows, f, seed=1)
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
-        out = activation.swiglu(gate_up)
-        gradient = activation.swiglu_backward(dout, gate_up)
+        out = getattr(activation, name)(gate_up)
+        gradient = getattr(activation, f"{name}_backward")(dout, gate_up)
         forward, backward = machine.launches
         assert_traffic(forward, {"gate_up": (1, 0), "out": (0, 1)})
         assert_traffic(backward, {"dout": (1, 0), "gate_up": (1, 0), "dgate_up": (0, 1)})
@@ -54,7 +59,7 @@ def test_swiglu(rows: int, f: int) -> None:
 
     out, gradient = in_every_order(work)
     x = gate_up.double().requires_grad_()
-    y = activation.swiglu_reference(x)
+    y = getattr(activation, f"{name}_reference")(x)
     assert_close_in_bf16(out, y.detach())
     assert_close_in_bf16(gradient, torch.autograd.grad(y, x, dout.double())[0])
 
@@ -138,6 +143,14 @@ def test_a_layer_adds_the_bias_in_the_kernel(how: str) -> None:
         assert (a.double() - b).abs().max() <= 0.02 * b.abs().max()
     if how == "hooked":
         assert (seen[0].double() - inner).abs().max() <= 0.01 * inner.abs().max()
+
+
+@pytest.mark.parametrize(("function", "name"), [(F.silu, "swiglu"), (gelu, "geglu")])
+def test_a_gated_layer_runs_the_kernel_of_its_activation(function: Any, name: str) -> None:
+    x = bf16(9, 2, 144).requires_grad_()
+    with emulated(torch_writes=True) as machine:
+        gated(function, x).sum().backward()
+    assert [ran.name for ran in machine.launches] == [name, f"{name}_backward"]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.cuda import emulator
 from tests.cuda.cases import bf16
 from tests.cuda.emulator import COMPILER, ORDERS, SOURCES, Fault, Order, emulated
-from threed.ops import activation, adam, cross_entropy, dropout, norm, quantize, rotary, sums
+from threed.ops import activation, adam, cross_entropy, dropout, lion, norm, quantize, rotary, sums
 from threed.ops.positions import Positions
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -71,6 +71,15 @@ def updated() -> Tensor:
     p, m, v, g = (torch.ones(5000) * k for k in (1.0, 0.1, 0.2, 0.3))
     scalars = (torch.tensor(x, dtype=torch.float64) for x in (1e-3, 3.0, 1.0, 0.0))
     adam.call_cuda(p, m, v, g, None, *scalars, 0.9, 0.95, 1e-8, 0.1)
+    return p
+
+
+def moved() -> Tensor:
+    """By Lion, also where no gradient and no momentum is."""
+    p, m, g = torch.ones(5000), torch.zeros(5000), torch.zeros(5000)
+    g[::2] = -0.3
+    scalars = (torch.tensor(x, dtype=torch.float64) for x in (0.1, 1.0, 0.0))
+    lion.call_cuda(p, m, g, None, *scalars, 0.9, 0.99, 0.1)
     return p
 
 
@@ -135,7 +144,9 @@ FAULTS = {
         "common.cuh", "__syncthreads();\n  if (warp != 0)", "if (warp != 0)", geglu, "race|unwritten"
     ),
     "rows beyond the last": Planted("activation.cu", "if (row + u >= rows) continue;", "", gates, BEYOND),
-    "a wrong derivative": Planted("activation.cu", "s + silu * (1.f - s)", "s + silu * (1.f + s)", gates, None),
+    "a wrong derivative": Planted("activation.cu", "s + y * (1.f - s)", "s + y * (1.f + s)", gates, None),
+    "another activation": Planted("activation.cu", "return GELU ? Gelu", "return !GELU ? Gelu", gates, None),
+    "a sign that is never 0": Planted("adam.cu", "mean > 0.f ? 1.f", "mean >= 0.f ? 1.f", moved, None),
     "a head too many": Planted("rotary.cu", "i < pairs", "i <= pairs", heads, None),
     "a turned number turned again": Planted(
         "rotary.cu", "right[k] * c[k] + old", "right[k] * c[k] + left[k]", heads, None

@@ -29,6 +29,8 @@ WORD = "eight numbers of 4 or 8 bits"
 NARROW = {
     "adam.adamw<bf16>": {"LDG 64": "four gradients in bf16", "STG 64": "four weights in bf16"},
     "adam.adamw<fp32>": {"STG 64": "four weights in bf16"},
+    "adam.lion<bf16>": {"LDG 64": "four gradients in bf16", "STG 64": "four weights in bf16"},
+    "adam.lion<fp32>": {"STG 64": "four weights in bf16"},
     "cross_entropy.gradient": {"LDG 32": ROW},
     "norm.backward": {"LDG 32": ROW},
     "norm.forward": {"STG 32": ROW},

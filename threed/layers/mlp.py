@@ -25,6 +25,9 @@ def gelu(x: Tensor) -> Tensor:
     return activation_ops.apply("gelu", x)
 
 
+_GATED = {F.silu: "swiglu", gelu: "geglu"}  # names of the kernels of activation(gate) * up
+
+
 class _BiasedGelu(torch.autograd.Function):
     """Returns GELU of x + bias. The backward sums the bias's gradient in the pass that computes that of x.
 
@@ -51,8 +54,8 @@ class _BiasedGelu(torch.autograd.Function):
 
 def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     """Returns activation(gate) * up: [... 2f] -> [... f]."""
-    if activation is F.silu:
-        return activation_ops.apply("swiglu", gate_up)
+    if activation in _GATED:
+        return activation_ops.apply(_GATED[activation], gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return activation(gate) * up
 
