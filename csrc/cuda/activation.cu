@@ -1,6 +1,7 @@
 // Activations of the feed-forward part on bf16 rows. The backwards recompute intermediate values.
 //
 //   swiglu    out = silu(gate) up     gate_up [rows 2f] -> out [rows f]  6 bytes per element of out, backward 10
+//   geglu     out = gelu(gate) up     the same, with GELU in its tanh form
 //   gelu      out = gelu(x + bias)    tanh form, [rows f] -> [rows f]    4 bytes, backward 6
 //
 // A warp processes 32 packs of columns and iterates over rows, AHEAD at a time. So GELU's backward
@@ -19,11 +20,40 @@ __device__ __forceinline__ int64_t first_row() { return (int64_t(blockIdx.y) * W
 __device__ __forceinline__ int64_t next_rows() { return int64_t(gridDim.y) * WARPS * AHEAD; }
 __device__ __forceinline__ int64_t my_pack() { return int64_t(blockIdx.x) * WARP + threadIdx.x % WARP; }
 
-// 1 / (1 + exp(-x)). Below -88 the exponential is infinite, and the result 0.
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
+// An activation and its derivative at x.
+struct Value {
+  float y, slope;
+};
 
+// x / (1 + exp(-x)). Below -88 the exponential is infinite, and y is 0.
+struct Silu {
+  static __device__ __forceinline__ Value at(float x) {
+    const float s = __fdividef(1.f, 1.f + __expf(-x)), y = x * s;
+    return {y, s + y * (1.f - s)};
+  }
+};
+
+// The tanh form of GELU: x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3), since tanh(u) = 2
+// sigmoid(2 u) - 1. All constants are folded into the polynomials.
+struct Gelu {
+  static __device__ __forceinline__ Value at(float x) {
+    constexpr float CUBIC = 0.044715f, TWICE = 1.59576912f, LOG2E = 1.44269504f;  // TWICE: 2 sqrt(2/pi)
+    const float square = x * x;
+    const float s = __fdividef(1.f, 1.f + exp2f(x * fmaf(-TWICE * LOG2E * CUBIC, square, -TWICE * LOG2E)));
+    const float rate = x * fmaf(3.f * CUBIC * TWICE, square, TWICE);  // x d(2 u)/dx
+    return {x * s, fmaf(s, fmaf(-s, rate, rate), s)};
+  }
+};
+
+// Of the gate: GELU, or SiLU.
+template <bool GELU>
+__device__ __forceinline__ Value gate_at(float x) {
+  return GELU ? Gelu::at(x) : Silu::at(x);
+}
+
+template <bool GELU>
 __global__ void __launch_bounds__(THREADS)
-    swiglu(const uint4* __restrict__ gate_up, uint4* __restrict__ out, int64_t rows, int64_t packs) {
+    gated(const uint4* __restrict__ gate_up, uint4* __restrict__ out, int64_t rows, int64_t packs) {
   const int64_t at = my_pack();
   if (at >= packs) return;
   for (int64_t row = first_row(); row < rows; row += next_rows()) {
@@ -40,14 +70,15 @@ __global__ void __launch_bounds__(THREADS)
       float gate[PACK], up[PACK];
       unpack(gates[u], gate), unpack(ups[u], up);
 #pragma unroll
-      for (int k = 0; k < PACK; k++) up[k] *= gate[k] * sigmoid(gate[k]);
+      for (int k = 0; k < PACK; k++) up[k] *= gate_at<GELU>(gate[k]).y;
       __stcs(out + (row + u) * packs + at, pack(up));
     }
   }
 }
 
+template <bool GELU>
 __global__ void __launch_bounds__(THREADS)
-    swiglu_backward(const uint4* __restrict__ dout, const uint4* gate_up, uint4* dgate_up, int64_t rows, int64_t packs) {
+    gated_backward(const uint4* __restrict__ dout, const uint4* gate_up, uint4* dgate_up, int64_t rows, int64_t packs) {
   const int64_t at = my_pack();
   if (at >= packs) return;
   for (int64_t row = first_row(); row < rows; row += next_rows()) {
@@ -66,23 +97,14 @@ __global__ void __launch_bounds__(THREADS)
       unpack(gates[u], gate), unpack(ups[u], up), unpack(gradients[u], d);
 #pragma unroll
       for (int k = 0; k < PACK; k++) {
-        const float s = sigmoid(gate[k]), silu = gate[k] * s;
-        gate[k] = d[k] * up[k] * (s + silu * (1.f - s));
-        up[k] = d[k] * silu;
+        const Value of = gate_at<GELU>(gate[k]);
+        gate[k] = d[k] * up[k] * of.slope;
+        up[k] = d[k] * of.y;
       }
       __stcs(dgate_up + 2 * (row + u) * packs + at, pack(gate));
       __stcs(dgate_up + (2 * (row + u) + 1) * packs + at, pack(up));
     }
   }
-}
-
-// The tanh form of GELU: x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3), since tanh(u) = 2
-// sigmoid(2 u) - 1.
-constexpr float CUBIC = 0.044715f, TWICE = 1.59576912f, LOG2E = 1.44269504f;  // TWICE: 2 sqrt(2/pi)
-
-// sigmoid(2 u) from x and its square. All constants are folded into the polynomial.
-__device__ __forceinline__ float gelu_sigmoid(float x, float square) {
-  return __fdividef(1.f, 1.f + exp2f(x * fmaf(-TWICE * LOG2E * CUBIC, square, -TWICE * LOG2E)));
 }
 
 __device__ __forceinline__ void load_bias(float (&b)[PACK], const uint4* bias, int64_t at) {
@@ -107,10 +129,7 @@ __global__ void __launch_bounds__(THREADS)
       float y[PACK];
       unpack(words[u], y);
 #pragma unroll
-      for (int k = 0; k < PACK; k++) {
-        const float in = y[k] + b[k];
-        y[k] = in * gelu_sigmoid(in, in * in);
-      }
+      for (int k = 0; k < PACK; k++) y[k] = Gelu::at(y[k] + b[k]).y;
       __stcs(out + (row + u) * packs + at, pack(y));
     }
   }
@@ -139,9 +158,7 @@ __global__ void __launch_bounds__(THREADS)
       unpack(words[u], y), unpack(gradients[u], d);
 #pragma unroll
       for (int k = 0; k < PACK; k++) {
-        const float in = y[k] + b[k], square = in * in, s = gelu_sigmoid(in, square);
-        const float slope = in * fmaf(3.f * CUBIC * TWICE, square, TWICE);  // x d(2 u)/dx
-        d[k] *= fmaf(s, fmaf(-s, slope, slope), s);
+        d[k] *= Gelu::at(y[k] + b[k]).slope;
         db[k] += d[k];
       }
       __stcs(dx + (row + u) * packs + at, pack(d));
@@ -157,21 +174,42 @@ dim3 grid_of(int64_t rows, int64_t packs) {
   return dim3(unsigned(ceil_div(packs, WARP)), unsigned(down < 65535 ? down : 65535));
 }
 
+template <class K>
+int start_gated(K* kernel, const void* gate_up, void* out, int64_t rows, int64_t f, cudaStream_t stream) {
+  return launch(kernel, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(gate_up),
+                static_cast<uint4*>(out), rows, f / PACK);
+}
+
+template <class K>
+int start_gated_backward(K* kernel, const void* dout, const void* gate_up, void* dgate_up, int64_t rows, int64_t f,
+                         cudaStream_t stream) {
+  return launch(kernel, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(dout),
+                static_cast<const uint4*>(gate_up), static_cast<uint4*>(dgate_up), rows, f / PACK);
+}
+
 }  // namespace
 
 extern "C" {
 
 // out [rows f] = silu(gate) up for gate_up [rows 2f].
 int threed_cuda_swiglu(const void* gate_up, void* out, int64_t rows, int64_t f, cudaStream_t stream) {
-  return launch(swiglu, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(gate_up),
-                static_cast<uint4*>(out), rows, f / PACK);
+  return start_gated(gated<false>, gate_up, out, rows, f, stream);
 }
 
 // dgate_up [rows 2f] = the gradient of gate_up; may be gate_up itself.
 int threed_cuda_swiglu_backward(const void* dout, const void* gate_up, void* dgate_up, int64_t rows, int64_t f,
                                 cudaStream_t stream) {
-  return launch(swiglu_backward, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(dout),
-                static_cast<const uint4*>(gate_up), static_cast<uint4*>(dgate_up), rows, f / PACK);
+  return start_gated_backward(gated_backward<false>, dout, gate_up, dgate_up, rows, f, stream);
+}
+
+// The same with gelu(gate).
+int threed_cuda_geglu(const void* gate_up, void* out, int64_t rows, int64_t f, cudaStream_t stream) {
+  return start_gated(gated<true>, gate_up, out, rows, f, stream);
+}
+
+int threed_cuda_geglu_backward(const void* dout, const void* gate_up, void* dgate_up, int64_t rows, int64_t f,
+                               cudaStream_t stream) {
+  return start_gated_backward(gated_backward<true>, dout, gate_up, dgate_up, rows, f, stream);
 }
 
 // out [rows f] = gelu(x + bias); bias [f] may be null.

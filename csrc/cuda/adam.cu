@@ -1,8 +1,8 @@
-// AdamW (arXiv 1711.05101) on a flat slice, with the formulas of csrc/cpu/adam_kernel.h: fp32
-// weights and states, gradient in fp32 or bf16.
+// AdamW (arXiv 1711.05101) on a flat slice, with the formulas of csrc/cpu/adam_kernel.h, and Lion
+// (arXiv 2302.06675): fp32 weights and states, gradient in fp32 or bf16.
 //
 //   reads and writes p, m, v; reads g; writes out: 28 bytes per element with g and out in bf16
-//   (30 with an fp32 gradient, 26 without out)
+//   (30 with an fp32 gradient, 26 without out). Lion has no v: 20 bytes (22, 18).
 //
 // The values that change from step to step are fp64 scalars on the device: learning rate, step,
 // gradient scale (clipping) and skip flag. Stochastic rounding adds 16 random bits below bf16's
@@ -94,6 +94,36 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
+struct LionHyper {
+  double beta1, beta2, decay;
+};
+
+__device__ __forceinline__ void update(float& p, float& m, float g, float lr, float scale, const LionHyper& h) {
+  g *= scale;
+  const float mean = m + float(1 - h.beta1) * (g - m);
+  p = p * (1.f - lr * float(h.decay)) - lr * (mean > 0.f ? 1.f : mean < 0.f ? -1.f : mean);  // NaN stays NaN
+  m += float(1 - h.beta2) * (g - m);
+}
+
+template <class G>
+__global__ void __launch_bounds__(THREADS)
+    lion(float4* __restrict__ p, float4* __restrict__ m, const G* __restrict__ g, uint2* __restrict__ out, int64_t fours,
+         const double* __restrict__ lr, const double* __restrict__ scale, const double* __restrict__ skip, LionHyper h) {
+  if (*skip != 0.0) return;
+  const float rate = float(*lr), factor = float(*scale);
+  for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < fours; i += int64_t(gridDim.x) * THREADS) {
+    float4 ps = __ldcs(p + i), ms = __ldcs(m + i);
+    const float4 gs = load_gradient(g, i);
+    update(ps.x, ms.x, gs.x, rate, factor, h);
+    update(ps.y, ms.y, gs.y, rate, factor, h);
+    update(ps.z, ms.z, gs.z, rate, factor, h);
+    update(ps.w, ms.w, gs.w, rate, factor, h);
+    __stcs(p + i, ps);
+    __stcs(m + i, ms);
+    if (out) __stcs(out + i, make_uint2(pair(ps.x, ps.y), pair(ps.z, ps.w)));
+  }
+}
+
 }  // namespace
 
 // p, m, v: fp32 [n], n a multiple of 4; g: fp32, or bf16 if `narrow_g`; out: bf16 [n] or null. lr,
@@ -111,4 +141,16 @@ extern "C" int threed_cuda_adamw(float* p, float* m, float* v, const void* g, vo
                   static_cast<uint2*>(out), n / 4, lr, step, scale, skip, hyper, rounding);
   };
   return narrow_g ? start(adamw<uint16_t>, static_cast<const uint16_t*>(g)) : start(adamw<float>, static_cast<const float*>(g));
+}
+
+// The same for Lion, with its momentum m and without stochastic rounding.
+extern "C" int threed_cuda_lion(float* p, float* m, const void* g, void* out, int64_t n, int64_t narrow_g, const double* lr,
+                                const double* scale, const double* skip, double beta1, double beta2, double decay,
+                                int64_t blocks, cudaStream_t stream) {
+  const LionHyper hyper = {beta1, beta2, decay};
+  const auto start = [&](auto kernel, auto gradient) {
+    return launch(kernel, unsigned(blocks), THREADS, 0, stream, reinterpret_cast<float4*>(p), reinterpret_cast<float4*>(m),
+                  gradient, static_cast<uint2*>(out), n / 4, lr, scale, skip, hyper);
+  };
+  return narrow_g ? start(lion<uint16_t>, static_cast<const uint16_t*>(g)) : start(lion<float>, static_cast<const float*>(g));
 }

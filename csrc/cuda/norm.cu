@@ -122,62 +122,87 @@ __device__ __forceinline__ void write_part(float* parts, float (&mine)[PACKS][PA
     store_floats(parts + int64_t(blockIdx.x) * packs * PACK, mine[p], p * COLUMNS + column, packs);
 }
 
+// A thread's part of a row's operands. The residual is zero if it is absent or loaded later.
+template <int PACKS>
+struct Operands {
+  uint4 x[PACKS], dy[PACKS], residual[PACKS];
+  float mean, scale;
+};
+
 // The sums that a row's gradient needs: plain = sum of w dy, scaled = sum of w dy times the
 // normalized x.
 struct Sums {
   float plain, scaled;
 };
 
+// AHEAD: up to two packs per thread leave enough registers to keep the weights for all rows, and to
+// load the operands of the next row before the sums of this one. So loads are in flight while the
+// block waits for its sums. EARLY: the residual is loaded with x and dy, not after the sums.
 template <bool LAYER, int OF_ROW, int PACKS>
-__global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : PACKS > 1 ? 2 : 4)
+__global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, PACKS > 1 ? 512 / Shape<OF_ROW>::THREADS : 3)
     backward(const uint4* __restrict__ dy, const uint4* __restrict__ x, const uint4* __restrict__ weight,
              const float* __restrict__ means, const float* __restrict__ scales, const uint4* __restrict__ residual,
              uint4* __restrict__ dx, float* __restrict__ dw_parts, float* __restrict__ db_parts, int64_t rows, int h,
              float share) {
   constexpr int ROWS = Shape<OF_ROW>::ROWS, COLUMNS = OF_ROW * WARP;  // columns of packs
+  constexpr bool AHEAD = PACKS <= 2, EARLY = AHEAD || !LAYER;
   __shared__ float scratch[2][OF_ROW];
   const int packs = h / PACK, column = threadIdx.x % COLUMNS, lane_row = threadIdx.x / COLUMNS;
+  const int64_t step = int64_t(gridDim.x) * ROWS;
   float dw[PACKS][PACK] = {}, db[LAYER ? PACKS : 1][PACK] = {};
-  int turn = 0;
-  for (int64_t row = int64_t(blockIdx.x) * ROWS + lane_row; row < rows; row += int64_t(gridDim.x) * ROWS) {
-    const int64_t first = row * packs;
-    const float mean = LAYER ? __ldg(means + row) : 0.f, scale = __ldg(scales + row);
-    uint4 xs[PACKS] = {}, gs[PACKS] = {};
+  uint4 weights[PACKS] = {};
+  const auto load = [&](int64_t row) {
+    Operands<PACKS> of = {};
+    if (row >= rows) return of;
+    of.mean = LAYER ? __ldg(means + row) : 0.f, of.scale = __ldg(scales + row);
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
       const int at = p * COLUMNS + column;
       if (at >= packs) continue;
-      xs[p] = __ldcs(x + first + at);
-      gs[p] = __ldcs(dy + first + at);
+      of.x[p] = __ldcs(x + row * packs + at);
+      of.dy[p] = __ldcs(dy + row * packs + at);
+      if (EARLY && residual) of.residual[p] = __ldcs(residual + row * packs + at);
     }
+    return of;
+  };
+  if (AHEAD)
+#pragma unroll
+    for (int p = 0; p < PACKS; p++)
+      if (p * COLUMNS + column < packs) weights[p] = __ldg(weight + p * COLUMNS + column);
+  int turn = 0;
+  int64_t row = int64_t(blockIdx.x) * ROWS + lane_row;
+  Operands<PACKS> next = AHEAD ? load(row) : Operands<PACKS>();
+  for (; row < rows; row += step) {
+    const Operands<PACKS> of = AHEAD ? next : load(row);
+    if (AHEAD) next = load(row + step);
     Sums sums = {0.f, 0.f};
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
       const int at = p * COLUMNS + column;
       if (at >= packs) continue;
       float a[PACK], g[PACK], w[PACK];
-      unpack(xs[p], a), unpack(gs[p], g), unpack(__ldg(weight + at), w);
+      unpack(of.x[p], a), unpack(of.dy[p], g), unpack(AHEAD ? weights[p] : __ldg(weight + at), w);
 #pragma unroll
       for (int k = 0; k < PACK; k++) {
-        const float normal = (a[k] - mean) * scale;
+        const float normal = (a[k] - of.mean) * of.scale;
         dw[p][k] += g[k] * normal;
         if (LAYER) db[p][k] += g[k];
         if (LAYER) sums.plain += w[k] * g[k];
         sums.scaled += w[k] * g[k] * normal;
       }
     }
-    sums.scaled = sum_over_row<OF_ROW>(sums.scaled, scratch, turn) * share * scale;
+    sums.scaled = sum_over_row<OF_ROW>(sums.scaled, scratch, turn) * share * of.scale;
     if (LAYER) sums.plain = sum_over_row<OF_ROW>(sums.plain, scratch, turn) * share;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
       const int at = p * COLUMNS + column;
       if (at >= packs) continue;
-      float a[PACK], g[PACK], w[PACK], d[PACK] = {};
-      unpack(xs[p], a), unpack(gs[p], g), unpack(__ldg(weight + at), w);
-      if (residual) unpack(__ldcs(residual + first + at), d);
+      float a[PACK], g[PACK], w[PACK], d[PACK];
+      unpack(of.x[p], a), unpack(of.dy[p], g), unpack(AHEAD ? weights[p] : __ldg(weight + at), w);
+      unpack(!EARLY && residual ? __ldcs(residual + row * packs + at) : of.residual[p], d);
 #pragma unroll
-      for (int k = 0; k < PACK; k++) d[k] += scale * (w[k] * g[k] - sums.plain - (a[k] - mean) * sums.scaled);
-      __stcs(dx + first + at, pack(d));
+      for (int k = 0; k < PACK; k++) d[k] += of.scale * (w[k] * g[k] - sums.plain - (a[k] - of.mean) * sums.scaled);
+      __stcs(dx + row * packs + at, pack(d));
     }
   }
   write_part<OF_ROW, PACKS>(dw_parts, dw, packs, column, lane_row);

@@ -4,7 +4,8 @@
 
 namespace {
 
-constexpr int THREADS = 512, WARPS = THREADS / WARP, COLUMNS = 4 * WARP;  // COLUMNS: per block, four per lane
+constexpr int THREADS = 512, WARPS = THREADS / WARP, LANES = 8;
+constexpr int COLUMNS = 4 * LANES;  // per block of `add_parts`, four per lane
 
 struct Parts {
   const float* parts;
@@ -13,25 +14,31 @@ struct Parts {
 };
 
 // out [columns] = (add ? out : 0) + the sum of parts [count columns] over count. blockIdx.y selects
-// one of up to two sums. A warp adds every WARPS-th part; then the sums of the warps are added in
-// order. columns: a multiple of 4.
+// one of up to two sums. LANES neighboring threads add every THREADS / LANES-th part of their columns; then
+// the sums of a warp are added, and the sums of the warps in order. Few columns per block make enough blocks for all
+// multiprocessors. columns: a multiple of 4.
 __global__ void __launch_bounds__(THREADS) add_parts(Parts first, Parts second, int count, int64_t columns) {
-  __shared__ float4 of_warp[WARPS][WARP];
+  __shared__ float4 of_warp[WARPS][LANES];
   const float* const __restrict__ parts = blockIdx.y ? second.parts : first.parts;
   float* const __restrict__ out = blockIdx.y ? second.out : first.out;
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int lane = threadIdx.x % LANES, warp = threadIdx.x / WARP;
   const int64_t column = int64_t(blockIdx.x) * COLUMNS + 4 * lane;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   if (column < columns) {
 #pragma unroll 4
-    for (int part = warp; part < count; part += WARPS) {
+    for (int part = threadIdx.x / LANES; part < count; part += THREADS / LANES) {
       const float4 x = __ldcs(reinterpret_cast<const float4*>(parts + part * columns + column));
       sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
     }
   }
-  of_warp[warp][lane] = sum;
+#pragma unroll
+  for (int step = LANES; step < WARP; step *= 2) {
+    sum.x += __shfl_xor_sync(EVERY_LANE, sum.x, step), sum.y += __shfl_xor_sync(EVERY_LANE, sum.y, step);
+    sum.z += __shfl_xor_sync(EVERY_LANE, sum.z, step), sum.w += __shfl_xor_sync(EVERY_LANE, sum.w, step);
+  }
+  if (threadIdx.x % WARP < LANES) of_warp[warp][lane] = sum;
   __syncthreads();
-  if (warp != 0 || column >= columns) return;
+  if (threadIdx.x >= LANES || column >= columns) return;
   float4* const to = reinterpret_cast<float4*>(out + column);
   sum = (blockIdx.y ? second.add : first.add) ? *to : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -197,16 +197,20 @@ class Code:
         )
 
 
-def in_flight(code: Iterable[Instruction]) -> int:
-    """Streamed bytes that a thread asks for before it uses the first of them."""
-    asked, waiting = 0, set[int]()
-    for instruction in code:
-        if waiting & instruction.read:
-            break
-        if instruction.base == "LDG" and instruction.streamed:
-            asked += instruction.streamed
-            waiting |= instruction.written
-    return asked
+def in_flight(code: Sequence[Instruction]) -> float:
+    """Streamed bytes that a thread of a loop asks for before it waits for them, the mean of an iteration.
+
+    It waits at the first use of a result, which by then has come with all that was asked for earlier. The code is
+    followed twice, because an iteration may ask for what the next one uses."""
+    asked, waits, waiting = 0, 0, set[int]()
+    for turn in range(2):
+        for instruction in code:
+            if waiting & instruction.read:
+                waits, waiting = waits + turn, set()
+            if instruction.base == "LDG" and instruction.streamed:
+                asked += instruction.streamed * turn
+                waiting |= instruction.written
+    return asked / max(waits, 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading

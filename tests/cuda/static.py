@@ -8,7 +8,7 @@ and sass.py finds the loops in it. A kernel's main loop, on the way through it t
     memory    clocks that an H200's memory needs for the bytes that an iteration streams, of a multiprocessor's share
     issue     instructions / 4, what a multiprocessor issues in a clock, as a share of these clocks
     special   exponentials, roots, quotients and conversions times 2 clocks, as a share of them
-    flying    bytes that all resident threads ask for before they use the first of them
+    flying    bytes that all resident threads ask for before they wait for them; the mean, where an iteration waits often
 
 This is a budget and no measurement: a kernel within it can be as fast as memory, one outside cannot. An iteration has
 all that a kernel can be given (a residual, a bias); a call without them moves less, in nearly as many instructions.
@@ -117,7 +117,7 @@ class Kernel:
             _share(
                 sum(n * t for n, t in zip(special, times, strict=True)) * SPECIAL_CLOCKS, memory
             ),
-            max(sass.in_flight(code) for code in codes) * self.threads * self.resident,
+            int(max(sass.in_flight(code) for code in codes) * self.threads * self.resident),
         )
 
 

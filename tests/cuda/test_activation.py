@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.cuda.cases import (
@@ -17,6 +20,10 @@ from tests.cuda.cases import (
     normal,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.distributed.topology import alone
+from threed.layers import MLP, Slicing
+from threed.layers.mlp import gated, gelu
+from threed.layers.recompute import Selective
 from threed.ops import activation
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
@@ -35,12 +42,13 @@ def large(rows: int, f: int) -> bool:
 
 
 @pytest.mark.parametrize(("rows", "f"), SHAPES)
-def test_swiglu(rows: int, f: int) -> None:
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated(name: str, rows: int, f: int) -> None:
     gate_up, dout = wide(rows, 2 * f), bf16(rows, f, seed=1)
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
-        out = activation.swiglu(gate_up)
-        gradient = activation.swiglu_backward(dout, gate_up)
+        out = getattr(activation, name)(gate_up)
+        gradient = getattr(activation, f"{name}_backward")(dout, gate_up)
         forward, backward = machine.launches
         assert_traffic(forward, {"gate_up": (1, 0), "out": (0, 1)})
         assert_traffic(backward, {"dout": (1, 0), "gate_up": (1, 0), "dgate_up": (0, 1)})
@@ -51,7 +59,7 @@ def test_swiglu(rows: int, f: int) -> None:
 
     out, gradient = in_every_order(work)
     x = gate_up.double().requires_grad_()
-    y = activation.swiglu_reference(x)
+    y = getattr(activation, f"{name}_reference")(x)
     assert_close_in_bf16(out, y.detach())
     assert_close_in_bf16(gradient, torch.autograd.grad(y, x, dout.double())[0])
 
@@ -88,6 +96,61 @@ def test_gelu(rows: int, f: int, with_bias: bool, bias_gradient: bool | None) ->
     assert_close_in_bf16(dx, gradient)
     if dbias:
         assert_close(dbias[0], gradient.sum(0) + (held.double() if bias_gradient else 0))
+
+
+def mlp() -> MLP:
+    """With weights in bf16, and gradients for autograd."""
+    module = MLP("mlp", 64, 264, Slicing(alone()))
+    for seed, (name, param) in enumerate(list(module.named_parameters())):
+        layer = module.get_submodule(name.split(".")[0])
+        value = bf16(*param.shape, seed=seed, scale=0.2)
+        setattr(layer, name.split(".")[1], torch.nn.Parameter(value))
+    return module
+
+
+@pytest.mark.parametrize("how", ["trained", "frozen", "hooked", "recomputed"])
+def test_a_layer_adds_the_bias_in_the_kernel(how: str) -> None:
+    """A frozen bias has no gradient. A hook on the product sees it with its bias."""
+    module, seen, x, dy = mlp(), list[Tensor](), bf16(9, 2, 64), bf16(9, 2, 64, seed=9)
+    if how == "frozen":
+        module.up.bias.requires_grad_(False)
+    elif how == "hooked":
+        module.up.register_forward_hook(lambda _, __, y: seen.append(y))
+    elif how == "recomputed":
+        module.recompute = Selective(["activation"])
+    wanted = [param for param in module.parameters() if param.requires_grad]
+    x.requires_grad_()
+    with emulated(torch_writes=True) as machine:
+        y = module(x)
+        got = torch.autograd.grad(y, [x, *wanted], dy)
+    (gelu, *again), backward = (
+        [ran for ran in machine.launches if ran.name == name] for name in ("gelu", "gelu_backward")
+    )
+    assert len(again) == (how == "recomputed")
+    if gelu.counts:
+        assert ("bias" in gelu.traffic) == (how != "hooked")
+        assert ("db_parts" in backward[0].traffic) == (how in ("trained", "recomputed"))
+    names = [ran.name for ran in machine.launches]
+    assert names.count("column_sums") == (2 if how == "hooked" else 1)  # down's bias
+
+    double = {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
+    wide = x.detach().double().requires_grad_()
+    inner = wide @ double["up.weight"].t() + double["up.bias"]
+    truth = activation.gelu_reference(inner) @ double["down.weight"].t() + double["down.bias"]
+    names_wanted = [n for n, p in module.named_parameters() if p.requires_grad]
+    right = torch.autograd.grad(truth, [wide, *(double[n] for n in names_wanted)], dy.double())
+    for a, b in zip((y, *got), (truth, *right), strict=True):  # rounded to bf16 between the steps
+        assert (a.double() - b).abs().max() <= 0.02 * b.abs().max()
+    if how == "hooked":
+        assert (seen[0].double() - inner).abs().max() <= 0.01 * inner.abs().max()
+
+
+@pytest.mark.parametrize(("function", "name"), [(F.silu, "swiglu"), (gelu, "geglu")])
+def test_a_gated_layer_runs_the_kernel_of_its_activation(function: Any, name: str) -> None:
+    x = bf16(9, 2, 144).requires_grad_()
+    with emulated(torch_writes=True) as machine:
+        gated(function, x).sum().backward()
+    assert [ran.name for ran in machine.launches] == [name, f"{name}_backward"]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""csrc/cuda/adam.cu against fp64, with what it reads and writes."""
+"""csrc/cuda/adam.cu against fp64, with what it reads and writes: AdamW and Lion."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tests.cuda.cases import (
     normal,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
-from threed.ops import adam
+from threed.ops import adam, lion
 from threed.ops.adam import Adam
+from threed.ops.lion import Lion
 from threed.ops.update import StepScalars
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
@@ -97,6 +98,41 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert not out.any()
 
 
+@pytest.mark.parametrize("n", [4, 12, 1020, 100_000])
+@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_out", [True, False])
+@pytest.mark.parametrize("skip", [False, True])
+def test_lion(n: int, gradient: torch.dtype, with_out: bool, skip: bool) -> None:
+    p, m, g, at = normal(n, seed=0), 0.1 * normal(n, seed=1), normal(n, seed=2), now(skip=skip)
+    g = (g + g.sign()).to(gradient)  # with m it never gives nearly 0, whose sign would be chance
+    m, g[::7], m[::7] = g.float().sign() * m.abs(), 0, 0  # never used yet
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        states, out = (p.clone(), m.clone()), torch.zeros(n, dtype=torch.bfloat16)
+        Lion().update(states[0], g, states[1:], at, 0.1, out if with_out else None)
+        (ran,) = machine.launches
+        assert ran.name == "lion"
+        arrays = {"p": (1, 1), "m": (1, 1), "g": (1, 0), "out": (0, 1)}
+        scalars = {n: t.times for n, t in ran.traffic.items() if n not in arrays}
+        if not skip:
+            assert_traffic(ran, {n: t for n, t in arrays.items() if n in ran.traffic} | scalars)
+            if n >= 4096:
+                assert_coalesced(ran)
+        return (*states, out)
+
+    *states, out = in_every_order(work)
+    wide = [p.double(), m.double()]
+    lion.reference(wide[0], g.double(), wide[1:], at, Lion(), 0.1)
+    for got, truth, before in zip(states, wide, (p, m), strict=True):
+        assert_close(got, truth, 2.0**-22)
+        assert torch.equal(got, before) == skip
+    change = (states[0].double() - p.double(), wide[0] - p.double())
+    assert (change[0] - change[1]).abs().max() <= 2.0**-22 * p.abs().max()
+    assert torch.equal(
+        out, states[0].bfloat16() if with_out and not skip else torch.zeros_like(out)
+    )
+
+
 def test_stochastic_rounding_is_right_on_average() -> None:
     n, tries = 256, 400
     p = normal(n, seed=0)
@@ -126,7 +162,9 @@ def _neighbors(p: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_wrong_arguments_are_refused() -> None:
     three, g = [normal(8, seed=seed) for seed in range(3)], normal(8, seed=3)
-    wide = [t.double() for t in three]
+    wide, at = [t.double() for t in three], now()
     for arrays, gradient in ((three, g.half()), (wide, g), (three, normal(4, seed=3))):
-        with emulated(), pytest.raises(ValueError, match="adamw takes p, m, v fp32"):
+        with emulated(), pytest.raises(ValueError, match="lion takes weights and states fp32"):
+            lion.call_cuda(*arrays[:2], gradient, None, at.lr, at.scale, at.skip, 0.9, 0.99, 0.0)
+        with emulated(), pytest.raises(ValueError, match="adamw takes weights and states fp32"):
             update(arrays, gradient, None, now(), Adam(), 0.0)

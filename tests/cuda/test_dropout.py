@@ -15,6 +15,10 @@ from tests.cuda.cases import (
     in_every_order,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.distributed.topology import alone
+from threed.layers import Slicing
+from threed.layers.dropout import Dropout
+from threed.layers.slicing import MicroBatch
 from threed.ops import dropout
 from threed.ops.dropout import Draw
 from threed.ops.positions import Positions, Range
@@ -76,6 +80,24 @@ def test_a_part_of_a_sequence_has_that_part_of_the_mask() -> None:
             assert_close_in_bf16(part.view(-1, 64), want.view(-1, 64))
             part = dropout.dropout(what.positions.rows(x), what)
             assert torch.equal(what.positions.rows(whole), part)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_layer_adds_the_residual_in_the_kernel(trained: bool) -> None:
+    """trained: whether the residual needs a gradient, which is that of the output."""
+    x, residual, dy = (bf16(5, 2, 64, seed=seed) for seed in range(3))
+    x.requires_grad_(), residual.requires_grad_(trained)
+    layer = Dropout("d", 0.25, Slicing(alone()))
+    micro = MicroBatch(samples=torch.tensor([3, 2**33]), step=7)
+    with emulated(torch_writes=True) as machine:
+        y = layer(x, micro, residual)
+        dx, *rest = torch.autograd.grad(y, [x, *([residual] if trained else [])], dy)
+    assert [ran.name for ran in machine.launches] == ["dropout"] * 2
+    what = layer._draw(x, torch.tensor([3, 2**33]), 7)
+    truth = dropout.reference(x.detach().double(), what, None, residual.detach().double())
+    assert_close_in_bf16(y.detach().view(-1, 64), truth.view(-1, 64))
+    assert_close_in_bf16(dx.view(-1, 64), dropout.reference(dy.double(), what).view(-1, 64))
+    assert not rest or torch.equal(rest[0], dy)
 
 
 def test_wrong_arguments_are_refused() -> None:

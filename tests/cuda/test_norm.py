@@ -16,7 +16,7 @@ from tests.cuda.cases import (
     in_every_order,
     normal,
 )
-from tests.cuda.emulator import COMPILER, Machine, emulated
+from tests.cuda.emulator import COMPILER, PROCESSORS, Machine, emulated
 from threed.distributed.topology import alone
 from threed.layers import LayerNorm, RMSNorm, Slicing
 from threed.layers.norm import sum_and_norm
@@ -46,6 +46,14 @@ def threads_of_a_row(h: int) -> int:
         for most, threads in ((1024, 32), (2048, 128), (4096, 256), (16384, 512))
         if h <= most
     )
+
+
+def reads_of_weights(rows: int, h: int) -> int:
+    """How often the backward reads the weights: once for each row that runs at a time, or twice a row."""
+    if 256 < h <= 1024 or h > 8192:
+        return 2 * rows
+    blocks = min(rows, norm.blocks_of_backward(h) * PROCESSORS)
+    return blocks * (8 if h <= 256 else 1)
 
 
 def vectors(h: int, layer: bool) -> tuple[Tensor, Tensor | None]:
@@ -116,7 +124,7 @@ def test_backward(rows: int, h: int, layer: bool, add: bool, with_residual: bool
             "x": (1, 0),
             "residual": (1, 0),
             "dx": (0, 1),
-            "weight": (2 * rows, 0),
+            "weight": (reads_of_weights(rows, h), 0),
         }
         parts = {"dw_parts": (0, 1), "db_parts": (0, 1)}
         stats = {n: (threads_of_a_row(h), 0) for n in ("means", "scales")}  # each of them reads

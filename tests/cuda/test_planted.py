@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.cuda import emulator
 from tests.cuda.cases import bf16
 from tests.cuda.emulator import COMPILER, ORDERS, SOURCES, Fault, Order, emulated
-from threed.ops import activation, adam, cross_entropy, dropout, norm, quantize, rotary, sums
+from threed.ops import activation, adam, cross_entropy, dropout, lion, norm, quantize, rotary, sums
 from threed.ops.positions import Positions
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -74,6 +74,15 @@ def updated() -> Tensor:
     return p
 
 
+def moved() -> Tensor:
+    """By Lion, also where no gradient and no momentum is."""
+    p, m, g = torch.ones(5000), torch.zeros(5000), torch.zeros(5000)
+    g[::2] = -0.3
+    scalars = (torch.tensor(x, dtype=torch.float64) for x in (0.1, 1.0, 0.0))
+    lion.call_cuda(p, m, g, None, *scalars, 0.9, 0.99, 0.1)
+    return p
+
+
 def quantized() -> Tensor:
     """To 8 and 4 bits and back, a sum over nine ranks."""
     x, out = bf16(9 * 256), []
@@ -121,8 +130,9 @@ FAULTS = {
     ),
     "one scratch for two sums": Planted("norm.cu", "turn ^= 1;", "", lambda: norms(4096), "race"),
     "a row is left out": Planted(
-        "norm.cu", "row += int64_t(gridDim.x) * ROWS", "row += int64_t(gridDim.x) * ROWS + 1", norms, "unwritten|wrong"
+        "norm.cu", "step = int64_t(gridDim.x) * ROWS", "step = int64_t(gridDim.x) * ROWS + 1", norms, "unwritten|wrong"
     ),
+    "the same row again": Planted("norm.cu", "next = load(row + step)", "next = load(row)", norms, None),
     "no barrier between the rows' parts": Planted(
         "norm.cu", "if (ROWS > 1) __syncthreads();", "", lambda: norms(512), "race|unwritten"
     ),
@@ -134,7 +144,9 @@ FAULTS = {
         "common.cuh", "__syncthreads();\n  if (warp != 0)", "if (warp != 0)", geglu, "race|unwritten"
     ),
     "rows beyond the last": Planted("activation.cu", "if (row + u >= rows) continue;", "", gates, BEYOND),
-    "a wrong derivative": Planted("activation.cu", "s + silu * (1.f - s)", "s + silu * (1.f + s)", gates, None),
+    "a wrong derivative": Planted("activation.cu", "s + y * (1.f - s)", "s + y * (1.f + s)", gates, None),
+    "another activation": Planted("activation.cu", "return GELU ? Gelu", "return !GELU ? Gelu", gates, None),
+    "a sign that is never 0": Planted("adam.cu", "mean > 0.f ? 1.f", "mean >= 0.f ? 1.f", moved, None),
     "a head too many": Planted("rotary.cu", "i < pairs", "i <= pairs", heads, None),
     "a turned number turned again": Planted(
         "rotary.cu", "right[k] * c[k] + old", "right[k] * c[k] + left[k]", heads, None
@@ -156,7 +168,7 @@ FAULTS = {
     "all but eight ranks": Planted("quantize.cu", "rank < ranks; rank", "rank < min(ranks, 8); rank", quantized, None),
     "an offset left out": Planted("quantize.cu", "MINUS_EIGHTS = 0xf8f8u", "MINUS_EIGHTS = 0u", quantized, None),
     "another rank's scale": Planted("quantize.cu", "0x7632u", "0x3276u", quantized, None),
-    "a part is left out": Planted("sums.cu", "part = warp;", "part = warp + 1;", summed, None),
+    "a part is left out": Planted("sums.cu", "part = threadIdx.x / LANES;", "part = threadIdx.x / LANES + 1;", summed, None),
     "columns beyond the last": Planted("sums.cu", "row < rows && at < packs", "row < rows", summed, BEYOND),
 }  # fmt: skip
 

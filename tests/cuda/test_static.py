@@ -29,6 +29,8 @@ WORD = "eight numbers of 4 or 8 bits"
 NARROW = {
     "adam.adamw<bf16>": {"LDG 64": "four gradients in bf16", "STG 64": "four weights in bf16"},
     "adam.adamw<fp32>": {"STG 64": "four weights in bf16"},
+    "adam.lion<bf16>": {"LDG 64": "four gradients in bf16", "STG 64": "four weights in bf16"},
+    "adam.lion<fp32>": {"STG 64": "four weights in bf16"},
     "cross_entropy.gradient": {"LDG 32": ROW},
     "norm.backward": {"LDG 32": ROW},
     "norm.forward": {"STG 32": ROW},
@@ -37,6 +39,9 @@ NARROW = {
     "quantize.quantize<8>": {"STG 32": ROW, "STG 64": WORD},
     "sums.sum_parts": {"LDG 32": "a thousand numbers, the parts of one sum"},
 }
+# Kernels that have less in flight than FLYING: beside four packs, whose sums take half of the registers, there are none
+# left for a residual that is asked for early.
+WAITING = {"norm.backward<1,1,4>": 19 << 10, "norm.backward<1,16,4>": 16 << 10}
 # One warp that sums a thousand numbers in fp64, and has nothing to stream.
 SMALL = {"sums.sum_parts"}
 
@@ -81,11 +86,14 @@ def test_memory_leaves_time_for_every_instruction(kernels: list[Kernel]) -> None
 
 def test_enough_is_asked_for_ahead(kernels: list[Kernel]) -> None:
     budgets = {k.name: k.budget.flying for k in kernels if k.name not in SMALL}
-    assert not [(name, flying) for name, flying in budgets.items() if flying < FLYING]
+    limits = {name: WAITING.get(name, FLYING) for name in budgets}
+    assert not [(name, flying) for name, flying in budgets.items() if flying < limits[name]]
 
 
 def test_exceptions_are_needed() -> None:
     assert set(BUSY) == {k.name for k in static.every() if k.budget.issue > ISSUE}
+    waiting = {k.name for k in static.every() if k.budget.flying < FLYING}
+    assert set(WAITING) == waiting - SMALL
 
 
 def test_resources_are_those_of_the_table(kernels: list[Kernel]) -> None:

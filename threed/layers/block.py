@@ -119,16 +119,17 @@ class Block(PipelineLayer):
             micro: the micro-batch; its samples and step seed the dropout.
         """
         x, y = self._normed(self.attention_norm, x)
-        y = self._branch(self.attention(y), self.attention_post_norm, self.attention_dropout, micro)
-        x, y = self._normed(self.mlp_norm, y, x)
-        return x + self._branch(self.mlp(y), self.mlp_post_norm, self.mlp_dropout, micro)
+        y = self._post(self.attention_post_norm, self.attention(y))
+        # A dropout adds the residual in its own pass. Without one, the norm does.
+        drop = self.attention_dropout
+        terms = (y, x) if drop is None else (drop(y, micro, x),)
+        x, y = self._normed(self.mlp_norm, *terms)
+        y = self._post(self.mlp_post_norm, self.mlp(y))
+        return x + y if self.mlp_dropout is None else self.mlp_dropout(y, micro, x)
 
-    def _branch(
-        self, y: Tensor, norm: nn.Module | None, dropout: Dropout | None, micro: MicroBatch
-    ) -> Tensor:
-        """Applies the post-norm and the dropout of a branch, if it has them, to its output y."""
-        y = y if norm is None else self.recompute.run("norm", norm, y)
-        return y if dropout is None else dropout(y, micro)
+    def _post(self, norm: nn.Module | None, y: Tensor) -> Tensor:
+        """Applies the post-norm of a branch, if it has one, to its output y."""
+        return y if norm is None else self.recompute.run("norm", norm, y)
 
     def _normed(
         self, norm: nn.Module, x: Tensor, residual: Tensor | None = None

@@ -330,13 +330,14 @@ class ColumnLinear(Product):
             parameter(ShardSpec(tuple(biases), same, same, decay=False), (rows,)) if bias else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         """Returns this rank's columns of the product, [s b out/t]. Collective.
 
         Args:
             x: [s b in]; with sequence parallelism [s/t b in].
+            add_bias: whether to add the bias; if false, the caller adds it.
         """
-        return self.product(x, self.bias)
+        return self.product(x, self.bias if add_bias else None)
 
 
 class RowLinear(Product):

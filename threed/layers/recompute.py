@@ -109,14 +109,16 @@ class Recompute:
         """
         return f(*inputs)
 
-    def column(self, layer: Product, x: Tensor) -> Tensor:
-        """Returns layer(x).
+    def column(self, layer: Product, x: Tensor, **options: bool) -> Tensor:
+        """Returns layer(x, **options).
 
         Args:
             layer: a column-parallel layer.
             x: its input, which may be the result of a named operation.
+            options: further arguments of the layer.
         """
-        return layer(x)
+        y: Tensor = layer(x, **options)
+        return y
 
 
 # Layout of a view: (shape, strides, offset in the storage).
@@ -333,15 +335,15 @@ class Selective(Recompute):
         finally:
             self._running = False
 
-    def column(self, layer: Product, x: Tensor) -> Tensor:
-        """Returns layer(x).
+    def column(self, layer: Product, x: Tensor, **options: bool) -> Tensor:
+        """Returns layer(x, **options).
 
         If the layer gathers x, and x is recomputed, the gathered x is not saved: the backward
         gathers it again.
         """
         source = None if torch.compiler.is_compiling() else self._operation_of(x)
         if not layer.gather or source is None:
-            return layer(x)
+            return super().column(layer, x, **options)
         # `pack` saves this placeholder instead of x, so that x can be freed
         placeholder = source.result(x)
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
@@ -356,7 +358,7 @@ class Selective(Recompute):
             return _Operation("a gathered input", again, [placeholder], [False]).result(tensor)
 
         with saved_tensors_hooks(pack, unpack):
-            return layer(x)
+            return super().column(layer, x, **options)
 
     def _operation_of(self, tensor: Tensor) -> _Operation | None:
         found = self._results.get(tensor.untyped_storage()._cdata)

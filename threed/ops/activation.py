@@ -1,9 +1,10 @@
-"""SwiGLU (arXiv 2002.05202) and GELU in its tanh form (arXiv 1606.08415).
+"""SwiGLU and GEGLU (arXiv 2002.05202), and GELU in its tanh form (arXiv 1606.08415).
 
-The kernels are csrc/cuda/activation.cu on GPUs, for rows in bf16, and `ops.fused_cpu` on CPUs. A
-forward saves only its input; the backward recomputes all other values in the same pass.
+The kernels are csrc/cuda/activation.cu on GPUs, for rows in bf16, and `ops.fused_cpu` on CPUs (not
+for GEGLU). A forward saves only its input; the backward recomputes all other values in the same
+pass.
 
-In bf16, SwiGLU reads and writes 6 bytes of memory per output element in the forward, and 10 in the
+In bf16, SwiGLU and GEGLU read and write 6 bytes of memory per output element in the forward, and 10 in the
 backward. GELU reads and writes 4 bytes in the forward, and 6 in the backward.
 """
 
@@ -26,6 +27,12 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu_reference(gate_up: Tensor) -> Tensor:
+    """Returns gelu(gate) * up, with GELU in its tanh form: [... 2f] -> [... f]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_reference(gate) * up
+
+
 def gelu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns GELU of x + bias, in its tanh form."""
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
@@ -40,27 +47,39 @@ def _half(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
 
 
-@launch.operator("swiglu(Tensor gate_up) -> Tensor", _half, launches=1)
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) * up, [n 2f] -> [n f]. Launches one kernel."""
-    rows, f = _check("swiglu", gate_up.shape[-1] // 2, gate_up)
-    out = gate_up.new_empty(rows, f)
-    if out.numel():
-        launch.start("swiglu", gate_up, out, rows, f)
-    return out
+def _gated(name: str) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """Registers the kernel `name` of activation(gate) * up, [n 2f] -> [n f], and its backward.
+
+    Returns:
+        The forward, a function of gate_up, and the backward, a function of the output's gradient
+        and gate_up. Each launches one kernel.
+    """
+
+    def forward(gate_up: Tensor) -> Tensor:
+        rows, f = _check(name, gate_up.shape[-1] // 2, gate_up)
+        out = gate_up.new_empty(rows, f)
+        if out.numel():
+            launch.start(name, gate_up, out, rows, f)
+        return out
+
+    def backward(dout: Tensor, gate_up: Tensor) -> Tensor:
+        rows, f = _check(f"{name}_backward", gate_up.shape[-1] // 2, gate_up, dout)
+        out = torch.empty_like(gate_up)
+        if out.numel():
+            launch.start(f"{name}_backward", dout, gate_up, out, rows, f)
+        return out
+
+    schema = f"{name}_backward(Tensor dout, Tensor gate_up) -> Tensor"
+    return (
+        launch.operator(f"{name}(Tensor gate_up) -> Tensor", _half, launches=1)(forward),
+        launch.operator(schema, lambda dout, gate_up: torch.empty_like(gate_up), launches=1)(
+            backward
+        ),
+    )
 
 
-@launch.operator(
-    "swiglu_backward(Tensor dout, Tensor gate_up) -> Tensor",
-    lambda dout, gate_up: torch.empty_like(gate_up), launches=1,
-)  # fmt: skip
-def swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
-    """Returns the gradient of gate_up [n 2f]. Launches one kernel."""
-    rows, f = _check("swiglu_backward", gate_up.shape[-1] // 2, gate_up, dout)
-    out = torch.empty_like(gate_up)
-    if out.numel():
-        launch.start("swiglu_backward", dout, gate_up, out, rows, f)
-    return out
+swiglu, swiglu_backward = _gated("swiglu")
+geglu, geglu_backward = _gated("geglu")
 
 
 @launch.operator(
@@ -68,7 +87,7 @@ def swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
     lambda x, bias=None: torch.empty_like(x), launches=1,
 )  # fmt: skip
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns GELU of x + bias, [n f]. Launches one kernel. No layer passes a bias yet."""
+    """Returns GELU of x + bias, [n f]. Launches one kernel."""
     rows, f = _check("gelu", x.shape[-1], x, bias)
     out = torch.empty_like(x)
     if out.numel():
@@ -142,19 +161,27 @@ def _of_rows(
     return Pair(apply_rows, gradient)
 
 
-_GPU = {"swiglu": _of_rows(swiglu, swiglu_backward), "gelu": _of_rows(gelu, gelu_backward)}
+_GPU = {
+    "swiglu": _of_rows(swiglu, swiglu_backward),
+    "geglu": _of_rows(geglu, geglu_backward),
+    "gelu": _of_rows(gelu, gelu_backward),
+}
 _CPU = {
     "swiglu": Pair(fused_cpu.swiglu, lambda dy, x: fused_cpu.swiglu(x, dy.contiguous())),
     "gelu": Pair(fused_cpu.gelu, lambda dy, x: fused_cpu.gelu(x, dy.contiguous())),
 }
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu_reference, "gelu": gelu_reference}
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": swiglu_reference,
+    "geglu": geglu_reference,
+    "gelu": gelu_reference,
+}
 
 
 def _fused(name: str, x: Tensor) -> Pair | None:
-    """Returns the kernels for "swiglu" or "gelu" of x; None if no kernel supports x."""
+    """Returns the kernels for an activation (`apply`) of x; None if no kernel supports x."""
     if fused_cpu.fits(x):
-        return _CPU[name]
-    return _GPU[name] if fits(x, x.shape[-1] // (2 if name == "swiglu" else 1)) else None
+        return _CPU.get(name)
+    return _GPU[name] if fits(x, x.shape[-1] // (1 if name == "gelu" else 2)) else None
 
 
 class _Fused(torch.autograd.Function):
@@ -174,8 +201,8 @@ def apply(name: str, x: Tensor) -> Tensor:
     """Computes an activation by the fastest available kernel.
 
     Args:
-        name: "gelu" (tanh form, [... f] -> [... f]), or
-            "swiglu" (silu(gate) * up, [... 2f] -> [... f]).
+        name: "gelu" (tanh form, [... f] -> [... f]), "swiglu" (silu(gate) * up,
+            [... 2f] -> [... f]), or "geglu" (gelu(gate) * up).
         x: input.
     """
     kernels = _fused(name, x)

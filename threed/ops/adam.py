@@ -204,28 +204,45 @@ def call_cuda(
         stream: key of a random stream (`rng.key`) for stochastic rounding of out. None: out is
             rounded to nearest.
     """
-    supported = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (
+    scalars = (lr, step, scale, skip)
+    blocks = check_cuda("adamw", (p, m, v), g, out, scalars)
+    if blocks:
+        launch.start(
+            "adamw", p, m, v, g, out, p.numel(), g.dtype == torch.bfloat16, *scalars, beta1, beta2, eps, decay,
+            stream is not None, *(stream or (0, 0)), blocks,
+        )  # fmt: skip
+
+
+def check_cuda(
+    name: str, states: Sequence[Tensor], g: Tensor, out: Tensor | None, scalars: Sequence[Tensor]
+) -> int:
+    """Returns the number of thread blocks of an optimizer's kernel.
+
+    Args:
+        name: name of the kernel.
+        states: the weights, fp32 [n], n a multiple of 4, and the optimizer's states, of the same shape.
+        g: gradient, fp32 or bf16 [n].
+        out: bf16 [n], or None.
+        scalars: fp64 scalars on the device of the weights.
+
+    Raises:
+        ValueError: if the kernel does not support these tensors.
+    """
+    p, arrays = states[0], [t for t in (*states, g, out) if t is not None]
+    fits = all(t.dtype == torch.float32 for t in states) and g.dtype in (
         torch.float32,
         torch.bfloat16,
     )
-    supported = supported and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
-    arrays = [t for t in (p, m, v, g, out) if t is not None]
-    supported = supported and all(
+    fits = fits and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
+    fits = fits and all(
         t.numel() == p.numel() and t.is_contiguous() and launch.aligned(t) for t in arrays
     )
-    scalars = (lr, step, scale, skip)
-    supported = supported and all(
+    fits = fits and all(
         t.dtype == torch.float64 and t.numel() == 1 and t.device == p.device for t in scalars
     )
-    wanted = "p, m, v fp32, g fp32 or bf16, out bf16, 16-byte aligned, n a multiple of 4; fp64 scalars on the device"
-    launch.check(supported, "adamw", wanted, *arrays, *scalars)
-    if not p.numel():
-        return
-    blocks = min(8 * device.processors(p.device), -(-p.numel() // 1024))
-    launch.start(
-        "adamw", p, m, v, g, out, p.numel(), g.dtype == torch.bfloat16, *scalars, beta1, beta2, eps, decay,
-        stream is not None, *(stream or (0, 0)), blocks,
-    )  # fmt: skip
+    wanted = "weights and states fp32, g fp32 or bf16, out bf16, 16-byte aligned, n a multiple of 4; fp64 scalars on the device"
+    launch.check(fits, name, wanted, *arrays, *scalars)
+    return min(8 * device.processors(p.device), -(-p.numel() // 1024))
 
 
 def _check(tensors: Sequence[Tensor], scalars: Sequence[Tensor], out: Tensor | None) -> None:

@@ -69,8 +69,8 @@ def dropout(
 ) -> Tensor:
     """Returns the same as `reference`, in bf16. Launches one kernel per range of positions.
 
-    The gradient of x is `dropout` of the output's gradient, without bias and residual. No layer
-    passes a bias or a residual yet.
+    The gradient of x is `dropout` of the output's gradient, without bias and residual. Layers pass
+    no bias, because the product before the dropout adds it.
     """
     ranges = [edge for part in draw.positions.ranges for edge in part]
     stream = (*rng.key(draw.seed, draw.name), draw.step & 0xFFFFFFFF)
@@ -129,16 +129,17 @@ class _Fused(torch.autograd.Function):
     """Computes dropout by the kernel. No tensor is saved: the backward computes the mask again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, draw: Draw) -> Tensor:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
         ctx.draw = draw
-        return dropout(x, draw)
+        return dropout(x, draw, residual=residual)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dropout(dy.contiguous(), ctx.draw), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        dx = dropout(dy.contiguous(), ctx.draw)
+        return dx, dy if ctx.needs_input_grad[1] else None, None
 
 
-def fused(x: Tensor, draw: Draw) -> Tensor:
-    """Applies `dropout` to x [s b h] without bias and residual; the result is differentiable."""
-    y: Tensor = _Fused.apply(x, draw)
+def fused(x: Tensor, draw: Draw, residual: Tensor | None = None) -> Tensor:
+    """Returns residual + dropout(x) for x [s b h], by `dropout`; the result is differentiable."""
+    y: Tensor = _Fused.apply(x, residual, draw)
     return y

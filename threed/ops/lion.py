@@ -3,22 +3,24 @@
 A step moves each weight by the learning rate, in the direction of the sign of an interpolation
 between momentum and gradient. Weight decay is decoupled.
 
-There are two implementations: a reference, and a fast update by torch's fused SGD kernel. The fast
-update is possible because both halves of Lion are plain SGD steps: the weights take a step along
-the sign, with SGD's weight decay; the momentum takes a step of size 1 - beta2 towards the gradient.
-The kernel handles the skip flag. Scaling the gradient and computing the sign are separate
-operations.
+There are three implementations: a reference, a kernel on GPUs (csrc/cuda/adam.cu), and a fast
+update by torch's fused SGD kernel. The latter is possible because both halves of Lion are plain SGD
+steps: the weights take a step along the sign, with SGD's weight decay; the momentum takes a step of
+size 1 - beta2 towards the gradient. The kernel handles the skip flag. Scaling the gradient and
+computing the sign are separate operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed.core.device import is_accelerator
+from threed.ops import adam, launch
 from threed.ops.update import StepScalars, needs_reference
 
 # elements per chunk on a CPU, so that the sign of a chunk fits into the cache and takes little
@@ -49,7 +51,11 @@ class Lion:
         decay: float,
         out: Tensor | None = None,
     ) -> None:
-        """Updates p and its state in place, by torch's fused kernel if it supports p."""
+        """Updates p and its state in place by the fastest available kernel."""
+        if adam.fits(p, g, out):
+            scalars = (now.lr, now.scale, now.skip)
+            LION_CUDA(p, state[0], g, out, *scalars, self.beta1, self.beta2, decay)
+            return
         if needs_reference(p):
             reference(p, g, state, now, self, decay)
         else:
@@ -94,3 +100,37 @@ def reference(
     direction = torch.sign(lion.beta1 * m + (1 - lion.beta1) * g)
     p.copy_(torch.where(go, p * (1 - lr * decay) - lr * direction, p))
     m.copy_(torch.where(go, lion.beta2 * m + (1 - lion.beta2) * g, m))
+
+
+def call_cuda(
+    p: Tensor, m: Tensor, g: Tensor, out: Tensor | None, lr: Tensor, scale: Tensor, skip: Tensor, beta1: float,
+    beta2: float, decay: float,
+) -> None:  # fmt: skip
+    """Runs `torch.ops.threed.lion_cuda_`. Launches one kernel.
+
+    With g and out in bf16 it reads and writes 20 bytes of memory per element.
+
+    Args:
+        p: parameters, fp32 [n], n a multiple of 4, updated in place.
+        m: momentum, fp32 [n], updated in place.
+        g: gradient, fp32 or bf16 [n].
+        out: bf16 [n], receives the new p. May be None.
+        lr: learning rate, fp64 scalar on p's device.
+        scale: factor of the gradient, fp64 scalar on p's device.
+        skip: 1.0 to leave all tensors unchanged, fp64 scalar on p's device.
+        beta1: weight of the momentum in the direction of the step.
+        beta2: decay of the momentum.
+        decay: weight decay.
+    """
+    scalars = (lr, scale, skip)
+    blocks = adam.check_cuda("lion", (p, m), g, out, scalars)
+    if blocks:
+        narrow = g.dtype == torch.bfloat16
+        launch.start("lion", p, m, g, out, p.numel(), narrow, *scalars, beta1, beta2, decay, blocks)
+
+
+LION_CUDA: Any = launch.operator(
+    "lion_cuda_(Tensor(a!) p, Tensor(b!) m, Tensor g, Tensor(c!)? out, Tensor lr, Tensor scale, Tensor skip, float beta1,"
+    " float beta2, float decay) -> ()",
+    lambda *args: None, launches=1,
+)(call_cuda)  # fmt: skip

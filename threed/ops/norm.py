@@ -19,6 +19,8 @@ from threed.core import device
 from threed.ops import launch, sums
 
 LARGEST = 16384  # maximum number of elements per row that the kernels support
+# (largest row size, blocks per multiprocessor) of the backward, limited by registers
+_BLOCKS_OF_BACKWARD = ((256, 3), (1024, 2), (2048, 4), (4096, 2), (LARGEST, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,12 +157,12 @@ def _start_backward(
 
 
 def blocks_of_backward(h: int) -> int:
-    """Returns the number of thread blocks per multiprocessor in the backward.
+    """Returns the number of thread blocks per multiprocessor in the backward, for rows of size h.
 
-    Each block writes partial gradients of the weights, so the number is the smallest that still
-    uses the full memory bandwidth.
+    All of them run at the same time. Each block writes partial gradients of the weights, so more
+    blocks would only write more.
     """
-    return 4 if h <= 2048 else 2
+    return next(blocks for largest, blocks in _BLOCKS_OF_BACKWARD if h <= largest)
 
 
 def _check(
