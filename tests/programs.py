@@ -28,8 +28,9 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +38,9 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from threed.testing.ranks import _context
+
+# output files of the programs from which this one was forked; they would write their buffers when they are freed
+_parents: list[Any] = []
 
 
 class Program:
@@ -145,6 +149,12 @@ def _become_child(words: list[str], environment: dict[str, str]) -> NoReturn:
         sorted(kept), (*sorted(kept)[1:], os.sysconf("SC_OPEN_MAX")), strict=True
     ):
         os.closerange(begin + 1, end)
+    # The exit functions of the program that started this one would remove its temporary folders.
+    atexit._clear()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -159,6 +169,7 @@ def _become(words: list[str], environment: dict[str, str], first: str = "") -> N
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
+    _parents.extend((sys.stdout, sys.stderr))
     unbuffered = words[0] == "-u" or bool(environment.get("PYTHONUNBUFFERED"))
     sys.stdout = _text(1, "strict", line_buffering=False, write_through=unbuffered)
     sys.stderr = _text(2, "backslashreplace", line_buffering=True, write_through=unbuffered)
