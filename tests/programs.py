@@ -216,6 +216,7 @@ def _run(words: list[str]) -> None:
     sys.path[:0] = [own, *filter(None, paths)]
     if kind == "-m":
         sys.argv = words[1:]
+        sys.modules.pop(words[1], None)  # runpy warns about a module that was imported before
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         sys.argv = ["-c", *words[2:]]
