@@ -17,14 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.programs import Program
-from threed.testing.ranks import preload
 from threed.testing.ranks import run_ranks as run_ranks
-
-# If there is a process group, torch.testing.assert_close imports DTensor, which takes a second.
-preload(
-    "tests.configs", "pytest", "hypothesis", "torch.distributed.tensor", "threed.trainer", "einops", "tests.warm",
-    "tests.programs", "torch.distributed.run"
-)  # fmt: skip
 
 
 def run_script(

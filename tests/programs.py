@@ -37,7 +37,13 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from threed.testing.ranks import _context
+from threed.testing.ranks import _context, preload
+
+# If there is a process group, torch.testing.assert_close imports DTensor, which takes a second.
+preload(
+    "tests.configs", "pytest", "hypothesis", "torch.distributed.tensor", "threed.trainer", "einops", "tests.warm",
+    "tests.programs", "torch.distributed.run"
+)  # fmt: skip
 
 # output files of the programs from which this one was forked; they would write their buffers when they are freed
 _parents: list[Any] = []

@@ -35,7 +35,7 @@ from benchmarks.gpu_stages import (
     timing,
 )
 from benchmarks.gpu_stages import stage as stages
-from tests import harness, programs
+from tests import programs
 from tests.cuda.emulator import COMPILER, emulated, parameters
 from threed.ops import fused_cpu
 
