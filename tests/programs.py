@@ -120,6 +120,7 @@ def run(
             code = program.wait(timeout)
         finally:
             program.kill()
+            program.wait()
         return subprocess.CompletedProcess(program.args, code, out.read_text(), err.read_text())
 
 
