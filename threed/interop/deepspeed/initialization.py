@@ -67,7 +67,7 @@ def initialize(
         lr_scheduler: a torch scheduler of the passed optimizer, or a function that creates a
             scheduler for a given optimizer. `engine.step` advances the scheduler. None means the
             schedule that `config` defines.
-        distributed_port: has no effect: the launcher sets MASTER_PORT.
+        distributed_port: has no effect.
         mpu: an object with `get_model_parallel_world_size()`, which must return 1; or None.
         dist_init_required: has no effect.
         collate_fn: the loader's `collate_fn`.
@@ -107,9 +107,8 @@ def initialize(
     loader = None
     if training_data is not None:
         loader = deepspeed_io(training_data, topology, translation, collate_fn)
-    engine = make(
-        model, topology, translation, optimizer, loader, notes, ds, collate_fn, trains=trains, engine=trainer
-    )  # fmt: skip
+    given = (model, topology, translation, optimizer, loader, notes, ds, collate_fn)
+    engine = make(*given, trains=trains, engine=trainer)
     _set_scheduler(engine, lr_scheduler, optimizer)
     if engine.global_rank == 0 and engine.notes:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
