@@ -29,7 +29,6 @@ from typing import Any
 
 import pytest
 
-from tests import programs
 from tests.harness import run_script
 from threed.checkpoint import native
 from threed.monitor import metrics
@@ -160,11 +159,9 @@ def launched(
         before: words in front of the command, such as `unshare -m`.
     """
     line = torchrun(case.world, "--max-restarts", str(case.restarts), *case.launcher, SCRIPT)
-    line += [*FLAGS, *case.topology, *case.flags]
-    if not before:
-        return programs.run(line[1:], folder, environment(folder, case.fault), timeout=200)
+    line = [*before, *line, *FLAGS, *case.topology, *case.flags]
     return subprocess.run(
-        [*before, *line],
+        line,
         cwd=folder,
         env=environment(folder, case.fault),
         capture_output=True,
