@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threed.ops import activation, adam, cross_entropy, dropout, norm, quantize, rotary, sums
+from threed.ops import activation, adam, cross_entropy, dropout, lion, norm, quantize, rotary, sums
 from threed.ops.positions import Positions
 from threed.ops.update import StepScalars
 
@@ -286,7 +286,7 @@ def _liger_norm(layer: bool, backward: bool) -> Callable[[], Side]:
 
 
 def activations(s: Sizes, device: torch.device) -> list[Case]:
-    """Returns the cases of SwiGLU, and of GELU with a bias."""
+    """Returns the cases of SwiGLU and GEGLU, and of GELU with a bias."""
     both, dout, x, bias = (
         bf16(s.rows, 2 * s.f, device=device), bf16(s.rows, s.f, device=device), bf16(s.rows, s.f, device=device),
         bf16(s.f, device=device),
@@ -314,6 +314,14 @@ def activations(s: Sizes, device: torch.device) -> list[Case]:
         Case(
             "SwiGLU, backward", ("swiglu_backward",), 10 * size, (dout, both),
             lambda dy, x: lambda: (activation.swiglu_backward(dy, x),), gradient_of(activation.swiglu_reference, 1),
+        ),
+        Case(
+            "GEGLU, forward", ("geglu",), 6 * size, (both,), lambda x: lambda: (activation.geglu(x),),
+            call(activation.geglu_reference),
+        ),
+        Case(
+            "GEGLU, backward", ("geglu_backward",), 10 * size, (dout, both),
+            lambda dy, x: lambda: (activation.geglu_backward(dy, x),), gradient_of(activation.geglu_reference, 1),
         ),
         Case(
             "GELU + bias, forward", ("gelu",), 4 * size, (x, bias), lambda x, b: lambda: (activation.gelu(x, b),),
@@ -344,11 +352,11 @@ def dropouts(s: Sizes, device: torch.device) -> list[Case]:
 
 
 def updates(s: Sizes, device: torch.device) -> list[Case]:
-    """Returns the cases of AdamW on a slice, with a bf16 gradient and a bf16 copy."""
+    """Returns the cases of AdamW and Lion on a slice, with a bf16 gradient and a bf16 copy."""
     p, m, v = (torch.randn(s.n, device=device) for _ in range(3))
     g, out = bf16(s.n, device=device), bf16(s.n, device=device)
     scalars = [torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, 3.0, 0.5, 0.0)]
-    rule, now = adam.Adam(), StepScalars(*scalars)
+    rule, mixed, now = adam.Adam(), lion.Lion(), StepScalars(*scalars)
 
     def ours(p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor) -> Callable[[], Results]:
         def work() -> Results:
@@ -390,8 +398,24 @@ def updates(s: Sizes, device: torch.device) -> list[Case]:
         return prepare
 
     inputs = (p, 0.1 * m, 0.01 * v.square(), g, out)
+
+    def lion_step(p: Tensor, m: Tensor, g: Tensor, out: Tensor) -> Callable[[], Results]:
+        def work() -> Results:
+            scalars = (now.lr, now.scale, now.skip)
+            lion.call_cuda(p, m, g, out, *scalars, mixed.beta1, mixed.beta2, 0.1)
+            return p, m, out
+
+        return work
+
+    def lion_formulas(p: Tensor, m: Tensor, g: Tensor, out: Tensor) -> Results:
+        lion.reference(p, g, (m,), now, mixed, 0.1)
+        out.copy_(p)
+        return p, m, out
+
+    momentum = (p, 0.1 * m, g, out)
     return [
-        Case("AdamW", ("adamw",), 28 * s.n, inputs, ours, call(formulas), {"torch fused": fused})
+        Case("AdamW", ("adamw",), 28 * s.n, inputs, ours, call(formulas), {"torch fused": fused}),
+        Case("Lion", ("lion",), 20 * s.n, momentum, lion_step, call(lion_formulas)),
     ]
 
 

@@ -58,7 +58,8 @@ class _EngineType(type):
     """The class of `Engine`; shows the methods of all kinds of engines, as in `help(Engine.begin)`."""
 
     def __getattr__(cls, name: str) -> Any:
-        for kind in () if name.startswith("_") else Engine._kinds.values():
+        own = cls is Engine and not name.startswith("_") and name != "wraps_module"
+        for kind in Engine._kinds.values() if own else ():
             if name in vars(kind):
                 return getattr(kind, name)
         raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
@@ -148,12 +149,12 @@ class Engine(metaclass=_EngineType):
         """Builds all parts of the engine. Collective."""
         topology = self.topology
         self.model, config = self._prepare(model, config)
-        self._check_sizes(config)
         self.steps, self.consumed = 0, 0
         # host seconds spent so far in forwards and backwards of the step in progress
         self._seconds = 0.0
         self._numbers: Later | None = None  # results of the last step; None before the first step
         agreement.check_configuration(config, topology.axis("world"), self.trains)
+        self._check_sizes(config)
         self.config, blueprint = draw(self.model, topology, config, self.trains)
         self.blueprint, self.layout = blueprint, blueprint.layout
         own_layers = [blueprint.layers[number] for number in blueprint.held]
@@ -232,8 +233,8 @@ class Engine(metaclass=_EngineType):
         """Raises ConfigError if sizes of the configuration do not fit the topology."""
         topology = self.topology
         problems = find_size_problems(config, pp=topology.pp, tp=topology.tp, dp=topology.dp)
-        # A custom loop does not need the batch sizes, so their defaults may be any.
-        given = {"global_batch", "micro_batch"} & config.train.model_fields_set
+        # A custom loop does not need the global batch, so its default may be any.
+        given = "global_batch" in config.train.model_fields_set
         if self.trains and (given or not self.wraps_module):
             problems += find_batch_problems(config, topology.dp)
         if problems:

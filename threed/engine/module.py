@@ -107,6 +107,11 @@ class ModuleEngine(Engine):
         self.gatherer.unpaired.ended()
         return super().step(batch)
 
+    def sum_losses(self, loss: Tensor) -> Tensor:
+        """Sums a loss over all ranks. Collective. See `Engine.sum_losses`."""
+        self.gatherer.unpaired.ended()
+        return super().sum_losses(loss)
+
     def begin(self, microbatches: int | None = 1) -> None:
         """Begins an optimizer step in a custom loop. Collective.
 
@@ -362,9 +367,11 @@ class ModuleEngine(Engine):
         self.reducer.drop()
         values = list(full_values(self.optimizer, self.model.given_dtype))
         try:
-            self._undo.close()
-            for slot, full in values:
-                point(slot.param, full)
+            try:
+                self._undo.close()
+            finally:  # an error of a drive must not lose the weights
+                for slot, full in values:
+                    point(slot.param, full)
         finally:
             vars(self).clear()
             self.__class__ = _Destroyed

@@ -106,8 +106,8 @@ class MLP(nn.Module):
             up._forward_hooks or up._forward_pre_hooks or up._backward_hooks or up._backward_pre_hooks
         )  # fmt: skip
         return (
-            self.activation is gelu and bias is not None and plain and launch.ready(x)
-            and launch.packed(bias) and bias.numel() % 8 == 0
+            self.activation is gelu and type(self).activate is MLP.activate and bias is not None and plain
+            and launch.ready(x) and launch.packed(bias) and bias.numel() % 8 == 0
         )  # fmt: skip
 
     def _biased_gelu(self, x: Tensor) -> Tensor:

@@ -117,7 +117,8 @@ def gelu_backward(
     rows, f = _check("gelu_backward", x.shape[-1], x, dout, bias)
     dx = torch.empty_like(x)
     blocks = sums.row_blocks(x) if dbias is not None else 0
-    parts = x.new_empty(blocks, f, dtype=torch.float32) if dbias is not None else None
+    empty = x.new_empty if x.numel() else x.new_zeros
+    parts = empty(blocks, f, dtype=torch.float32) if dbias is not None else None
     if x.numel():
         launch.start("gelu_backward", dout, x, bias, dx, parts, rows, f, blocks)
     if dbias is not None and parts is not None:

@@ -36,7 +36,7 @@ from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.manual_edits import Changes
 from threed.zero.parameter_access import UNTRACED, Holder
-from threed.zero.torch_modes import compiles
+from threed.zero.torch_modes import compiles, hide_from_checkpointing, without_transforms
 
 # number of most recently used groups that stay gathered in a backward
 RECENT = 3
@@ -242,11 +242,12 @@ class ModuleGatherer(Gatherer):
 
     def _compare_forwards(self) -> None:
         """Checks that all ranks run this forward, before its first gather; see `Forwards`."""
-        if self._is_compared:
-            self.unpaired.ended()
-        else:
-            self._is_compared = True
-            self.unpaired.begin()
+        with without_transforms(), hide_from_checkpointing():
+            if self._is_compared:
+                self.unpaired.ended()
+            else:
+                self._is_compared = True
+                self.unpaired.begin()
 
     def leave(self, output: Any) -> None:
         """Ends a module call and its use of groups.
@@ -291,6 +292,8 @@ class ModuleGatherer(Gatherer):
         self.wait(group)
         self.close(group, Holder.AHEAD)
         for other in following:
+            if self._calls and not self.is_open(other):
+                self._compare_forwards()
             self.open(other, Holder.AHEAD)
 
     # ------------------------------------------------------------------------------------------------------- backward

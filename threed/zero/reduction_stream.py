@@ -9,9 +9,10 @@ stream. So the stream of the backward does not wait for a reduction that it has 
     reuse     the stream of the backward waits for the event, and the window's memory is released
     join      at the end of a step, the stream of the backward waits for the reduction stream
 
-Windows are reused in launch order, when the windows of finished and unfinished reductions exceed
+Windows are reused in launch order, when the windows of finished reductions and the next one exceed
 the limit. The limit is the gradients of a layer, or of the layer before it in the backward if that
-layer is larger. So a layer never waits for one of its own reductions, and the memory does not grow
+layer is larger. At most `BUCKETS_IN_FLIGHT` reductions, and as many copies to the host, are not
+finished; their windows come in addition. So a layer never waits for one of its own reductions, and the memory does not grow
 with the number of layers. Under stages 0 and 1 windows are never released, so there is no limit.
 
 On a CPU, there is only one stream, and a window is released when its reduction has been waited for.
