@@ -107,7 +107,7 @@ class MLP(nn.Module):
         )  # fmt: skip
         return (
             self.activation is gelu and type(self).activate is MLP.activate and bias is not None and plain
-            and launch.ready(x) and launch.packed(bias) and bias.numel() % 8 == 0
+            and launch.packed(bias) and activation_ops.fits(x, bias.numel())
         )  # fmt: skip
 
     def _biased_gelu(self, x: Tensor) -> Tensor:

@@ -168,6 +168,7 @@ class ModuleGatherer(Gatherer):
     ) -> None:
         super().__init__(layout, codec)
         self._in_step = False
+        self._trains = False  # whether the running module call is part of a training step
         self._is_compared = False  # whether the ranks need not compare the running module call
         self.changes = Changes(model.module, layout, self)
         self.prefetch = prefetch
@@ -208,7 +209,8 @@ class ModuleGatherer(Gatherer):
             unit: number of the module's unit; None if the module is not a unit.
         """
         if not self._calls:
-            self._is_compared = in_backward() or (self._in_step and torch.is_grad_enabled())
+            self._trains = in_backward() or (self._in_step and torch.is_grad_enabled())
+            self._is_compared = self._trains
         self._calls.append([])
         for group in self.groups_of(unit) if unit is not None else ():
             self.before_use(group)
@@ -243,11 +245,11 @@ class ModuleGatherer(Gatherer):
     def _compare_forwards(self) -> None:
         """Checks that all ranks run this forward, before its first gather; see `Forwards`."""
         with without_transforms(), hide_from_checkpointing():
-            if self._is_compared:
-                self.unpaired.ended()
-            else:
+            if not self._is_compared:
                 self._is_compared = True
                 self.unpaired.begin()
+            elif self._trains:
+                self.unpaired.ended()
 
     def leave(self, output: Any) -> None:
         """Ends a module call and its use of groups.
