@@ -107,7 +107,7 @@ class MLP(nn.Module):
         )  # fmt: skip
         return (
             self.activation is gelu and type(self).activate is MLP.activate and bias is not None and plain
-            and launch.packed(bias) and activation_ops.fits(x, bias.numel())
+            and activation_ops.fits(x, bias.numel()) and launch.packed(bias)  # the first is False under compile
         )  # fmt: skip
 
     def _biased_gelu(self, x: Tensor) -> Tensor:
