@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -59,6 +60,23 @@ def pytest_make_collect_report(
         reason = f"Skipped: needs {missing[1]}: pip install {missing[1]}"
         report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
     return report
+
+
+@pytest.fixture(autouse=True)
+def ends_its_process_group() -> Generator[None, None, None]:
+    """Ends the process group that a test has created in this process, such as by `threed.initialize`.
+
+    With a process group, the tests that follow would, for example, forecast for the group's device.
+    """
+    had_one = _has_process_group()
+    yield
+    if _has_process_group() and not had_one:
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
 
 
 def keep_to_a_core() -> None:

@@ -82,6 +82,7 @@ CONFIG = Walkthrough(
             "combines model, topology and configuration",
             by="build_engine",
         ),
+        Step("threed.engine.base:Engine._build", "builds all parts of the engine"),
         Step("threed.planner.build:draw", "checks that the model is equal on all ranks"),
         Step("threed.planner.blueprint:Pipeline.of", "partitions the model and plans a step"),
         Step(
@@ -123,21 +124,25 @@ CONFIG = Walkthrough(
         Step(
             "threed.memory.tiers:InMemory", "stores a slice in memory", via=("_group", "_buckets")
         ),
-        Step("threed.zero.gather:Gatherer", "gathers parameters", by="Engine"),
-        Step("threed.zero.reducer:Reducer", "gives each parameter a gradient sink", by="Engine"),
+        Step("threed.zero.gather:Gatherer", "gathers parameters", by="Engine._build"),
+        Step(
+            "threed.zero.reducer:Reducer",
+            "gives each parameter a gradient sink",
+            by="Engine._build",
+        ),
         Step(
             "threed.zero.optimizer:Optimizer",
             "creates a state per slice",
-            by="Engine",
+            by="Engine._build",
             via=("_make_optimizer",),
         ),
         Step(
             "threed.planner.blueprint:Blueprint.stages",
             "returns the chunks of this rank",
-            by="Engine",
+            by="Engine._build",
         ),
         Step("threed.pipeline.stage:Stage", "runs the layers of a chunk"),
-        Step("threed.pipeline.executor:Executor", "runs plans on the stages", by="Engine"),
+        Step("threed.pipeline.executor:Executor", "runs plans on the stages", by="Engine._build"),
         Step(
             "threed.planner.forecast:Forecast.of",
             "reads the same configuration before any group is created",

@@ -122,12 +122,15 @@ def test_folders_load_in_every_topology_bit_for_bit_and_give_their_logits(
         out = export_hf(tmp_path / name / str(number), tmp_path / "back" / str(number))
         assert_same(out, folders / name)
         parts = [rank[number] for rank in found if rank[number] is not None]
-        with torch.no_grad():
-            want = theirs(name)(TOKENS).logits
         assert len(parts) == topology["tp"]
-        torch.testing.assert_close(
-            torch.cat(parts, -1)[..., :VOCAB], want, rtol=0, atol=1e-5, msg=name
-        )
+        # Logits have the rounding errors of transformers' fp32 logits, compared with fp64. With other
+        # processors than AVX-512, these errors alone are up to 1.3e-5.
+        with torch.no_grad():
+            exact = theirs(name).double()(TOKENS).logits
+            theirs_error = theirs(name)(TOKENS).logits - exact
+        error = torch.cat(parts, -1)[..., :VOCAB] - exact
+        assert error.square().mean() <= 1.25**2 * theirs_error.square().mean(), name
+        assert error.abs().max() <= 2 * theirs_error.abs().max() < 4e-5, name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -58,7 +58,7 @@ class _EngineType(type):
     """The class of `Engine`; shows the methods of all kinds of engines, as in `help(Engine.begin)`."""
 
     def __getattr__(cls, name: str) -> Any:
-        own = cls is Engine and not name.startswith("_") and name != "wraps_module"
+        own = cls is Engine and not name.startswith("_")
         for kind in Engine._kinds.values() if own else ():
             if name in vars(kind):
                 return getattr(kind, name)
@@ -288,6 +288,7 @@ class Engine(metaclass=_EngineType):
             The metrics of the step. Their values are on the device; reading a value waits until the
             device has computed it.
         """
+        self.gatherer.end_forwards()
         began = time.perf_counter()
         rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
         while True:
@@ -410,6 +411,7 @@ class Engine(metaclass=_EngineType):
         Returns:
             The sum as a scalar tensor; NaN if any rank found invalid data.
         """
+        self.gatherer.end_forwards()
         own = self.faults.appended_to(loss)
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))
 

@@ -23,7 +23,6 @@ from threed.distributed.sharding import point
 from threed.engine.base import Engine
 from threed.models import Model, Wrapped, wrap
 from threed.pipeline import activation_checkpointing, compiling
-from threed.pipeline.batches import Batch
 from threed.zero import records, setup
 from threed.zero.contributions import own_backward
 from threed.zero.hooks import ModuleGatherer
@@ -101,16 +100,6 @@ class ModuleEngine(Engine):
         records.initialize(self.optimizer, values, again=False)
         self.model.initialized(self.topology.device, self.batches.dtype)
         self.gatherer.changes.begin()
-
-    def step(self, batch: Batch) -> StepMetrics:
-        """Runs one optimizer step. Collective. See `Engine.step`."""
-        self.gatherer.unpaired.ended()
-        return super().step(batch)
-
-    def sum_losses(self, loss: Tensor) -> Tensor:
-        """Sums a loss over all ranks. Collective. See `Engine.sum_losses`."""
-        self.gatherer.unpaired.ended()
-        return super().sum_losses(loss)
 
     def begin(self, microbatches: int | None = 1) -> None:
         """Begins an optimizer step in a custom loop. Collective.
@@ -292,7 +281,7 @@ class ModuleEngine(Engine):
         self.plain.allow(False)
         self.optimizer.divide_by(1)
         self.gatherer.release_all()  # parameters must be freed even if the check raises an error
-        self.gatherer.unpaired.ended()
+        self.gatherer.end_forwards()
         self._check_scales()
         super()._begin(microbatches)
         self.gatherer.set_in_step(True)
@@ -317,7 +306,7 @@ class ModuleEngine(Engine):
     def finish(self) -> None:
         """Completes the last step if its update is pending. Collective. See `Engine.finish`."""
         self.drop_interrupted()
-        self.gatherer.unpaired.ended()
+        self.gatherer.end_forwards()
         super().finish()
 
     def zero_grad(self) -> None:
@@ -464,7 +453,7 @@ class ModuleEngine(Engine):
                 the number `modifier_rank`.
         """
         self.drop_interrupted()
-        self.gatherer.unpaired.ended()
+        self.gatherer.end_forwards()
         slots = self._slots_of(params)
         everyone = self.topology.axis("world")
         if modifier_rank is not None and not 0 <= modifier_rank < everyone.size:

@@ -227,4 +227,5 @@ _EQUALLY = (
 def _first(ranks: Sequence[int]) -> str:
     """Returns the numbers of at most three ranks, as text."""
     more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:3]))}{more}"
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks[:3]))}{more}"

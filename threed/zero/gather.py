@@ -291,6 +291,9 @@ class Gatherer:
         for access in self.accesses.values():
             access.remove()
 
+    def end_forwards(self) -> None:
+        """Called before the engine's collectives outside of forwards; see `ModuleGatherer`."""
+
     def pass_ended(self) -> None:
         """Hook for subclasses: called after each backward."""
 

@@ -238,6 +238,10 @@ class ModuleGatherer(Gatherer):
         elif in_backward():
             self._use(group)
 
+    def end_forwards(self) -> None:
+        """Checks that no rank begins another forward outside of a step. See `Forwards.ended`."""
+        self.unpaired.ended()
+
     def set_in_step(self, on: bool) -> None:
         """Sets whether a training step is in progress, in which forwards are not compared."""
         self._in_step = on
