@@ -29,6 +29,7 @@ from typing import Any
 
 import pytest
 
+from tests import programs
 from tests.harness import run_script
 from threed.checkpoint import native
 from threed.monitor import metrics
@@ -159,9 +160,11 @@ def launched(
         before: words in front of the command, such as `unshare -m`.
     """
     line = torchrun(case.world, "--max-restarts", str(case.restarts), *case.launcher, SCRIPT)
-    line = [*before, *line, *FLAGS, *case.topology, *case.flags]
+    line += [*FLAGS, *case.topology, *case.flags]
+    if not before:
+        return programs.run(line[1:], folder, environment(folder, case.fault), timeout=200)
     return subprocess.run(
-        line,
+        [*before, *line],
         cwd=folder,
         env=environment(folder, case.fault),
         capture_output=True,

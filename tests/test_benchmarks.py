@@ -7,8 +7,6 @@ import gc
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from benchmarks import host, memory, run
 from benchmarks.engines import ENGINES
 from benchmarks.reference import PRESETS
 from benchmarks.suites import OFFLOADS, STAGES, SUITES, Suite, wire_mib
+from tests import programs
 from tests.harness import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -244,12 +243,8 @@ def test_pipelines_are_measured_beside_what_their_plans_promise() -> None:
 @pytest.mark.slow
 def test_stages_that_sleep_are_timed_beside_the_peers() -> None:
     sizes = ("--stages", "2", "--schedules", "1f1b", "zb-v", "--unit-ms", "2", "--rounds", "1")
-    done = subprocess.run(
-        [sys.executable, f"{ROOT}/benchmarks/sleeping_stages.py", *sizes],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = programs.run([f"{ROOT}/benchmarks/sleeping_stages.py", *sizes], ROOT, os.environ)
+    assert done.returncode == 0, done.stderr
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]
     ]

@@ -35,6 +35,7 @@ from benchmarks.gpu_stages import (
     timing,
 )
 from benchmarks.gpu_stages import stage as stages
+from tests import programs
 from tests.cuda.emulator import COMPILER, emulated, parameters
 from threed.ops import fused_cpu
 
@@ -302,19 +303,9 @@ def test_a_process_of_a_stage_is_ended_with_its_children(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_rehearsal_of_everything(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "benchmarks/gpu.py",
-        "--device",
-        "cpu",
-        "--small",
-        "--out",
-        str(tmp_path),
-    ]
+    command = ["benchmarks/gpu.py", "--device", "cpu", "--small", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=800
-    )
+    done = programs.run(command, ROOT, environment, timeout=800)
     assert done.returncode == 0, done.stdout + "".join(
         path.read_text() for path in tmp_path.glob("*.log")
     )
@@ -324,9 +315,7 @@ def test_a_rehearsal_of_everything(tmp_path: Path) -> None:
     before = {
         path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json") if path.stem != "table"
     }
-    again = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=200
-    )
+    again = programs.run(command, ROOT, environment, timeout=200)
     assert again.returncode == 0
     assert again.stdout.count("finished already") == len(gpu.STAGES) - 1
     assert before == {path: path.stat().st_mtime_ns for path in before}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import Program
 from threed.distributed.launcher import LauncherError, adopt, without_srun
 
 Variables = dict[str, str]
@@ -187,7 +188,10 @@ def test_a_process_alone_in_a_job_of_several_tasks_gets_a_note() -> None:
 def together(
     words: Sequence[str], folder: Path, several: Sequence[Variables]
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Starts a process with each of these variables, as a launcher does; what each printed."""
+    """Starts a process with each of these variables, as a launcher does; what each printed.
+
+    They are forked, unless LD_PRELOAD needs an interpreter of its own.
+    """
     clean = {
         key: value
         for key, value in os.environ.items()
@@ -198,6 +202,16 @@ def together(
         "THREED_CACHE": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
     }
+    if "LD_PRELOAD" not in several[0]:
+        logs = [folder / f"{number}.log" for number in range(len(several))]
+        programs = [
+            Program(words, folder, {**clean, **own}, log, log)
+            for own, log in zip(several, logs, strict=True)
+        ]
+        return [
+            subprocess.CompletedProcess(program.args, program.wait(120), log.read_text())
+            for program, log in zip(programs, logs, strict=True)
+        ]
     line = [sys.executable, *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": folder}
     started = [subprocess.Popen(line, env={**clean, **own}, **pipes) for own in several]  # type: ignore[call-overload]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -32,6 +31,8 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -164,11 +165,12 @@ def run(module: str, out: Path, mode: str, names: Iterable[str], ranks: int = 2)
     """Runs the cases of a module: "plain" on one process, and "threed" on `ranks` ranks."""
     (out / mode).mkdir(exist_ok=True)
     start = [] if mode == "plain" else [*RANKS, str(ranks)]
+    words = [*start, "-m", f"tests.interop.{module}", str(out), mode, *names]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *start, "-m", f"tests.interop.{module}", str(out), mode, *names],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=800,
-    )  # fmt: skip
+    # Imported in torchrun's process, so that ranks have the libraries when they are forked.
+    first = f"import threed; threed.install_as_deepspeed(); import tests.interop.{module}"
+    first = first if mode == "threed" else ""
+    done = programs.run(words, ROOT, env, timeout=800, first=first)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 

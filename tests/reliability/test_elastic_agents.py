@@ -12,8 +12,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import pytest
 
 from tests.fault_runs import SCRIPT, environment, losses, params, prepare, repeat, saved
 from tests.harness import free_port, run_script
+from tests.programs import Program
 from threed.checkpoint import node_memory
 from threed.monitor import metrics
 
@@ -85,10 +84,11 @@ class Agents:
 
     def __init__(self, story: Story, folder: Path) -> None:
         self.story, self.folder, self.port = story, folder, free_port()
-        self.known: dict[str, subprocess.Popen[str]] = {}
+        self.known: dict[str, Program] = {}
         self.store = None
         if story.store:
-            self.store = subprocess.Popen([sys.executable, "-c", STORE, str(self.port)])
+            log = folder / "store.log"
+            self.store = Program(["-c", STORE, str(self.port)], folder, os.environ, log, log)
 
     def start(self, name: str) -> None:
         hosts = "false" if self.known or self.store else "true"
@@ -96,7 +96,7 @@ class Agents:
         beats = 8 if self.story.lost else 60
         beating = f"join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt={beats},is_host={hosts}"
         line = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:3", "--nproc-per-node", str(self.story.ranks),
+            "-m", "torch.distributed.run", "--nnodes", "1:3", "--nproc-per-node", str(self.story.ranks),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "job",
             "--rdzv-conf", beating, "--max-restarts", "3", "--monitor-interval", "0.2", "--local-addr", "localhost",
         ]  # fmt: skip
@@ -105,11 +105,9 @@ class Agents:
         about = environment(self.folder, ";".join(f"rank=all always=yes {fault}" for fault in held))
         about |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         about |= {node_memory.FOLDER: str(self.folder / f"memory-{name}")}
-        with (self.folder / f"{name}.log").open("w") as log:
-            self.known[name] = subprocess.Popen(
-                [*line, SCRIPT, *FLAGS, *self.story.flags],
-                cwd=self.folder, env=about, stdout=log, stderr=log, text=True,
-            )  # fmt: skip
+        line += [SCRIPT, *FLAGS, *self.story.flags]
+        log = self.folder / f"{name}.log"
+        self.known[name] = Program(line, self.folder, about, log, log)
 
     def ranks(self, name: str) -> list[int]:
         """The processes of an agent's ranks."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import programs
 from tests.configs import Case, Result, train, trained
 from tests.harness import run_ranks
 from tests.planted_faults import FAULTS, Model
@@ -128,20 +127,9 @@ def test_results_are_those_of_an_ended_step() -> None:
 
 def test_the_example_is_the_same_on_the_command_line() -> None:
     """As a user runs it: a process of its own, which prints nothing but the report."""
-    line = [
-        sys.executable,
-        "-m",
-        "threed",
-        "verify",
-        f"{EXAMPLE}:ParallelModel",
-        "--json",
-        "--model.layers",
-        "2",
-    ]
-    done = subprocess.run(
-        [*line, "--topologies", "tp2-seq,pp2-dp2-zero3"], capture_output=True, text=True, timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd="/",
-    )  # fmt: skip
+    words = ["-m", "threed", "verify", f"{EXAMPLE}:ParallelModel", "--json", "--model.layers", "2"]
+    words += ["--topologies", "tp2-seq,pp2-dp2-zero3"]
+    done = programs.run(words, Path("/"), {**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
     same = {
         "same": True,

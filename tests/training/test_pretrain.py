@@ -6,16 +6,17 @@ import ast
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import programs
 from tests.harness import run_script
 from tests.monitor.test_monitor_wandb import config_of_run
 from tests.pictures import check_style
+from tests.programs import Program
 from threed.checkpoint import native
 from threed.cli import launch
 from threed.config import Config
@@ -43,13 +44,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def command(ranks: int, script: str, *flags: str) -> list[str]:
-    """The command line of a run; one rank needs no launcher."""
+    """The words after `python` of a run; one rank needs no launcher."""
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         if ranks > 1
         else []
     )
-    return [sys.executable, *launcher, str(ROOT / "pretrain" / script), *flags]
+    return [*launcher, str(ROOT / "pretrain" / script), *flags]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -67,10 +68,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def start(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, as a user does."""
-    line = command(ranks, script, *flags)
-    return subprocess.run(
-        line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240
-    )
+    return programs.run(command(ranks, script, *flags), folder, environment(folder))
 
 
 def again(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -262,18 +260,15 @@ def test_an_interrupted_run_says_in_one_line_how_it_goes_on(folder: Path) -> Non
         "--preset", "tiny", *QUICK, "--train.steps", "9000", "--checkpoint.every", "5", "--log.wandb", "off",
         "--parallel.pp", "2",
     ]  # fmt: skip
-    streams = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "start_new_session": True,
-    }
-    with subprocess.Popen(  # type: ignore[call-overload]
-        command(2, "gpt.py", *flags), cwd=folder, env=environment(folder), **streams
-    ) as job:
+    log = folder / "output.log"
+    job = Program(command(2, "gpt.py", *flags), folder, environment(folder), log, log)
+    try:
         wait_for(lambda: (folder / "runs" / "tiny" / "checkpoints" / "step-5").exists())
         os.killpg(job.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
-        output = job.communicate(timeout=240)[0]
+        job.wait(240)
+    finally:
+        job.kill()
+    output = log.read_text()
     own = [line for line in output.splitlines() if line.startswith("threed: interrupted")]
     assert len(own) == 1, output
     assert "the same command resumes from runs/tiny/checkpoints/step-" in own[0]
