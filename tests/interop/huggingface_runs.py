@@ -37,6 +37,12 @@ from tests import programs
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 VOCAB, LENGTH = 64, 12
+LIBRARIES = (
+    "accelerate",
+    "peft",
+    "transformers",
+    "trl",
+)  # look for DeepSpeed when they are imported
 SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
@@ -167,10 +173,16 @@ def run(module: str, out: Path, mode: str, names: Iterable[str], ranks: int = 2)
     start = [] if mode == "plain" else [*RANKS, str(ranks)]
     words = [*start, "-m", f"tests.interop.{module}", str(out), mode, *names]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    # Imported in torchrun's process, so that ranks have the libraries when they are forked.
-    first = f"import threed; threed.install_as_deepspeed(); import tests.interop.{module}"
-    first = first if mode == "threed" else ""
-    done = programs.run(words, ROOT, env, timeout=800, first=first)
+    # Imported in torchrun's process, so that ranks have the libraries when they are forked. The parent of all ranks
+    # may have imported the libraries, for other tests, before threed is installed as deepspeed.
+    first = f"""
+import sys, threed
+for name in [name for name in sys.modules if name.partition(".")[0] in {LIBRARIES}]:
+    del sys.modules[name]
+threed.install_as_deepspeed()
+import tests.interop.{module}
+"""
+    done = programs.run(words, ROOT, env, timeout=800, first=first if mode == "threed" else "")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
