@@ -74,6 +74,7 @@ class Recorder:
         self._traffic = Counter[str]() if traffic is None else traffic
         self._sent = Counter(self._traffic)
         self._found: list[Operation] = []
+        self._constants = set[int]()  # storages with constants, see `_is_constant`
 
     def add(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Records an operation that has run.
@@ -85,7 +86,12 @@ class Recorder:
             out: its result.
         """
         name = func._opname
-        if func.is_view or name in _FREE:
+        if func.is_view:
+            return
+        if name in _FREE:
+            self._constants -= set(map(_key, _tensors(out)))
+            return
+        if self._is_constant(args, kwargs, out):
             return
         self._add_messages()
         plain = name.removesuffix("_")
@@ -98,6 +104,17 @@ class Recorder:
             count = 1 if ours is None else ours.launches(*args)
             nbytes = 0 if name in _UNREAD else _nbytes(func, name, args, kwargs, out)
             self._found.append(Operation("memory", nbytes=nbytes, launches=count))
+
+    def _is_constant(self, args: Any, kwargs: Mapping[str, Any], out: Any) -> bool:
+        """Returns whether a result depends on no tensor, such as a part of a table of angles.
+
+        Layers create such tensors once and keep them, so they take no time in a step.
+        """
+        given = list(_tensors(*args, *kwargs.values()))
+        found = all(_key(tensor) in self._constants for tensor in given)
+        keys = set(map(_key, _tensors(out)))
+        self._constants = self._constants | keys if found else self._constants - keys
+        return found
 
     def take(self) -> tuple[Operation, ...]:
         """Returns the operations since the last call."""
@@ -170,6 +187,10 @@ def _tensors(*values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(*value)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _size(tensor: Tensor) -> int:
