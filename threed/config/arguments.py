@@ -499,8 +499,7 @@ def _add_flags(
         text = "start from a preset, with its topology for the number of ranks, if it has one"
         add(options, "--preset", "NAME", f"{text}: {names}")
         add(options, "--world-size", "N", "ranks to assume in a dry run")
-        text = "GPUs to assume in a dry run: a100, h100, h200 or b200; by default, this machine's"
-        add(options, "--gpu", "NAME", text)
+        add(options, "--gpu", "NAME", "GPUs to assume in a dry run: a100, h100, h200 or b200")
         text = "check the configuration, print rank map, bytes and bubble, and exit"
         options.add_argument("--dry-run", help=text, **bare)
     for name, group in GROUPS.items():
