@@ -43,6 +43,7 @@ SET: dict[str, str] = {
 }
 # Module-level objects that functions change, with the reason.
 STATE: dict[str, str] = {
+    "core.device: _assumed": "the GPU that a forecast assumes; reset at the end of its block",
     "config.architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
     "interop.deepspeed.api.checkpointing: _configured": "whether the program has configured it, as in DeepSpeed",
     "ops.attention: _checked": "a message is given once per process",

@@ -151,8 +151,8 @@ def _verify(a: argparse.Namespace, flags: list[str]) -> int:
 
     config, options = load(flags, defaults=testing.DEFAULTS)
     report_renames(options.notes)
-    if options.dry_run or options.world_size is not None:
-        raise ValueError("--dry-run and --world-size are for training; use --topologies")
+    if options.dry_run or options.world_size is not None or options.gpu is not None:
+        raise ValueError("--dry-run, --world-size and --gpu are for plans; use --topologies")
     if not a.timeout > 0:
         raise ValueError(f"--timeout {a.timeout:g}: must be more than 0 seconds")
     model = os.path.expanduser(a.model)

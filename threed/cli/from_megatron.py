@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FLAG = "--from-megatron"
 _RANKS_PER_MACHINE = 8
+_OF_PLANS = ("--world-size", "--gpu")  # flags of a plan, which a run does not take
 
 
 def given(words: Sequence[str]) -> bool:
@@ -83,10 +84,11 @@ def _command(found: Translation, rest: Sequence[str], world_size: int) -> str:
     words, flags = list(rest), [*found.flags]
     while words:
         word = words.pop(0)
-        if word == "--world-size":
-            words[:1] = []
-        elif not word.startswith("--world-size="):
+        name, equals, _ = word.partition("=")
+        if name not in _OF_PLANS:
             flags.append(word)
+        elif not equals:
+            words[:1] = []
     train = ["threed", "train", found.arch, *flags]
     if 1 < world_size <= _RANKS_PER_MACHINE:
         launcher = ["torchrun", "--standalone", "--nproc-per-node", str(world_size), "-m"]

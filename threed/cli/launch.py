@@ -120,7 +120,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
         world = options.world_size or ranks.world
         data = _open(config)
         config = resolve(config, data.vocab, world)
-        forecast = _forecast(config, world, options.dry_run)
+        forecast = _forecast(config, world, options.dry_run, options.gpu)
     except LauncherError as error:
         return refuse(f"threed: {error}")
     except ConfigError as error:
@@ -135,6 +135,8 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
+    if options.gpu is not None:
+        problems.append("--gpu goes with --dry-run; a run uses the GPUs of its machines")
     if problems:
         return refuse(format_problems(problems))
     if note := without_srun():
@@ -298,7 +300,7 @@ def _open(config: Config) -> Data:
         raise ConfigError([str(error)]) from None
 
 
-def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
+def _forecast(config: Config, world: int, alone: bool, gpu: str | None) -> Forecast | None:
     """Returns the forecast of memory and time on local rank 0, and None on other ranks.
 
     Args:
@@ -307,6 +309,7 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
         alone: whether this is a dry run. Only in a dry run may this process time the layers for a
             measured partition. In other runs, the forecast uses a balanced partition instead,
             because all ranks must take part in the measurement.
+        gpu: the GPU to assume; None for this machine's device.
 
     Raises:
         ConfigError: if the model cannot be partitioned. The launcher then ends the other ranks,
@@ -319,7 +322,7 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
         parallel = config.parallel.model_copy(update=balanced)
         config = config.model_copy(update={"parallel": parallel})
     try:
-        return Forecast.of(config, world)
+        return Forecast.of(config, world, gpu=gpu)
     except ConfigError:
         raise
     except ValueError as error:

@@ -23,7 +23,8 @@ TRAINING = ("train", "plan")
 TOOLS: Mapping[str, str] = {
     "train": f"train a model: {'|'.join(architectures.NAMES)}, or a custom one, FILE.py:MODEL; `threed train --help`"
     " lists every key",
-    "plan": "forecast memory, traffic and time of a run; takes the arguments of train and --world-size N",
+    "plan": "forecast memory, traffic and time of a run; takes the arguments of train, --world-size N and"
+    " --gpu NAME",
     "schedule": "simulate a pipeline schedule, and draw its timeline",
     "tokenize": "convert text (.txt, .jsonl, a folder of them) to Megatron .bin/.idx",
     "convert": "convert native checkpoints to Hugging Face folders and back, and checkpoints of DeepSpeed and"
@@ -69,6 +70,7 @@ _TRAIN_EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "plan": (
         "threed plan gpt --preset gpt2 --parallel.tp 2 --world-size 8",
         "threed plan mine.py:Model --zero.stage 3 --world-size 4",
+        "threed plan --preset llama3-8b --world-size 64 --gpu h100",
         "threed plan --from-megatron '--num-layers 24 --hidden-size 1024 --num-attention-heads 16' --world-size 8",
     ),
 }

@@ -63,6 +63,7 @@ class Options:
     Attributes:
         dry_run: whether to check the configuration and print a report, but not train.
         world_size: the value of `--world-size`; None without this flag.
+        gpu: the value of `--gpu`, the GPU that a dry run assumes; None without this flag.
         help: whether `--help` was given.
         flags: keys that were given as flags, as `group.field`.
         pretrained: whether the run starts from a folder of pretrained weights that defines the
@@ -74,6 +75,7 @@ class Options:
 
     dry_run: bool = False
     world_size: int | None = None
+    gpu: str | None = None
     help: bool = False
     flags: frozenset[str] = frozenset()
     pretrained: bool = False
@@ -144,7 +146,9 @@ def load(
         config = choose_sizes(config, ranks)
     flags = frozenset(map(renames.current_name, given))
     notes = tuple(dict.fromkeys(draft.notes))
-    options = Options("dry_run" in flags, asked, False, flags, "model" in found, notes, notice)
+    options = Options(
+        "dry_run" in flags, asked, given.get("gpu"), False, flags, "model" in found, notes, notice
+    )  # fmt: skip
     problems = list(draft.problems)
     if world_size is not None and draft.complete:
         here = (None, None) if asked else (local_world, machines)
@@ -495,6 +499,7 @@ def _add_flags(
         text = "start from a preset, with its topology for the number of ranks, if it has one"
         add(options, "--preset", "NAME", f"{text}: {names}")
         add(options, "--world-size", "N", "ranks to assume in a dry run")
+        add(options, "--gpu", "NAME", "GPUs to assume in a dry run: a100, h100, h200 or b200")
         text = "check the configuration, print rank map, bytes and bubble, and exit"
         options.add_argument("--dry-run", help=text, **bare)
     for name, group in GROUPS.items():

@@ -17,12 +17,53 @@ import functools
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 current_stream = torch.accelerator.current_stream
 synchronize = torch.accelerator.synchronize
+
+
+@dataclass(frozen=True)
+class Specification:
+    """Properties of a GPU that a forecast assumes.
+
+    Attributes:
+        name: product name, as `name` returns it.
+        memory: bytes of memory.
+        shared_memory: largest shared memory that a thread block can use, in bytes.
+    """
+
+    name: str
+    memory: int
+    shared_memory: int
+
+
+_assumed: ContextVar[Specification | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assume(gpu: Specification | None) -> Iterator[None]:
+    """Context manager: functions of this module describe `gpu` instead of this machine's GPU.
+
+    A forecast in the block, which runs on the meta device, is for a machine with such GPUs.
+
+    Args:
+        gpu: the GPU; None for this machine's device.
+    """
+    token = _assumed.set(gpu)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def assumed() -> Specification | None:
+    """Returns the GPU that `assume` has set, or None."""
+    return _assumed.get()
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -48,7 +89,10 @@ def use(device: torch.device) -> None:
 
 def name(device: torch.device) -> str | None:
     """Returns the product name of a GPU; None for a CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    gpu = assumed()
+    return torch.cuda.get_device_name(device) if gpu is None else gpu.name
 
 
 def processor(device: torch.device) -> str:
@@ -64,11 +108,10 @@ def processor(device: torch.device) -> str:
 
 def memory_bytes(device: torch.device) -> int | None:
     """Returns the memory of a GPU in bytes; None for a CPU."""
-    return (
-        int(torch.cuda.get_device_properties(device).total_memory)
-        if device.type == "cuda"
-        else None
-    )
+    if device.type != "cuda":
+        return None
+    gpu = assumed()
+    return int(torch.cuda.get_device_properties(device).total_memory) if gpu is None else gpu.memory
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -175,9 +218,14 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@functools.cache
 def shared_memory(device: torch.device) -> int:
     """Returns the largest shared memory that a thread block can use on a GPU, in bytes."""
+    gpu = assumed()
+    return _shared_memory(device) if gpu is None else gpu.shared_memory
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 

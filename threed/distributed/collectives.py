@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from threed.core.device import count, current
-from threed.distributed.topology import Axis, Link
+from threed.distributed.topology import Axis, Link, default_device
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ def same_start(a: Tensor, b: Tensor) -> bool:
 
 def _gloo(axis: Axis) -> bool:
     if axis.group is None:  # meta device: returns whether a real run would use gloo
-        return not (count() and dist.is_nccl_available())
+        return default_device().type == "cpu"
     return dist.get_backend(axis.group) == "gloo"
 
 

@@ -261,8 +261,11 @@ def start_from_file(file: str, rank: int, world: int) -> None:
 def default_device() -> torch.device:
     """Returns this process's device: the GPU of its local rank, or the CPU.
 
-    It is the CPU if the machine has no GPU, torch has no NCCL, or the process group uses gloo.
+    It is the CPU if the machine has no GPU, torch has no NCCL, or the process group uses gloo. In a
+    block of `core.device.assume`, it is a GPU.
     """
+    if gpu.assumed() is not None:
+        return torch.device("cuda", 0)
     gloo = dist.is_initialized() and dist.get_backend() == "gloo"
     count = gpu.count()
     if count and dist.is_nccl_available() and not gloo:

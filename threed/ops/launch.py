@@ -41,8 +41,11 @@ LAUNCHERS = {
 def available(x: Tensor) -> bool:
     """Returns whether x is on a GPU on which the native library's kernels run (see `problem`).
 
-    Returns False while torch.compile traces, because inductor generates its own fused kernels.
+    Returns False while torch.compile traces, because inductor generates its own fused kernels. For
+    a meta tensor, in a forecast for a GPU that this machine need not have, returns True.
     """
+    if x.is_meta and device.assumed() is not None:
+        return True
     if torch.compiler.is_compiling() or not on_gpu(x) or native.library("cuda") is None:
         return False
     return not problem(gpu_of(x))

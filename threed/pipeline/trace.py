@@ -34,6 +34,7 @@ from threed.ops import attention
 from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, gradients_of, tensors
+from threed.pipeline.operations import Operation, Recorder
 from threed.pipeline.stage import AlwaysGathered, Stage
 
 META = torch.device("meta")
@@ -59,6 +60,7 @@ class LayerCost:
             in the other fields.
         elsewhere: bytes that are offloaded to a drive or host memory from forward to backward.
         sent: name of an axis -> bytes that this rank sends over the axis.
+        operations: operations of the forward, and of the backward including recomputation.
     """
 
     flops: int
@@ -72,6 +74,7 @@ class LayerCost:
     cached: int = 0
     elsewhere: int = 0
     sent: Mapping[str, int] = field(default_factory=dict)
+    operations: tuple[tuple[Operation, ...], tuple[Operation, ...]] = ((), ())
 
 
 class Pass:
@@ -150,14 +153,18 @@ class Watch(TorchDispatchMode):
     Args:
         ignored: tensors whose storages are not counted.
         real: if True, storages on the meta device are not counted, because they take no memory.
+        recorder: records all operations; None to record nothing.
 
     Attributes:
         flops: FLOPs so far.
         most: peak bytes since the last call of `begin`.
     """
 
-    def __init__(self, ignored: Iterable[Tensor] = (), real: bool = False) -> None:
+    def __init__(
+        self, ignored: Iterable[Tensor] = (), real: bool = False, recorder: Recorder | None = None
+    ) -> None:
         super().__init__()
+        self.recorder = recorder
         self._real = real
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, StorageWeakRef] = {}
@@ -176,6 +183,8 @@ class Watch(TorchDispatchMode):
             # The argument `out_dtype` is removed, because torch's FLOP formulas do not accept it.
             known = [arg for arg in args if not isinstance(arg, torch.dtype)]
             self.flops += formula(*known, **(kwargs or {}), out_val=out)
+        if self.recorder is not None:
+            self.recorder.add(func, args, kwargs or {}, out)
         self.look_at((args, out))
         return out
 
@@ -363,13 +372,16 @@ class Tracer:
             *(self.micro.inputs or {}).values(),
         ]
         stage = Stage([traced], AlwaysGathered(), recomputed=for_layer_alone(recomputed, traced))
-        before = Counter(self.traffic)
+        before, recorder = Counter(self.traffic), Recorder(self.traffic)
         try:
             with (
-                Watch(value for value in given if isinstance(value, Tensor)) as watch,
+                Watch(
+                    (value for value in given if isinstance(value, Tensor)),
+                    recorder=recorder,
+                ) as watch,
                 _FusedAttention(),
             ):
-                cost, output = _measure(stage, form, self.micro, watch)
+                cost, output = _measure(stage, form, self.micro, watch, recorder)
             sent = {
                 label: count - before[label]
                 for label, count in self.traffic.items()
@@ -443,7 +455,7 @@ def for_layer_alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomput
 
 
 def _measure(
-    stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch
+    stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch, recorder: Recorder
 ) -> tuple[LayerCost, Form | None]:
     """Measures one forward and one backward of a stage with a single layer.
 
@@ -451,7 +463,8 @@ def _measure(
         stage: the stage, whose only layer is measured.
         form: structure, shapes and dtypes of the layer's input; None for the first layer.
         micro: the micro-batch that the layer runs on, on the meta device.
-        watch: counts the memory and the operations.
+        watch: counts the memory and the FLOPs.
+        recorder: records the operations of `watch`.
 
     Returns:
         The cost, and the form of the output (None for a loss).
@@ -464,6 +477,7 @@ def _measure(
     )
     y = stage.forward(0, x, micro)
     forward, output, flops = watch.most, Form.of(y), watch.flops
+    operations = recorder.take()
     made = {
         part.untyped_storage()._cdata: StorageWeakRef(part.untyped_storage()) for part in tensors(y)
     }
@@ -480,7 +494,7 @@ def _measure(
     cached, backward = watch.bytes(), watch.most
     cost = LayerCost(
         flops, kept - cached, keeps_input, keeps_output, forward - cached, backward - cached, size,
-        0 if last else nbytes, cached,
+        0 if last else nbytes, cached, operations=(operations, recorder.take()),
     )  # fmt: skip
     return cost, None if last else output
 

@@ -16,6 +16,7 @@ from typing import cast
 
 from threed import models, schedules
 from threed.config import Config, ConfigError
+from threed.core.device import assume
 from threed.core.device import name as device_name
 from threed.core.messages import counted
 from threed.distributed.grid import AXES, Grid
@@ -30,11 +31,13 @@ from threed.monitor.meter import peak_tflops
 from threed.ops.precision import dtype
 from threed.pipeline.activation_checkpointing import enable, fully_recomputed, recomputed_layers
 from threed.pipeline.trace import LayerCost, TraceError
+from threed.planner import devices
 from threed.planner.blueprint import Blueprint, Pipeline, step_plan
 from threed.planner.layer_times import division as divided
 from threed.planner.layer_times import layer_times, max_over_ranks, trace_layer_bytes
 from threed.planner.memory_estimate import decide_order, footprint, order_facts, trace
 from threed.planner.order import with_order
+from threed.planner.step_time import StepTime, forward_flops, step_time, unmodelled
 from threed.schedules import registry, simulation
 from threed.zero.setup import check_tile, state_names
 
@@ -88,7 +91,10 @@ class Forecast:
             not known.
         measured_s: simulated time of a step's forwards and backwards in seconds, if it was computed
             from measured times of layers; otherwise None.
-        device: name of this machine's GPU, or None.
+        device: name of the GPU, of this machine or as given to `of`; None for a CPU.
+        time: predicted time of a step by its parts; None if the rates of the device are not known
+            (`planner.devices`), or if `unmodelled` is not empty.
+        unmodelled: the settings because of which `time` is not known.
         note: empty if `ranks` includes the memory of activations; otherwise the reason why this
             memory is not known.
     """
@@ -108,11 +114,13 @@ class Forecast:
     measured_s: float | None = None
     device: str | None = None
     note: str = ""
+    time: StepTime | None = None
+    unmodelled: Sequence[str] = ()
 
     @classmethod
     def of(
         cls, config: Config, world: int, build: Callable[[Slicing], Model] | None = None,
-        division: Division | None = None,
+        division: Division | None = None, gpu: str | None = None,
     ) -> Forecast:  # fmt: skip
         """Returns the forecast of a configuration.
 
@@ -123,10 +131,21 @@ class Forecast:
                 default, the model of `config.model` is built.
             division: the engine's partition by measured times. None: this function measures the
                 layers itself if `--parallel.partition` is measured.
+            gpu: a key of `planner.devices.DEVICES`, for a forecast for machines with such GPUs;
+                by default, the forecast is for this machine's device.
 
         Raises:
+            ConfigError: if the rates of `gpu` are not known.
             ValueError: if the model cannot be partitioned.
         """
+        with assume(None if gpu is None else _device(gpu, config).spec):
+            return cls._of(config, world, build, division)
+
+    @classmethod
+    def _of(
+        cls, config: Config, world: int, build: Callable[[Slicing], Model] | None,
+        division: Division | None,
+    ) -> Forecast:  # fmt: skip
         custom = build is not None
         build = build or (lambda slicing: models.build(config.model, slicing))
         p = config.parallel
@@ -170,12 +189,21 @@ class Forecast:
         arch = config.model.arch.rpartition(":")[2]  # the NAME of FILE.py:NAME
         name = type(unsharded.model).__name__ if custom else arch
         custom_costs = options_of(unsharded.model).costs is not None
+        gpu = device_name(default_device())
+        rates, missing, time = devices.find(gpu), unmodelled(config), None
+        if division or not any(cost.operations[0] for cost in unsharded.costs):
+            rates = None
+        if rates is not None and not missing:
+            rows = config.train.global_batch // config.train.micro_batch
+            work = 3.0 * forward_flops(unsharded.costs) * rows / world
+            first, same = columns[0], [column.costs for column in unique.values()]
+            time = step_time(rates, grid, same, blueprints[first], footprints[first], work)
         return cls(
             config, name, grid.sizes, unsharded.parameters, pipeline.plan.microbatches, timeline.bubble,
             fmean(simulation.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
             step_flops=None if division or custom_costs else timeline.makespan / grid.tp,
             measured_s=timeline.makespan if division and not unsharded_times else None,
-            device=device_name(default_device()), note=columns[0].note,
+            device=gpu, note=columns[0].note, time=time, unmodelled=missing if rates else (),
         )  # fmt: skip
 
     @property
@@ -183,12 +211,14 @@ class Forecast:
         """Predicted time of a step's forwards and backwards in seconds; None if it is not known.
 
         With `--parallel.partition measured`, it is computed from the measured times of the layers.
-        Otherwise it is `step_seconds` at the peak of this machine's GPU, if that peak is known
-        (`monitor.meter`). The time of messages is not included, because the bandwidth of links is
-        not known.
+        Otherwise it is the total of `time`, with messages and the update. If `time` is not known,
+        it is `step_seconds` at the peak of this machine's GPU, if that peak is known
+        (`monitor.meter`), without messages.
         """
         if self.division is not None:
             return self.measured_s
+        if self.time is not None:
+            return self.time.total
         peak = peak_tflops(self.device, self.config.precision.dtype)
         return None if peak is None or self.step_flops is None else self.step_seconds(peak)
 
@@ -244,6 +274,12 @@ class Forecast:
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {batches} per data rank",
             *([f"time       {self._time_text(self.seconds)}"] if self.seconds else []),
+            *([] if self.time is None else self.time.lines()),
+            *(
+                [f"time       not modelled: {', '.join(self.unmodelled)}"]
+                if self.unmodelled
+                else []
+            ),
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
             *([f"partition  {self.division.text()}"] if self.division else []),
             *(
@@ -260,10 +296,29 @@ class Forecast:
 
     def _time_text(self, seconds: float) -> str:
         tokens = self.config.train.global_batch * self.config.model.seq / seconds
+        if self.time is not None:
+            all_pairs = self.flops_per_token * tokens / (len(self.ranks) * self.time.peak)
+            shares = f"MFU {self.time.mfu:.1%} ({all_pairs:.1%} as in perf/mfu)"
+            return (
+                f"{seconds:.3g} s, {tokens:,.0f} tokens/s, {shares}, predicted for {self.device}:"
+            )
         by = (
             "by measured times" if self.division else f"at {EFFICIENCY:.0%} of {self.device}'s peak"
         )
         return f"{seconds:.3g} s, {tokens:,.0f} tokens/s {by}, without messages and updates"
+
+
+def _device(gpu: str, config: Config) -> devices.Device:
+    """Returns the rates of a GPU. Raises ConfigError if they are not known, or of no use."""
+    found = devices.find(gpu)
+    if found is None:
+        raise ConfigError(
+            [f"--gpu {gpu}: its rates are not known; use {', '.join(devices.DEVICES)}"]
+        )
+    if config.parallel.partition == "measured" and config.parallel.pp > 1:
+        fix = "use --parallel.partition balanced"
+        raise ConfigError([f"--gpu {gpu}: only this machine's device can be measured; {fix}"])
+    return found
 
 
 def _lines(ranks: Sequence[RankForecast]) -> list[str]:

@@ -65,10 +65,12 @@ class Footprint:
             `offloaded` is not included in `peak`: it is the number of bytes on a drive and, if the
             device is a GPU, in host memory. It is missing if this number is 0.
         sends: bytes sent per step, by axis: tp, pp, dp and cp.
+        gathers: part of the bytes sent over dp that gathers of parameters send.
     """
 
     bytes: dict[str, int]
     sends: dict[str, int]
+    gathers: int = 0
 
 
 def trace(
@@ -182,6 +184,7 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
             bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets
         )
     gathered = _gather(blueprint)
+    gathers = traffic["dp"] - before["dp"]
     chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
     reductions = _Reductions(blueprint, states)
     if blueprint.layer_major:
@@ -200,7 +203,7 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     sizes |= {"copies": copies} if copies and not gpu else {}
     offloaded += saving + copies if gpu else 0
     sizes["peak"] = sum(sizes.values())
-    return Footprint({**sizes, **({"offloaded": offloaded} if offloaded else {})}, sends)
+    return Footprint({**sizes, **({"offloaded": offloaded} if offloaded else {})}, sends, gathers)
 
 
 def decide_order(

@@ -1,0 +1,199 @@
+"""The device's work in a traced forward or backward: matrix products, attention, other kernels and
+collectives, in order.
+
+    recorder = Recorder(traffic)
+    recorder.add(func, args, kwargs, out)       # after every operation, from a TorchDispatchMode
+    recorder.take()                             # the operations since the last call
+
+A kernel of `csrc/cuda` or of torch that is neither a product nor attention is counted by its bytes:
+it reads each of its arguments once and writes each of its results once. An argument that it changes
+in place is read and written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from threed.ops import attention, launch
+
+# Operations that launch no kernel, in addition to views.
+_FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias",
+    "detach", "detach_", "alias", "lift_fresh", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory",
+}  # fmt: skip
+_OVERWRITING = {"copy_", "fill_", "zero_"}  # do not read the argument that they change
+_LOOKUPS = {"embedding", "index_select", "index_add_"}  # touch some rows of their first argument
+_UNREAD = {"scale_"}  # a kernel that ends at once if its factor is 1, as without loss scaling
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # -> position of the first matrix
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of the device.
+
+    Attributes:
+        kind: "product", "attention" (a forward or a backward), "memory" (any other kernel), or
+            "message" (a collective).
+        flops: FLOPs that the device executes, without the masked half of causal attention; 0 for
+            memory and message.
+        nbytes: bytes read and written; for a message, the bytes that this rank sends.
+        shape: m, n and k of a product, the rows of which include the batch; length and head size of
+            attention.
+        backward: whether it is the backward of attention, or a product that is added to the
+            gradient of a weight.
+        wide: whether a product of 16-bit matrices is added in fp32.
+        launches: number of kernels.
+        axis: axis of a message.
+    """
+
+    kind: Literal["product", "attention", "memory", "message"]
+    flops: int = 0
+    nbytes: int = 0
+    shape: tuple[int, ...] = ()
+    backward: bool = False
+    wide: bool = False
+    launches: int = 1
+    axis: str = ""
+
+
+class Recorder:
+    """Records the operations of a trace.
+
+    Args:
+        traffic: bytes sent, by axis; collectives update it. A collective between two operations is
+            recorded before the second one.
+    """
+
+    def __init__(self, traffic: Counter[str] | None = None) -> None:
+        self._traffic = Counter[str]() if traffic is None else traffic
+        self._sent = Counter(self._traffic)
+        self._found: list[Operation] = []
+        self._constants = set[int]()  # storages with constants, see `_is_constant`
+
+    def add(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Records an operation that has run.
+
+        Args:
+            func: the overload, as in `__torch_dispatch__`.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            out: its result.
+        """
+        name = func._opname
+        if func.is_view:
+            return
+        if name in _FREE:
+            self._constants -= set(map(_key, _tensors(out)))
+            return
+        if self._is_constant(args, kwargs, out):
+            return
+        self._add_messages()
+        plain = name.removesuffix("_")
+        if plain in _PRODUCTS:
+            self._found.append(_product(func, args[_PRODUCTS[plain] :], out))
+        elif name.startswith("_scaled_dot_product"):
+            self._found.append(_attention(_by_name(func, args, kwargs), "backward" in name))
+        else:
+            ours = launch.OPERATORS.get(f"{func.namespace}::{name}")
+            count = 1 if ours is None else ours.launches(*args)
+            nbytes = 0 if name in _UNREAD else _nbytes(func, name, args, kwargs, out)
+            self._found.append(Operation("memory", nbytes=nbytes, launches=count))
+
+    def _is_constant(self, args: Any, kwargs: Mapping[str, Any], out: Any) -> bool:
+        """Returns whether a result depends on no tensor, such as a part of a table of angles.
+
+        Layers create such tensors once and keep them, so they take no time in a step.
+        """
+        given = list(_tensors(*args, *kwargs.values()))
+        found = all(_key(tensor) in self._constants for tensor in given)
+        keys = set(map(_key, _tensors(out)))
+        self._constants = self._constants | keys if found else self._constants - keys
+        return found
+
+    def take(self) -> tuple[Operation, ...]:
+        """Returns the operations since the last call."""
+        self._add_messages()
+        found, self._found = tuple(self._found), []
+        return found
+
+    def _add_messages(self) -> None:
+        if self._traffic == self._sent:
+            return
+        for axis, sent in (self._traffic - self._sent).items():
+            self._found.append(Operation("message", nbytes=sent, axis=axis))
+        self._sent = Counter(self._traffic)
+
+
+def _product(func: Any, args: Sequence[Any], out: Tensor) -> Operation:
+    """Returns the record of a product.
+
+    A product that writes to an existing tensor adds to the gradient of a weight.
+    """
+    a, b = args[0], args[1]
+    rows, inner, columns = a.numel() // a.shape[-1], a.shape[-1], b.shape[-1]
+    nbytes = a.nbytes + b.nbytes + out.nbytes
+    return Operation(
+        "product", 2 * rows * inner * columns, nbytes, (rows, columns, inner),
+        func._schema.is_mutable, out.dtype.itemsize > a.dtype.itemsize,
+    )  # fmt: skip
+
+
+def _attention(given: Mapping[str, Any], backward: bool) -> Operation:
+    """Returns the record of fused attention.
+
+    A backward has five products, a forward two. With `is_causal`, half of the pairs are computed.
+
+    Args:
+        given: arguments by name.
+        backward: whether it is the backward.
+    """
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    flops = attention.kernel_flops(q, k, v) * (5 if backward else 2) // 2
+    nbytes = (2 * q.nbytes + k.nbytes + v.nbytes) * (2 if backward else 1)
+    shape = (k.shape[-2], q.shape[-1])
+    return Operation(
+        "attention", flops // (2 if given.get("is_causal") else 1), nbytes, shape, backward
+    )
+
+
+def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+
+
+def _nbytes(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Returns the bytes that a kernel reads and writes, see the head of this file."""
+    if name in _LOOKUPS:
+        rows = args[-1] if name == "index_add_" else out
+        return sum(map(_size, _tensors(rows))) * (3 if name == "index_add_" else 2)
+    total, changed = 0, set[int]()
+    given = _by_name(func, args, kwargs)
+    for argument in func._schema.arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(given.get(argument.name)):
+            total += _size(tensor) * (2 if written and name not in _OVERWRITING else 1)
+            changed |= {id(tensor)} if written else set()
+    return total + sum(_size(tensor) for tensor in _tensors(out) if id(tensor) not in changed)
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(*value)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _size(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor. An expanded dimension counts once: caches serve the rest."""
+    sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return math.prod(sizes) * tensor.element_size()

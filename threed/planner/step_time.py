@@ -1,0 +1,300 @@
+"""Predicts the time of a step on a GPU, part by part, from the operations of the traced layers.
+
+    time = step_time(device, stages, layers, blueprints, footprints, flops)
+    time.total, time.mfu, time.products, ...
+    print("\n".join(time.lines()))
+
+The layers are traced on the meta device, with the kernels that a GPU would run, so every matrix
+product, every attention and the bytes of all other kernels are known (`pipeline.operations`). Their
+times follow from the rates of the device (`devices`). The times of the layers are the costs of a
+simulation of the schedule, which gives the bubble. Collectives of tensor parallelism are exposed,
+except if the product of a weight's gradient follows. Gathers and reductions of ZeRO overlap with
+the computation that the stage permits, and slow it down.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from threed import schedules
+from threed.config import Config
+from threed.distributed.grid import Grid
+from threed.models.measured_partition import LayerTimes, stage_costs
+from threed.ops.precision import dtype
+from threed.pipeline.operations import Operation
+from threed.pipeline.trace import LayerCost
+from threed.planner.blueprint import Blueprint
+from threed.planner.devices import INTERFERENCE, Device, LinkRate
+from threed.planner.memory_estimate import Footprint
+from threed.schedules import Costs, Kind
+from threed.schedules.action import COMPUTE
+from threed.zero.setup import state_names
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted time of a step, in seconds, on the pipeline rank that computes the longest.
+
+    Attributes:
+        products: matrix products.
+        attention: fused attention, forward and backward.
+        elementwise: all other kernels of the layers, with the loss.
+        launches: time between kernels, and the time for which the device waits for the host.
+        optimizer: gradient norm and update of the weights.
+        tensor: exposed time of collectives of tensor parallelism.
+        pipeline: exposed time of messages between stages.
+        data: exposed time of gathers and reductions, with the time by which they slow computation.
+        bubble: idle time of the schedule.
+        communication: time of all collectives and messages of the rank, exposed or not.
+        flops: FLOPs of the model per device, without recomputation; causal attention counts half.
+        device: name of the device.
+        peak: peak FLOP/s of the device.
+    """
+
+    products: float
+    attention: float
+    elementwise: float
+    launches: float
+    optimizer: float
+    tensor: float
+    pipeline: float
+    data: float
+    bubble: float
+    communication: float
+    flops: float
+    device: str
+    peak: float
+
+    @property
+    def exposed(self) -> float:
+        """The time of communication that does not overlap with computation."""
+        return self.tensor + self.pipeline + self.data
+
+    @property
+    def total(self) -> float:
+        """The time of the step."""
+        computed = self.products + self.attention + self.elementwise + self.launches
+        return computed + self.optimizer + self.exposed + self.bubble
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, with half of the FLOPs of full attention."""
+        return self.flops / (self.total * self.peak)
+
+    def lines(self) -> Iterator[str]:
+        """Yields the parts as the rows of a table, with milliseconds and shares of the step."""
+        parts = {
+            "matrix products": self.products, "attention": self.attention,
+            "elementwise and loss": self.elementwise, "launches": self.launches,
+            "optimizer": self.optimizer, "exposed: tensor parallelism": self.tensor,
+            "exposed: stages": self.pipeline, "exposed: gathers, reductions": self.data,
+            "pipeline bubble": self.bubble, "total": self.total,
+        }  # fmt: skip
+        for name, seconds in parts.items():
+            yield f"  {name:<29}{seconds * 1e3:>10.1f} ms {seconds / self.total:>6.1%}"
+        yield f"  {'communication, in all':<29}{self.communication * 1e3:>10.1f} ms"
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Seconds of one layer's operations, by part; `sent` is the time of its collectives."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    launches: float = 0.0
+    tensor: float = 0.0
+    sent: float = 0.0
+
+    def plus(self, other: _Parts, times: float = 1.0) -> _Parts:
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return _Parts(*(own + times * more for own, more in pairs))
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.elementwise + self.launches + self.tensor
+
+
+def unmodelled(config: Config) -> list[str]:
+    """Returns the settings for which the time of a step is not modelled."""
+    p, zero = config.parallel, config.zero
+    found = {
+        f"--precision.dtype {config.precision.dtype}": dtype(config.precision.dtype).itemsize != 2,
+        f"--zero.offload-optimizer {zero.offload_optimizer}": zero.offload_optimizer != "none",
+        f"--zero.offload-params {zero.offload_params}": zero.offload_params != "none",
+        f"--zero.tile {zero.tile}": zero.tile > 1,
+        f"--recompute.offload {config.recompute.offload}": config.recompute.offload != "none",
+        f"--parallel.cp {p.cp}": p.cp > 1,
+        "--run.compile true": config.run.compile,
+    }
+    return [name for name, used in found.items() if used]
+
+
+def forward_flops(costs: Sequence[LayerCost]) -> int:
+    """Returns the FLOPs of the forwards of layers, without masked pairs of causal attention."""
+    return sum(operation.flops for cost in costs for operation in cost.operations[0])
+
+
+def step_time(
+    device: Device, grid: Grid, columns: Sequence[Sequence[LayerCost]], blueprints: Sequence[Blueprint],
+    footprints: Sequence[Footprint], flops: float,
+) -> StepTime:  # fmt: skip
+    """Predicts the time of a step.
+
+    Args:
+        device: the GPU.
+        grid: the number of ranks per axis.
+        columns: for each group of equal tensor-parallel ranks, the costs of all layers.
+        blueprints: blueprint of each pipeline rank.
+        footprints: traffic of each pipeline rank.
+        flops: FLOPs of the model per step and device, without recomputation.
+    """
+    links = _links(device, grid)
+    layers = [
+        max((_layer(device, cost, links["tp"]) for cost in same), key=lambda parts: parts[0].total)
+        for same in zip(*columns, strict=True)
+    ]
+    pipeline = blueprints[0].pipeline
+    costs = stage_costs([times for _, times in layers], pipeline.layout.ranges)
+    alone = schedules.simulate(pipeline.plan, costs)
+    # bytes of the largest message between stages; a rank alone sends none
+    sizes = [
+        each.sends["pp"] / max(1, sent)
+        for each, sent in zip(footprints, alone.messages, strict=True)
+    ]
+    message = links["pp"].seconds(max(sizes))
+    with_messages = schedules.simulate(pipeline.plan, replace(costs, send=message))
+    busy = [sum(end - begin for _, begin, end in rank) for rank in alone.spans]
+    rank = max(range(len(busy)), key=busy.__getitem__)
+    parts, passes = _of_rank(blueprints[rank], [parts for parts, _ in layers])
+    data, exposed = _data(blueprints[rank], footprints[rank], links["dp"], costs, passes)
+    return StepTime(
+        parts.products, parts.attention, parts.elementwise, parts.launches,
+        _optimizer_bytes(blueprints[rank]) / device.bandwidth, parts.tensor,
+        max(0.0, with_messages.makespan - alone.makespan), exposed,
+        max(0.0, alone.makespan - busy[rank]),
+        parts.sent + data + links["pp"].seconds(footprints[rank].sends["pp"], alone.messages[rank]),
+        flops, device.spec.name, device.peak * 1e12,
+    )  # fmt: skip
+
+
+def _links(device: Device, grid: Grid) -> dict[str, LinkRate]:
+    """Returns the rates of the axes of rank 0; of pp, between rank 0 and the next stage."""
+    ranks: dict[str, list[int]] = {"tp": [], "dp": [], "pp": []}
+    for rank in range(grid.world):
+        away = {axis for axis, index in grid.coordinates(rank).items() if index}
+        for axis, found in ranks.items():
+            if away <= {axis}:
+                found.append(rank)
+    return {
+        axis: device.link(found[:2] if axis == "pp" else found) for axis, found in ranks.items()
+    }
+
+
+def _layer(device: Device, cost: LayerCost, link: LinkRate) -> tuple[_Parts, LayerTimes]:
+    """Returns the parts of a layer's time for a micro-batch, and the times of its actions."""
+    forward, backward = (_parts(device, operations, link) for operations in cost.operations)
+    weights = sum(
+        device.seconds(one) for one in cost.operations[1] if one.kind == "product" and one.backward
+    )
+    both = forward.plus(backward)
+    launched = sum(
+        one.launches for some in cost.operations for one in some if one.kind != "message"
+    )
+    # The host is far ahead of the device, so only its time for the whole layer counts.
+    waits = max(0.0, device.gap_seconds(launched, host=True) - both.total)
+    slower = 1 + waits / both.total if both.total else 1.0
+    times = LayerTimes(
+        forward.total * slower, (backward.total - weights) * slower, weights * slower
+    )
+    return both.plus(_Parts(launches=waits)), times
+
+
+def _parts(device: Device, operations: Sequence[Operation], link: LinkRate) -> _Parts:
+    """Returns the time of a layer's forward or backward."""
+    found: Counter[str] = Counter()
+    names = {"product": "products", "attention": "attention", "memory": "elementwise"}
+    for operation, then in zip(operations, [*operations[1:], None], strict=True):
+        if operation.kind != "message":
+            found[names[operation.kind]] += device.seconds(operation)  # type: ignore[assignment]
+            found["launches"] += device.gap_seconds(operation.launches)  # type: ignore[assignment]
+            continue
+        sent = link.seconds(operation.nbytes)
+        hidden = 0.0
+        if then is not None and then.kind == "product" and then.backward:
+            hidden = min(sent, device.seconds(then))
+        found["sent"] += sent  # type: ignore[assignment]
+        found["tensor"] += sent - hidden * (1 - INTERFERENCE)  # type: ignore[assignment]
+    return _Parts(**found)
+
+
+def _of_rank(blueprint: Blueprint, layers: Sequence[_Parts]) -> tuple[_Parts, int]:
+    """Returns the parts of a rank's step, and its number of forwards."""
+    rank, total = blueprint.topology.axis("pp").index, _Parts()
+    counts = Counter(
+        part.chunk
+        for action in blueprint.pipeline.plan.ranks[rank]
+        if action.kind in COMPUTE
+        for part in action.parts
+        if part.kind is Kind.F
+    )
+    for chunk, numbers in enumerate(blueprint.chunks):
+        for number in numbers:
+            total = total.plus(layers[number], counts[chunk])
+    return total, sum(counts.values())
+
+
+def _data(
+    blueprint: Blueprint, footprint: Footprint, link: LinkRate, costs: Costs, passes: int
+) -> tuple[float, float]:
+    """Returns the time of gathers and reductions, and the time by which they lengthen the step.
+
+    They run in the forwards and backwards that the ZeRO stage permits. The first gather and the
+    last reduction never overlap.
+    """
+    if footprint.sends["dp"] == 0:
+        return 0.0, 0.0
+    stage, buckets = blueprint.config.zero.stage, max(1, len(blueprint.layout.buckets))
+    units = max(1, len(blueprint.held))
+    rounds = max(1, passes // max(1, len(blueprint.chunks)))
+    if blueprint.layer_major:
+        rounds = 1
+    gathers = units * (2 * rounds if stage == 3 else 1)
+    reductions = buckets * (rounds if stage >= 2 else 1)
+    gather = link.seconds(footprint.gathers, gathers)
+    reduce = link.seconds(footprint.sends["dp"] - footprint.gathers, reductions)
+    forward, backward = (
+        sum(_stage_seconds(costs, kind, blueprint)) for kind in ("forward", "backward")
+    )
+    # In seconds of the whole step: gathers that run in backwards, and computation beside transfers.
+    late = gather / 2 if stage == 3 else 0.0
+    beside_gathers = forward * (passes if stage == 3 else 1)
+    beside_reductions = backward * (passes if stage >= 2 or blueprint.layer_major else 1)
+    first, last = gather / gathers, reduce / reductions
+    exposed = max(first, gather - late - beside_gathers)
+    exposed += max(last, late + reduce - beside_reductions)
+    total = gather + reduce
+    return total, exposed + INTERFERENCE * max(0.0, total - exposed)
+
+
+def _stage_seconds(costs: Costs, direction: str, blueprint: Blueprint) -> Iterator[float]:
+    """Yields the mean time of a forward or backward of this rank's stages, divided by chunks."""
+    plan, rank = blueprint.pipeline.plan, blueprint.topology.axis("pp").index
+    kinds: Mapping[str, Sequence[str]] = {
+        "forward": ("forward",), "backward": ("backward_input", "backward_weight"),
+    }  # fmt: skip
+    for chunk in range(len(blueprint.chunks)):
+        for name in kinds[direction]:
+            times = getattr(costs, name)
+            yield times[plan.stage_of(rank, chunk)] / len(blueprint.chunks)
+
+
+def _optimizer_bytes(blueprint: Blueprint) -> int:
+    """Returns the bytes that the gradient norm and the update read and write on this rank."""
+    config = blueprint.config
+    states = 2 * 4 * (1 + len(state_names(config.optim)))  # master weights and moments
+    grads = 2 * dtype(config.precision.grad_dtype or "fp32").itemsize
+    each = states + grads + dtype(config.precision.dtype).itemsize
+    return each * sum(bucket.updates for bucket in blueprint.layout.buckets)
