@@ -45,7 +45,9 @@ SET: dict[str, str] = {
 STATE: dict[str, str] = {
     "config.architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
     "interop.deepspeed.api.checkpointing: _configured": "whether the program has configured it, as in DeepSpeed",
-    "ops.attention: _checked": "a message is given once per process",
+    "ops.attention_backends: _checked": "a message is given once per process",
+    "ops.attention_backends: _chosen": "torch's choice of a kernel, per combination of arguments",
+    "ops.attention_backends: _described": "the kernels that have run in this process, for the log",
     "ops.launch: OPERATORS": "torch's registry of operators is per process, too",
     "schedules.registry: _SCHEDULES": "schedules of the user, added before a configuration is read",
     "testing.ranks: _pipe": "the rank of a process that `run_ranks` has started",
