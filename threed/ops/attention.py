@@ -77,7 +77,8 @@ def attend(
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Returns `attend` of q [b a s d] and of k and v [b k s d], as [b a s d]."""
-    if not q.is_meta and not torch.compiler.is_compiling():
+    real = type(q) is Tensor and q.device.type in ("cpu", "cuda")  # neither meta nor fake
+    if real and not torch.compiler.is_compiling():
         attention_backends.check(q, k, v, mask, scale, q.is_cuda)
     return F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
