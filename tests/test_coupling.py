@@ -23,6 +23,7 @@ SET: dict[str, str] = {
     "layers.compiled: module.opaque": LAYER,
     "layers.compiled: module.traced": LAYER,
     "layers.compiled: torch._dynamo.config.recompile_limit": OTHER,
+    "ops.flex: torch._dynamo.config.recompile_limit": OTHER,
     "layers.linear: module.__class__": LAYER,
     "layers.recompute: module.recompute": LAYER,
     "memory.mapped: param.data": PARAMETER,
