@@ -476,6 +476,18 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
     def plain(x: Tensor) -> Results:
         return tuple(rotary.rotate(part.float(), THETA).to(x.dtype) for part in parts(x))
 
+    values = bf16(length, s.sequences, heads // 2, s.d, device=device)
+
+    def packed(*gradients: Tensor) -> Callable[[], Results]:
+        dq, dk, dv = gradients
+        return lambda: (rotary.pack_back((dq, dk, dv), Positions.all(length), THETA),)
+
+    def plain_backward(*gradients: Tensor) -> Results:
+        # A rotation of exchanged halves is a rotation back.
+        turned = (rotary.rotate(g.float().roll(s.d // 2, -1), THETA) for g in gradients[:2])
+        back = [g.roll(s.d // 2, -1).to(x.dtype) for g in turned]
+        return (torch.cat([g.flatten(2) for g in (*back, gradients[2].to(x.dtype))], -1),)
+
     return [
         Case(
             "rotary positions",
@@ -485,7 +497,15 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
             ours,
             call(plain),
             {"liger": by_liger},
-        )
+        ),
+        Case(
+            "rotary backward, packed",
+            ("rotary_backward",),
+            4 * (x.numel() + values.numel()),
+            (*parts(x), values),
+            packed,
+            call(plain_backward),
+        ),
     ]
 
 

@@ -48,6 +48,63 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
+// Heads [positions sequences heads d] of any strides, which are in packs. d is contiguous.
+struct Heads {
+  const uint4* from;
+  int64_t of_position, of_sequence, of_head;
+};
+
+// The backward, into the packed rows: 4 bytes per element of all heads. Reads the gradients of
+// queries, keys and values; those of queries and keys are rotated back.
+__global__ void __launch_bounds__(THREADS)
+    rotary_backward(Heads dq, Heads dk, Heads dv, uint4* __restrict__ dx, const float4* __restrict__ table, unsigned rows,
+                    unsigned sequences, unsigned queries, unsigned keys, unsigned half) {
+  constexpr int AHEAD = 2;  // pairs of packs that a thread loads before it uses the first
+  const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP;
+  if (row >= rows) return;
+  const unsigned position = row / sequences, sequence = row - position * sequences, turned = queries + keys;
+  const float4* const turns = table + int64_t(position) * 4 * half;
+  const unsigned pairs = (turned + keys) * half;
+  uint4* const out = dx + int64_t(row) * 2 * pairs;
+  const auto row_of = [&](const Heads& of) { return of.from + position * of.of_position + sequence * of.of_sequence; };
+  const uint4 *const q = row_of(dq), *const k = row_of(dk), *const v = row_of(dv);
+  for (unsigned first = threadIdx.x % WARP; first < pairs; first += AHEAD * WARP) {
+    uint4 lefts[AHEAD] = {}, rights[AHEAD] = {};
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      const unsigned i = first + u * WARP;
+      if (i >= pairs) continue;
+      const unsigned head = i / half, at = i - head * half;
+      const uint4* const from = head < queries  ? q + head * dq.of_head
+                                : head < turned ? k + (head - queries) * dk.of_head
+                                                : v + (head - turned) * dv.of_head;
+      lefts[u] = __ldcs(from + at), rights[u] = __ldcs(from + half + at);
+    }
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      const unsigned i = first + u * WARP;
+      if (i >= pairs) continue;
+      const unsigned head = i / half, at = i - head * half;
+      if (head < turned) {
+        float left[PACK], right[PACK], c[PACK], s[PACK];
+        unpack(lefts[u], left), unpack(rights[u], right);
+        load_floats(c, turns + at, half);
+        load_floats(s, turns + 2 * half + at, half);
+#pragma unroll
+        for (int n = 0; n < PACK; n++) {
+          const float old = left[n];
+          left[n] = old * c[n] + right[n] * s[n];
+          right[n] = right[n] * c[n] - old * s[n];
+        }
+        lefts[u] = pack(left), rights[u] = pack(right);
+      }
+      uint4* const to = out + 2 * head * half + at;
+      __stcs(to, lefts[u]);
+      __stcs(to + half, rights[u]);
+    }
+  }
+}
+
 }  // namespace
 
 // x [rows width]: rotates the first `heads` heads of size d in each row by the angles of position
@@ -59,4 +116,21 @@ extern "C" int threed_cuda_rotary(void* x, const float* table, int64_t rows, int
   const int64_t half = d / (2 * PACK);
   return launch(rotary, unsigned(ceil_div(rows, WARPS)), THREADS, 0, stream, static_cast<uint4*>(x),
                 reinterpret_cast<const float4*>(table), rows, sequences, heads * half, half, width / PACK, direction);
+}
+
+// dx [rows (queries + 2 keys) d] = the gradients of queries, keys and values, rotated back except
+// for the values. They are [positions sequences heads d]; for each of the three, the strides of
+// positions, sequences and heads are given in elements, multiples of 8. table: as above.
+extern "C" int threed_cuda_rotary_backward(const void* dq, const void* dk, const void* dv, void* dx, const float* table,
+                                           int64_t q_position, int64_t q_sequence, int64_t q_head, int64_t k_position,
+                                           int64_t k_sequence, int64_t k_head, int64_t v_position, int64_t v_sequence,
+                                           int64_t v_head, int64_t rows, int64_t sequences, int64_t queries, int64_t keys,
+                                           int64_t d, cudaStream_t stream) {
+  const auto heads = [](const void* from, int64_t position, int64_t sequence, int64_t head) {
+    return Heads{static_cast<const uint4*>(from), position / PACK, sequence / PACK, head / PACK};
+  };
+  return launch(rotary_backward, unsigned(ceil_div(rows, WARPS)), THREADS, 0, stream,
+                heads(dq, q_position, q_sequence, q_head), heads(dk, k_position, k_sequence, k_head),
+                heads(dv, v_position, v_sequence, v_head), static_cast<uint4*>(dx),
+                reinterpret_cast<const float4*>(table), rows, sequences, queries, keys, d / (2 * PACK));
 }

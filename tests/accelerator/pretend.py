@@ -32,6 +32,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torch.utils.backend_registration as registration
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,7 +50,7 @@ from threed.layers import Slicing
 from threed.memory import pool
 from threed.models import Model
 from threed.models import check as model_check
-from threed.ops import launch
+from threed.ops import flex, launch
 from threed.ops.precision import dtype
 from threed.pipeline.boundary import Form
 from threed.zero.offload import OffloadedOptimizer
@@ -115,6 +116,8 @@ def _doors(watch: Watching) -> Iterator[None]:
         (rng.normal, normal),
         (launch.on_gpu, lambda x: x.device.type == NAME),
         (launch.available, lambda x: x.device.type == NAME),  # the kernels of csrc/cuda, as shapes
+        (flex.problem, lambda _: ""),
+        (flex.attend, lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
         (
             model_check.check,
             lambda *_: None,

@@ -19,7 +19,10 @@ from tests.harness import run_ranks
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FORWARDS = {"norm", "cross_entropy"}
 BACKWARDS = {"norm_backward", "add_parts", "scale", "square_sum", "adamw"}
-GPT, LLAMA = {"gelu", "gelu_backward", "column_sums"}, {"swiglu", "swiglu_backward", "rotary"}
+GPT, LLAMA = (
+    {"gelu", "gelu_backward", "column_sums"},
+    {"swiglu", "swiglu_backward", "rotary", "rotary_backward"},
+)
 CASES = {
     "gpt": ({"model": "gpt"}, GPT),
     "llama": ({"model": "llama"}, LLAMA),

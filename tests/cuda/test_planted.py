@@ -62,6 +62,11 @@ def heads() -> Tensor:
     return x
 
 
+def heads_back() -> Tensor:
+    given = [bf16(5, 2, n, 32, seed=n) for n in (3, 2, 2)]
+    return rotary.pack_back(tuple(given), Positions.all(5), 1e4)
+
+
 def dropped() -> Tensor:
     what = dropout.Draw(1, "a", 2, torch.tensor([5, 6]), Positions.all(9), 0.5)
     return dropout.dropout(bf16(9, 2, 264), what)
@@ -151,6 +156,8 @@ FAULTS = {
     "a turned number turned again": Planted(
         "rotary.cu", "right[k] * c[k] + old", "right[k] * c[k] + left[k]", heads, None
     ),
+    "values are turned": Planted("rotary.cu", "if (head < turned)", "if (head <= turned)", heads_back, None),
+    "keys of queries": Planted("rotary.cu", "head - queries", "head - keys", heads_back, "out of bounds|wrong"),
     "another counter": Planted(
         "dropout.cu", "2 * (position * packs + at) + half", "position * packs + at", dropped, None
     ),

@@ -62,6 +62,46 @@ def test_heads_turn(case: tuple[int, int, int, int, int]) -> None:
         assert torch.equal(got.view_as(heads_of)[:, :, heads:].double(), heads_of[:, :, heads:])
 
 
+@pytest.mark.parametrize("case", CASES[:5])
+@pytest.mark.parametrize("layout", ["s b n d", "b s n d", "b n s d", "odd"])
+def test_gradients_turn_back_into_packed_rows(
+    case: tuple[int, int, int, int, int], layout: str
+) -> None:
+    """From the layouts that torch's attention returns; one that the kernel does not read is copied."""
+    length, sequences, heads, keys, size = case
+    keys = keys or heads
+    names = "s b n d".split()
+    given = []
+    for seed, n in enumerate((heads, keys, keys)):
+        of = bf16(length, sequences, n, size + (layout == "odd"), seed=seed)[..., :size]
+        if layout != "odd":
+            order = layout.split()
+            inner = of.permute(*(names.index(x) for x in order)).contiguous()
+            of = inner.permute(*(order.index(x) for x in names))
+        given.append(of)
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        dx = rotary.pack_back(tuple(given), Positions.all(length), 1e4)
+        (ran,) = machine.launches
+        if layout != "odd":
+            times = dict.fromkeys(("dq", "dk", "dv"), (1, 0))
+            table = sequences * (heads + keys)
+            assert_traffic(ran, times | {"dx": (0, 1), "table": (table, 0)})
+            if heads * size * length >= 4096 and size % 128 == 0:
+                assert_coalesced(ran)
+        return (dx,)
+
+    (dx,) = in_every_order(work)
+    angle = rotary.angles(Positions.all(length), size, 1e4, dx.device).double()
+    c, s = angle.cos()[:, None, None], angle.sin()[:, None, None]
+    parts = []
+    for of in given[:2]:
+        left, right = of.double().chunk(2, -1)
+        parts.append(torch.cat((left * c + right * s, right * c - left * s), -1))
+    truth = torch.cat((*parts, given[2].double()), 2)
+    assert_close_in_bf16(dx.view_as(truth).reshape(-1, size), truth.reshape(-1, size))
+
+
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 
 
@@ -104,3 +144,7 @@ def test_wrong_arguments_are_refused() -> None:
             rotary.rotate_(x, Positions.all(length), heads, size, 1e4)
     with emulated(), pytest.raises(ValueError, match="rotary takes"):
         rotary.rotate_(x, Positions.all(3), 1, 32, frequencies(1e4, 32, part=0.5))
+    heads, five = x.view(3, 2, 2, 32), bf16(5, 2, 2, 32)
+    for parts, size in (((heads, heads, heads[:, :, :1]), 3), ((five, five, five), 3)):
+        with emulated(), pytest.raises(ValueError, match="rotary_backward takes"):
+            rotary.pack_back(parts, Positions.all(size), 1e4)

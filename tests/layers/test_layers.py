@@ -25,7 +25,7 @@ from threed.distributed import collectives, conjugate
 from threed.distributed.sharding import Piece, ShardSpec, attach, parameter, spec_of, vector
 from threed.distributed.topology import Axis, Topology
 from threed.layers import MicroBatch, Slicing
-from threed.ops import attention as attention_ops
+from threed.ops import attention_backends
 from threed.planner.blueprint import blocks
 from threed.zero import layout
 from threed.zero.layout import DataAxes, Policy
@@ -559,19 +559,19 @@ def test_attention_that_no_kernel_computes_is_said_once_and_one_switched_off_is_
     q = torch.randn(1, 2, 7, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attention_ops.check_fused(q, q, q, None, None, False)
+        attention_backends.check(q, q, q, None, None, True)
     q = torch.randn(1, 2, 9, 8)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         with pytest.warns(
             UserWarning, match=r"without a fused kernel \(torch.float32 heads \[1, 2, 9, 8\]"
         ):
-            attention_ops.check_fused(q, q, q, None, None, False)
+            attention_backends.check(q, q, q, None, None, True)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            attention_ops.check_fused(q, q, q, None, None, False)
+            attention_backends.check(q, q, q, None, None, True)
         q = q.to(torch.bfloat16)
         for _ in range(2):
             with pytest.raises(
                 RuntimeError, match=r"\(torch.bfloat16 heads .* a fused kernel supports these"
             ):
-                attention_ops.check_fused(q, q, q, None, None, False)
+                attention_backends.check(q, q, q, None, None, True)

@@ -25,9 +25,9 @@ def test_a_trace_of_a_long_sequence_has_few_chunks() -> None:
     ]
 
 
-@pytest.mark.parametrize(("device", "heads"), [("cuda", 8), ("cpu", 2)])
-def test_a_trace_for_a_gpu_repeats_grouped_heads_under_a_mask(device: str, heads: int) -> None:
-    """CUDA's fused attention does not support them, so a layer keeps repeated keys and values."""
+@pytest.mark.parametrize(("device", "calls", "heads"), [("cuda", 4, 2), ("cpu", 1, 8)])
+def test_grouped_heads_under_a_mask_repeat_no_keys(device: str, calls: int, heads: int) -> None:
+    """CUDA's fused attention does not take groups under a mask: one head of every group attends at a time."""
     q, k = (torch.empty(16, 1, n, 4, device="meta") for n in (8, 2))
     mask = torch.empty(16, 16, dtype=torch.bool, device="meta")
     inner = F.scaled_dot_product_attention
@@ -36,4 +36,50 @@ def test_a_trace_for_a_gpu_repeats_grouped_heads_under_a_mask(device: str, heads
         patch.object(F, "scaled_dot_product_attention", side_effect=inner) as fused,
     ):
         attend(q, k, k, mask)
-    assert [part.shape[1] for part in fused.call_args.args[:3]] == [8, heads, heads]
+    shapes = [[part.shape[1] for part in call.args[:3]] for call in fused.call_args_list]
+    assert shapes == [[heads, 2, 2]] * calls
+    keys = [
+        part.untyped_storage()._cdata for call in fused.call_args_list for part in call.args[1:3]
+    ]
+    assert set(keys) == {k.untyped_storage()._cdata}
+
+
+@pytest.mark.parametrize("size", [(), (4,), (2, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize("learned", [False, True])
+def test_groups_one_at_a_time_are_attention_of_all(size: tuple[int, ...], learned: bool) -> None:
+    draw = torch.Generator().manual_seed(2)
+    shapes = [(7, 2, 4, 6), (7, 2, 2, 6), (7, 2, 2, 6), (*size, 7, 7)]
+    q, k, v, bias = (torch.randn(s, dtype=torch.float64, generator=draw) for s in shapes)
+    given = [x.requires_grad_() for x in (q, k, v, *([bias] if learned else []))]
+    results = []
+    for grouped in (True, False):
+        with patch.object(attention, "_takes_groups", lambda *_, grouped=grouped: grouped):
+            y = attend(q, k, v, bias, 0.3)
+        results.append((y, *torch.autograd.grad(y.square().sum(), given)))
+    for ours, right in zip(*results, strict=True):
+        torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
+
+
+def saved_bytes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> int:
+    """Bytes of the distinct tensors that attention keeps for its backward, without its inputs."""
+    sizes: dict[int, int] = {}
+    keep = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        keep.append(x)
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = attend(q, k, v, mask)
+    given = {x.untyped_storage().data_ptr() for x in (q, k, v, mask, y)}
+    return sum(n for at, n in sizes.items() if at not in given)
+
+
+def test_grouped_heads_under_a_mask_keep_one_output_more_and_no_keys() -> None:
+    """Kept: the outputs of the calls (as many bytes as q), and a log-sum-exp per query and head."""
+    q, k = (torch.randn(64, 2, n, 32, requires_grad=True) for n in (8, 2))
+    v, mask = k.detach().clone().requires_grad_(), torch.zeros(64, 64)
+    with patch.object(attention, "_takes_groups", lambda *_: False):
+        kept = saved_bytes(q, k, v, mask)
+    assert kept <= 4 * (q.numel() + q.numel() // 32)

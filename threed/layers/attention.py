@@ -156,10 +156,11 @@ class Attention(nn.Module):
 
     def _heads(self, *projected: Tensor) -> tuple[Tensor, ...]:
         """Returns query [s b a/t d], key and value [s b k/t d], with norms and rotary positions."""
-        first, theta, counts = projected[0], self.rotary, (self.heads, *[self.kv_heads] * 2)
+        first, theta = projected[0], self.rotary
+        counts = (self.heads, self.kv_heads, self.kv_heads)
         if len(projected) == 1 and self._rotates_in_place(first):
-            positions, turned = self.slicing.gathered_positions(first), sum(counts[:2])
-            return rotary.split_and_rotate(first, counts, turned, self.d, theta or 0.0, positions)
+            positions = self.slicing.gathered_positions(first)
+            return rotary.split_and_rotate(first, counts, self.d, theta or 0.0, positions)
         *query, rest = (part.view(*part.shape[:2], -1, self.d) for part in projected)
         heads = (*query, *rest.split(counts[len(query) :], dim=2))
         q, k, v = heads

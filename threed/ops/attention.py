@@ -3,6 +3,8 @@
     attend(q, k, v)                                    torch's fused attention, causal or masked
     Causal(window=4096, softcap=50.0)(q, k, v)         with a window, a soft cap or a custom scale
 
+On GPUs, windows, soft caps and documents are computed by FlexAttention (`ops.flex`).
+
 A block is the attention of some queries to some keys (arXiv 2205.14135, 2310.01889):
 
     y, lse = forward(offset, causal, q, k, v)                   # lse: log-sum-exp per query
@@ -22,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from threed.distributed.topology import default_device
+from threed.ops import attention_backends, flex
 
 _ATEN = torch.ops.aten
 _FLASH = _ATEN._scaled_dot_product_flash_attention_for_cpu
@@ -62,23 +64,52 @@ def attend(
         q: queries [s b a d].
         k: keys [s b k d].
         v: values [s b k d].
-        mask: [s s] or [a s s], with queries as rows and keys as columns. Either bool (True: the
-            query attends to the key), or numbers in q's dtype that are added to the scores. It
+        mask: [s s], [a s s] or [b a s s] with queries as rows and keys as columns; sizes a and b
+            may be 1. Either bool (True: the query attends to the key), or numbers in q's dtype that are added to the scores. It
             replaces the causal mask.
         scale: factor of the scores. Default: 1 / sqrt(d).
     """
     q, k, v = _batch_first(q), _batch_first(k), _batch_first(v)
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and mask is not None and _device_type(q) == "cuda":
-        # CUDA's fused attention under a mask does not support grouped heads.
-        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
-        grouped = False
-    if q.is_cuda and not torch.compiler.is_compiling():
-        check_fused(q, k, v, mask, scale, grouped)
-    y = F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    if mask is not None and q.shape[1] != k.shape[1] and not _takes_groups(q, k, v, mask, scale):
+        return _attend_by_group(q, k, v, mask, scale)
+    return _fused(q, k, v, mask, scale).permute(2, 0, 1, 3).flatten(2)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Returns `attend` of q [b a s d] and of k and v [b k s d], as [b a s d]."""
+    real = type(q) is Tensor and q.device.type in ("cpu", "cuda")  # neither meta nor fake
+    if real and not torch.compiler.is_compiling():
+        attention_backends.check(q, k, v, mask, scale, q.is_cuda)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return y.permute(2, 0, 1, 3).flatten(2)
+
+
+def _takes_groups(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None
+) -> bool:  # fmt: skip
+    """Returns whether torch's fused attention supports grouped heads under a mask.
+
+    On GPUs only cuDNN supports them; for a trace and under torch.compile the answer is no.
+    """
+    if _device_type(q) != "cuda":
+        return True
+    if q.is_meta or torch.compiler.is_compiling():
+        return False
+    return attention_backends.choice(q, k, v, mask, scale) != SDPBackend.MATH.value
+
+
+def _attend_by_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Returns `attend` of q [b a s d] without repeating keys and values [b k s d].
+
+    The i-th query heads of all groups attend in one call, so there are a / k calls.
+    """
+    count, parts = q.shape[1] // k.shape[1], []
+    for i in range(count):
+        by_head = mask.dim() > 2 and mask.shape[-3] > 1
+        of_heads = mask[..., i::count, :, :] if by_head else mask
+        parts.append(_fused(q[:, i::count], k, v, of_heads, scale).permute(2, 0, 1, 3))
+    return torch.stack(parts, 3).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -95,17 +126,50 @@ class Causal:
     softcap: float = 0.0
     scale: float | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns attention [s b (a d)] of q [s b a d] to k and v [s b k d]."""
-        if not self.window and not self.softcap:
-            return attend(q, k, v, None, self.scale)
-        length = q.shape[0]
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Returns attention [s b (a d)].
+
+        Args:
+            q: queries [s b a d].
+            k: keys [s b k d].
+            v: values [s b k d].
+            documents: number of each position's document, [b s], not decreasing along s. A query
+                attends only to its own document. Default: each sequence is one document.
+
+        Raises:
+            ValueError: if documents and a soft cap are given on a device without FlexAttention.
+        """
+        length, trace = q.shape[0], q.is_meta and not _on_cpu(q)
         window = self.window if self.window < length else 0
-        if self.softcap or (0 < 2 * window <= length and _on_cpu(q)):
+        # For a trace, torch's fused attention stands for FlexAttention, which saves the same.
+        if trace or not (window or self.softcap or documents is not None):
+            return attend(q, k, v, None, self.scale)
+        if flex.fits(queries := _batch_first(q)):
+            return self._flex(queries, _batch_first(k), _batch_first(v), window, documents)
+        if documents is not None:
+            if self.softcap:
+                fix = "leave out one of the two, or run on a GPU with FlexAttention"
+                raise ValueError(f"attention with documents and a soft cap on {q.device}: {fix}")
+            return attend(q, k, v, _document_mask(documents, window), self.scale)
+        if self.softcap or 2 * window <= length or not _on_cpu(q):
+            if not torch.compiler.is_compiling():
+                what = f"window {window}, soft cap {self.softcap:g}"
+                attention_backends.record("chunks of threed", queries, _batch_first(k), what)
             y: Tensor = _Chunked.apply(q, k, v, window, self.softcap, self.scale)
             return y
-        mask = _mask((length, length), 0, window, q) if window else None
-        return attend(q, k, v, mask, self.scale)
+        return attend(q, k, v, _mask((length, length), 0, window, q), self.scale)
+
+    def _flex(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        if not torch.compiler.is_compiling():
+            what = f"window {window}, soft cap {self.softcap:g}"
+            what += "" if documents is None else ", documents"
+            attention_backends.record("FlexAttention", q, k, what)
+        y = flex.attend(q, k, v, window, self.softcap, self.scale, documents)
+        return y.permute(2, 0, 1, 3).flatten(2)
 
     def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
         """Returns the FLOPs of a forward, counted for all pairs of positions.
@@ -284,6 +348,14 @@ def _has_masked_query(q: Tensor, k: Tensor, offset: int, window: int) -> bool:
     return offset < 0 or 0 < window <= offset + q.shape[2] - k.shape[2]
 
 
+def _document_mask(documents: Tensor, window: int) -> Tensor:
+    """Returns a mask [b 1 s s]: whether a query attends to a key, for documents [b s]."""
+    at = torch.arange(documents.shape[1], device=documents.device)
+    behind = at.unsqueeze(1) - at
+    near = (behind >= 0) & (behind < window) if window else behind >= 0
+    return (near & (documents.unsqueeze(2) == documents.unsqueeze(1))).unsqueeze(1)
+
+
 def _mask(size: tuple[int, int], offset: int, window: int, like: Tensor) -> Tensor:
     make = _cached_mask.__wrapped__ if torch.compiler.is_compiling() else _cached_mask
     return make(size, offset, window, like.device, like.dtype)
@@ -394,41 +466,3 @@ def on_meta(
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     y = _EFFICIENT(query, key, value, attn_mask, True, 0.0, is_causal)[0]
     return y
-
-
-_checked: set[tuple[object, ...]] = set()
-
-
-def check_fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, grouped: bool
-) -> None:
-    """Checks that torch uses a fused kernel, which keeps no score matrix.
-
-    The check runs once per combination of shapes, dtype and presence of a mask. It issues a warning
-    if no fused kernel supports the combination.
-
-    Raises:
-        RuntimeError: if a fused kernel supports the combination but is switched off.
-    """
-    kind = (q.shape, k.shape, q.dtype, mask is None, q.requires_grad)
-    if kind in _checked:
-        return
-    chosen = torch._fused_sdp_choice(
-        q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=grouped
-    )
-    if chosen == SDPBackend.MATH.value:
-        description = f"{q.dtype} heads {list(q.shape)} [b a s d], keys {list(k.shape)}, {'no ' if mask is None else 'a '}mask"
-        problem = f"attention without a fused kernel ({description}): it keeps the scores of all pairs of positions"
-        if (
-            q.dtype in (torch.bfloat16, torch.float16)
-            and mask is None
-            and q.shape[3] % 8 == 0
-            and q.shape[3] <= 256
-        ):
-            raise RuntimeError(
-                f"{problem}; a fused kernel supports these tensors but is switched off: leave out"
-                " torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_flash_sdp(False)"
-            )
-        supported = "fused kernels support bf16 and fp16, head sizes that are multiples of 8 up to 256, and the causal mask"
-        warnings.warn(f"{problem}; {supported}", stacklevel=3)
-    _checked.add(kind)

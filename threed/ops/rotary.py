@@ -125,19 +125,73 @@ def _start(
     launch.start("rotary", x, cos_sin, *x.shape, sequences, heads, size, direction)
 
 
+def pack_back(
+    gradients: tuple[Tensor, Tensor, Tensor], positions: Positions, theta: Theta
+) -> Tensor:
+    """Rotates gradients of queries and keys back, and packs them with the values' gradient.
+
+    Launches one kernel. Per element, reads 2 bytes of memory and writes 2 bytes.
+
+    Args:
+        gradients: of queries [s b a d], keys and values [s b k d], bf16. They may have any strides
+            that are multiples of 8, with contiguous heads; others are copied first.
+        positions: the s positions.
+        theta: base of the frequencies, or a result of `ops.frequencies.frequencies`.
+
+    Returns:
+        The gradient of the packed rows, [s b (a+2k)d].
+    """
+    plain = torch.contiguous_format  # clone also changes strides of dimensions of size 1
+    dq, dk, dv = (g if _has_packs(g) else g.clone(memory_format=plain) for g in gradients)
+    length, _, _heads, size = dq.shape
+    fits = size % 16 == 0 and rotated_size(theta, size) == size and length * dq.shape[1] < 2**31
+    fits = fits and length == sum(last - first for first, last in positions.ranges)
+    fits = fits and dk.shape == dv.shape == (*dq.shape[:2], dk.shape[2], size)
+    wanted = "bf16 [s b n d], heads of a multiple of 16, as many positions as given"
+    launch.check(fits and all(map(_has_packs, (dq, dk, dv))), "rotary_backward", wanted, dq, dk, dv)
+    return _start_backward(dq, dk, dv, table(positions, size, theta, dq.device))
+
+
+def _has_packs(x: Tensor) -> bool:
+    """Returns whether a kernel can read the heads x [s b n d] in packs of eight bf16 numbers."""
+    packs = x.dtype == torch.bfloat16 and x.stride(3) == 1 and launch.aligned(x)
+    return packs and all(stride % 8 == 0 for stride in x.stride()[:3])
+
+
+def _packed(dq: Tensor, dk: Tensor, dv: Tensor, cos_sin: Tensor) -> Tensor:
+    s, b, heads, size = dq.shape
+    return dq.new_empty(s, b, (heads + 2 * dk.shape[2]) * size)
+
+
+@launch.operator(
+    "rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos_sin) -> Tensor",
+    _packed,
+    launches=1,
+)
+def _start_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos_sin: Tensor) -> Tensor:
+    dx = _packed(dq, dk, dv, cos_sin)
+    s, b, heads, size = dq.shape
+    strides = (stride for g in (dq, dk, dv) for stride in g.stride()[:3])
+    if dx.numel():
+        launch.start(
+            "rotary_backward", dq, dk, dv, dx, cos_sin, *strides, s * b, b, heads, dk.shape[2], size
+        )
+    return dx
+
+
 class _SplitAndRotate(torch.autograd.Function):
-    """Splits x [s b width] into tensors of heads; rotates the first `turned` heads of x in place.
+    """Splits x [s b width] into queries, keys and values; rotates queries and keys in place.
 
     Returns a tensor [s b n d] for each n in `heads`. The tensors are views of x's memory.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: Theta,
+        ctx: Any, x: Tensor, heads: tuple[int, int, int], size: int, theta: Theta,
         positions: Positions,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.arguments = (positions, turned, size, theta)
-        rotate_(x.view(-1, x.shape[-1]), *ctx.arguments)
+        ctx.arguments = (positions, theta)
+        rotate_(x.view(-1, x.shape[-1]), positions, sum(heads[:2]), size, theta)
         # Autograd does not see that the kernel changed x in place. With a new version number of x,
         # autograd raises an error if an earlier operation saved x for its backward.
         torch.autograd.graph.increment_version((x,))
@@ -145,20 +199,25 @@ class _SplitAndRotate(torch.autograd.Function):
         return tuple(part.unflatten(-1, (-1, size)) for part in parts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        dx = torch.cat([g.flatten(2) for g in gradients], -1)
-        rotate_(dx.view(-1, dx.shape[-1]), *ctx.arguments, back=True)
-        return dx, None, None, None, None, None
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        return pack_back((dq, dk, dv), *ctx.arguments), None, None, None, None
 
 
 def split_and_rotate(
-    x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: Theta, positions: Positions
+    x: Tensor, heads: tuple[int, int, int], size: int, theta: Theta, positions: Positions
 ) -> tuple[Tensor, ...]:
-    """Splits x [s b width] into tensors of heads, and rotates the first `turned` heads of x.
+    """Splits x [s b width] into queries, keys and values, and rotates queries and keys.
+
+    Args:
+        x: packed heads [s b width].
+        heads: number of heads of queries, keys and values.
+        size: head's size d.
+        theta: base of the frequencies, or a result of `ops.frequencies.frequencies`.
+        positions: positions of the rows of x.
 
     Returns:
         One tensor [s b n d] for each n in `heads`. They share x's memory, in which the rotation was
         done, so x must not be read afterwards.
     """
-    parts: tuple[Tensor, ...] = _SplitAndRotate.apply(x, heads, turned, size, theta, positions)
+    parts: tuple[Tensor, ...] = _SplitAndRotate.apply(x, heads, size, theta, positions)
     return parts

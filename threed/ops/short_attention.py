@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from threed.ops import fused_cpu
+from threed.ops import attention_backends, fused_cpu
 
 
 def reference(qkv: Tensor, d: int) -> Tensor:
@@ -47,7 +47,9 @@ class _ShortAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, d: int) -> Tensor:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        y, logarithms = flash(*_heads(qkv, d), 0.0, True)
+        q, k, v = _heads(qkv, d)
+        attention_backends.record("flash attention, threed's backward on AMX tiles", q, k, "causal")
+        y, logarithms = flash(q, k, v, 0.0, True)
         ctx.save_for_backward(qkv, logarithms)
         ctx.d = d
         out: Tensor = y.permute(2, 0, 1, 3).flatten(2)

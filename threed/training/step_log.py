@@ -15,6 +15,7 @@ from threed.distributed import collectives
 from threed.distributed.clocks import on_one_clock
 from threed.engine import StepMetrics
 from threed.monitor.meter import Throughput, Traffic
+from threed.ops import attention_backends
 from threed.schedules import Action
 from threed.schedules.simulation import idle_shares
 from threed.training.callback import Callback, Run
@@ -59,6 +60,9 @@ class StepLog(Callback):
         run.engine.topology.traffic.clear()
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
+        if metrics.step == run.start.step + 1:
+            for line in attention_backends.described():
+                run.note(f"attention  {line}")
         logged = run.is_logged(metrics.step)
         loss = metrics.loss if logged else 0.0  # reading the loss waits for the device
         self._traffic.add(run.engine.topology.traffic)

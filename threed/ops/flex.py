@@ -1,0 +1,162 @@
+"""Causal attention with windows, soft caps and packed documents by FlexAttention (arXiv 2412.05496).
+
+torch.compile generates one kernel for GPUs. The kernel skips blocks of 128 queries and 128 keys
+without visible pairs, and compares positions and documents only in blocks where some pairs are
+masked. The lists of blocks are computed from the positions of block borders, so no tensor has
+s × s elements. Keys are not repeated for grouped queries.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from threed.ops import launch
+
+BLOCK = 128  # queries and keys per block
+RECOMPILES = (
+    64  # maximum number of generated kernels; one per combination of shapes, window and cap
+)
+
+
+def fits(q: Tensor) -> bool:
+    """Returns whether FlexAttention supports q [b a s d] on its device."""
+    supported = q.dtype in (torch.bfloat16, torch.float16, torch.float32) and q.shape[-1] >= 16
+    if q.is_meta or not supported or not launch.on_gpu(q):
+        return False
+    return torch.compiler.is_compiling() or not problem(q.device)
+
+
+@functools.cache
+def problem(where: torch.device) -> str:
+    """Returns why FlexAttention does not run on a GPU; "" if it runs.
+
+    The first call for a device compiles and runs a small forward and backward, and warns if they
+    fail. They fail, for example, if Triton or a C compiler is missing.
+    """
+    try:
+        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+            x = torch.ones(1, 1, BLOCK, 16, dtype=torch.bfloat16, device=where, requires_grad=True)
+            attend(x, x, x, 1, 0.0, None).sum().backward()
+    except Exception as error:  # torch.compile raises errors of many types
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        text = f"FlexAttention does not run on {where}: {lines[0]}"
+        cost = (
+            "plain operations compute windows and soft caps instead; every layer then writes and reads the scores of each"
+            " query several times (4 bytes per head and key in its window), and documents use a mask of s x s elements"
+        )
+        warnings.warn(f"{text}; {cost}", stacklevel=2)
+        return text
+    return ""
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float, scale: float | None,
+    documents: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns causal attention [b a s d].
+
+    Args:
+        q: queries [b a s d].
+        k: keys [b k s d].
+        v: values [b k s d].
+        window: number of positions that a query attends to, including its own. 0: no limit.
+        softcap: c in c tanh(score / c), which replaces each score. 0: no cap.
+        scale: factor of the scores. Default: 1 / sqrt(d).
+        documents: number of each position's document, [b s], not decreasing along s. A query
+            attends only to its own document. Default: each sequence is one document.
+    """
+    kernel = _kernel()
+    y: Tensor = kernel(
+        q, k, v, _cap(softcap) if softcap else None, block_mask(q.shape[2], window, q.device, documents),
+        scale, q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return y
+
+
+def block_mask(length: int, window: int, device: torch.device, documents: Tensor | None) -> Any:
+    """Returns the lists of blocks, and the mask inside of blocks, for `attend`.
+
+    Without documents the result is cached per length and window.
+    """
+    if documents is None and not torch.compiler.is_compiling():
+        return _cached_block_mask(length, window, device)
+    return _block_mask(length, window, device, documents)
+
+
+@functools.lru_cache(maxsize=32)
+def _cached_block_mask(length: int, window: int, device: torch.device) -> Any:
+    return _block_mask(length, window, device, None)
+
+
+def _block_mask(length: int, window: int, device: torch.device, documents: Tensor | None) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask  # imports torch's compiler
+
+    first = torch.arange(0, length, BLOCK, device=device)
+    last = (first + BLOCK - 1).clamp_max(length - 1)
+    queries, until = first.unsqueeze(1), last.unsqueeze(1)
+    some, all_pairs = first <= until, last <= queries
+    if window:
+        some = some & (last > queries - window)
+        all_pairs = all_pairs & (first > until - window)
+    some, all_pairs = (x.view(1, 1, *x.shape) for x in (some, all_pairs))
+    if documents is not None:
+        lowest, highest = documents[:, None, first], documents[:, None, last]
+        some = some & (highest.unsqueeze(2) >= lowest.unsqueeze(3))
+        all_pairs = all_pairs & (lowest.unsqueeze(2) == highest.unsqueeze(3))
+    visible = _visible(window) if documents is None else _visible_in_documents(window, documents)
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~all_pairs), *_listed(all_pairs), BLOCK, visible, (length, length)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the number of true elements per row, and the indices of a row, true elements first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+# The functions below are cached, because torch.compile generates a kernel per function object.
+
+
+@functools.lru_cache(maxsize=32)
+def _visible(window: int) -> Callable[..., Tensor]:
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        causal = key <= query
+        return causal & (key > query - window) if window else causal
+
+    return visible
+
+
+def _visible_in_documents(window: int, documents: Tensor) -> Callable[..., Tensor]:
+    inside = _visible(window)
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return inside(b, h, query, key) & (documents[b, query] == documents[b, key])
+
+    return visible
+
+
+@functools.lru_cache(maxsize=32)
+def _cap(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    """Returns torch's flex_attention, compiled at its first use for a combination of arguments."""
+    from torch.nn.attention.flex_attention import flex_attention  # imports torch's compiler
+
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, RECOMPILES)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return compiled
