@@ -249,6 +249,10 @@ class RecomputeConfig(_Group):
     loss_chunks: Count = 1
     """chunks in which the logits are computed, one at a time, and recomputed in the backward; 1:
     all at once"""
+    gathered: AutoSwitch = "auto"
+    """with sequence parallelism, gather the input of a column-parallel layer again in the backward,
+    so that each tensor rank saves only its part of the sequence; auto: on accelerators, except in
+    layers that are recomputed in full"""
     arena: Switch = False
     """allocate the gradient buffers, and one buffer for all saved inputs, once, and reuse them in
     every step"""
