@@ -326,6 +326,15 @@ class Product(nn.Module):
     axis, gather, matmul, regather = LOCAL, False, NATIVE, False
     traced: Traced | None = None
 
+    def set_regather(self, regather: bool) -> bool:
+        """Sets whether the backward gathers x again; returns the previous setting.
+
+        Args:
+            regather: the new setting.
+        """
+        before, self.regather = self.regather, regather
+        return before
+
     def flops(self, tokens: int, seq: int) -> int:
         """Returns the FLOPs of a forward.
 

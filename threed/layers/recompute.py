@@ -340,11 +340,11 @@ class Selective(Recompute):
         gathers it again.
         """
         again = not torch.compiler.is_compiling() and self._operation_of(x) is not None
-        before, layer.regather = layer.regather, layer.regather or again
+        before = layer.set_regather(layer.regather or again)
         try:
             return super().column(layer, x, **options)
         finally:
-            layer.regather = before
+            layer.set_regather(before)
 
     def _operation_of(self, tensor: Tensor) -> _Operation | None:
         found = self._results.get(tensor.untyped_storage()._cdata)

@@ -364,7 +364,7 @@ def set_gathered(config: Config, layers: Sequence[nn.Module]) -> None:
             if isinstance(module, Product) and module.gather:
                 # A layer that is recomputed in full saves the gathered input only until its backward.
                 automatic = number not in full and runs_beside_kernels(module.axis)
-                module.regather = automatic if chosen == "auto" else bool(chosen)
+                module.set_regather(automatic if chosen == "auto" else bool(chosen))
 
 
 def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[float]:
