@@ -147,6 +147,8 @@ REQUIREMENTS = (
     Requirement("recompute.partition", (False,), "recompute.mode", ("full",), _KEEPS),
     Requirement("recompute.offload", ("none",), "recompute.mode", ("full",), _KEEPS),
     Requirement("recompute.arena", (False,), "recompute.mode", ("full",), _KEEPS),
+    Requirement("recompute.gathered", ("auto", False), "parallel.tp", _TWO, "it needs several tensor-parallel ranks"),
+    Requirement("recompute.gathered", ("auto", False), "run.compile", (False,), "compiled layers keep gathered inputs"),
     Requirement("recompute.partition", (False,), "parallel.tp", _TWO, "it needs several tensor-parallel ranks"),
     Requirement(
         "recompute.arena", (False,), "recompute.offload", ("none", "cpu"), "a drive already uses buffers of constant size"

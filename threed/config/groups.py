@@ -204,8 +204,7 @@ class ZeroConfig(_Group):
     """where optimizer states are stored: on the device (none), in host memory (cpu), or on a
     drive (nvme)"""
     offload_params: Place = "none"
-    """where sharded parameters are stored: on the device (none), in host memory (cpu), or on a
-    drive (nvme)"""
+    """where sharded parameters are stored: device (none), host memory (cpu), or a drive (nvme)"""
     nvme_path: PathText | None = None
     """folder for offloaded data, on a fast local NVMe drive; required if something is offloaded
     to nvme"""
@@ -244,11 +243,12 @@ class RecomputeConfig(_Group):
     partition: Switch = False
     """shard each saved input over tp"""
     offload: Place = "none"
-    """where saved inputs are stored: on the device (none), in host memory (cpu), or on a drive
-    (nvme)"""
+    """where saved inputs are stored: on the device (none), host memory (cpu), or a drive (nvme)"""
     loss_chunks: Count = 1
     """chunks in which the logits are computed, one at a time, and recomputed in the backward; 1:
     all at once"""
+    gathered: AutoSwitch = "auto"
+    """gather inputs that sequence parallelism shards again in the backward; auto: on accelerators"""
     arena: Switch = False
     """allocate the gradient buffers, and one buffer for all saved inputs, once, and reuse them in
     every step"""

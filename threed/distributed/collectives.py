@@ -141,6 +141,14 @@ def _gloo(axis: Axis) -> bool:
     return dist.get_backend(axis.group) == "gloo"
 
 
+def runs_beside_kernels(axis: Axis) -> bool:
+    """Returns whether collectives over an axis run on the device at the same time as kernels.
+
+    With gloo they do not: they use the processors that compute.
+    """
+    return axis.size > 1 and not _gloo(axis)
+
+
 def _start(
     collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
 ) -> dist.Work | None:

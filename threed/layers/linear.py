@@ -19,6 +19,7 @@ gathered at the same time (`layers.tiled`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from threed.distributed import collectives
-from threed.distributed.collectives import split
+from threed.distributed.collectives import done, split
 from threed.distributed.sharding import ShardSpec, matrix, parameter, vector
 from threed.distributed.topology import Axis, alone
-from threed.layers import tiled
+from threed.layers import sequence_chunks, tiled
 from threed.layers.slicing import (
     Slicing,
     bias_gradient,
@@ -54,6 +55,7 @@ class Terms(NamedTuple):
         axis: axis over which f communicates. If it has a single rank, f is the identity.
         gather: whether f gathers x over `axis`.
         by: implementation of the matrix products.
+        regather: whether the backward gathers x again, instead of keeping the gathered x.
     """
 
     weights: Sequence[Tensor]
@@ -61,6 +63,20 @@ class Terms(NamedTuple):
     axis: Axis = LOCAL
     gather: bool = False
     by: Matmul = NATIVE
+    regather: bool = False
+
+    def chunks(self, rows: int, inputs: int) -> int:
+        """Returns the number of chunks of the sequence in which the product is computed.
+
+        Args:
+            rows: number of positions per rank, s/t.
+            inputs: number of sequences b.
+        """
+        if len(self.weights) > 1:  # every chunk would gather all tiles
+            return 1
+        weight, features = self.weights[0], self.weights[0].shape[self.gather]
+        part = weight.shape[not self.gather]
+        return sequence_chunks.count(rows, inputs, features, part, weight.itemsize, self.axis)
 
 
 class _Linear(torch.autograd.Function):
@@ -72,13 +88,22 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, terms: Terms, *tracked: Tensor | None) -> Tensor:
+        weights, shard = terms.weights, x
+        ctx.chunks = terms.chunks(x.shape[0], x.shape[1:-1].numel()) if terms.gather else 1
+        if ctx.chunks > 1:
+            multiply = functools.partial(product, weights=weights, bias=terms.bias, by=terms.by)
+            y, kept_x = sequence_chunks.gather_and_multiply(
+                x, multiply, len(weights[0]), terms.axis, ctx.chunks, not terms.regather
+            )
+            ctx.save_for_backward(shard if kept_x is None else kept_x, *weights)
+            ctx.terms = terms
+            return y
         if terms.gather:
             x = collectives.all_gather(x, terms.axis)
-        weights = terms.weights
         # Tiles with a gatherer are not saved: their memory is freed after use, so hooks that
         # offload saved tensors would read freed memory.
         kept = len(weights) == 1 or all(tile_gatherer_of(weight) is None for weight in weights)
-        ctx.save_for_backward(x, *(weights if kept else ()))
+        ctx.save_for_backward(shard if terms.regather else x, *(weights if kept else ()))
         ctx.terms = terms
         # The product may be a view. Autograd would reject in-place operations, such as relu_(), on
         # a view that was made in a Function. `.data` is never a view.
@@ -89,7 +114,9 @@ class _Linear(torch.autograd.Function):
         # Gradients go to the sinks of the parameters in `terms`. The saved tensors may have no
         # sinks, because saved-tensor hooks may return copies of the parameters.
         (x, *saved), terms = ctx.saved_tensors, ctx.terms
-        dx, *rest = gradients(dy, x, saved or terms.weights, terms, ctx.needs_input_grad[0])
+        dx, *rest = gradients(
+            dy, x, saved or terms.weights, terms, ctx.needs_input_grad[0], ctx.chunks
+        )
         return dx, None, *rest
 
 
@@ -124,7 +151,7 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) 
 
 
 def gradients(
-    dy: Tensor, x: Tensor, weights: Sequence[Tensor], terms: Terms, need_dx: bool
+    dy: Tensor, x: Tensor, weights: Sequence[Tensor], terms: Terms, need_dx: bool, chunks: int = 1
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients of x before f, of each weight and of the bias. Collective.
 
@@ -135,10 +162,11 @@ def gradients(
 
     Args:
         dy: gradient of y, [... out].
-        x: input after f, [... in].
+        x: input after f, [... in]; with `terms.regather` the input before f.
         weights: values of the weights in `terms`: the saved tensors, which need not have sinks.
         terms: arguments of the forward.
         need_dx: whether the gradient of x is needed.
+        chunks: number of chunks of the forward, whose order the positions of a gathered x have.
 
     Returns:
         The gradients of x before f, of each weight, and of the bias; None for a gradient that is
@@ -148,7 +176,7 @@ def gradients(
         RuntimeError: if the layer is sharded over tensor ranks or split into tiles, and the
             gradient is requested in a forward or must be differentiable.
     """
-    (params, bias, axis, gather, by), dy = terms, dy.contiguous()
+    (params, bias, axis, gather, by, regather), dy = terms, dy.contiguous()
     rows, cut, dx, pending = dy.flatten(0, -2), len(weights) > 1, None, None
     grads: list[Tensor | None] = [None] * len(weights)
     in_forward, differentiable = _in_forward(terms), torch.is_grad_enabled()
@@ -160,8 +188,12 @@ def gradients(
     if in_forward:
         return dy @ weights[0], *grads, None
 
+    trained = any(param.requires_grad for param in params)
+    # overlaps with the product of the input's gradient
+    gathering = collectives.start_all_gather(x, axis) if regather and trained else done(x)
+
     def take(i: int, part: Tensor) -> None:
-        grads[i] = weight_gradient(params[i], part, x, by)
+        grads[i] = weight_gradient(params[i], part, gathering.wait(), by)
 
     # A tile's gradient is computed while the next tile is being gathered.
     overlapped = cut and need_dx and axis.size == 1
@@ -172,11 +204,13 @@ def gradients(
             dx = tiled.input_gradient(rows, weights, params, by, take if overlapped else None)
         else:
             dx = by.input_gradient(rows, weights[0])
-        dx = dx.view_as(x)
+        dx = dx.view(*dy.shape[:-1], -1)
         if axis.size > 1:
             reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce
             pending = reduce(dx, axis)
-    if not cut:
+    if not cut and chunks > 1 and not regather and trained:
+        take(0, sequence_chunks.in_chunk_order(dy, axis, chunks).flatten(0, -2))
+    elif not cut:
         take(0, rows)
     elif not overlapped:
         for i, part in tiled.parts(rows, weights):
@@ -202,6 +236,43 @@ def linear(x: Tensor, terms: Terms) -> Tensor:
     tracked = for_autograd(x, *terms.weights, terms.bias)
     out: Tensor = _Linear.apply(x, terms, *tracked)
     return out
+
+
+class _Reduced(torch.autograd.Function):
+    """Computes y = g(x W^T) with sequence parallelism in chunks: x [s b in] -> y [s/t b out].
+
+    tracked: the weight, as in `_Linear`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, terms: Terms, chunks: int, tracked: Tensor | None) -> Tensor:
+        (weight,) = terms.weights
+        ctx.save_for_backward(x, weight)
+        ctx.terms, ctx.chunks = terms, chunks
+        multiply = functools.partial(product, weights=terms.weights, bias=None, by=terms.by)
+        return sequence_chunks.multiply_and_scatter(x, multiply, len(weight), terms.axis, chunks)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
+        (x, weight), terms, chunks = ctx.saved_tensors, ctx.terms, ctx.chunks
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "torch.autograd.grad with create_graph=True, through a linear layer that is sharded over tensor ranks"
+            )
+        (param,), axis, by = terms.weights, terms.axis, terms.by
+
+        def multiply(chunk: Tensor) -> Tensor:
+            rows = chunk.flatten(0, -2)
+            return by.input_gradient(rows, weight).view(*chunk.shape[:-1], -1)
+
+        trained = param.requires_grad and not _in_forward(terms)
+        dx, full = sequence_chunks.gather_and_multiply(
+            dy, multiply, weight.shape[1], axis, chunks, trained
+        )
+        if full is None:
+            return dx, None, None, None
+        x = sequence_chunks.in_chunk_order(x, axis, chunks)
+        return dx, None, None, weight_gradient(param, full.flatten(0, -2), x, by)
 
 
 class _AddBias(torch.autograd.Function):
@@ -247,12 +318,22 @@ class Product(nn.Module):
         axis: axis of f, as in `Terms`.
         gather: whether f gathers x, as in `Terms`.
         matmul: implementation of the matrix products.
+        regather: whether the backward gathers x again, as in `Terms`. A compiled layer keeps it.
         traced: arguments of the layer's custom operators, set by `compile_layer`; None if the layer
             is not compiled.
     """
 
-    axis, gather, matmul = LOCAL, False, NATIVE
+    axis, gather, matmul, regather = LOCAL, False, NATIVE, False
     traced: Traced | None = None
+
+    def set_regather(self, regather: bool) -> bool:
+        """Sets whether the backward gathers x again; returns the previous setting.
+
+        Args:
+            regather: the new setting.
+        """
+        before, self.regather = self.regather, regather
+        return before
 
     def flops(self, tokens: int, seq: int) -> int:
         """Returns the FLOPs of a forward.
@@ -274,7 +355,8 @@ class Product(nn.Module):
             return self._traced_product(self.traced, x, bias)
         weight = self._parameters.get("weight")
         weights = tiled.tiles_of(self) if weight is None else (weight,)
-        return linear(x, Terms(weights, bias, self.axis, self.gather, self.matmul))
+        regather = self.gather and self.regather
+        return linear(x, Terms(weights, bias, self.axis, self.gather, self.matmul, regather))
 
     def _traced_product(self, by: Traced, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = self.axis.size if self.gather else 1
@@ -380,11 +462,25 @@ class RowLinear(Product):
         bias = self.bias
         if self.slicing.tp.size == 1:
             return self.product(x, bias)
-        y = self.slicing.reduce(self.product(x, None))
+        y = self._reduced(x)
         if bias is None:
             return y
         added: Tensor = _AddBias.apply(y, bias) if launch.ready(y) else y + bias
         return added
+
+    def _reduced(self, x: Tensor) -> Tensor:
+        """Returns the product without bias, summed over tensor ranks."""
+        terms, slicing = (
+            Terms(tiled.tiles_of(self), None, self.slicing.tp, False, self.matmul),
+            self.slicing,
+        )
+        chunks = 1
+        if slicing.sequence_parallel and not torch.compiler.is_compiling():
+            chunks = terms.chunks(x.shape[0] // slicing.tp.size, x.shape[1:-1].numel())
+        if chunks == 1:
+            return slicing.reduce(self.product(x, None))
+        y: Tensor = _Reduced.apply(x, terms, chunks, *for_autograd(x, *terms.weights))
+        return y
 
 
 class ReplicatedLinear(Product):

@@ -52,8 +52,6 @@ from torch.utils.checkpoint import (
 )
 
 from threed.core.device import rng_states, set_rng_states
-from threed.distributed import collectives
-from threed.distributed.sharding import storage_of
 from threed.layers.linear import Product
 from threed.ops import attention
 
@@ -341,24 +339,12 @@ class Selective(Recompute):
         If the layer gathers x, and x is recomputed, the gathered x is not saved: the backward
         gathers it again.
         """
-        source = None if torch.compiler.is_compiling() else self._operation_of(x)
-        if not layer.gather or source is None:
+        again = not torch.compiler.is_compiling() and self._operation_of(x) is not None
+        before = layer.set_regather(layer.regather or again)
+        try:
             return super().column(layer, x, **options)
-        # `pack` saves this placeholder instead of x, so that x can be freed
-        placeholder = source.result(x)
-        gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
-
-        def pack(tensor: Tensor) -> Packed:
-            weights = (
-                {storage_of(p) for p in layer.parameters()} if tensor.shape == gathered else set()
-            )
-            if tensor.shape != gathered or storage_of(tensor) in weights:
-                return self._pack(tensor)
-            again = functools.partial(collectives.all_gather, axis=layer.axis)
-            return _Operation("a gathered input", again, [placeholder], [False]).result(tensor)
-
-        with saved_tensors_hooks(pack, unpack):
-            return super().column(layer, x, **options)
+        finally:
+            layer.set_regather(before)
 
     def _operation_of(self, tensor: Tensor) -> _Operation | None:
         found = self._results.get(tensor.untyped_storage()._cdata)

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from threed.config import Config, ConfigError
 from threed.core.device import copy_stream, current_stream, is_accelerator, on_stream
 from threed.distributed import collectives
-from threed.distributed.collectives import Pending
+from threed.distributed.collectives import Pending, runs_beside_kernels
 from threed.distributed.topology import Axis, Topology
 from threed.layers.contract import contract
+from threed.layers.linear import Product
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Flag, Slicing
 from threed.memory.arena import Arena
@@ -348,6 +349,22 @@ def recomputed_layers(config: Config, layers: Sequence[nn.Module]) -> list[int]:
 def fully_recomputed(config: Config, layers: Sequence[nn.Module]) -> list[int]:
     """Returns the indices of the layers that are recomputed in full."""
     return recomputed_layers(config, layers) if config.recompute.mode == "full" else []
+
+
+def set_gathered(config: Config, layers: Sequence[nn.Module]) -> None:
+    """Sets whether column-parallel layers gather their inputs again in the backward.
+
+    Args:
+        config: the configuration, with the key `recompute.gathered`.
+        layers: all layers of the model.
+    """
+    chosen, full = config.recompute.gathered, fully_recomputed(config, layers)
+    for number, layer in enumerate(layers):
+        for module in layer.modules():
+            if isinstance(module, Product) and module.gather:
+                # A layer that is recomputed in full saves the gathered input only until its backward.
+                automatic = number not in full and runs_beside_kernels(module.axis)
+                module.set_regather(automatic if chosen == "auto" else bool(chosen))
 
 
 def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[float]:

@@ -35,6 +35,7 @@ from threed.pipeline.activation_checkpointing import (
     build,
     fully_recomputed,
     recomputed_layers,
+    set_gathered,
     sliced_over,
     with_recompute,
 )
@@ -220,6 +221,7 @@ class Blueprint:
         if pipeline.plan.pairs and is_accelerator(topology.device):
             axes.add("tp" + SECOND)
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], stages.links)
+        set_gathered(config, layers)
         parts = stages.chunks(topology.axis("pp").index)
         held: Sequence[HasModules] = [layers[n] for part in parts for n in part]
         units = wrapped.units if wrapped else held
