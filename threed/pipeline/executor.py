@@ -39,7 +39,7 @@ from threed.distributed.collectives import Pending
 from threed.layers.contract import title
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors
-from threed.pipeline.overlap import Overlap
+from threed.pipeline.overlap import Overlap, Pass, finish
 from threed.pipeline.stage import Stage
 from threed.pipeline.transport import Transport
 from threed.schedules.action import COMPUTE, RECEIVES, Action, Kind
@@ -74,6 +74,15 @@ def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Ac
 
 def _key(action: Action) -> tuple[int, int]:
     return action.microbatch, action.chunk
+
+
+def _turns(action: Action, next_parts: tuple[Action, ...], *kinds: Kind) -> bool:
+    """Returns whether the next compute action has one of `kinds` and the chunk of `action`.
+
+    If so, the next pass starts with the unit (layer) with which the pass of `action` ends, so this
+    unit may stay gathered.
+    """
+    return bool(next_parts) and next_parts[0].kind in kinds and next_parts[0].chunk == action.chunk
 
 
 def _message(action: Action) -> tuple[Kind, int, int]:
@@ -297,11 +306,15 @@ class Executor:
             self._sent.clear()
 
     def _forward(self, action: Action) -> None:
+        finish(self._forward_by_layer(action, self._next_parts))
+
+    def _forward_by_layer(self, action: Action, next_parts: tuple[Action, ...]) -> Pass[None]:
         parts, m = self._take_incoming(Kind.RECV_F, action), self._micros[action.microbatch]
         x = None if parts is None else self._form("in", action).value(parts)
-        keep = self._next_is(action, Kind.B, Kind.I)
+        keep = _turns(action, next_parts, Kind.B, Kind.I)
         self._use_weights(action)
-        y = self.stages[action.chunk].forward(action.microbatch, x, m, keep)
+        stage = self.stages[action.chunk]
+        y = yield from stage.forward_by_layer(action.microbatch, x, m, keep)
         if self._plan.consumer(self.rank, action) is None:
             self._outputs[action.microbatch] = y.detach()
         else:
@@ -317,12 +330,11 @@ class Executor:
         self._wait_for(Kind.RECV_B, backward)
         # This list keeps the received tensors allocated until the other stream has read them.
         received = [list(parts) for parts in self._incoming.values()]
-        next_parts, self._next_parts = self._next_parts, (backward,)
-        with self.overlap.pair():
-            with self.overlap.forward(_key(forward), paired_with=_key(backward)):
-                self._forward(forward)
-            self._next_parts = next_parts
-            deferred = self._run_backward(backward)
+        deferred = self.overlap.run_pair(
+            _key(forward), self._forward_by_layer(forward, (backward,)),
+            _key(backward), self._backward_by_layer(backward),
+            in_turns=not any(self.stages[part.chunk].reuses_storages for part in action.parts),
+        )  # fmt: skip
         del received
         self._end_backward(backward, deferred)
 
@@ -332,15 +344,15 @@ class Executor:
         An I computes only the input gradient; the weight gradients are deferred to the action W of
         the same micro-batch.
         """
-        self._end_backward(action, self._run_backward(action))
+        with self.overlap.backward(_key(action)):
+            deferred = finish(self._backward_by_layer(action))
+        self._end_backward(action, deferred)
 
-    def _run_backward(self, action: Action) -> list[Any]:
+    def _backward_by_layer(self, action: Action) -> Pass[list[Any]]:
+        """Runs a backward; yields after each graph, and returns the deferred weight gradients."""
         full = action.kind is Kind.B
-        with (
-            nullcontext([]) if full else self._split(action).defer() as deferred,
-            self.overlap.backward(_key(action)),
-        ):
-            self._differentiate(action, split=not full)
+        with nullcontext([]) if full else self._split(action).defer() as deferred:
+            yield from self._differentiate(action, split=not full)
         return deferred
 
     def _end_backward(self, action: Action, deferred: list[Any]) -> None:
@@ -361,24 +373,12 @@ class Executor:
             )
         return self.weight_gradients
 
-    def _next_is(self, action: Action, *kinds: Kind) -> bool:
-        """Returns whether the next compute action has one of `kinds` and the chunk of `action`.
-
-        If so, the next pass starts with the unit (layer) with which the pass of `action` ends, so
-        this unit may stay gathered.
-        """
-        return (
-            bool(self._next_parts)
-            and self._next_parts[0].kind in kinds
-            and self._next_parts[0].chunk == action.chunk
-        )
-
-    def _differentiate(self, action: Action, split: bool) -> None:
+    def _differentiate(self, action: Action, split: bool) -> Pass[None]:
         parts = self._take_incoming(Kind.RECV_B, action)
         dy = None if parts is None else self._form("out", action).gradients(parts)
         self._use_weights(action)
-        dx = self.stages[action.chunk].backward(
-            action.microbatch, dy, self._next_is(action, Kind.F), split
+        dx = yield from self.stages[action.chunk].backward_by_layer(
+            action.microbatch, dy, _turns(action, self._next_parts, Kind.F), split
         )
         if self._plan.consumer(self.rank, action) is not None:
             self._store_result(Kind.SEND_B, Kind.RECV_B, action, dx)

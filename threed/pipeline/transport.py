@@ -20,8 +20,8 @@ class Transport(Protocol):
     """Exchanges messages with other pipeline ranks; a message is a list of tensors.
 
     Attributes:
-        posts_ahead: whether receives should be posted as early as possible, before the other rank
-            sends the messages.
+        posts_ahead: whether receives are posted one compute action earlier than in the plan. False
+            if `receive` blocks until the message arrives.
     """
 
     posts_ahead: bool
@@ -56,11 +56,12 @@ class Transport(Protocol):
 class Links:
     """The transport over the point-to-point links of a topology."""
 
+    # With gloo, a message takes an additional round trip if its receive is posted after its send.
+    # NCCL begins to receive when the kernels that were enqueued before the receive have run.
+    posts_ahead = True
+
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        # CPUs use gloo. Receives are posted early there, because a gloo message takes an additional
-        # round trip if its receive is posted after its send.
-        self.posts_ahead = topology.device.type == "cpu"
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """See `Transport`."""
