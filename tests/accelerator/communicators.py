@@ -1,7 +1,8 @@
 """All ranks of a pipeline on emulated accelerators whose communicators follow NCCL's rules: does a plan hang?
 
-    programs = recorded(plan, sizes=[1, 1, 2], tp=2, fault=nothing)
-    played(programs, draw)               # raises Hang if the ranks wait for one another
+    with devices() as use:
+        programs = recorded(plan, sizes=[1, 1, 2], tp=2, use=use)
+    played(programs, draw, queues=8, tp=2)      # raises Hang if the ranks wait for one another
 
 `recorded` runs the real `Executor` once per pipeline rank, on stages that only enqueue a kernel and a collective per
 layer, and returns what each rank enqueues, in order. `played` then runs the programs of all ranks together:
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +40,6 @@ from threed.schedules import Action, Kind, Plan
 LAYERS, STEPS = 2, 2
 WIDTH = 1  # of every message
 FORM = Form.of(torch.empty(WIDTH, requires_grad=True))
-Plant = Callable[[ExitStack], None]
 
 
 class Hang(RuntimeError):
@@ -69,7 +69,7 @@ class Recorder:
         self.rank, self.order = rank, Order(where, lambda what: None)
         self.program = Program(self.order.step)
         self.label: Hashable = None
-        self.posts_ahead = True
+        self.posts_ahead = 1  # as `Links` on an accelerator
 
     def collective(self, name: str, group: Hashable) -> Work:
         work = self.order.collective(name, group, 0)
@@ -187,7 +187,11 @@ def devices() -> Iterator[Callable[[Recorder], None]]:
 
 
 def recorded(
-    plan: Plan, sizes: Sequence[int], tp: int, use: Callable[[Recorder], None], varying: bool = False
+    plan: Plan,
+    sizes: Sequence[int],
+    tp: int,
+    use: Callable[[Recorder], None],
+    varying: bool = False,
 ) -> list[Program]:
     """Returns the program of each pipeline rank for two steps of a lowered plan.
 

@@ -44,7 +44,7 @@ from threed.testing import RanksFailed
 class Rendezvous:
     """Both sides block, in order: the receiver's token says that it is there, then the message goes."""
 
-    posts_ahead = False  # else `receive` would block a compute action that the message depends on
+    posts_ahead = 0  # else `receive` would block a compute action that the message depends on
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology

@@ -14,7 +14,7 @@ wrong, `run` raises Outdated, and the caller runs the plan again.
 An asynchronous plan may end before the backwards of its last micro-batches have run, and while
 messages are in flight. The next plan then runs these backwards and uses these messages.
 
-Receives are posted at their position in the plan, or earlier if the transport has `posts_ahead`.
+Receives are posted one compute action earlier than in the plan (see `Transport.posts_ahead`).
 The executor waits for a receive when the received tensors are first used. It waits for a send after
 it has sent two further messages, or at the end of a plan that leaves no backward to the next plan.
 
@@ -26,7 +26,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
@@ -458,8 +458,10 @@ class Executor:
     def _post_ahead(self, actions: Sequence[Action], start: int) -> None:
         """Posts the receives that precede the next compute action, in the order of the plan.
 
-        Stops at the first receive for which the form of the tensors is not known yet.
+        Of each rank, at most `transport.posts_ahead` receives are posted. Stops at the first receive
+        for which the form of the tensors is not known yet.
         """
+        counts = Counter[int]()
         for at in range(start, len(actions)):
             action = actions[at]
             if action.kind in COMPUTE or action.kind is Kind.VALIDATE:
@@ -468,6 +470,11 @@ class Executor:
                 side = "in" if action.kind is Kind.RECV_F else "out"
                 if self._key(side, action) not in self._forms:
                     return
+                place = self._plan.producer(self.rank, action)
+                source = self.rank if place is None else place[0]
+                if counts[source] == self.transport.posts_ahead:
+                    continue
+                counts[source] += 1
                 self._receive(action)
                 self._posted.add(key)
 
