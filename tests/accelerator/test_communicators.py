@@ -74,6 +74,7 @@ def hangs(seeds: range, plant: Plant = nothing, change: Change = unchanged) -> I
                 yield f"seed {seed}, {plan.name}, {queues} queues: {error}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_plan_hangs(part: int) -> None:
     assert list(hangs(range(part * CASES // 4, (part + 1) * CASES // 4))) == []
