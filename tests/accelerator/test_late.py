@@ -261,8 +261,8 @@ IN_BUCKETS = Case(dp=2, zero=2, bucket_mib=0.03, **DEEP)
 STREAM = "threed.zero.reduction_stream:ReductionStream"
 BOTH_WAYS = Case(pp=2, schedule="chimera", layers=2)
 FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
-    (Changed(OVERLAP, "pair", "current_stream(self._side.device).wait_stream(self._side)"), PAIRS),
-    (Changed(OVERLAP, "pair", "self._side.wait_stream(current_stream(self._side.device))"), PAIRS),
+    (Changed(OVERLAP, "run_pair", "main.wait_stream(self._side)"), PAIRS),
+    (Changed(OVERLAP, "run_pair", "self._side.wait_stream(main)"), PAIRS),
     (Changed(OVERLAP, "backward", "main.wait_stream(self._side)"), PAIRS),
     (Changed(GATHERER, "complete", "pending.wait()"), BOTH_WAYS),
     (Changed("threed.core.device", "on_stream", "stream.wait_stream(before)"), IN_BUCKETS),

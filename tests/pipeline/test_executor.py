@@ -44,7 +44,7 @@ from threed.testing import RanksFailed
 class Rendezvous:
     """Both sides block, in order: the receiver's token says that it is there, then the message goes."""
 
-    posts_ahead = False
+    posts_ahead = 0  # else `receive` would block a compute action that the message depends on
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -479,19 +479,19 @@ def check_freed(schedule: str) -> None:
     (stage,) = engine.executor.stages
     last = engine.executor.rank == 1
     for name in ("forward", "backward"):
-        inner, refs = getattr(stage, name), []
+        inner, refs = getattr(stage, f"{name}_by_layer"), []
 
         def watched(*args, inner=inner, refs=refs, name=name):  # type: ignore[no-untyped-def]
             assert count_alive(refs) <= 3 or (last and name == "forward"), (
                 f"{name}s kept: {count_alive(refs)}"
             )
-            out = inner(*args)
+            out = yield from inner(*args)
             if out is not None:
                 assert out._base is None
                 refs.append(StorageWeakRef(out.untyped_storage()))
             return out
 
-        setattr(stage, name, watched)
+        setattr(stage, f"{name}_by_layer", watched)
         stage.__dict__[f"{name}_refs"] = refs
     engine.step(share(batch(0, engine.config.train.global_batch), engine.topology))
     handed = stage.__dict__["backward_refs" if last else "forward_refs"]

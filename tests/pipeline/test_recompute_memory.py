@@ -24,6 +24,7 @@ from threed.layers.recompute import Selective
 from threed.memory.io import Disk
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import ActivationStore, OnDrives, Recomputed
+from threed.pipeline.overlap import Pass
 from threed.pipeline.stage import AlwaysGathered, Stage
 from threed.planner.forecast import Forecast, RankForecast
 
@@ -197,14 +198,14 @@ def most_kept(case: Case) -> int:
         stage = engine.executor.stages[0]
         step(engine, 0)
         gc.collect()
-        rest, forward, arena = live.bytes(), stage.forward, arena_of(engine)
+        rest, forward, arena = live.bytes(), stage.forward_by_layer, arena_of(engine)
 
-        def measured(*args: Any) -> Tensor:
-            y = forward(*args)
+        def measured(*args: Any) -> Pass[Tensor]:
+            y = yield from forward(*args)
             worst.append(live.bytes_now() - rest)
             return y
 
-        stage.forward = measured  # type: ignore[method-assign]
+        stage.forward_by_layer = measured  # type: ignore[method-assign]
         step(engine, 1)
     return max(worst) + (0 if arena is None else arena.count * arena.nbytes)
 

@@ -14,7 +14,7 @@ wrong, `run` raises Outdated, and the caller runs the plan again.
 An asynchronous plan may end before the backwards of its last micro-batches have run, and while
 messages are in flight. The next plan then runs these backwards and uses these messages.
 
-Receives are posted at their position in the plan, or earlier if the transport has `posts_ahead`.
+Receives are posted one compute action earlier than in the plan (see `Transport.posts_ahead`).
 The executor waits for a receive when the received tensors are first used. It waits for a send after
 it has sent two further messages, or at the end of a plan that leaves no backward to the next plan.
 
@@ -26,7 +26,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
@@ -39,7 +39,7 @@ from threed.distributed.collectives import Pending
 from threed.layers.contract import title
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors
-from threed.pipeline.overlap import Overlap
+from threed.pipeline.overlap import Overlap, Pass, finish
 from threed.pipeline.stage import Stage
 from threed.pipeline.transport import Transport
 from threed.schedules.action import COMPUTE, RECEIVES, Action, Kind
@@ -74,6 +74,15 @@ def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Ac
 
 def _key(action: Action) -> tuple[int, int]:
     return action.microbatch, action.chunk
+
+
+def _turns(action: Action, next_parts: tuple[Action, ...], *kinds: Kind) -> bool:
+    """Returns whether the next compute action has one of `kinds` and the chunk of `action`.
+
+    If so, the next pass starts with the unit (layer) with which the pass of `action` ends, so this
+    unit may stay gathered.
+    """
+    return bool(next_parts) and next_parts[0].kind in kinds and next_parts[0].chunk == action.chunk
 
 
 def _message(action: Action) -> tuple[Kind, int, int]:
@@ -297,11 +306,15 @@ class Executor:
             self._sent.clear()
 
     def _forward(self, action: Action) -> None:
+        finish(self._forward_by_layer(action, self._next_parts))
+
+    def _forward_by_layer(self, action: Action, next_parts: tuple[Action, ...]) -> Pass[None]:
         parts, m = self._take_incoming(Kind.RECV_F, action), self._micros[action.microbatch]
         x = None if parts is None else self._form("in", action).value(parts)
-        keep = self._next_is(action, Kind.B, Kind.I)
+        keep = _turns(action, next_parts, Kind.B, Kind.I)
         self._use_weights(action)
-        y = self.stages[action.chunk].forward(action.microbatch, x, m, keep)
+        stage = self.stages[action.chunk]
+        y = yield from stage.forward_by_layer(action.microbatch, x, m, keep)
         if self._plan.consumer(self.rank, action) is None:
             self._outputs[action.microbatch] = y.detach()
         else:
@@ -317,12 +330,11 @@ class Executor:
         self._wait_for(Kind.RECV_B, backward)
         # This list keeps the received tensors allocated until the other stream has read them.
         received = [list(parts) for parts in self._incoming.values()]
-        next_parts, self._next_parts = self._next_parts, (backward,)
-        with self.overlap.pair():
-            with self.overlap.forward(_key(forward), paired_with=_key(backward)):
-                self._forward(forward)
-            self._next_parts = next_parts
-            deferred = self._run_backward(backward)
+        deferred = self.overlap.run_pair(
+            _key(forward), self._forward_by_layer(forward, (backward,)),
+            _key(backward), self._backward_by_layer(backward),
+            in_turns=not any(self.stages[part.chunk].reuses_storages for part in action.parts),
+        )  # fmt: skip
         del received
         self._end_backward(backward, deferred)
 
@@ -332,15 +344,15 @@ class Executor:
         An I computes only the input gradient; the weight gradients are deferred to the action W of
         the same micro-batch.
         """
-        self._end_backward(action, self._run_backward(action))
+        with self.overlap.backward(_key(action)):
+            deferred = finish(self._backward_by_layer(action))
+        self._end_backward(action, deferred)
 
-    def _run_backward(self, action: Action) -> list[Any]:
+    def _backward_by_layer(self, action: Action) -> Pass[list[Any]]:
+        """Runs a backward; yields after each graph, and returns the deferred weight gradients."""
         full = action.kind is Kind.B
-        with (
-            nullcontext([]) if full else self._split(action).defer() as deferred,
-            self.overlap.backward(_key(action)),
-        ):
-            self._differentiate(action, split=not full)
+        with nullcontext([]) if full else self._split(action).defer() as deferred:
+            yield from self._differentiate(action, split=not full)
         return deferred
 
     def _end_backward(self, action: Action, deferred: list[Any]) -> None:
@@ -361,24 +373,12 @@ class Executor:
             )
         return self.weight_gradients
 
-    def _next_is(self, action: Action, *kinds: Kind) -> bool:
-        """Returns whether the next compute action has one of `kinds` and the chunk of `action`.
-
-        If so, the next pass starts with the unit (layer) with which the pass of `action` ends, so
-        this unit may stay gathered.
-        """
-        return (
-            bool(self._next_parts)
-            and self._next_parts[0].kind in kinds
-            and self._next_parts[0].chunk == action.chunk
-        )
-
-    def _differentiate(self, action: Action, split: bool) -> None:
+    def _differentiate(self, action: Action, split: bool) -> Pass[None]:
         parts = self._take_incoming(Kind.RECV_B, action)
         dy = None if parts is None else self._form("out", action).gradients(parts)
         self._use_weights(action)
-        dx = self.stages[action.chunk].backward(
-            action.microbatch, dy, self._next_is(action, Kind.F), split
+        dx = yield from self.stages[action.chunk].backward_by_layer(
+            action.microbatch, dy, _turns(action, self._next_parts, Kind.F), split
         )
         if self._plan.consumer(self.rank, action) is not None:
             self._store_result(Kind.SEND_B, Kind.RECV_B, action, dx)
@@ -458,8 +458,10 @@ class Executor:
     def _post_ahead(self, actions: Sequence[Action], start: int) -> None:
         """Posts the receives that precede the next compute action, in the order of the plan.
 
-        Stops at the first receive for which the form of the tensors is not known yet.
+        Of each rank, at most `transport.posts_ahead` receives are posted. Stops at the first receive
+        for which the form of the tensors is not known yet.
         """
+        counts = Counter[int]()
         for at in range(start, len(actions)):
             action = actions[at]
             if action.kind in COMPUTE or action.kind is Kind.VALIDATE:
@@ -468,6 +470,11 @@ class Executor:
                 side = "in" if action.kind is Kind.RECV_F else "out"
                 if self._key(side, action) not in self._forms:
                     return
+                place = self._plan.producer(self.rank, action)
+                source = self.rank if place is None else place[0]
+                if counts[source] == self.transport.posts_ahead:
+                    continue
+                counts[source] += 1
                 self._receive(action)
                 self._posted.add(key)
 

@@ -1,9 +1,7 @@
 """Runs the forward of one micro-batch and the backward of another at the same time, on two streams.
 
-    with overlap.pair():
-        with overlap.forward(key, paired_with=other): ...   # on the stream that the backward of `other` does not use
-        with overlap.backward(other): ...
-    with overlap.backward(key): ...                         # a backward alone
+    deferred = overlap.run_pair(key, forward, other, backward)      # two generators that yield after each layer
+    with overlap.backward(key): ...                                 # a backward alone
 
 Autograd runs a backward on the stream of its forward. So the passes of a micro-batch run on one
 stream, and each of the two streams alternates between forwards and backwards. On a CPU everything
@@ -12,13 +10,27 @@ runs in program order.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Hashable, Iterator
+from contextlib import closing, contextmanager
+from typing import TypeVar
 
 import torch
 
-from threed.core.device import copy_stream, current_stream, is_accelerator, on_stream
+from threed.core.device import copy_stream, current_stream, is_accelerator
 from threed.distributed.topology import Axis
+
+T = TypeVar("T")
+Pass = Generator[None, None, T]  # a forward or backward that yields after each layer
+
+
+def finish(steps: Pass[T]) -> T:
+    """Runs a pass to its end; returns its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 class Overlap:
@@ -40,40 +52,53 @@ class Overlap:
         if self._side is not None and axis is not None and twin is not None:
             axis.give_channel(self._side, twin)
         self._on_side = set[Hashable]()  # keys of forwards that ran on the side stream
-        self._paired = False
 
     def reset(self) -> None:
         """Begins a step; forgets the forwards of an aborted step."""
         self._on_side.clear()
 
-    @contextmanager
-    def pair(self) -> Iterator[None]:
-        """Context in which a forward and a backward run concurrently.
+    def run_pair(
+        self,
+        key: Hashable,
+        forward: Pass[None],
+        paired_with: Hashable,
+        backward: Pass[T],
+        in_turns: bool = True,
+    ) -> T:
+        """Runs a forward and a backward concurrently; returns the result of the backward.
 
-        When the context ends, the main stream waits for the side stream.
+        The main stream waits for the end of both.
+
+        Args:
+            key: key of the forward.
+            forward: the forward.
+            paired_with: key of the backward.
+            backward: the backward, which runs on the stream of its forward. The forward of the pair
+                runs on the other stream.
+            in_turns: whether layers are launched in turns. If all of the forward is launched first,
+                the backward begins late: the host launches one kernel at a time, and it waits while
+                about a thousand launched kernels have not begun.
         """
         if self._side is None:
-            yield
-            return
-        self._side.wait_stream(current_stream(self._side.device))
-        self._paired = True
-        try:
-            yield
-        finally:
-            self._paired = False
-            current_stream(self._side.device).wait_stream(self._side)
-
-    @contextmanager
-    def forward(self, key: Hashable, paired_with: Hashable) -> Iterator[None]:
-        """Context for the forward of `key`, which overlaps with the backward of `paired_with`."""
-        if self._side is None or paired_with in self._on_side:
-            yield
-            return
-        self._on_side.add(key)
-        # The side stream need not wait for the main stream again: it has already waited in `pair`,
-        # and the main stream has received no work since.
-        with on_stream(self._side):
-            yield
+            finish(forward)
+            return finish(backward)
+        main = current_stream(self._side.device)
+        streams = (self._side, main)
+        if paired_with in self._on_side:
+            self._on_side.discard(paired_with)
+            streams = (main, self._side)
+        else:
+            self._on_side.add(key)
+        self._side.wait_stream(main)
+        with closing(forward), closing(backward):
+            try:
+                if not in_turns:
+                    torch.accelerator.set_stream(streams[0])
+                    finish(forward)
+                return _take_turns(forward, backward, streams)
+            finally:
+                torch.accelerator.set_stream(main)
+                main.wait_stream(self._side)
 
     @contextmanager
     def backward(self, key: Hashable) -> Iterator[None]:
@@ -83,12 +108,31 @@ class Overlap:
             return
         self._on_side.discard(key)
         main = current_stream(self._side.device)
-        if not self._paired:
-            self._side.wait_stream(main)
+        self._side.wait_stream(main)
         torch.accelerator.set_stream(self._side)
         try:
             yield
         finally:
             torch.accelerator.set_stream(main)
-            if not self._paired:
-                main.wait_stream(self._side)
+            main.wait_stream(self._side)
+
+
+def _take_turns(
+    forward: Pass[None], backward: Pass[T], streams: tuple[torch.Stream, torch.Stream]
+) -> T:
+    """Runs the layers of two passes in turns, each on its stream; returns the backward's result."""
+    while True:
+        torch.accelerator.set_stream(streams[0])
+        try:
+            next(forward)
+        except StopIteration:
+            torch.accelerator.set_stream(streams[1])
+            return finish(backward)
+        torch.accelerator.set_stream(streams[1])
+        try:
+            next(backward)
+        except StopIteration as end:
+            torch.accelerator.set_stream(streams[0])
+            finish(forward)
+            result: T = end.value
+            return result

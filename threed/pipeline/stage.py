@@ -2,9 +2,9 @@
 micro-batch at a time.
 
 With ZeRO-3 each layer is a unit: its parameters are gathered before it runs and released
-afterwards. A layer has a separate autograd graph if its parameters are gathered and released, or if
-it is recomputed. Neighboring layers without gathers and recomputation share one graph, which saves
-host time. For each micro-batch the stage keeps an edge into every graph
+afterwards. A layer has a separate autograd graph if its parameters are gathered and released, if it
+is recomputed, or if `by_layer` is True. Other neighboring layers share one graph, which saves host
+time. For each micro-batch the stage keeps an edge into every graph
 (`torch.autograd.graph.GradientEdge`) instead of the graph's output, so an activation is freed as
 soon as it has been sent to the next stage.
 
@@ -39,6 +39,7 @@ from threed.pipeline.activation_checkpointing import (
     SavedInput,
 )
 from threed.pipeline.boundary import gradients_of, like, tensors
+from threed.pipeline.overlap import Pass, finish
 from threed.schedules.prefetch_order import Step, first_units, walk
 
 
@@ -136,11 +137,12 @@ class Stage:
         recomputed: the layers that are recomputed in the backward.
         scope: active while a forward runs, so that the rank's gradient sinks can reject gradients
             that are computed during a forward.
+        by_layer: whether each layer has a separate graph, so that its backward can be run alone.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], gatherer: ParameterGatherer, prefetch: int = 1, first: int = 0,
-        recomputed: Recomputed | None = None, scope: ForwardScope | None = None,
+        recomputed: Recomputed | None = None, scope: ForwardScope | None = None, by_layer: bool = False,
     ) -> None:  # fmt: skip
         self.layers, self.gatherer, self.prefetch, self.first = layers, gatherer, prefetch, first
         self.recomputed, self.scope = recomputed or Recomputed(), scope or ForwardScope()
@@ -163,12 +165,23 @@ class Stage:
         ]
         self._backward_units = reading[::-1]
         separate = {
-            unit for unit in self._units if gatherer.is_freed(unit) or unit in self.recomputed.units
+            unit
+            for unit in self._units
+            if by_layer or gatherer.is_freed(unit) or unit in self.recomputed.units
         }
         # Numbers of the units that share a graph with the next unit.
         self._joined = {unit for unit in self._units[:-1] if not separate & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
         self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
+
+    @property
+    def reuses_storages(self) -> bool:
+        """Whether a backward frees storages of saved inputs, which the next forward reuses.
+
+        The reuse is ordered by one stream. So if the two passes use two streams, the forward must
+        not take a storage that the backward has freed meanwhile.
+        """
+        return self.recomputed.store is not None and self.recomputed.store.storages is not None
 
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
         """Returns the steps of a pass: which units to gather, run and release, in order.
@@ -215,7 +228,13 @@ class Stage:
     # -------------------------------------------------------------------------------------------------------- forward
 
     def forward(self, microbatch: int, x: Any, micro: MicroBatch, keep: bool = False) -> Any:
-        """Runs the layers on a micro-batch.
+        """Runs the layers on a micro-batch; see `forward_by_layer`."""
+        return finish(self.forward_by_layer(microbatch, x, micro, keep))
+
+    def forward_by_layer(
+        self, microbatch: int, x: Any, micro: MicroBatch, keep: bool = False
+    ) -> Pass[Any]:
+        """Runs the layers on a micro-batch; yields after each layer.
 
         If the micro-batch is for training, also saves the state that its backward needs.
 
@@ -233,8 +252,8 @@ class Stage:
             self._open[microbatch] = frames
         keep = keep and self._backward_units[:1] == [self._units[-1]]
         y = begin = x
-        with torch.set_grad_enabled(micro.training), self.scope.enter():
-            for step in self._walk(False, keep):
+        for step in self._walk(False, keep):
+            with torch.set_grad_enabled(micro.training), self.scope.enter():
                 for unit in step.gather:
                     self.gatherer.start(unit)
                 self.gatherer.ready(step.run)
@@ -244,6 +263,7 @@ class Stage:
                     begin = y
                 if step.release:
                     self.gatherer.release(step.run)
+            yield
         if y is None:
             raise ValueError("a pipeline stage must have at least one layer")
         return y
@@ -348,7 +368,13 @@ class Stage:
     # ------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, microbatch: int, dy: Any, keep: bool = False, split: bool = False) -> Any:
-        """Runs the backward of a micro-batch.
+        """Runs the backward of a micro-batch; see `backward_by_layer`."""
+        return finish(self.backward_by_layer(microbatch, dy, keep, split))
+
+    def backward_by_layer(
+        self, microbatch: int, dy: Any, keep: bool = False, split: bool = False
+    ) -> Pass[Any]:
+        """Runs the backward of a micro-batch; yields after each graph.
 
         Gradients of parameters are added to the parameters' gradient sinks (`param.sink`).
 
@@ -376,6 +402,8 @@ class Stage:
                 dy = self._back(unit, frames.pop(), frames, dy, unit == self._units[-1], split)
             if step is not None and step.release:
                 self.gatherer.release(unit)
+            if unit not in self._joined:
+                yield
         del self._open[microbatch]
         return dy
 

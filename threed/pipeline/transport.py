@@ -5,11 +5,13 @@ Each pair of ranks has one channel per direction, in which messages keep their o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from threed.core.device import is_accelerator
 from threed.distributed import collectives
 from threed.distributed.collectives import Pending
 from threed.distributed.topology import Axis, Topology
@@ -20,11 +22,12 @@ class Transport(Protocol):
     """Exchanges messages with other pipeline ranks; a message is a list of tensors.
 
     Attributes:
-        posts_ahead: whether receives should be posted as early as possible, before the other rank
-            sends the messages.
+        posts_ahead: before a compute action, the number of receives from each rank that are posted
+            although the plan has them after the action. 0 if `receive` blocks until the message
+            arrives.
     """
 
-    posts_ahead: bool
+    posts_ahead: int
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """Starts to send a message.
@@ -58,9 +61,12 @@ class Links:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        # CPUs use gloo. Receives are posted early there, because a gloo message takes an additional
-        # round trip if its receive is posted after its send.
-        self.posts_ahead = topology.device.type == "cpu"
+        # With gloo, a message takes an additional round trip if its receive is posted after its
+        # send. NCCL begins to receive when the kernels that were enqueued before have run. There, a
+        # second receive from the same rank waits for the first one. While it waits, it would block
+        # the compute action if both streams share a hardware queue of the GPU; and the first
+        # message may depend on that action.
+        self.posts_ahead = 1 if is_accelerator(topology.device) else sys.maxsize
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """See `Transport`."""

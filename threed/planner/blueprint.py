@@ -218,7 +218,7 @@ class Blueprint:
         overs = set() if wrapped else dealt_over(layers)
         shard_axes = [setup.shard_axes(config, topology, over) for over in (None, *overs)]
         axes = {name for names in shard_axes for name in names if name}
-        if pipeline.plan.pairs and is_accelerator(topology.device):
+        if _overlaps(pipeline, topology):
             axes.add("tp" + SECOND)
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], stages.links)
         set_gathered(config, layers)
@@ -286,7 +286,8 @@ class Blueprint:
         layer_major = functools.partial(
             LayerMajorStage, unit_ended=reducer.unit_ended, between=between
         )
-        make: Callable[..., Stage] = layer_major if self.layer_major else Stage
+        plain = functools.partial(Stage, by_layer=_overlaps(self.pipeline, self.topology))
+        make: Callable[..., Stage] = layer_major if self.layer_major else plain
         wrapped = isinstance(self.model, Wrapped)
         units = {} if wrapped else {unit: rank_layers[unit] for unit in self.recomputed_units}
         recomputed = build(
@@ -388,6 +389,11 @@ class Blueprint:
         return math.ceil(
             simulation.peak_activations(self.pipeline.plan, self.topology.axis("pp").index)
         )
+
+
+def _overlaps(pipeline: Pipeline, topology: Topology) -> bool:
+    """Returns whether forwards and backwards run concurrently: in pairs, on a device with streams."""
+    return pipeline.plan.pairs and is_accelerator(topology.device)
 
 
 def step_plan(config: Config, data_ranks: int) -> Plan:
