@@ -107,7 +107,33 @@ _CHANGE = "weights change before a step could be computed again"
 _DEVICE = "it keeps copies of the states on the device"
 _AT_THE_END = "then only the final state is saved"
 _DRIVE = "it updates layers whose state is on a drive, layer by layer"
+_MOVES = "a CUDA graph contains the addresses of parameters and gradients, which change there"
 _BOUNDS = "it limits the measured partition over several pipeline ranks"
+GRAPHS = tuple(
+    Requirement("run.graphs", ("auto", False), *rest)
+    for rest in (
+        ("parallel.pp", (1,), "a CUDA graph cannot contain the messages between stages"),
+        ("parallel.tp", (1,), "collectives inside layers are not captured yet"),
+        ("parallel.schedule", ("1f1b",), "each backward must follow its forward directly"),
+        ("zero.stage", (0, 1), _MOVES),
+        (
+            "zero.offload-optimizer",
+            ("none",),
+            "the host takes part in a step with offloaded states",
+        ),
+        (
+            "recompute.mode",
+            ("none",),
+            "recomputed layers read and set the state of random generators",
+        ),
+        ("run.compile", (False,), "compiled layers and CUDA graphs have not been combined yet"),
+        ("run.recheck-bad-steps", (False,), "a replay does not repeat the checks on the host"),
+        ("log.profile-steps", (None,), "a profile would show replays in place of layers"),
+    )
+)
+"""Requirements of CUDA graphs, if `run.graphs` is true; `auto` uses graphs only if all are met."""
+
+
 REQUIREMENTS = (
     Requirement("parallel.memory-limit-gib", (None,), "parallel.partition", ("measured",), _BOUNDS),
     Requirement("parallel.memory-limit-gib", (None,), "parallel.pp", _TWO, _BOUNDS),
@@ -157,6 +183,7 @@ REQUIREMENTS = (
     Requirement("run.recheck-bad-steps", (False,), "zero.delayed-update", (False,), _CHANGE),
     Requirement("checkpoint.memory-every", (None, 0), "zero.delayed-update", (False,), _COPIES),
     Requirement("run.replicate", ("none",), "zero.delayed-update", (False,), _COPIES),
+    *GRAPHS,
 )  # fmt: skip
 _LATE = "its update already overlaps with the next step"
 _BOTH = "both versions of the weights are on the device"
@@ -203,6 +230,13 @@ def find_refusals(
     rows: tuple[Refusal | Requirement, ...] = (*REFUSALS, *required)
     found = [row.find(config) for row in rows]
     return [problem for problem in found if problem] + list(_check_drive(config))
+
+
+def find_graph_problems(config: Config) -> list[str]:
+    """Returns why passes of a configuration cannot be CUDA graphs, one line each."""
+    run = config.run.model_copy(update={"graphs": True})
+    found = [row.find(config.model_copy(update={"run": run})) for row in GRAPHS]
+    return [problem for problem in found if problem]
 
 
 def find_problems(

@@ -461,7 +461,7 @@ class LogConfig(_Group):
 
 
 class RunConfig(_Group):
-    """Folder and name of the run, fault detection, and compilation."""
+    """Folder and name of the run, fault detection, compilation, and CUDA graphs."""
 
     dir: PathText | None = None
     """run folder; if not set: runs/NAME, where NAME is run.name. If a TOML file sets run.dir, the flag
@@ -484,6 +484,9 @@ class RunConfig(_Group):
     """run blocks through torch.compile"""
     compile_backend: Text = "inductor"
     """backend of torch.compile"""
+    graphs: AutoSwitch = "auto"
+    """replay each micro-batch's forward and backward as CUDA graphs; auto: on one GPU with ZeRO 0 or
+    1, if the layers are so small that launches limit the speed"""
 
 
 class Config(BaseModel):
@@ -503,7 +506,7 @@ class Config(BaseModel):
         data: training data and tokenizer.
         checkpoint: when to save, what to keep, what to resume from.
         log: metrics, wandb and the profiler.
-        run: run folder, fault detection and compilation.
+        run: run folder, fault detection, compilation and CUDA graphs.
 
     Example:
 
