@@ -31,6 +31,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tests.accelerator.order import Order
 from threed.ops import launch
+from threed.pipeline import graphs
 from threed.pipeline.trace import Watch
 
 NAME = "pretend"
@@ -40,7 +41,7 @@ BLOCKING = "a copy waits"
 IN_CAPTURE = "not permitted in a capture"
 TO_COLLECTIVE, WAIT = "host memory is given to a collective", "the host waits for the device"
 ROOT = Path(__file__).parents[2]
-OURS = (Path(__file__), Path(__file__).with_name("pretend.py"))
+OURS = (Path(__file__), Path(__file__).with_name("pretend.py"), Path(graphs.__file__))
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 READS = {
@@ -87,7 +88,7 @@ class Fault:
 
 
 def place() -> str:
-    """The innermost line of the repository that runs, but for these two files'."""
+    """The innermost line of the repository that runs, but for these files, and those that look at operations, too."""
     frame = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
