@@ -472,8 +472,7 @@ class RunConfig(_Group):
     check_replicas: Natural = 0
     """steps between comparisons of replicated state across ranks; 0: never"""
     hang_timeout: DurationOrNone = 600.0
-    """time that a rank may spend in one phase before the run ends and reports the rank; 0: no
-    limit"""
+    """time that a rank may spend in one phase before the run ends and reports it; 0: no limit"""
     replicate: Literal["none", "neighbor"] = "none"
     """machines that store checkpoints in memory: each rank's own (none), or also the next one
     (neighbor)"""
@@ -485,8 +484,7 @@ class RunConfig(_Group):
     compile_backend: Text = "inductor"
     """backend of torch.compile"""
     graphs: AutoSwitch = "auto"
-    """replay each micro-batch's forward and backward as CUDA graphs; auto: on one GPU with ZeRO 0 or
-    1, if the layers are so small that launches limit the speed"""
+    """replay passes as CUDA graphs; auto: only for small layers on one GPU with ZeRO stage 0 or 1"""
 
 
 class Config(BaseModel):

@@ -26,7 +26,7 @@ micro-batch of a step has a separate graph. Each graph goes through four phases,
     replay     afterwards
 
 Operations are checked before the capture, because a violation in a capture gives an unclear error
-of CUDA, or wrong numbers. `torch.cuda.make_graphed_callables` is the model of this procedure.
+of CUDA, or wrong numbers. torch's `make_graphed_callables` is the model of this procedure.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _find_problems(model: Model, layers: Sequence[nn.Module], topology: Topology
     if isinstance(model, Wrapped):
         yield (
             f"{given} with a wrapped module, whose forward may run any code on the host; use --run.graphs false, build the"
-            " model from threed.layers, or use torch.cuda.make_graphed_callables on parts of it"
+            " model from threed.layers, or use make_graphed_callables of torch on parts of it"
         )
         return
     if options_of(model).boundaries_vary:
