@@ -350,8 +350,7 @@ class TrainConfig(_Group):
     steps: Count = 200
     """optimizer steps of the run, which the learning-rate schedule spans"""
     stop_after: Count | None = None
-    """stop after this step, but keep the learning-rate schedule of train.steps; if not set, stop after
-    the last step"""
+    """stop after this step, but keep the learning-rate schedule of train.steps; if not set, the last"""
     global_batch: Count = 16
     """sequences per optimizer step, over all ranks"""
     micro_batch: Count = 2
