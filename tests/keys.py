@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from tests.test_floors import ROOT
 from threed.checkpoint.resuming import CONTENTS, RULES
 from threed.config.arguments import GROUPS, default_text, takes
-from threed.config.checks import REFUSALS
 from threed.config.groups import Config, key_name
+from threed.config.requirements import REFUSALS
 from threed.config.schema import written
 
 PAGE = ROOT / "docs" / "reference" / "configuration.md"

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import configs
 from tests.accelerator import pretend
 from tests.accelerator.late_collectives import communicating
+from tests.accelerator.late_graphs import Capture, graphs_of, is_capturing
 from tests.accelerator.late_streams import Block, LateError, Stream, Streams, no_values, place
 from tests.accelerator.watching import COPIES, NAME, READS, tensors_in
 from threed.core import device as door
@@ -161,6 +162,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.where = where()
         self.streams = Streams(self.where, seed)
+        self.graph: Any = graphs_of(self.streams)  # captured: all graphs; replays: of which
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -224,6 +226,8 @@ class Device(TorchDispatchMode):
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, pinned = func._opname, kwargs.pop("pin_memory", False)
+        if (pinned or name == "_pin_memory") and is_capturing(self.streams):
+            raise LateError(f"{place()}: memory is page-locked in a capture")
         if name == "is_pinned":
             return self.is_pinned(args[0])
         if name == "_pin_memory":
@@ -262,6 +266,8 @@ class Device(TorchDispatchMode):
         return out
 
     def _copy(self, out: Tensor, source: Tensor, late: bool) -> None:
+        if is_capturing(self.streams):
+            raise LateError(f"{place()}: a copy between host and device in a capture")
         to_host = isinstance(source, Late)
         pinned = self.is_pinned(out if to_host else source)
         if isinstance(out, Late):
@@ -298,6 +304,10 @@ class Device(TorchDispatchMode):
             targets = [values_of(t) for t in tensors_in(out)]
             if func._opname.startswith(("empty", "new_empty")):
                 return out
+        drawn, current = kwargs.get("generator"), self.streams.current
+        registered = not isinstance(current, Capture) or id(drawn) in current.generators
+        if drawn is not None and not registered:
+            raise LateError(f"{place()}: a generator that is not registered with the graph")
         given, by_name = mapped(on_cpu, args), mapped(on_cpu, kwargs)
 
         def run() -> None:
@@ -367,6 +377,9 @@ def _doors(device: Device) -> Iterator[None]:
         (door.mark, lambda _: streams.current.record_event()),
         (door.synchronize, lambda *_: streams.synchronize()),
         (pool.host_buffer, pinned_buffer),
+        (door.can_capture, lambda _: True),
+        (door.graph_pool, lambda: Capture(streams)),
+        (door.DeviceGraph, device.graph),
     ]
     with (
         pretend.replaced(answers),

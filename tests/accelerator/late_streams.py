@@ -39,7 +39,11 @@ class LateError(RuntimeError):
 def place() -> str:
     """The innermost line of threed that runs."""
     frame = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith(OURS):
+    # another mode may look at the operations of a capture
+    while frame is not None and (
+        not (frame.f_code.co_filename).startswith(OURS)
+        or frame.f_code.co_name == "__torch_dispatch__"
+    ):
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
         return "?"

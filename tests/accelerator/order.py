@@ -44,7 +44,8 @@ class Event:
         self.order.host_waits("event")
 
     def query(self) -> bool:
-        """It has come."""
+        """It has come; CUDA does not permit the question in a capture."""
+        self.order.asked("event query")
         return True
 
     def elapsed_time(self, later: Event) -> float:
@@ -93,10 +94,13 @@ class Work(FakeWork):
 
 
 class Order:
-    """The streams of a device. host_waits: called when the host waits for the device."""
+    """The streams of a device. host_waits: called when the host waits for it; asked: when it asks for an event."""
 
-    def __init__(self, where: torch.device, host_waits: Callable[[str], None]) -> None:
-        self.where, self.host_waits = where, host_waits
+    def __init__(
+        self, where: torch.device, host_waits: Callable[[str], None],
+        asked: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.where, self.host_waits, self.asked = where, host_waits, asked
         self.streams: dict[Hashable, Stream] = {}
         self.step: list[Entry] = []
         self.works: list[Work] = []  # else Python would forget that they are no plain `FakeWork`

@@ -109,9 +109,12 @@ def _doors(watch: Watching) -> Iterator[None]:
         (door.mark, lambda _: order.current.record_event()),
         (door.synchronize, lambda *_: watch.waits_for_device("device")),
         (door.shared_memory, lambda _: 227 << 10),
-        (door.rng_states, lambda _: {}),
-        (door.set_rng_states, lambda *_: None),
+        (door.rng_states, lambda _: watch.forbid("the state of a generator is read") or {}),
+        (door.set_rng_states, lambda *_: watch.forbid("the state of a generator is set")),
         (pool.host_buffer, lambda nbytes: watch.pin(torch.empty(nbytes, dtype=torch.uint8))),
+        (door.can_capture, lambda where: where.type == NAME),
+        (door.graph_pool, object),
+        (door.DeviceGraph, graphs_of(watch)),
         (collectives.exchange, exchange),
         (rng.normal, normal),
         (launch.on_gpu, lambda x: x.device.type == NAME),
@@ -127,6 +130,34 @@ def _doors(watch: Watching) -> Iterator[None]:
     set_stream = patch.object(torch.accelerator, "set_stream", order.use)
     with numbers_begin_on_the_host(), form, set_stream, replaced(answers):
         yield
+
+
+def graphs_of(watch: Watching) -> type:
+    """The class of graphs in place of `DeviceGraph`: in a capture, what CUDA does not permit is a fault."""
+
+    class Graph:
+        def __init__(self, pool: Any, generators: Iterable[torch.Generator] = ()) -> None:
+            self.generators = {id(generator) for generator in generators}
+
+        @contextmanager
+        def capture(self) -> Iterator[None]:
+            """Watches the block."""
+            before, watch.registered = watch.order.current, self.generators
+            watch.order.use(watch.order.named("capture"))
+            watch.capturing = True
+            forbidden = lambda *_, **__: watch.forbid("a new process group")  # noqa: E731
+            try:
+                with patch.object(dist, "new_group", forbidden):
+                    yield
+            finally:
+                watch.capturing = False
+                watch.order.use(before)
+
+        def replay(self) -> None:
+            """Counts one launch."""
+            watch.kernel("graph")
+
+    return Graph
 
 
 @contextmanager

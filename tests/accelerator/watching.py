@@ -31,15 +31,17 @@ from torch.utils.flop_counter import flop_registry
 
 from tests.accelerator.order import Order
 from threed.ops import launch
+from threed.pipeline import graphs
 from threed.pipeline.trace import Watch
 
 NAME = "pretend"
 HOST_READ = "a value is read on the host"
 MIXED = "tensors of host and device in one operation"
 BLOCKING = "a copy waits"
+IN_CAPTURE = "not permitted in a capture"
 TO_COLLECTIVE, WAIT = "host memory is given to a collective", "the host waits for the device"
 ROOT = Path(__file__).parents[2]
-OURS = (Path(__file__), Path(__file__).with_name("pretend.py"))
+OURS = (Path(__file__), Path(__file__).with_name("pretend.py"), Path(graphs.__file__))
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 READS = {
@@ -86,7 +88,7 @@ class Fault:
 
 
 def place() -> str:
-    """The innermost line of the repository that runs, but for these two files'."""
+    """The innermost line of the repository that runs, but for these files, and those that look at operations, too."""
     frame = sys._getframe(1)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
@@ -123,8 +125,11 @@ class Watching(TorchDispatchMode):
         # bytes: of kernels, between host and device, of collectives
         self.traffic = self.copied = self.communicated = 0
         self.memory = Watch()
-        self.order = Order(where, self.waits_for_device)
+        self.order = Order(where, self.waits_for_device, self.forbid)
         self._pinned: dict[int, StorageWeakRef] = {}
+        self.capturing = False  # what CUDA does not permit in the capture of a graph is a fault
+        self.captured: Counter[str] = Counter()  # kernels in captures
+        self.registered: set[int] = set()  # generators of the graph
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -143,8 +148,14 @@ class Watching(TorchDispatchMode):
         if self.stepping:
             self.faults.append(Fault(kind, operation, place()))
 
+    def forbid(self, operation: str) -> None:
+        """Writes down what a capture does not permit, if there is one."""
+        if self.capturing:
+            self.faults.append(Fault(IN_CAPTURE, operation, place()))
+
     def waits_for_device(self, what: str) -> None:
         """Writes down that the host waits; where state is offloaded it has to."""
+        self.forbid(f"the host waits for the {what}")
         if self.stepping:
             self.waits.append(Fault(WAIT, what, place()))
 
@@ -167,6 +178,7 @@ class Watching(TorchDispatchMode):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         name = func._opname
         given = list(tensors_in(*args, *kwargs.values()))
+        self._check_capture(func, name, kwargs)
         if func.namespace == "c10d":
             return self._communicate(func, name, args, given)
         if func in READS:
@@ -180,6 +192,18 @@ class Watching(TorchDispatchMode):
         out = self._run(func, name, args, kwargs)
         self._count(func, name, args, given, list(tensors_in(out)))
         return out
+
+    def _check_capture(self, func: Any, name: str, kwargs: Any) -> None:
+        generator, target = kwargs.get("generator"), kwargs.get("device")
+        if func.namespace == "c10d":
+            self.forbid(f"a collective: {name}")
+        if name == "_pin_memory" or kwargs.get("pin_memory"):
+            self.forbid("page-locked memory is allocated")
+        if generator is not None and id(generator) not in self.registered:
+            self.forbid(f"{name} draws from a generator that is not registered")
+        elsewhere = self.order.current is not self.order.named("capture")
+        if elsewhere and name.startswith("empty") and target is not None and target.type == NAME:
+            self.forbid("an allocation outside of the pool")
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in WITHOUT_SHAPES:
@@ -210,6 +234,7 @@ class Watching(TorchDispatchMode):
         """Says that a value was read, and makes one up."""
         if any(kind_of(t) == NAME for t in given):
             self.fault(HOST_READ, name)
+            self.forbid(f"{HOST_READ}: {name}")
         x = given[0]
         if name == "equal":
             return True
@@ -232,6 +257,7 @@ class Watching(TorchDispatchMode):
             return
         if isinstance(source, FakeTensor):
             source.constant = None  # else torch would make a real copy of a number
+        self.forbid(f"a copy from {source.device.type} to {target.type}")
         self.copied += source.nbytes
         # torch makes that page-locked by itself
         fresh = name == "_to_copy" and target.type == "cpu"
@@ -270,6 +296,9 @@ class Watching(TorchDispatchMode):
     def kernel(self, name: str, *tensors: Tensor, count: int = 1, flops: int = 0) -> None:
         """Counts a launch, and what it reads and writes."""
         nbytes = sum(t.nbytes for t in tensors)
+        if self.capturing:
+            self.captured[name] += count
+            return
         self.launches[name] += count
         self.traffic += nbytes
         self.order.add(name, flops, nbytes)

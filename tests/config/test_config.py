@@ -22,7 +22,7 @@ from threed.config.arguments import (
     load,
     to_toml,
 )
-from threed.config.checks import REFUSALS, check_vocab, find_problems
+from threed.config.checks import check_vocab, find_problems
 from threed.config.groups import (
     Config,
     ConfigError,
@@ -32,6 +32,7 @@ from threed.config.groups import (
     key_name,
     python_name,
 )
+from threed.config.requirements import REFUSALS
 from threed.config.resolution import derive_dp, resolve
 
 CONTRACT = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +33,18 @@ def draw(sequences: int, p: float, *ranges: Range) -> Draw:
     """Samples beyond 32 bits, too."""
     samples = torch.tensor([7, 2**32 + 5, 2**40 + 1])[:sequences]
     return Draw(1234, "blocks.3.mlp.dropout", 2**31 + 17, samples, Positions(ranges, 16), p)
+
+
+def test_the_step_may_be_a_number_of_the_device() -> None:
+    x, what = bf16(3, 2, 40), draw(2, 0.5, (3, 6))
+    at = torch.tensor(what.step, dtype=torch.int64)
+    with emulated():
+        got = dropout.dropout(x, replace(what, step=at))
+        assert torch.equal(got, dropout.dropout(x, what))
+        assert not torch.equal(got, dropout.dropout(x, replace(what, step=at + 1)))
+        with pytest.raises(ValueError, match="dropout takes bf16"):
+            dropout.dropout(x, replace(what, step=at.int()))
+    assert torch.equal(replace(what, step=at).mask(x), what.mask(x))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -2,7 +2,7 @@
 
     problems = find_problems(config, world_size=8)      # [] if the configuration is valid
 
-`REFUSALS` lists features that are not implemented yet. `REQUIREMENTS` lists pairs of keys in which
+The module `requirements` lists features that are not implemented yet, and pairs of keys in which
 the first key requires certain values of the second. The functions `_check_...` check sizes, such as
 whether one is a multiple of another. The values of single keys are not checked here, because
 `threed.config.values` declares which values are valid.
@@ -11,10 +11,7 @@ whether one is a multiple of another. The values of single keys are not checked 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator
 
 from threed import schedules
 from threed.config import architectures
@@ -24,9 +21,17 @@ from threed.config.groups import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
-    RecomputeConfig,
     key_name,
-    python_name,
+)
+from threed.config.requirements import (
+    ASYNCHRONOUS,
+    GRAPHS,
+    REFUSALS,
+    REQUIREMENTS,
+    Refusal,
+    Requirement,
+    listed,
+    value_of,
 )
 from threed.config.resolution import derive_dp, schedule_problem
 from threed.config.schema import written
@@ -34,160 +39,6 @@ from threed.core.messages import counted
 from threed.schedules import registry
 
 MOST_MICROBATCHES = 100_000  # Maximum per step, because larger plans take much time and memory.
-# Schedules that `zero.order layer` allows. This order requires a single pipeline stage. With a
-# single stage, no schedule has a bubble, so these two schedules are equivalent.
-LAYER_MAJOR = ("1f1b", "gpipe")
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A key for which only some of the declared values are implemented.
-
-    Attributes:
-        group: group of the key.
-        field: field name of the key.
-        works: the implemented values.
-        feature: name of the feature that other values need, for the message.
-    """
-
-    group: str
-    field: str
-    works: tuple[object, ...]
-    feature: str
-
-    def find(self, config: Config) -> str | None:
-        """Returns the problem if `config` uses the missing feature, else None."""
-        key = f"{self.group}.{key_name(self.field)}"
-        value = _value(config, key)
-        if value in self.works:
-            return None
-        fix = " or ".join(written(works) for works in self.works)
-        return f"--{key} {written(value)}: {self.feature} is not there yet; use --{key} {fix}"
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """A key that requires certain values of another key.
-
-    Attributes:
-        key: the key that has the requirement, as `group.key`.
-        free: values of `key` that require nothing; the message suggests the first one.
-        other: the other key, as `group.key`.
-        works: values of `other` that meet the requirement.
-        why: reason for the requirement, for the message.
-    """
-
-    key: str
-    free: tuple[object, ...]
-    other: str
-    works: tuple[object, ...] | range
-    why: str
-
-    def find(self, config: Config) -> str | None:
-        """Returns the problem if `config` does not meet the requirement, else None."""
-        value, found = _value(config, self.key), _value(config, self.other)
-        if value in self.free or found in self.works:
-            return None
-        given = f"--{self.key} {written(value)} with --{self.other} {written(found)}"
-        several = isinstance(self.works, range)
-        works = f"{self.works[0]} or more" if several else _listed(map(written, self.works))
-        fix = f"--{self.key} {written(self.free[0])}" if self.free else f"another --{self.key}"
-        return f"{given}: {self.why}; use --{self.other} {works}, or {fix}"
-
-
-def _value(config: Config, key: str) -> Any:
-    group, _, name = key.partition(".")
-    return getattr(getattr(config, group), python_name(name))
-
-
-_ONE, _TWO = range(1, sys.maxsize), range(2, sys.maxsize)
-_COPIES = "updates are one step late, and checkpoints in memory would wait for them"
-_KEEPS = "it applies to the inputs that full recompute saves"
-_CHANGE = "weights change before a step could be computed again"
-_DEVICE = "it keeps copies of the states on the device"
-_AT_THE_END = "then only the final state is saved"
-_DRIVE = "it updates layers whose state is on a drive, layer by layer"
-_BOUNDS = "it limits the measured partition over several pipeline ranks"
-REQUIREMENTS = (
-    Requirement("parallel.memory-limit-gib", (None,), "parallel.partition", ("measured",), _BOUNDS),
-    Requirement("parallel.memory-limit-gib", (None,), "parallel.pp", _TWO, _BOUNDS),
-    Requirement("parallel.optimistic-step", ("auto", False), "parallel.pp", _TWO, "no stage waits for another"),
-    Requirement(
-        "parallel.optimistic-step", ("auto", False), "zero.delayed-update", (False,),
-        "both let the next step begin early",
-    ),
-    Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-optimizer", ("none",), _DEVICE),
-    Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-params", ("none",), _DEVICE),
-    Requirement("zero.shard-size", ("all",), "zero.stage", (1, 2, 3), "stage 0 shards nothing"),
-    Requirement("zero.offload-optimizer", ("none",), "zero.stage", (1, 2, 3), "it moves the states that ZeRO shards"),
-    Requirement("zero.offload-params", ("none",), "zero.stage", (3,), "lower stages do not shard parameters"),
-    Requirement("zero.tile", (1,), "zero.stage", (3,), "lower stages gather no parameters"),
-    Requirement("zero.compress-weights", ("none",), "zero.stage", (3,), "lower stages gather no parameters"),
-    Requirement(
-        "zero.delayed-update", (False,), "zero.offload-optimizer", ("cpu",), "it works on states in host memory"
-    ),
-    Requirement("zero.early-update", ("auto", False), "zero.order", ("layer",), _DRIVE),
-    Requirement("zero.early-update", ("auto", False), "zero.offload-optimizer", ("nvme",), _DRIVE),
-    Requirement("zero.early-update", ("auto", False), "zero.offload-params", ("nvme",), _DRIVE),
-    Requirement(
-        "zero.order", ("micro", "auto"), "zero.stage", (2, 3),
-        "lower stages keep full parameters, and reduce gradients once per step anyway",
-    ),
-    Requirement(
-        "zero.order", ("micro", "auto"), "parallel.pp", (1,),
-        "a stage would have to wait for all micro-batches before its first layer",
-    ),
-    Requirement(
-        "zero.order", ("micro", "auto"), "parallel.schedule", LAYER_MAJOR, "other schedules fix the order of micro-batches"
-    ),
-    Requirement("recompute.every", (1,), "recompute.mode", ("full", "selective"), "nothing is computed again"),
-    Requirement(
-        "recompute.ops", (RecomputeConfig().ops,), "recompute.mode", ("selective",), "other modes do not select operations"
-    ),
-    Requirement("recompute.partition", (False,), "recompute.mode", ("full",), _KEEPS),
-    Requirement("recompute.offload", ("none",), "recompute.mode", ("full",), _KEEPS),
-    Requirement("recompute.arena", (False,), "recompute.mode", ("full",), _KEEPS),
-    Requirement("recompute.gathered", ("auto", False), "parallel.tp", _TWO, "it needs several tensor-parallel ranks"),
-    Requirement("recompute.gathered", ("auto", False), "run.compile", (False,), "compiled layers keep gathered inputs"),
-    Requirement("recompute.partition", (False,), "parallel.tp", _TWO, "it needs several tensor-parallel ranks"),
-    Requirement(
-        "recompute.arena", (False,), "recompute.offload", ("none", "cpu"), "a drive already uses buffers of constant size"
-    ),
-    Requirement("precision.loss-scale", ("dynamic",), "precision.dtype", ("fp16",), "only fp16 needs its loss scaled"),
-    Requirement("checkpoint.async", ("auto", False), "checkpoint.every", _ONE, _AT_THE_END),
-    Requirement("checkpoint.keep-every", (0,), "checkpoint.every", _ONE, _AT_THE_END),
-    Requirement("run.recheck-bad-steps", (False,), "zero.delayed-update", (False,), _CHANGE),
-    Requirement("checkpoint.memory-every", (None, 0), "zero.delayed-update", (False,), _COPIES),
-    Requirement("run.replicate", ("none",), "zero.delayed-update", (False,), _COPIES),
-)  # fmt: skip
-_LATE = "its update already overlaps with the next step"
-_BOTH = "both versions of the weights are on the device"
-ASYNCHRONOUS = (
-    Requirement(
-        "parallel.schedule", (), "zero.stage", (0, 1),
-        "sharded gradients would be added to the gradients of the previous step",
-    ),
-    Requirement("parallel.schedule", (), "zero.offload-optimizer", ("none",), _BOTH),
-    Requirement("parallel.schedule", (), "zero.offload-params", ("none",), _BOTH),
-    Requirement("parallel.schedule", (), "zero.delayed-update", (False,), _LATE),
-    Requirement("parallel.schedule", (), "parallel.optimistic-step", ("auto", False), _LATE),
-    Requirement(
-        "parallel.schedule", (), "precision.dtype", ("bf16", "fp32", "fp64"),
-        "a loss scale would change between a batch's forwards and backwards",
-    ),
-    Requirement("parallel.schedule", (), "run.recheck-bad-steps", (False,), _CHANGE),
-    Requirement("parallel.schedule", (), "checkpoint.memory-every", (None, 0), _COPIES),
-    Requirement("parallel.schedule", (), "run.replicate", ("none",), _COPIES),
-)  # fmt: skip
-"""Requirements of an asynchronous schedule (2BW): steps overlap, and updates are one step late."""
-
-
-REFUSALS = (
-    Refusal("parallel", "cp", (1,), "context parallelism"),
-    Refusal("parallel", "ep", (1,), "expert parallelism"),
-    Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
-)
-"""Features that are not implemented yet. Delete a line when its feature is implemented."""
 
 
 def find_refusals(
@@ -205,6 +56,13 @@ def find_refusals(
     rows: tuple[Refusal | Requirement, ...] = (*REFUSALS, *required)
     found = [row.find(config) for row in rows]
     return [problem for problem in found if problem] + list(_check_drive(config))
+
+
+def find_graph_problems(config: Config) -> list[str]:
+    """Returns why passes of a configuration cannot be CUDA graphs, one line each."""
+    run = config.run.model_copy(update={"graphs": True})
+    found = [row.find(config.model_copy(update={"run": run})) for row in GRAPHS]
+    return [problem for problem in found if problem]
 
 
 def find_problems(
@@ -248,30 +106,22 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _listed(numbers: Iterable[object]) -> str:
-    """Joins items as "1, 2 or 3". More than 12 items are shortened to the first 11 and the last."""
-    words = [str(number) for number in numbers]
-    if len(words) > 12:
-        words = [*words[:11], words[-1]]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
 def _around(number: int, step: int) -> str:
     """Returns the multiples of `step` nearest to `number`, as text."""
     below = number // step * step
-    return _listed(sorted({below or step, below + step}))
+    return listed(sorted({below or step, below + step}))
 
 
 def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
     size = config.zero.shard_size
     if config.zero.stage and size != "all" and dp is not None and dp % size:
         given = f"--zero.shard-size {size} does not divide dp {dp}"
-        yield f"{given}: use {_listed(_divisors(dp))}, or all"
+        yield f"{given}: use {listed(_divisors(dp))}, or all"
 
 
 def _check_drive(config: Config) -> Iterator[str]:
     keys = ("zero.offload-optimizer", "zero.offload-params", "recompute.offload")
-    to_nvme = [f"--{key} nvme" for key in keys if _value(config, key) == "nvme"]
+    to_nvme = [f"--{key} nvme" for key in keys if value_of(config, key) == "nvme"]
     if to_nvme and config.zero.nvme_path is None:
         yield f"{', '.join(to_nvme)}: set --zero.nvme-path FOLDER, on a fast local drive"
     if config.zero.nvme_path is not None and not to_nvme:
@@ -299,13 +149,13 @@ def _check_heads(config: Config) -> Iterator[str]:
     kv_heads = model.kv_heads or model.heads
     fits = [n for n in _divisors(model.heads) if heads_fit(model.heads, kv_heads, n)]
     if model.heads % kv_heads:
-        usable = _listed(_divisors(model.heads))
+        usable = listed(_divisors(model.heads))
         yield f"--model.kv-heads {kv_heads} does not divide --model.heads {model.heads}: use {usable}"
     elif model.heads % tp:
-        yield f"--model.heads {model.heads} is not divisible by --parallel.tp {tp}: use --parallel.tp {_listed(fits)}"
+        yield f"--model.heads {model.heads} is not divisible by --parallel.tp {tp}: use --parallel.tp {listed(fits)}"
     elif tp not in fits:
         rule = "one must be a multiple of the other"
-        yield f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: {rule}; use --parallel.tp {_listed(fits)}"
+        yield f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: {rule}; use --parallel.tp {listed(fits)}"
     if model.head_dim is None and model.hidden % model.heads:
         given, near = f"--model.hidden {model.hidden}", _around(model.hidden, model.heads)
         yield f"{given} is not divisible by --model.heads {model.heads}: use --model.hidden {near}, or give --model.head-dim"

@@ -350,8 +350,7 @@ class TrainConfig(_Group):
     steps: Count = 200
     """optimizer steps of the run, which the learning-rate schedule spans"""
     stop_after: Count | None = None
-    """stop after this step, but keep the learning-rate schedule of train.steps; if not set, stop after
-    the last step"""
+    """stop after this step, but keep the learning-rate schedule of train.steps; if not set, the last"""
     global_batch: Count = 16
     """sequences per optimizer step, over all ranks"""
     micro_batch: Count = 2
@@ -461,7 +460,7 @@ class LogConfig(_Group):
 
 
 class RunConfig(_Group):
-    """Folder and name of the run, fault detection, and compilation."""
+    """Folder and name of the run, fault detection, compilation, and CUDA graphs."""
 
     dir: PathText | None = None
     """run folder; if not set: runs/NAME, where NAME is run.name. If a TOML file sets run.dir, the flag
@@ -472,8 +471,7 @@ class RunConfig(_Group):
     check_replicas: Natural = 0
     """steps between comparisons of replicated state across ranks; 0: never"""
     hang_timeout: DurationOrNone = 600.0
-    """time that a rank may spend in one phase before the run ends and reports the rank; 0: no
-    limit"""
+    """time that a rank may spend in one phase before the run ends and reports it; 0: no limit"""
     replicate: Literal["none", "neighbor"] = "none"
     """machines that store checkpoints in memory: each rank's own (none), or also the next one
     (neighbor)"""
@@ -484,6 +482,8 @@ class RunConfig(_Group):
     """run blocks through torch.compile"""
     compile_backend: Text = "inductor"
     """backend of torch.compile"""
+    graphs: AutoSwitch = "auto"
+    """replay passes as CUDA graphs; auto: only for small layers on one GPU with ZeRO stage 0 or 1"""
 
 
 class Config(BaseModel):
@@ -503,7 +503,7 @@ class Config(BaseModel):
         data: training data and tokenizer.
         checkpoint: when to save, what to keep, what to resume from.
         log: metrics, wandb and the profiler.
-        run: run folder, fault detection and compilation.
+        run: run folder, fault detection, compilation and CUDA graphs.
 
     Example:
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -258,6 +259,49 @@ def stream_address(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def can_capture(device: torch.device) -> bool:
+    """Returns whether `DeviceGraph` works on a device: True for GPUs."""
+    return device.type == "cuda"
+
+
+def graph_pool() -> Any:
+    """Returns a new memory pool of the current GPU for `DeviceGraph`s, which may share a pool."""
+    return torch.cuda.graph_pool_handle()
+
+
+class DeviceGraph:
+    """Kernels that are captured once and replayed by one launch (`torch.cuda.CUDAGraph`).
+
+    A replay runs the same kernels at the same addresses, but draws new random numbers.
+
+    Args:
+        pool: memory pool for tensors that are allocated during the capture (`graph_pool`).
+        generators: generators that the kernels draw from, except the device's default generator,
+            which torch registers itself.
+    """
+
+    def __init__(self, pool: Any, generators: Iterable[torch.Generator] = ()) -> None:
+        self._pool, self._graph = pool, torch.cuda.CUDAGraph()
+        for generator in generators:
+            self._graph.register_generator_state(generator)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Context manager: kernels of the block are captured, and do not run.
+
+        Other threads may use the GPU meanwhile, for example to page-lock the next batch.
+
+        Raises:
+            RuntimeError: the block called a function that CUDA does not allow in a capture.
+        """
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            yield
+
+    def replay(self) -> None:
+        """Runs the captured kernels on the current stream."""
+        self._graph.replay()
 
 
 def page_lock(address: int, nbytes: int) -> None:

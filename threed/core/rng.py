@@ -152,7 +152,7 @@ def _in_chunks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
 
 
 def keep_mask(
-    seed: int, name: str, step: int, samples: Tensor, rows: tuple[int, int], columns: tuple[int, int], width: int,
+    seed: int, name: str, step: int | Tensor, samples: Tensor, rows: tuple[int, int], columns: tuple[int, int], width: int,
     p: float,
 ) -> Tensor:  # fmt: skip
     """Returns a dropout mask, bool [rows b columns]: True keeps an element, with probability 1 - p.
@@ -165,7 +165,7 @@ def keep_mask(
     Args:
         seed: seed of the run.
         name: name of the dropout module.
-        step: number of the training step.
+        step: number of the training step, a number or an int64 scalar tensor.
         samples: int64 [b], global sample indices.
         rows: [first, last) positions on this rank, of the global activation [s, width].
         columns: [first, last) columns on this rank.

@@ -286,6 +286,11 @@ def world_axis() -> Axis:
     return everyone()
 
 
+def backend() -> str | None:
+    """Returns the backend of the default process group; None without a process group."""
+    return dist.get_backend() if dist.is_initialized() else None
+
+
 def backends() -> list[str]:
     """Returns the names of the communication backends that torch was built with."""
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}

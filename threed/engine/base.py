@@ -26,7 +26,7 @@ from threed.interop.huggingface.weights import load_hf
 from threed.layers.linear import use_sinks
 from threed.models import Model, Wrapped, buffers, is_layered, options_of
 from threed.ops.precision import LossScale
-from threed.pipeline import compiling
+from threed.pipeline import compiling, graphs
 from threed.pipeline.batches import Batch, Batches
 from threed.pipeline.executor import Executor, Outdated, Span
 from threed.pipeline.layer_major import LayerMajorExecutor
@@ -157,6 +157,7 @@ class Engine(metaclass=_EngineType):
         self._check_sizes(config)
         self.config, blueprint = draw(self.model, topology, config, self.trains)
         self.blueprint, self.layout = blueprint, blueprint.layout
+        graphed = graphs.wanted(self.config, self.model, blueprint.layers, topology, self.trains)
         own_layers = [blueprint.layers[number] for number in blueprint.held]
         self.batches = self._make_batches(blueprint.layers)
         flags = [self.batches.empty, *blueprint.flags]
@@ -212,7 +213,7 @@ class Engine(metaclass=_EngineType):
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
         streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
-            blueprint.stages(self.gatherer, self.reducer),
+            blueprint.stages(self.gatherer, self.reducer, graphed),
             transport or links(self.model, topology), topology.axis("pp").index,
             self.runner.all_passes_ended, self.reducer.pass_ended,
             weight_gradients=self.reducer.deferral, overlap=None if frees else Overlap(*streams),

@@ -58,13 +58,15 @@ class Dropout(nn.Module):
             raise ValueError(f"{self.name}: dropout needs the micro-batch's global sample indices")
         return micro.samples
 
-    def drop(self, x: Tensor, samples: Tensor, step: int, residual: Tensor | None = None) -> Tensor:
+    def drop(
+        self, x: Tensor, samples: Tensor, step: int | Tensor, residual: Tensor | None = None
+    ) -> Tensor:
         """Returns residual + x after dropout, by one kernel if possible.
 
         Args:
             x: [s b h].
             samples: global index of each sequence, int64 [b].
-            step: number of the training step.
+            step: number of the training step, or an int64 scalar tensor with it.
             residual: [s b h]; None to add nothing.
         """
         draw = self._draw(x, samples, step)
@@ -72,6 +74,6 @@ class Dropout(nn.Module):
             return ops.fused(x, draw, residual)
         return _plus(x * draw.mask(x) * draw.scale, residual)
 
-    def _draw(self, x: Tensor, samples: Tensor, step: int) -> ops.Draw:
+    def _draw(self, x: Tensor, samples: Tensor, step: int | Tensor) -> ops.Draw:
         positions = self.slicing.positions_of(x)
         return ops.Draw(self.slicing.seed, self.name, step, samples, positions, self.p)

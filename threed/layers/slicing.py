@@ -172,7 +172,8 @@ class MicroBatch:
         samples: global sample indices, int64 [b].
         weight: factor of the sum of token losses, a scalar tensor: 1 / number of valid labels in
             the step's global batch. If labels are not integers: 1 / number of rows of that batch.
-        step: number of the step, for dropout masks.
+        step: number of the step, for dropout masks; an int64 scalar tensor in a CUDA graph
+            (`--run.graphs`).
         training: whether dropout is on.
         inputs: the batch's other tensors [b ...], by name. They keep their dtypes unless
             `precision.cast_inputs` is on. For a wrapped module: all of its keyword arguments.
@@ -184,7 +185,7 @@ class MicroBatch:
     labels: Tensor | None = None
     samples: Tensor | None = None
     weight: Tensor | None = None
-    step: int = 0
+    step: int | Tensor = 0
     training: bool = True
     inputs: Mapping[str, Any] | None = None
     loss_chunks: int = 1

@@ -26,7 +26,8 @@ class Draw:
     Attributes:
         seed: seed of the run.
         name: global name of the dropout layer.
-        step: number of the training step.
+        step: number of the training step; an int64 scalar tensor in a CUDA graph, which would replay
+            a number of the host.
         samples: int64 [b], global sample indices.
         positions: positions of the activation's rows in their sequences.
         p: probability of zeroing an element.
@@ -34,7 +35,7 @@ class Draw:
 
     seed: int
     name: str
-    step: int
+    step: int | Tensor
     samples: Tensor
     positions: Positions
     p: float
@@ -73,21 +74,22 @@ def dropout(
     no bias, because the product before the dropout adds it.
     """
     ranges = [edge for part in draw.positions.ranges for edge in part]
-    stream = (*rng.key(draw.seed, draw.name), draw.step & 0xFFFFFFFF)
-    return _start(x, bias, residual, draw.samples, ranges, *stream, draw.p)
+    at, step = (draw.step, 0) if isinstance(draw.step, Tensor) else (None, draw.step & 0xFFFFFFFF)
+    stream = (*rng.key(draw.seed, draw.name), step)
+    return _start(x, bias, residual, draw.samples, at, ranges, *stream, draw.p)
 
 
 @launch.operator(
-    "dropout(Tensor x, Tensor? bias, Tensor? residual, Tensor samples, int[] ranges, int key0, int key1, int step,"
+    "dropout(Tensor x, Tensor? bias, Tensor? residual, Tensor samples, Tensor? at, int[] ranges, int key0, int key1, int step,"
     " float p) -> Tensor",
     lambda x, *rest: torch.empty_like(x),
-    launches=lambda x, bias, residual, samples, ranges, *rest: len(ranges) // 2,
+    launches=lambda x, bias, residual, samples, at, ranges, *rest: len(ranges) // 2,
 )  # fmt: skip
 def _start(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, ranges: list[int], key0: int, key1: int,
-    step: int, p: float,
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, at: Tensor | None, ranges: list[int],
+    key0: int, key1: int, step: int, p: float,
 ) -> Tensor:  # fmt: skip
-    _check(x, bias, residual, samples, ranges, p)
+    _check(x, bias, residual, samples, at, ranges, p)
     out, (_, b, h), begin = torch.empty_like(x), x.shape, 0
     for first, last in zip(ranges[::2], ranges[1::2], strict=True):
         end = begin + last - first
@@ -95,7 +97,7 @@ def _start(
         added = None if residual is None else residual[begin:end]
         if part.numel():
             launch.start(
-                "dropout", part, bias, added, samples, target, len(part) * b, h, b, first, key0, key1, step,
+                "dropout", part, bias, added, samples, at, target, len(part) * b, h, b, first, key0, key1, step,
                 int(p * 2**32), 1.0 / (1.0 - p),
             )  # fmt: skip
         begin = end
@@ -103,7 +105,8 @@ def _start(
 
 
 def _check(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, ranges: list[int], p: float
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, at: Tensor | None, ranges: list[int],
+    p: float,
 ) -> None:  # fmt: skip
     """Raises ValueError if the kernel does not support these arguments."""
     h, of_ranges = x.shape[-1], sum(ranges[1::2]) - sum(ranges[::2])
@@ -112,6 +115,7 @@ def _check(
     fits = fits and (residual is None or residual.shape == x.shape)
     fits = fits and (bias is None or bias.numel() == h)
     fits = fits and all(launch.packed(t) for t in (x, bias, residual) if t is not None)
+    fits = fits and (at is None or (at.dtype == torch.int64 and at.numel() == 1))
     fits = fits and samples.dtype == torch.int64 and samples.shape == x.shape[1:2]
     wanted = "bf16 [s b h] and [h], contiguous and 16-byte aligned, h a multiple of 8; samples int64 [b]; p below 1"
     launch.check(

@@ -32,7 +32,7 @@ LAUNCHERS = {
     "swiglu": "PPqq", "swiglu_backward": "PPPqq", "geglu": "PPqq", "geglu_backward": "PPPqq", "gelu": "PPPqq",
     "gelu_backward": "PPPPPqqq", "adamw": "PPPPPqqPPPPddddqqqq", "lion": "PPPPqqPPPdddq", "scale": "PPqq",
     "cross_entropy": "PPPPqqq", "cross_entropy_stats": "PPPqqqq", "cross_entropy_gradient": "PPPPPqqqqqq",
-    "dropout": "PPPPPqqqqqqqqd", "norm": "PPPPPPPPPqqd", "norm_backward": "PPPPPPPPPqqq", "quantize": "PPPqqq",
+    "dropout": "PPPPPPqqqqqqqqd", "norm": "PPPPPPPPPqqd", "norm_backward": "PPPPPPPPPqqq", "quantize": "PPPqqq",
     "dequantize": "PPPqqqq", "rotary": "PPqqqqqd", "rotary_backward": "PPPPP" + 14 * "q",
     "add_parts": "PPqPPqqq", "column_sums": "PPqqq",
     "square_sum": "PPPqq",

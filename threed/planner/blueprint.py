@@ -39,6 +39,7 @@ from threed.pipeline.activation_checkpointing import (
     sliced_over,
     with_recompute,
 )
+from threed.pipeline.graphs import StageGraph
 from threed.pipeline.layer_major import LayerMajorStage
 from threed.pipeline.replicated_inputs import unlike_inputs
 from threed.pipeline.stage import AlwaysGathered, ParameterGatherer, Stage
@@ -270,7 +271,9 @@ class Blueprint:
         plan = self.pipeline.plan_of(microbatches)
         return schedules.lower(plan if part is None else part(plan), gathers, self.optimistic)
 
-    def stages(self, gatherer: ParameterGatherer, reducer: Reducer) -> list[Stage]:
+    def stages(
+        self, gatherer: ParameterGatherer, reducer: Reducer, graphs: bool = False
+    ) -> list[Stage]:
         """Returns the executable stages (chunks) of this rank.
 
         A wrapped module gathers its parameters and recomputes its activations itself, so its stage
@@ -280,14 +283,19 @@ class Blueprint:
         Args:
             gatherer: gathers the parameters of a layer before the layer runs, under ZeRO-3.
             reducer: reduces the gradients of a layer after its backward.
+            graphs: whether passes are replayed as CUDA graphs (`pipeline.graphs.wanted`).
         """
         first, stages, rank_layers = 0, list[Stage](), [self.layers[number] for number in self.held]
         between = None if reducer.early is None else reducer.early.progress
         layer_major = functools.partial(
             LayerMajorStage, unit_ended=reducer.unit_ended, between=between
         )
+        required, device = self.config.run.graphs is True, self.topology.device
+        graphed = functools.partial(StageGraph, gradients=reducer, device=device, required=required)
         plain = functools.partial(Stage, by_layer=_overlaps(self.pipeline, self.topology))
-        make: Callable[..., Stage] = layer_major if self.layer_major else plain
+        make: Callable[..., Stage] = (
+            layer_major if self.layer_major else graphed if graphs else plain
+        )
         wrapped = isinstance(self.model, Wrapped)
         units = {} if wrapped else {unit: rank_layers[unit] for unit in self.recomputed_units}
         recomputed = build(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from threed.config import Config
-from threed.config.checks import LAYER_MAJOR
+from threed.config.requirements import LAYER_MAJOR
 
 
 def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"]:

@@ -107,6 +107,11 @@ class Contributions:
         self.remaining -= 1
         return self.remaining == 0
 
+    def take_back(self) -> None:
+        """Reverses the last call of `add`."""
+        self.added -= 1
+        self.remaining += 1
+
     def add_late(self) -> None:
         """Counts a contribution that arrived after the launch of its bucket."""
         self.used = True

@@ -100,6 +100,7 @@ class Reducer:
         deferral: defers contributions to weight gradients in split backwards.
         scope: context that pipeline stages enter while a layer's forward runs. In this context
             sinks accept no gradients.
+        recording: the list of `recorded` while its block runs, else None.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Reducer:
         self.late = LateGradients(layout, codecs, gatherer)
         self.deferral = Deferral()
         self.scope = ForwardScope()  # passed to the pipeline stages, which enter it in forwards
+        self.recording: list[Sink] | None = None
         self._queues: list[LaunchQueue] = []
         self._sinks: dict[Slot, Sink] = {}
         for chunks in dict.fromkeys(group.key.chunks for group in layout.groups):
@@ -263,6 +265,36 @@ class Reducer:
         if self.early is None or self._first_step:
             return False
         return self.early.take(bucket, gradient)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the numbers of contributions to gradients are known and do not change anymore."""
+        return not self._counts_change
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no gradient has a contribution yet in this round."""
+        return not any(sink.counts.added for sink in self.sinks)
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Sink]]:
+        """Context manager that yields a list of the sinks that get contributions in the block.
+
+        These contributions are not counted and launch no reductions, because a captured backward
+        has not run yet. `count` counts them after each replay.
+        """
+        self.recording = added = list[Sink]()
+        try:
+            yield added
+        finally:
+            self.recording = None
+            for sink in added:
+                sink.counts.take_back()
+
+    def count(self, added: list[Sink]) -> None:
+        """Counts one contribution per sink of a list that `recorded` has yielded, in order."""
+        for sink in added:
+            sink.mark_added()
 
     # ------------------------------------------------------------------------- begin and end of a step
 

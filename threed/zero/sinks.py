@@ -37,6 +37,7 @@ class Owner(Protocol):
     deferral: Deferral
     scope: ForwardScope
     memory: Gradients
+    recording: list[Sink] | None
 
     @property
     def in_step(self) -> bool: ...
@@ -212,7 +213,10 @@ class Sink:
 
     def mark_added(self) -> None:
         """Counts a contribution that was written to the gradient's memory."""
-        if self.counts.add():
+        complete, recording = self.counts.add(), self.reducer.recording
+        if recording is not None:
+            recording.append(self)
+        elif complete:
             self.reducer.mark_complete(self)
 
     def is_late(self) -> bool:
