@@ -81,10 +81,10 @@ def test_llama_8b_under_zero_3_is_as_a_review_estimated() -> None:
     ("layers", "hidden", "heads", "tp", "pp", "world", "batch", "mode", "published", "deviation"),
     [
         # arXiv 2205.05198, table 5: sequence parallelism and selective recomputation
-        (48, 6144, 64, 8, 1, 8, (4, 4), "selective", 1.10, -0.15),
-        (96, 12288, 96, 8, 8, 64, (1, 64), "selective", 13.75, -0.06),
+        (48, 6144, 64, 8, 1, 8, (4, 4), "selective", 1.10, -0.06),
+        (96, 12288, 96, 8, 8, 64, (1, 64), "selective", 13.75, 0.03),
         # arXiv 2104.04473, table 1: full recomputation, 142 TFLOP/s per GPU
-        (36, 4096, 32, 4, 1, 128, (4, 512), "full", 3.70, -0.17),
+        (36, 4096, 32, 4, 1, 128, (4, 512), "full", 3.70, -0.13),
     ],
 )
 def test_megatron_on_a100s(
@@ -149,7 +149,7 @@ def test_launches_of_a_layer_are_those_of_the_simulated_accelerator(model: str) 
     assert counted == sum(launches.of_a_layer(model).values())
     tokens, hidden = 1024, 1024
     others = sum(one.nbytes for one in operations if one.kind == "memory") / tokens / hidden
-    assert others == pytest.approx({"GPT": 96.0, "Llama": 96.5}[model], rel=0.02)
+    assert others == pytest.approx({"GPT": 96.0, "Llama": 90.5}[model], rel=0.02)
     products = [one for one in operations if one.kind == "product"]
     assert sum(one.backward for one in products) == len(products) // 3
 
