@@ -148,7 +148,11 @@ CONFIG = Walkthrough(
             "reads the same configuration before any group is created",
             note="begins",
         ),
-        Step("threed.planner.forecast:_Column", "represents all ranks with the same tensor index"),
+        Step(
+            "threed.planner.forecast:_Column",
+            "represents all ranks with the same tensor index",
+            via=("_of",),
+        ),
         Step(
             "threed.distributed.topology:Topology.on_meta", "creates the same axes without groups"
         ),
@@ -157,12 +161,14 @@ CONFIG = Walkthrough(
             "threed.planner.forecast:_Column.blueprint",
             "lays out one rank per stage",
             by="Forecast.of",
+            via=("_of",),
         ),
         Step("threed.planner.blueprint:Blueprint.build"),
         Step(
             "threed.planner.memory_estimate:footprint",
             "computes bytes and traffic from the blueprint",
             by="Forecast.of",
+            via=("_of",),
         ),
         Step("threed.zero.reducer:Reducer", via=("_Reductions",)),
     ),
@@ -226,12 +232,12 @@ MICROBATCH = Walkthrough(
             by="Executor.run",
             note="by the table of handlers",
         ),
-        Step(f"{_STAGE}.forward", "runs the layers in order"),
+        Step(f"{_STAGE}.forward_by_layer", "runs the layers in order", via=("_forward_by_layer",)),
         Step("threed.zero.gather:Gatherer.ready", "waits for the parameters of a layer"),
         Step(
             "threed.layers.block:Block.forward",
             "adds attention and MLP to the residual",
-            by="Stage.forward",
+            by="Stage.forward_by_layer",
             note="called as a module: layer(x, micro)",
         ),
         Step(
@@ -267,12 +273,16 @@ MICROBATCH = Walkthrough(
             by="MLP.forward",
             note="called as a module",
         ),
-        Step("threed.layers.slicing:Slicing.reduce", "reduces the partial products"),
+        Step(
+            "threed.layers.slicing:Slicing.reduce",
+            "reduces the partial products",
+            via=("_reduced",),
+        ),
         Step("threed.distributed.conjugate:reduce_from", "sums over tensor ranks"),
         Step(
             "threed.layers.loss:LanguageModelHead.forward",
             "returns the weighted sum of the token losses",
-            by="Stage.forward",
+            by="Stage.forward_by_layer",
             note="called as a module, on the last stage",
         ),
         Step("threed.layers.loss:_Projection.loss", "computes the loss of this rank's logits"),
@@ -327,9 +337,9 @@ GRADIENT = Walkthrough(
             note="by the table of handlers",
         ),
         Step(
-            f"{_STAGE}.backward",
+            f"{_STAGE}.backward_by_layer",
             "runs the layers in reverse order",
-            via=("_run_backward", "_differentiate"),
+            via=("_backward_by_layer", "_differentiate"),
         ),
         Step(
             "threed.layers.linear:_Linear.backward",
@@ -424,7 +434,7 @@ GRADIENT = Walkthrough(
             via=("_publish",),
         ),
         Step(
-            f"{_STAGE}.forward",
+            f"{_STAGE}.forward_by_layer",
             "runs the layers of the next step",
             by="Gatherer.publish",
             note="starts while gathers are in flight",
