@@ -37,6 +37,7 @@ from threed.distributed.topology import Topology  # noqa: E402
 from threed.layers import MicroBatch  # noqa: E402
 from threed.models.pipeline_layout import PipelineLayout  # noqa: E402
 from threed.pipeline.executor import Executor  # noqa: E402
+from threed.pipeline.overlap import Pass
 from threed.pipeline.transport import Links  # noqa: E402
 from threed.schedules import Costs, Plan, lower, registry, simulate  # noqa: E402
 from threed.testing.ranks import run_ranks  # noqa: E402
@@ -65,12 +66,18 @@ class Sleeper:
     def reset(self, ended: int | None = None) -> None:
         """Begins a step; there is no state to discard."""
 
-    def forward(self, microbatch: int, x: Tensor | None, micro: MicroBatch, keep: bool) -> Tensor:
+    def forward_by_layer(
+        self, microbatch: int, x: Tensor | None, micro: MicroBatch, keep: bool
+    ) -> Pass[Tensor]:
         time.sleep(self.times["F"])
+        yield
         return torch.zeros(self.elements, requires_grad=True)
 
-    def backward(self, microbatch: int, dy: Tensor | None, keep: bool, split: bool) -> Tensor:
+    def backward_by_layer(
+        self, microbatch: int, dy: Tensor | None, keep: bool, split: bool
+    ) -> Pass[Tensor]:
         time.sleep(self.times["I" if split else "B"])
+        yield
         return torch.zeros(self.elements)
 
 

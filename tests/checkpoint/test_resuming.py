@@ -393,7 +393,7 @@ def test_a_command_line_is_refused_before_anything_starts(tmp_path: Path) -> Non
     done = run_script(1, [*command, "2"], tmp_path, environment)
     assert done.returncode == 0, done.stderr
     assert "rate       warm-up over 1 of 2 steps to 0.001, then cosine to 0.0001" in done.stdout
-    kind = "attention  flash attention: float32, 4 x 16 positions, 2 heads of 8, causal"
+    kind = "attention  flash attention: float32, 2 x 16 positions, 2 heads of 8, causal"
     assert done.stdout.count(kind) == 1
     other = ["4", "--data.tokenizer", str(tokenizer(tmp_path)), "--optim.name", "sgd"]
     done = run_script(1, [*command, *other], tmp_path, environment)

@@ -119,7 +119,8 @@ RULES = (
     ),
     Rule("log", "every wandb project profile-steps", "free", "logging does not change training"),
     Rule(
-        "run", "dir name check-replicas hang-timeout replicate recheck-bad-steps compile compile-backend", "free",
+        "run",
+        "dir name check-replicas hang-timeout replicate recheck-bad-steps compile compile-backend graphs", "free",
         "results are the same up to rounding",
     ),
 )  # fmt: skip
