@@ -37,7 +37,7 @@ from threed.distributed.topology import Topology  # noqa: E402
 from threed.layers import MicroBatch  # noqa: E402
 from threed.models.pipeline_layout import PipelineLayout  # noqa: E402
 from threed.pipeline.executor import Executor  # noqa: E402
-from threed.pipeline.overlap import Pass
+from threed.pipeline.overlap import Pass  # noqa: E402
 from threed.pipeline.transport import Links  # noqa: E402
 from threed.schedules import Costs, Plan, lower, registry, simulate  # noqa: E402
 from threed.testing.ranks import run_ranks  # noqa: E402
