@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import preload, run_ranks
+from tests.harness import run_ranks
 from threed.schedules import (
     Action,
     Kind,
@@ -31,6 +31,7 @@ from threed.schedules import (
     to_csv,
     validate,
 )
+from threed.testing.ranks import preload
 
 preload("torch.distributed.pipelining")  # a second of imports
 DATA = Path(__file__).parents[1] / "data" / "schedules"
