@@ -21,8 +21,8 @@ struct Stream {
 
 __global__ void __launch_bounds__(THREADS)
     dropout(const uint4* __restrict__ x, const uint4* __restrict__ bias, const uint4* __restrict__ residual,
-            const int64_t* __restrict__ samples, const int64_t* __restrict__ at_step, uint4* __restrict__ out, unsigned rows, unsigned sequences,
-            unsigned first_position, unsigned packs, Stream stream) {
+            const int64_t* __restrict__ samples, const int64_t* __restrict__ at_step, uint4* __restrict__ out,
+            unsigned rows, unsigned sequences, unsigned first_position, unsigned packs, Stream stream) {
   const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP;
   if (row >= rows) return;
   const unsigned position = first_position + row / sequences;
@@ -66,11 +66,12 @@ __global__ void __launch_bounds__(THREADS)
 // from first_position on of `sequences` samples. samples: int64 global indices. key0, key1, step
 // and threshold have 32 bits. If at_step is not null, the step is read there: a CUDA graph replays
 // the value of `step`.
-extern "C" int threed_cuda_dropout(const void* x, const void* bias, const void* residual, const int64_t* samples, const int64_t* at_step,
-                                   void* out, int64_t rows, int64_t h, int64_t sequences, int64_t first_position, int64_t key0,
-                                   int64_t key1, int64_t step, int64_t threshold, double scale,
-                                   cudaStream_t stream) {
+extern "C" int threed_cuda_dropout(const void* x, const void* bias, const void* residual, const int64_t* samples,
+                                   const int64_t* at_step, void* out, int64_t rows, int64_t h, int64_t sequences,
+                                   int64_t first_position, int64_t key0, int64_t key1, int64_t step, int64_t threshold,
+                                   double scale, cudaStream_t stream) {
   const Stream random = {unsigned(key0), unsigned(key1), unsigned(step), unsigned(threshold), float(scale)};
   return launch(dropout, unsigned(ceil_div(rows, WARPS)), THREADS, 0, stream, static_cast<const uint4*>(x),
-                static_cast<const uint4*>(bias), static_cast<const uint4*>(residual), samples, at_step, static_cast<uint4*>(out), rows, sequences, first_position, h / PACK, random);
+                static_cast<const uint4*>(bias), static_cast<const uint4*>(residual), samples, at_step,
+                static_cast<uint4*>(out), rows, sequences, first_position, h / PACK, random);
 }

@@ -1,7 +1,7 @@
-"""CUDA graphs of a late device: work that is written down once, and queued again at each replay.
+"""CUDA graphs of the emulated device: a capture records work, and each replay enqueues it again.
 
-As on CUDA, a capture runs nothing; what it allocates is in the memory of its pool, which has no values when a replay
-begins; and it is no capture any more, where the host waits, reads a value, or copies from or to the device.
+As on CUDA, a capture runs nothing. Its allocations are in the memory of its pool, which contains no values when a
+replay begins. A capture fails if the host waits, reads a value, or copies from or to the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.accelerator.late_streams import LateError, Stream, Streams, place
 
 
 class Capture(Stream):
-    """A stream that writes down what it is told; the pool of graphs, too: its memory goes to no other stream."""
+    """A stream that records its work. It also owns the memory of the graphs' pool, which no other stream uses."""
 
     def __init__(self, owner: Streams) -> None:
         super().__init__(owner)

@@ -140,7 +140,7 @@ def test_attention_is_as_fast_as_measured() -> None:
 
 @pytest.mark.parametrize("model", launches.MODELS)
 def test_launches_of_a_layer_are_those_of_the_simulated_accelerator(model: str) -> None:
-    """Launches and bytes follow from the traced layer: the planner has no list of its own."""
+    """Launches and bytes follow from the traced layer; the planner keeps no separate list."""
     config, _ = launches.config_of(model, 3, 1, {})
     with gpus.assume(DEVICES["h100"].spec):
         cost = layer_of(config)

@@ -85,6 +85,7 @@ class Requirement:
 
 
 def value_of(config: Config, key: str) -> Any:
+    """Returns the value of a key, which is given as `group.key`."""
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), python_name(name))
 

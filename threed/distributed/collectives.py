@@ -141,7 +141,7 @@ def _gloo(axis: Axis) -> bool:
     return dist.get_backend(axis.group) == "gloo"
 
 
-def runs_beside_kernels(axis: Axis) -> bool:
+def overlaps_kernels(axis: Axis) -> bool:
     """Returns whether collectives over an axis run on the device at the same time as kernels.
 
     With gloo they do not: they use the processors that compute.

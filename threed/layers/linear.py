@@ -470,11 +470,8 @@ class RowLinear(Product):
 
     def _reduced(self, x: Tensor) -> Tensor:
         """Returns the product without bias, summed over tensor ranks."""
-        terms, slicing = (
-            Terms(tiled.tiles_of(self), None, self.slicing.tp, False, self.matmul),
-            self.slicing,
-        )
-        chunks = 1
+        slicing, chunks = self.slicing, 1
+        terms = Terms(tiled.tiles_of(self), None, slicing.tp, False, self.matmul)
         if slicing.sequence_parallel and not torch.compiler.is_compiling():
             chunks = terms.chunks(x.shape[0] // slicing.tp.size, x.shape[1:-1].numel())
         if chunks == 1:

@@ -20,6 +20,7 @@ the same order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
@@ -67,11 +68,16 @@ def count(rows: int, inputs: int, features: int, part: int, itemsize: int, axis:
         itemsize: bytes of a number.
         axis: the t tensor ranks.
     """
-    if axis.size == 1 or not collectives.runs_beside_kernels(axis):
+    if not collectives.overlaps_kernels(axis):
         return 1
-    tokens = rows * axis.size * inputs
+    return _count(rows, inputs, features, part, itemsize, axis.size)
+
+
+@functools.lru_cache
+def _count(rows: int, inputs: int, features: int, part: int, itemsize: int, ranks: int) -> int:
+    tokens = rows * ranks * inputs
     flops, copied = 2.0 * tokens * features * part, 2.0 * tokens * part * itemsize
-    sent = tokens * features * itemsize * (axis.size - 1) / axis.size
+    sent = tokens * features * itemsize * (ranks - 1) / ranks
     times = {n: seconds(n, flops, sent, copied) for n in CHUNKS if rows % n == 0}
     best = min(times, key=lambda n: times[n])
     return best if times[best] < (1 - GAIN) * times[1] else 1

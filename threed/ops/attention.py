@@ -65,8 +65,8 @@ def attend(
         k: keys [s b k d].
         v: values [s b k d].
         mask: [s s], [a s s] or [b a s s] with queries as rows and keys as columns; sizes a and b
-            may be 1. Either bool (True: the query attends to the key), or numbers in q's dtype that are added to the scores. It
-            replaces the causal mask.
+            may be 1. Either bool (True: the query attends to the key), or numbers in q's dtype that
+            are added to the scores. It replaces the causal mask.
         scale: factor of the scores. Default: 1 / sqrt(d).
     """
     q, k, v = _batch_first(q), _batch_first(k), _batch_first(v)
@@ -85,9 +85,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | 
     )
 
 
-def _takes_groups(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None
-) -> bool:  # fmt: skip
+def _takes_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> bool:
     """Returns whether torch's fused attention supports grouped heads under a mask.
 
     On GPUs only cuDNN supports them; for a trace and under torch.compile the answer is no.
@@ -126,9 +124,7 @@ class Causal:
     softcap: float = 0.0
     scale: float | None = None
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Returns attention [s b (a d)].
 
         Args:
@@ -163,7 +159,7 @@ class Causal:
 
     def _flex(
         self, q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if not torch.compiler.is_compiling():
             what = f"window {window}, soft cap {self.softcap:g}"
             what += "" if documents is None else ", documents"

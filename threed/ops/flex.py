@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from threed.ops import launch
 
 BLOCK = 128  # queries and keys per block
-RECOMPILES = (
-    64  # maximum number of generated kernels; one per combination of shapes, window and cap
-)
+# Maximum number of generated kernels; one per combination of shapes, window and cap.
+RECOMPILES = 64
 
 
 def fits(q: Tensor) -> bool:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from threed.config import Config, ConfigError
 from threed.core.device import copy_stream, current_stream, is_accelerator, on_stream
 from threed.distributed import collectives
-from threed.distributed.collectives import Pending, runs_beside_kernels
+from threed.distributed.collectives import Pending, overlaps_kernels
 from threed.distributed.topology import Axis, Topology
 from threed.layers.contract import contract
 from threed.layers.linear import Product
@@ -363,7 +363,7 @@ def set_gathered(config: Config, layers: Sequence[nn.Module]) -> None:
         for module in layer.modules():
             if isinstance(module, Product) and module.gather:
                 # A layer that is recomputed in full saves the gathered input only until its backward.
-                automatic = number not in full and runs_beside_kernels(module.axis)
+                automatic = number not in full and overlaps_kernels(module.axis)
                 module.set_regather(automatic if chosen == "auto" else bool(chosen))
 
 

@@ -58,6 +58,7 @@ from threed.layers.contract import contract, title
 from threed.layers.slicing import Flag, MicroBatch, has_gradient_hooks
 from threed.models import Model, Wrapped, options_of
 from threed.pipeline.boundary import signature
+from threed.pipeline.operations import tensors_in
 from threed.pipeline.overlap import Pass, finish
 from threed.pipeline.stage import Stage
 from threed.pipeline.trace import stated_flops
@@ -67,6 +68,7 @@ from threed.pipeline.trace import stated_flops
 # in this time.
 LAUNCH_BOUND = 0.5e12
 MOST_SHAPES = 4  # shapes of micro-batches that get graphs, separately for training and evaluation
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
 
 
@@ -149,7 +151,7 @@ class Region(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # asks a tensor for its device or layout
             return func(*args, **kwargs)
-        given = list(_tensors(*args, *kwargs.values()))
+        given = list(tensors_in(*args, *kwargs.values()))
         if (problem := self._problem(func, given, args, kwargs)) is not None:
             self.problems.setdefault(f"{problem} ({func._opname}) at {_place()}")
         generator = kwargs.get("generator")
@@ -158,7 +160,7 @@ class Region(TorchDispatchMode):
         for tensor in given:
             self._keep(tensor)
         out = func(*args, **kwargs)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             if tensor.device.type == self.device.type:
                 self._note_made(tensor)
         return out
@@ -182,7 +184,7 @@ class Region(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             return "the host reads a value of the device"
         if name in INDEXING:
-            indices = _tensors(*(args[1] or ()))
+            indices = tensors_in(*(args[1] or ()))
             masked = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
             return "a shape depends on values" if masked else None
         if torch.Tag.dynamic_output_shape in func.tags:
@@ -216,17 +218,8 @@ class Region(TorchDispatchMode):
             return [where for at, (ref, where) in made if at not in allowed and not ref.expired()]
 
         if alive():
-            gc.collect()  # reference cycles are no state
+            gc.collect()  # tensors in reference cycles are not kept
         return alive()
-
-
-def _tensors(*values: Any) -> Iterator[Tensor]:
-    """Yields the tensors in arguments of an operation, which may contain lists and tuples."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(*value)
 
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -542,13 +535,7 @@ class StageGraph(Stage):
         if nn.modules.module._has_any_global_hook():
             return "every module (a global hook)"
         for module in self._modules:
-            kinds = (
-                "_forward_hooks",
-                "_forward_pre_hooks",
-                "_backward_hooks",
-                "_backward_pre_hooks",
-            )
-            if any(getattr(module, kind) for kind in kinds):
+            if any(getattr(module, kind) for kind in HOOKS):
                 return type(module).__name__
             for name, param in module._parameters.items():
                 if param is not None and has_gradient_hooks(param):

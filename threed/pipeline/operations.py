@@ -89,7 +89,7 @@ class Recorder:
         if func.is_view:
             return
         if name in _FREE:
-            self._constants -= set(map(_key, _tensors(out)))
+            self._constants -= set(map(_key, tensors_in(out)))
             return
         if self._is_constant(args, kwargs, out):
             return
@@ -110,9 +110,9 @@ class Recorder:
 
         Layers create such tensors once and keep them, so they take no time in a step.
         """
-        given = list(_tensors(*args, *kwargs.values()))
+        given = list(tensors_in(*args, *kwargs.values()))
         found = all(_key(tensor) in self._constants for tensor in given)
-        keys = set(map(_key, _tensors(out)))
+        keys = set(map(_key, tensors_in(out)))
         self._constants = self._constants | keys if found else self._constants - keys
         return found
 
@@ -170,23 +170,24 @@ def _nbytes(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     """Returns the bytes that a kernel reads and writes, see the head of this file."""
     if name in _LOOKUPS:
         rows = args[-1] if name == "index_add_" else out
-        return sum(map(_size, _tensors(rows))) * (3 if name == "index_add_" else 2)
+        return sum(map(_size, tensors_in(rows))) * (3 if name == "index_add_" else 2)
     total, changed = 0, set[int]()
     given = _by_name(func, args, kwargs)
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(given.get(argument.name)):
+        for tensor in tensors_in(given.get(argument.name)):
             total += _size(tensor) * (2 if written and name not in _OVERWRITING else 1)
             changed |= {id(tensor)} if written else set()
-    return total + sum(_size(tensor) for tensor in _tensors(out) if id(tensor) not in changed)
+    return total + sum(_size(tensor) for tensor in tensors_in(out) if id(tensor) not in changed)
 
 
-def _tensors(*values: Any) -> Iterator[Tensor]:
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """Yields the tensors in arguments of an operation, which may contain lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(*value)
+            yield from tensors_in(*value)
 
 
 def _key(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ the computation that the stage permits, and slow it down.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -214,19 +214,19 @@ def _layer(device: Device, cost: LayerCost, link: LinkRate) -> tuple[_Parts, Lay
 
 def _parts(device: Device, operations: Sequence[Operation], link: LinkRate) -> _Parts:
     """Returns the time of a layer's forward or backward."""
-    found: Counter[str] = Counter()
+    found = defaultdict[str, float](float)
     names = {"product": "products", "attention": "attention", "memory": "elementwise"}
     for operation, then in zip(operations, [*operations[1:], None], strict=True):
         if operation.kind != "message":
-            found[names[operation.kind]] += device.seconds(operation)  # type: ignore[assignment]
-            found["launches"] += device.gap_seconds(operation.launches)  # type: ignore[assignment]
+            found[names[operation.kind]] += device.seconds(operation)
+            found["launches"] += device.gap_seconds(operation.launches)
             continue
         sent = link.seconds(operation.nbytes)
         hidden = 0.0
         if then is not None and then.kind == "product" and then.backward:
             hidden = min(sent, device.seconds(then))
-        found["sent"] += sent  # type: ignore[assignment]
-        found["tensor"] += sent - hidden * (1 - INTERFERENCE)  # type: ignore[assignment]
+        found["sent"] += sent
+        found["tensor"] += sent - hidden * (1 - INTERFERENCE)
     return _Parts(**found)
 
 
@@ -268,13 +268,13 @@ def _data(
     forward, backward = (
         sum(_stage_seconds(costs, kind, blueprint)) for kind in ("forward", "backward")
     )
-    # In seconds of the whole step: gathers that run in backwards, and computation beside transfers.
+    # Seconds per step: gathers that run in backwards, and computation that can overlap with transfers.
     late = gather / 2 if stage == 3 else 0.0
-    beside_gathers = forward * (passes if stage == 3 else 1)
-    beside_reductions = backward * (passes if stage >= 2 or blueprint.layer_major else 1)
+    during_gathers = forward * (passes if stage == 3 else 1)
+    during_reductions = backward * (passes if stage >= 2 or blueprint.layer_major else 1)
     first, last = gather / gathers, reduce / reductions
-    exposed = max(first, gather - late - beside_gathers)
-    exposed += max(last, late + reduce - beside_reductions)
+    exposed = max(first, gather - late - during_gathers)
+    exposed += max(last, late + reduce - during_reductions)
     total = gather + reduce
     return total, exposed + INTERFERENCE * max(0.0, total - exposed)
 
