@@ -57,6 +57,8 @@ class Case:
     layers: int = 3
     partition: str | tuple[int, ...] = "balanced"
     order: str = "micro"
+    cp: int = 1
+    cp_heads: int | str = "auto"
     pad: int = 0  # vocabulary tables are padded to a multiple of this; 0: usual padding
 
     @property
@@ -67,7 +69,7 @@ class Case:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def truth(self) -> Case:
@@ -76,7 +78,7 @@ class Case:
         It has one micro-batch per step.
         """
         single = replace(
-            self, pp=1, dp=1, tp=1, sequence=False, zero=0, schedule="1f1b", microbatches=1
+            self, pp=1, dp=1, tp=1, cp=1, cp_heads="auto", sequence=False, zero=0, schedule="1f1b", microbatches=1
         )
         home = replace(
             single, offload_optimizer="none", offload_params="none", tile=1, recompute="none"
@@ -167,7 +169,7 @@ def config_of(case: Case) -> Config:
     places = (case.offload_optimizer, case.offload_params, case.recompute)
     config = Config.model_validate({
         "parallel": {
-            "tp": case.tp, "pp": case.pp, "sequence": case.sequence,
+            "tp": case.tp, "pp": case.pp, "cp": case.cp, "cp_heads": case.cp_heads, "sequence": case.sequence,
             "schedule": "1f1b" if case.schedule in looping.OWN else case.schedule,
             "partition": case.partition,
         },
@@ -212,18 +214,16 @@ def share(full: dict[str, Tensor], topology: Topology) -> dict[str, Tensor]:
 
 
 @functools.cache
-def topology_of(pp: int, tp: int) -> Topology:
+def topology_of(pp: int, tp: int, cp: int = 1) -> Topology:
     """Returns the topology of a shape. It is created once per world, because it creates groups."""
-    return Topology(pp=pp, tp=tp)
+    return Topology(pp=pp, tp=tp, cp=cp)
 
 
 def engine_of(config: Config, **keywords: object) -> Engine:
     """Returns the engine of a configuration on this rank."""
-    topology = topology_of(config.parallel.pp, config.parallel.tp)
-    slicing = Slicing(
-        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
-    )
-    return Engine(models.build(config.model, slicing), topology, config, **keywords)  # type: ignore[arg-type]
+    p = config.parallel
+    topology = topology_of(p.pp, p.tp, p.cp)
+    return Engine(models.build(config.model, Slicing.of(topology, config)), topology, config, **keywords)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -248,8 +248,8 @@ def compare_in_worlds(
         AssertionError: with all differences that `compare` returned.
     """
     wrong: list[str] = []
-    for shape in sorted({(case.pp, case.dp, case.tp) for case in cases}):
-        mine = [case for case in cases if (case.pp, case.dp, case.tp) == shape]
+    for shape in sorted({(case.pp, case.dp, case.cp, case.tp) for case in cases}):
+        mine = [case for case in cases if (case.pp, case.dp, case.cp, case.tp) == shape]
         for found in run_ranks(mine[0].world, compare, mine, timeout=1200):
             wrong += found
     assert not wrong, "\n".join(wrong)

@@ -149,14 +149,14 @@ def run_all(cases: Sequence[Case], work: Work = trained) -> None:
     """
     worlds, wrong = defaultdict(list), list[str]()
     for case in cases:
-        worlds[case.pp, case.dp, case.tp].append(case)
+        worlds[case.pp, case.dp, case.cp, case.tp].append(case)
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(
             1, write_truths, list(dict.fromkeys(case.truth for case in cases)), folder, timeout=1200
         )
-        for (pp, dp, tp), mine in worlds.items():
+        for mine in worlds.values():
             wrong += itertools.chain(
-                *run_ranks(pp * dp * tp, run_cases, mine, folder, work, timeout=3600)
+                *run_ranks(mine[0].world, run_cases, mine, folder, work, timeout=3600)
             )
     assert not wrong, f"{len(wrong)} differences in {len(cases)} cases:\n" + "\n\n".join(wrong[:20])
 

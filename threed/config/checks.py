@@ -33,7 +33,12 @@ from threed.config.requirements import (
     listed,
     value_of,
 )
-from threed.config.resolution import derive_dp, schedule_problem
+from threed.config.resolution import (
+    context_fits,
+    context_multiple,
+    derive_dp,
+    schedule_problem,
+)
 from threed.config.schema import written
 from threed.core.messages import counted
 from threed.schedules import registry
@@ -156,9 +161,23 @@ def _check_heads(config: Config) -> Iterator[str]:
     elif tp not in fits:
         rule = "one must be a multiple of the other"
         yield f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: {rule}; use --parallel.tp {listed(fits)}"
+    else:
+        yield from _check_context(config, model.heads // tp, max(kv_heads // tp, 1))
     if model.head_dim is None and model.hidden % model.heads:
         given, near = f"--model.hidden {model.hidden}", _around(model.hidden, model.heads)
         yield f"{given} is not divisible by --model.heads {model.heads}: use --model.hidden {near}, or give --model.head-dim"
+
+
+def _check_context(config: Config, heads: int, kv_heads: int) -> Iterator[str]:
+    """Yields a problem if the context ranks cannot divide the heads of a tensor rank."""
+    cp, u = config.parallel.cp, config.parallel.cp_heads
+    if u == "auto" or context_fits(heads, kv_heads, cp, u):
+        return
+    given = f"--parallel.cp-heads {u} with {counted(heads, 'head')} and {counted(kv_heads, 'key/value head')}"
+    fits = [n for n in _divisors(cp) if context_fits(heads, kv_heads, cp, n)]
+    of = f"{given} per tensor rank and --parallel.cp {cp}"
+    rule = "it must divide cp and the heads, and divide the key/value heads or be a multiple of them"
+    yield f"{of}: {rule}; use {listed(fits)}, or auto"
 
 
 def _check_layers(config: Config) -> Iterator[str]:
@@ -229,10 +248,20 @@ def _check_stages(config: Config, stages: int) -> Iterator[str]:
 
 
 def _check_sequence(config: Config) -> Iterator[str]:
-    seq, tp = config.model.seq, config.parallel.tp
-    if config.parallel.sequence is not False and seq % tp:
-        off = "turn sequence parallelism off with --parallel.sequence false"
-        yield f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, or {off}"
+    p, seq = config.parallel, config.model.seq
+    tp = p.tp if p.sequence is not False else 1
+    context = context_multiple(config)
+    if seq % (context * tp) == 0:
+        return
+    given = f"--model.seq {seq} is not divisible by"
+    off = ", or turn sequence parallelism off with --parallel.sequence false" if tp > 1 else ""
+    if context == 1:
+        yield f"{given} --parallel.tp {tp}: use {_around(seq, tp)}{off}"
+        return
+    parts = f"{context * tp}, for --parallel.cp {p.cp}" + (
+        f" and --parallel.tp {tp}" if tp > 1 else ""
+    )
+    yield f"{given} {parts}: use {_around(seq, context * tp)}{off if seq % context == 0 else ''}"
 
 
 def find_unused(optim: OptimConfig, flags: Collection[str]) -> Iterator[str]:
@@ -291,7 +320,7 @@ def find_batch_problems(config: Config, dp: int | None) -> Iterator[str]:
 
 def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
     p, every = config.parallel, config.run.check_replicas
-    if every and dp == p.tp == p.pp == 1:
+    if every and dp == p.tp == p.pp == p.cp == 1:
         yield f"--run.check-replicas {every} on one rank: there are no replicas; leave it out"
 
 
@@ -396,7 +425,7 @@ def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterat
         yield f"{flag} with --parallel.dp {p.dp}: the data ranks follow from the machines; leave --parallel.dp out"
         return
     if invalid := [size for size in sizes if size % model_ranks]:
-        factors = f"tp {p.tp} × pp {p.pp}"
+        factors = f"tp {p.tp} × pp {p.pp}" + (f" × cp {p.cp}" if p.cp > 1 else "")
         found = f"{flag} may give {counted(invalid[0], 'rank')}"
         yield f"{found}, not a multiple of {factors}: start a multiple of it on each machine"
         return

@@ -34,6 +34,7 @@ from threed.config.values import (
     Architecture,
     AutoSwitch,
     Betas,
+    ContextHeads,
     Count,
     Duration,
     DurationOrNone,
@@ -168,7 +169,10 @@ class ParallelConfig(_Group):
     pp: Count = 1
     """pipeline-parallel ranks; the layers are split into stages over them"""
     cp: Count = 1
-    """context-parallel ranks; every sequence is split over them (not supported yet: only 1)"""
+    """context-parallel ranks; every sequence is split over them"""
+    cp_heads: ContextHeads = "auto"
+    """context-parallel ranks that exchange positions for attention heads; the other factor of cp is
+    a ring between which keys travel; auto: the factor that sends the fewest bytes"""
     ep: Count = 1
     """expert-parallel ranks (not supported yet: only 1)"""
     dp: Count | None = None

@@ -104,6 +104,7 @@ GRAPHS = tuple(
     for rest in (
         ("parallel.pp", (1,), "a CUDA graph cannot contain the messages between stages"),
         ("parallel.tp", (1,), "collectives inside layers are not captured yet"),
+        ("parallel.cp", (1,), "collectives inside layers are not captured yet"),
         ("parallel.schedule", ("1f1b",), "each backward must follow its forward directly"),
         ("zero.stage", (0, 1), _MOVES),
         (
@@ -134,6 +135,10 @@ REQUIREMENTS = (
     ),
     Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-optimizer", ("none",), _DEVICE),
     Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-params", ("none",), _DEVICE),
+    Requirement(
+        "parallel.cp", (1,), "run.compile", (False,), "attention over context ranks cannot be compiled yet"
+    ),
+    Requirement("parallel.cp-heads", ("auto", 1), "parallel.cp", _TWO, "there are no context ranks"),
     Requirement("zero.shard-size", ("all",), "zero.stage", (1, 2, 3), "stage 0 shards nothing"),
     Requirement("zero.offload-optimizer", ("none",), "zero.stage", (1, 2, 3), "it moves the states that ZeRO shards"),
     Requirement("zero.offload-params", ("none",), "zero.stage", (3,), "lower stages do not shard parameters"),
@@ -200,7 +205,6 @@ ASYNCHRONOUS = (
 
 
 REFUSALS = (
-    Refusal("parallel", "cp", (1,), "context parallelism"),
     Refusal("parallel", "ep", (1,), "expert parallelism"),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
 )

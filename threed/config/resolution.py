@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from threed import schedules
+from threed.config import architectures
 from threed.config.groups import Config, ConfigError, DType, ModelConfig
 from threed.config.schema import BaseModel
 from threed.core.messages import counted
@@ -112,7 +113,71 @@ def _resolve_parallel(config: Config, world_size: int | None) -> BaseModel:
     except ValueError as error:
         raise ConfigError([schedule_problem(error, config, dp)]) from error
     derived = {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}
-    return _fill(p, derived).model_copy(update={"schedule": schedule})
+    values = {"schedule": schedule, "cp_heads": context_heads(config)}
+    return _fill(p, derived).model_copy(update=values)
+
+
+def context_heads(config: Config) -> int:
+    """Returns the number of context ranks that exchange positions for heads: `parallel.cp_heads`.
+
+    For `auto` it is the number with which a rank sends the fewest bytes. The heads of a custom
+    model are not known here; its context ranks form a ring.
+
+    Args:
+        config: the configuration, resolved or not.
+    """
+    p, model = config.parallel, config.model
+    if p.cp_heads != "auto":
+        return p.cp_heads
+    if model.record is architectures.CUSTOM:
+        return 1
+    heads, kv_heads = model.heads // p.tp, max((model.kv_heads or model.heads) // p.tp, 1)
+    fits = [u for u in range(1, p.cp + 1) if context_fits(heads, kv_heads, p.cp, u)]
+    wide = 2 if config.precision.dtype in ("bf16", "fp16") else 1
+
+    def sent(u: int) -> float:
+        return context_traffic(heads, kv_heads, p.cp, u, wide)
+
+    return min(fits, key=sent, default=1)
+
+
+def context_multiple(config: Config) -> int:
+    """Returns the number of which sequence lengths must be multiples for context parallelism.
+
+    The ranks of a ring hold two chunks each.
+    """
+    cp = config.parallel.cp
+    return cp if context_heads(config) == cp else 2 * cp
+
+
+def context_fits(heads: int, kv_heads: int, cp: int, u: int) -> bool:
+    """Returns whether u of cp context ranks can exchange positions for heads.
+
+    Args:
+        heads: number of query heads of a tensor rank.
+        kv_heads: number of key/value heads of a tensor rank.
+        cp: number of context ranks.
+        u: number of ranks that exchange positions for heads.
+    """
+    return cp % u == 0 and heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)
+
+
+def context_traffic(heads: int, kv_heads: int, cp: int, u: int, wide: int) -> float:
+    """Returns what a context rank sends per layer and micro-batch, forward and backward.
+
+    The unit is the size of one head at the positions of a rank. The sums of gradients of keys and
+    values travel around the ring in a format that is `wide` times as large.
+
+    Args:
+        heads: number of query heads of a tensor rank.
+        kv_heads: number of key/value heads of a tensor rank.
+        cp: number of context ranks.
+        u: number of ranks that exchange positions for heads.
+        wide: size of a gradient in the ring, relative to that of an activation.
+    """
+    ring, full = cp // u, max(kv_heads, u)
+    exchange = 4 * (heads + full) * (u - 1) / u
+    return exchange + (2 * full * (2 * (ring - 1) + wide * ring) if ring > 1 else 0)
 
 
 def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -> str:

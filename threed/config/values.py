@@ -245,6 +245,9 @@ ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(number), Takes("0|
 ShardSize = Annotated[
     Literal["all"] | Count, _must_be("all or a positive whole number"), Takes("all|N")
 ]
+ContextHeads = Annotated[
+    Literal["auto"] | Count, _must_be("auto or a positive whole number"), Takes("auto|N")
+]
 LossScale = Annotated[
     Literal["dynamic"] | Positive, _must_be("dynamic or a positive number"), Takes("dynamic|X")
 ]

@@ -405,6 +405,44 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     return start_all_reduce(tensor, axis).wait()
 
 
+def all_to_all(parts: Tensor, axis: Axis) -> Tensor:
+    """Sends part i of `parts` to rank i of the axis. Collective.
+
+    Args:
+        parts: one part per rank, [size ...].
+        axis: the ranks.
+
+    Returns:
+        The parts that the ranks sent to this rank, in rank order, [size ...].
+    """
+    parts = parts.contiguous()
+    out = torch.empty_like(parts)
+    axis.count(_nbytes(parts) // axis.size * (axis.size - 1))
+    work = _start(dist.all_to_all_single, out.view(-1), parts.view(-1), axis=axis)
+    return done(out, work).wait()
+
+
+def start_shift(x: Tensor, axis: Axis) -> Pending:
+    """Starts to send x to the next rank of a ring, and to receive from the previous one. Collective.
+
+    Args:
+        x: tensor to send, in the same shape on all ranks. It must not change until `wait`.
+        axis: the ranks of the ring, at least two.
+
+    Returns:
+        A `Pending`, whose result is the previous rank's tensor.
+    """
+    x = x.contiguous()
+    out, count = torch.empty_like(x), x.numel()
+    sends, receives = [0] * axis.size, [0] * axis.size
+    sends[(axis.index + 1) % axis.size] = receives[axis.index - 1] = count
+    axis.count(_nbytes(x))
+    work = _start(
+        dist.all_to_all_single, out.view(-1), x.view(-1), receives, sends, axis=axis
+    )
+    return done(out, work)
+
+
 def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
     """Returns the sum of a few numbers [k] over the axis, bit-identical on all ranks. Collective.
 

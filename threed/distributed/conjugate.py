@@ -1,5 +1,8 @@
 """Collectives with a backward, in pairs: copy_to and reduce_from, gather_from and scatter_to.
 
+`to_heads` and `to_positions` are inverses, and each is the backward of the other (DeepSpeed-Ulysses,
+arXiv 2309.14509).
+
 In each pair, the backward of one function is the forward of the other (Megatron-LM, arXiv
 1909.08053 section 3; for sequence parallelism, arXiv 2205.05198 section 4.2.2).
 """
@@ -100,4 +103,75 @@ def scatter_to(x: Tensor, axis: Axis) -> Tensor:
         x
         if axis.size == 1
         else _Conjugate.apply(x, axis, collectives.reduce_scatter, collectives.all_gather)
+    )
+
+
+def to_heads(axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Exchanges positions for heads: all tensors in one all-to-all. Collective.
+
+    Args:
+        axis: the u ranks, which hold consecutive parts of the positions.
+        tensors: all heads at this rank's positions, [s/u b n d]; n, a multiple of u, and d may
+            differ between tensors.
+
+    Returns:
+        For each tensor, this rank's heads at the positions of all ranks, [s b n/u d].
+    """
+    return _ToHeads.apply(axis, *tensors) if axis.size > 1 else tensors
+
+
+def to_positions(axis: Axis, x: Tensor) -> Tensor:
+    """Exchanges heads for positions; the inverse of `to_heads`. Collective.
+
+    Args:
+        axis: the u ranks, each with its own heads.
+        x: this rank's heads at the positions of all ranks, [s b n d].
+
+    Returns:
+        The heads of all ranks at this rank's positions, [s/u b u·n d].
+    """
+    return _ToPositions.apply(axis, x) if axis.size > 1 else x
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        return _swap_for_heads(axis, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_swap_for_positions(ctx.axis, grads)
+
+
+class _ToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, x: Tensor) -> Tensor:
+        ctx.axis = axis
+        return _swap_for_positions(axis, (x,))[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        return None, _swap_for_heads(ctx.axis, (dy,))[0]
+
+
+def _swap_for_heads(axis: Axis, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    s, b = tensors[0].shape[:2]
+    # the numbers for each rank, [s b u (n/u d)]
+    parts = [x.reshape(s, b, axis.size, -1) for x in tensors]
+    sent = torch.cat(parts, 3).movedim(2, 0)
+    got = collectives.all_to_all(sent, axis).flatten(0, 1)
+    columns = got.split([part.shape[3] for part in parts], 2)
+    return tuple(
+        part.unflatten(2, (-1, x.shape[3])) for part, x in zip(columns, tensors, strict=True)
+    )
+
+
+def _swap_for_positions(axis: Axis, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    sent = torch.cat([x.flatten(2) for x in tensors], 2).unflatten(0, (axis.size, -1))
+    got = collectives.all_to_all(sent, axis).movedim(0, 2)  # [s/u b u (n d)]
+    columns = got.split([x.shape[2] * x.shape[3] for x in tensors], 3)
+    return tuple(
+        part.unflatten(3, x.shape[2:]).flatten(2, 3)
+        for part, x in zip(columns, tensors, strict=True)
     )

@@ -320,6 +320,7 @@ class Topology:
         rank: global rank of this process.
         pp: number of pipeline stages.
         dp: number of data-parallel ranks.
+        cp: number of context-parallel ranks.
         tp: number of tensor-parallel ranks.
         grid: the sizes of all axes.
         coordinates: name of each axis -> position of this rank on this axis.
@@ -372,6 +373,7 @@ class Topology:
         self.sizes, self.coordinates = grid.sizes, grid.coordinates(rank)
         self.pp = grid.pp
         self.dp = grid.dp
+        self.cp = grid.cp
         self.tp = grid.tp
         self.traffic: Counter[str] = Counter()
         self._ties: dict[tuple[int, ...], Axis] = {}

@@ -233,7 +233,9 @@ class Engine(metaclass=_EngineType):
     def _check_sizes(self, config: Config) -> None:
         """Raises ConfigError if sizes of the configuration do not fit the topology."""
         topology = self.topology
-        problems = find_size_problems(config, pp=topology.pp, tp=topology.tp, dp=topology.dp)
+        problems = find_size_problems(
+            config, pp=topology.pp, tp=topology.tp, cp=topology.cp, dp=topology.dp
+        )
         # A custom loop does not need the global batch, so its default may be any.
         given = "global_batch" in config.train.model_fields_set
         if self.trains and (given or not self.wraps_module):

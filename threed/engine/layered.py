@@ -51,7 +51,9 @@ class LayeredEngine(Engine):
         """
         self.finish()
         with torch.inference_mode(False):
-            micro = MicroBatch(tokens.to(self.topology.device), training=False)
+            context = self.model.slicing.context
+            own = context.positions(tokens.shape[1])
+            micro = MicroBatch(own.columns(tokens.to(self.topology.device)), training=False)
             outputs = self.executor.run(self.plan_of(1, training=False), [micro])
             self.gatherer.release_all()
-            return outputs[0].transpose(0, 1) if outputs else None
+            return context.gather(outputs[0]).transpose(0, 1) if outputs else None

@@ -150,8 +150,7 @@ def build_engine(config: Config, topology: Topology, build: Build | None = None)
     Returns:
         The engine.
     """
-    sequence = bool(config.parallel.sequence)
-    slicing = Slicing(topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
+    slicing = Slicing.of(topology, config)
     if build is None:
         return Engine(models.build(config.model, slicing), topology, config)
     if config.model.vocab == 0:  # of a custom loop: the module gets other inputs than tokens

@@ -64,6 +64,7 @@ class Attention(nn.Module):
     """
 
     recompute = Recompute()
+    context = True
 
     def __init__(
         self, name: str, hidden: int, heads: int, slicing: Slicing, *, kv_heads: int | None = None,
@@ -81,6 +82,7 @@ class Attention(nn.Module):
             raise ValueError(
                 f"{name}: heads of size {d}: rotary positions rotate pairs; use head_dim={d + 1}"
             )
+        self._check_context(name, heads // t, max(k // t, 1), core, slicing)
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
         self.plain = core == CAUSAL and rotary is None and not qk_norm and k == heads
@@ -104,6 +106,22 @@ class Attention(nn.Module):
         self.out = RowLinear(
             f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d
         )
+
+    @staticmethod
+    def _check_context(name: str, heads: int, kv_heads: int, core: Core, slicing: Slicing) -> None:
+        """Raises ValueError if attention cannot be split over the context ranks."""
+        context = slicing.context
+        u = context.heads.size
+        if heads % u or (kv_heads % u and u % kv_heads):
+            raise ValueError(
+                f"{name}: {heads} heads and {kv_heads} key/value heads of a tensor rank cannot be divided over"
+                f" {u} context ranks: use another --parallel.cp-heads"
+            )
+        if context.ring.size > 1 and not isinstance(core, Causal):
+            raise ValueError(
+                f"{name}: a custom core sees full sequences, so context parallelism can only divide its heads: use"
+                f" --parallel.cp-heads {context.size}"
+            )
 
     def flops(self, tokens: int, seq: int) -> int | None:
         """Returns the FLOPs of the core's forward; masked pairs of positions are counted, too.
@@ -146,13 +164,13 @@ class Attention(nn.Module):
         """
         if self.plain and self._is_short(projected[0]):
             return short_attention.short_attention(projected[0], self.d)
-        y = self.core(*self._heads(*projected))
+        y = self.slicing.context.attend(self.core, *self._heads(*projected))
         return y.flatten(2) if y.dim() == 4 else y
 
     def _is_short(self, qkv: Tensor) -> bool:
         """Returns whether `short_attention` computes the attention of qkv [s b 3ad/t]."""
         saves_all = type(self.recompute) is Recompute and torch.is_grad_enabled()
-        return saves_all and short_attention.fits(qkv, self.d)
+        return saves_all and self.slicing.context.size == 1 and short_attention.fits(qkv, self.d)
 
     def _heads(self, *projected: Tensor) -> tuple[Tensor, ...]:
         """Returns query [s b a/t d], key and value [s b k/t d], with norms and rotary positions."""

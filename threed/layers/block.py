@@ -31,6 +31,7 @@ class Embedding(PipelineLayer):
         scale: factor of the word vectors. It is rounded to fp32, then to the vectors' dtype.
     """
 
+    context = True
     backward_reads_weights = False
     # The layer saves only the ids and a mask with one byte per element, so its recomputation would
     # free little memory.
@@ -110,6 +111,11 @@ class Block(PipelineLayer):
         )
         self.attention_post_norm = post_norms[0] if post_norms else None
         self.mlp_post_norm = post_norms[1] if post_norms else None
+
+    @property
+    def context(self) -> bool:  # type: ignore[override]
+        """Whether attention and MLP state that they support context parallelism."""
+        return all(getattr(part, "context", False) for part in (self.attention, self.mlp))
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         """Returns the output of the block.

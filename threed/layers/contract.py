@@ -18,6 +18,9 @@ class Contract:
         runs_vary: whether some submodule runs a data-dependent number of times per micro-batch, so
             that the number of contributions to its gradients varies.
         compilable: whether torch.compile can compile the forward as one graph.
+        context: whether the forward is correct if every sequence is split over context ranks. This
+            is the case if it acts on each position separately, uses `layers.Attention`, or gathers
+            sequences by `Slicing.gather_sequence`.
     """
 
     name: str = ""
@@ -25,6 +28,7 @@ class Contract:
     backward_reads_weights: bool = True
     runs_vary: bool = False
     compilable: bool = False
+    context: bool = False
 
 
 class PipelineLayer(nn.Module, Contract):

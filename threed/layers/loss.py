@@ -127,6 +127,7 @@ class LanguageModelHead(PipelineLayer):
         softcap: bound on logits, applied by tanh. 0: no bound.
     """
 
+    context = True
     matmul = NATIVE
     # The head's backward follows its forward immediately, so recomputation would free no memory.
     recomputable = False
@@ -165,7 +166,8 @@ class LanguageModelHead(PipelineLayer):
 
         Args:
             x: output of the last block, [s b h]; with sequence parallelism [s/t b h].
-            micro: the micro-batch; its labels, int64 [b s], and its weight are read.
+            micro: the micro-batch; its labels at this rank's positions, int64 [b s/c], and its
+                weight are read.
 
         Returns:
             The loss, a scalar: the sum of the token losses, multiplied by `micro.weight`. Without
@@ -178,7 +180,7 @@ class LanguageModelHead(PipelineLayer):
         terms = Terms((self.weight,), None, slicing.tp, slicing.sequence_parallel, self.matmul)
         if micro.labels is None:
             return capped(linear(self.norm(x), terms)[..., : self.columns], self.softcap)
-        shape = [x.shape[1], slicing.positions_of(x).length]
+        shape = [x.shape[1], slicing.positions_of(x).length // slicing.context.size]
         if (given := list(micro.labels.shape)) != shape:
             raise ValueError(
                 f"the batch's 'labels' are {given} (in a micro-batch), and {self.name} gets {shape}"

@@ -75,6 +75,7 @@ class MLP(nn.Module):
     """
 
     recompute = Recompute()
+    context = True
     outputs: tuple[str, ...] = ("up",)  # names of the global matrices packed into `self.up`
 
     def __init__(

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from threed.distributed import conjugate
 from threed.distributed.sharding import Piece, ShardSpec
-from threed.distributed.topology import Axis, alone
+from threed.config import Config
+from threed.config.resolution import context_heads
+from threed.distributed.topology import Axis, Topology, alone
+from threed.layers.context import Context
 from threed.ops import launch, sums
 from threed.ops.matmul import NATIVE, Matmul
 from threed.ops.positions import Positions
@@ -29,14 +32,28 @@ class Slicing:
             2205.05198, section 4.2.2).
         seed: seed of dropout.
         tile: number of tiles of every linear layer (see `layers.tiled`).
+        context: ranks over which every sequence is split (context parallelism).
     """
 
     tp: Axis = field(default_factory=alone)
     sequence: bool = False
     seed: int = 1234
     tile: int = 1
+    context: Context = field(default_factory=Context)
     # represents `tp` in a graph of torch.compile (`layers.compiled`)
     opaque: Any = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, topology: Topology, config: Config) -> Slicing:
+        """Returns the layout that a configuration asks for. Collective over the world if cp > 1.
+
+        Args:
+            topology: the process topology.
+            config: the configuration; its sizes are those of the topology.
+        """
+        sequence, seed = bool(config.parallel.sequence), config.train.seed
+        context = Context.of(topology, context_heads(config))
+        return cls(topology.axis("tp"), sequence, seed, config.zero.tile, context)
 
     def __deepcopy__(self, memo: object) -> Slicing:
         return self
@@ -49,7 +66,7 @@ class Slicing:
     @property
     def sequence_parts(self) -> int:
         """Number of ranks over which a sequence is sharded between blocks."""
-        return self.tp.size if self.sequence_parallel else 1
+        return self.context.size * (self.tp.size if self.sequence_parallel else 1)
 
     def positions(self, length: int) -> Positions:
         """Returns this rank's positions of a sequence, for activations between blocks.
@@ -58,26 +75,30 @@ class Slicing:
             length: full length of the sequence.
 
         Raises:
-            ValueError: if the length is not a multiple of `sequence_parts`.
+            ValueError: if the sequence cannot be split over the ranks evenly.
         """
-        if length % self.sequence_parts:
+        context, tp = self.context, self.tp.size if self.sequence_parallel else 1
+        if length % (context.multiple * tp):
+            sizes = f"cp {context.size}" if context.size > 1 else ""
+            sizes += " and " * (context.size > 1 < tp) + (f"tp {tp}" if tp > 1 else "")
+            of = context.multiple * tp
+            times = f"{of}, for {sizes}" if context.size > 1 else sizes
             raise ValueError(
-                f"sequence length {length} is not a multiple of tp {self.tp.size}: pad the batch to one"
+                f"sequence length {length} is not a multiple of {times}: pad the batch to one"
             )
-        part = length // self.sequence_parts
-        first = self.tp.index * part if self.sequence_parallel else 0
-        return Positions(((first, first + part),), length)
+        mine = context.positions(length)
+        return mine.part(tp, self.tp.index) if tp > 1 else mine
 
     def positions_of(self, x: Tensor) -> Positions:
         """Returns the positions of the rows of `x`, an activation between blocks.
 
-        x: [s b h]; with sequence parallelism [s/t b h].
+        x: [s/c b h]; with sequence parallelism [s/(c t) b h].
         """
         return self.positions(x.shape[0] * self.sequence_parts)
 
     def gathered_positions(self, x: Tensor) -> Positions:
-        """Returns the positions of the rows of `x` [s b ...], an output of `gather`."""
-        return Positions.all(x.shape[0])
+        """Returns the positions of the rows of `x` [s/c b ...], an output of `gather`."""
+        return self.context.positions(x.shape[0] * self.context.size)
 
     @property
     def replicated(self) -> str | None:
@@ -149,6 +170,32 @@ class Slicing:
         return self._conjugate(
             conjugate.scatter_to if self.sequence_parallel else conjugate.reduce_from, x
         )
+
+    def gather_sequence(self, x: Tensor) -> Tensor:
+        """Returns full sequences, for layers that mix positions in other ways than by attention.
+
+        Collective over context ranks, and over tensor ranks with sequence parallelism. The
+        gradients of all ranks are summed. `split_sequence` is the inverse.
+
+        Args:
+            x: activation between blocks, [s/c b ...]; with sequence parallelism [s/(c t) b ...].
+
+        Returns:
+            All positions, in order, [s b ...].
+        """
+        x = conjugate.gather_from(x, self.tp) if self.sequence_parallel else x
+        return self.context.gather(x)
+
+    def split_sequence(self, x: Tensor) -> Tensor:
+        """Returns this rank's positions of full sequences; the inverse of `gather_sequence`.
+
+        Args:
+            x: all positions, [s b ...].
+
+        Returns:
+            [s/c b ...]; with sequence parallelism [s/(c t) b ...].
+        """
+        return self.positions(x.shape[0]).rows(x)
 
     def _conjugate(self, function: Callable[[Tensor, Axis], Tensor], x: Tensor) -> Tensor:
         if self.tp.size == 1:

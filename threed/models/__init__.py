@@ -81,23 +81,24 @@ def is_layered(model: object) -> bool:
     return has_slicing and not isinstance(model, Wrapped)
 
 
-def find_split_problems(model: object, pp: int, tp: int) -> list[str]:
-    """Returns the reason why an `nn.Module` cannot be split over pipeline or tensor ranks.
+def find_split_problems(model: object, pp: int, tp: int, cp: int) -> list[str]:
+    """Returns the reason why an `nn.Module` cannot be split over pipeline, tensor or context ranks.
 
-    The result is a list with one message, which includes a fix. It is empty if pp = tp = 1.
+    The result is a list with one message, which includes a fix. It is empty if pp = tp = cp = 1.
 
     Args:
         model: a wrapped module, or an `nn.Module` that will be wrapped.
         pp: number of pipeline ranks.
         tp: number of tensor ranks.
+        cp: number of context ranks.
     """
-    if pp * tp == 1:
+    if pp * tp * cp == 1:
         return []
     name = type(model.module if isinstance(model, Wrapped) else model).__name__
-    sizes = f"pp {pp} or tp {tp}"
+    sizes = f"pp {pp} or tp {tp}" if pp * tp > 1 else f"cp {cp}"
     fix = (
         "build it from threed.layers (examples/custom_model.py), by threed.from_transformers if it is a decoder of"
-        " transformers, or use pp 1 and tp 1"
+        f" transformers, or use {'pp 1 and tp 1' if pp * tp > 1 else 'cp 1'}"
     )
     return [f"{name} cannot be split by {sizes}: {fix}"]
 
@@ -112,13 +113,13 @@ def wrap(model: object, topology: Topology, *, cast_buffers: bool = True) -> Wra
 
     Raises:
         TypeError: if `model` is not an `nn.Module`.
-        ConfigError: if pp or tp is above 1.
+        ConfigError: if pp, tp or cp is above 1.
         ValueError: on every rank, if some rank cannot wrap its module.
     """
     if not isinstance(model, nn.Module):
         fix = "pass an nn.Module, or layers with their `slicing`, a layers.Slicing (examples/custom_model.py)"
         raise TypeError(f"{type(model).__name__} is not a model: {fix}")
-    if problems := find_split_problems(model, topology.pp, topology.tp):
+    if problems := find_split_problems(model, topology.pp, topology.tp, topology.cp):
         raise ConfigError(problems)
     with ExitStack() as undo:
         problem = ""

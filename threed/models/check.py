@@ -30,7 +30,7 @@ from threed.distributed import collectives
 from threed.distributed.grid import same_place
 from threed.distributed.sharding import ModelError, ShardSpec, check_dense, intersect, is_managed
 from threed.distributed.topology import Topology
-from threed.layers.contract import title
+from threed.layers.contract import contract, title
 from threed.layers.slicing import Slicing
 
 MAX_LISTED = 8  # maximum number of problems in one message
@@ -81,8 +81,20 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> 
             f"the model's Slicing has {counted(slicing.tp.size, 'tensor rank')}, the topology has {tensor.size}: build"
             " the model with Slicing(topology.axis('tp'), ...)"
         )
+    context = topology.axis("cp")
+    if slicing.context.size != context.size:
+        problems.append(
+            f"the model's Slicing has {counted(slicing.context.size, 'context rank')}, the topology has {context.size}:"
+            " build the model with Slicing.of(topology, config)"
+        )
     for number, layer in enumerate(layers):
         name = title(layer, number)
+        if context.size > 1 and not contract(layer).context:
+            problems.append(
+                f"{name} does not state that it supports context parallelism: set `context = True` in its class if it"
+                " acts on each position separately or uses layers.Attention, and gather sequences that it mixes"
+                " otherwise by slicing.gather_sequence(x); or use --parallel.cp 1"
+            )
         check_dense((f"{name}: buffer {path}", buffer) for path, buffer in layer.named_buffers())
         for path, param in layer.named_parameters(remove_duplicate=False):
             spec = getattr(param, "spec", None)

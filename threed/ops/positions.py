@@ -2,10 +2,14 @@
 
 Positions.all(8)                        ranges ((0, 8),): a rank with the full sequence
 Positions(((0, 2), (6, 8)), 8)          a rank whose rows 0 ... 3 are positions 0, 1, 6 and 7
+Positions.zigzag(8, 2, 0)               the same: rank 0 of a ring of 2 ranks
+
+`blocks` lists the parts of causal attention between the queries of one rank and the keys of another.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -32,6 +36,52 @@ class Positions(NamedTuple):
         """Returns all positions of a sequence."""
         return cls(((0, length),), length)
 
+    @classmethod
+    def zigzag(cls, length: int, parts: int, index: int) -> Positions:
+        """Returns the positions of a ring rank: chunks `index` and 2·parts - 1 - index of 2·parts.
+
+        With these positions every rank of a ring has the same number of pairs of a query and a key
+        that it attends to (Llama 3, arXiv 2407.21783, section 3.3.2).
+
+        Args:
+            length: full length of the sequence, a multiple of 2·parts unless `parts` is 1.
+            parts: number of ranks of the ring. 1: all positions.
+            index: index of the rank in the ring.
+        """
+        if parts == 1:
+            return cls.all(length)
+        size = length // (2 * parts)
+        first, second = index * size, (2 * parts - 1 - index) * size
+        if first + size == second:
+            return cls(((first, second + size),), length)
+        return cls(((first, first + size), (second, second + size)), length)
+
+    @property
+    def count(self) -> int:
+        """Number of positions."""
+        return sum(last - first for first, last in self.ranges)
+
+    def part(self, parts: int, index: int) -> Positions:
+        """Returns one of several equal parts of these positions, in their order.
+
+        Args:
+            parts: number of parts, a divisor of the number of positions.
+            index: index of the part.
+        """
+        size, start, ranges = self.count // parts, 0, list[Range]()
+        begin, end = index * size, (index + 1) * size
+        for first, last in self.ranges:
+            low, high = max(begin - start, 0), min(end - start, last - first)
+            if low < high:
+                ranges.append((first + low, first + high))
+            start += last - first
+        return Positions(tuple(ranges), self.length)
+
+    def columns(self, full: Tensor) -> Tensor:
+        """Returns the columns of `full` [b length ...] at these positions, contiguous."""
+        parts = [full[:, first:last] for first, last in self.ranges]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
+
     def rows(self, full: Tensor) -> Tensor:
         """Returns the rows of `full` [length ...] at these positions.
 
@@ -49,3 +99,81 @@ class Positions(NamedTuple):
         """
         parts = [torch.arange(*part, dtype=dtype, device=device) for part in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Block(NamedTuple):
+    """Queries of one rank and keys of another that causal attention computes at once.
+
+    Attributes:
+        rows: range of rows among the queries.
+        keys: range of rows among the keys.
+        offset: position of the first query minus position of the first key, for
+            `ops.attention.forward`. If every query attends to every key, any larger number.
+    """
+
+    rows: Range
+    keys: Range
+    offset: int
+
+
+@functools.lru_cache(maxsize=512)
+def blocks(queries: Positions, keys: Positions, window: int = 0) -> tuple[Block, ...]:
+    """Returns the blocks of causal attention between two sets of positions.
+
+    A pair of a query and a key that it attends to is in exactly one block. Without a window each
+    block is complete (every query attends to every key), or square and causal.
+
+    Args:
+        queries: positions of the queries.
+        keys: positions of the keys.
+        window: number of positions that a query attends to, including its own. 0: no limit.
+    """
+    if window >= queries.length:
+        window = 0
+    if queries == keys and not window:
+        # Rows are in ascending order, so attention among them is causal by row number.
+        return (Block((0, queries.count), (0, keys.count), 0),)
+    found = list[Block]()
+    for row, (first, last) in _rows(queries, window):
+        for key, (low, high) in _rows(keys, 0):
+            if window:  # leave out what no query sees, and queries that see nothing
+                begin, end = max(low, first - window + 1), min(high, last)
+                start, stop = max(first, begin), min(last, end + window - 1)
+            else:
+                begin, end, start, stop = low, high, first, last
+            if begin >= end or start >= stop or begin > stop - 1:
+                continue
+            at, to = row + start - first, key + begin - low
+            block = Block((at, at + stop - start), (to, to + end - begin), start - begin)
+            found.append(block)
+    return tuple(found if window else _merged(found, queries.length))
+
+
+def _rows(positions: Positions, window: int) -> list[tuple[int, Range]]:
+    """Returns (first row, range) of each range; with a window, of chunks of about its size."""
+    found, row = list[tuple[int, Range]](), 0
+    for first, last in positions.ranges:
+        step = max(window, 64) if window else last - first
+        for at in range(first, last, step):
+            found.append((row + at - first, (at, min(at + step, last))))
+        row += last - first
+    return found
+
+
+def _merged(found: list[Block], length: int) -> list[Block]:
+    """Returns the blocks, with complete blocks of adjacent keys or adjacent queries merged."""
+
+    def complete(block: Block) -> bool:
+        return block.offset >= block.keys[1] - block.keys[0] - 1 and block.offset > 0
+
+    out = list[Block]()
+    for block in found:
+        last = out[-1] if out else None
+        if last and complete(last) and complete(block) and last.rows == block.rows and last.keys[1] == block.keys[0]:
+            out[-1] = Block(block.rows, (last.keys[0], block.keys[1]), length)
+            continue
+        if last and complete(last) and complete(block) and last.keys == block.keys and last.rows[1] == block.rows[0]:
+            out[-1] = Block((last.rows[0], block.rows[1]), block.keys, length)
+            continue
+        out.append(block)
+    return out

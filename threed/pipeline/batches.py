@@ -154,6 +154,7 @@ class Batches:
         if self.wrapped is not None:
             return self._for_module(self.wrapped, parts, step, scale, training)
         weight = self._weight(count_items(tensors, shifted=False), scale)
+        parts = [self._own_positions(part) for part in parts]
         return [
             MicroBatch(
                 part.pop("tokens", None), part.pop("labels", None), part.pop("samples"), weight,
@@ -161,6 +162,24 @@ class Batches:
             )
             for part in parts
         ]  # fmt: skip
+
+    def _own_positions(self, part: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns a micro-batch with this context rank's columns of 'tokens' and 'labels'."""
+        context = self.slicing.context
+        if context.size == 1:
+            return part
+        if "tokens" not in part or part["tokens"].dim() != 2:
+            raise ValueError("context parallelism needs the batch's 'tokens' [b s]")
+        shape = part["tokens"].shape
+        labels = part.get("labels")
+        if labels is not None and labels.shape != shape:
+            given = list(labels.shape)
+            raise ValueError(
+                f"the batch's 'labels' are {given}: context parallelism needs one per token, {list(shape)}"
+            )
+        own = context.positions(shape[1])
+        names = {"tokens", "labels"} & part.keys()
+        return part | {name: own.columns(part[name]) for name in names}
 
     def _for_module(
         self, wrapped: Wrapped, parts: Sequence[dict[str, Tensor]], step: int,

@@ -381,10 +381,7 @@ class _Column:
     ) -> None:
         self.config, self.grid, self.number = config, grid, number
         self.topology = Topology.on_meta(grid, number)
-        sequence = bool(config.parallel.sequence)
-        self.model = build(
-            Slicing(self.topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
-        )
+        self.model = build(Slicing.of(self.topology, config))
         self.note = ""
         self.layers = self.model.layers()
         if isinstance(self.model, models.Wrapped):
@@ -401,7 +398,9 @@ class _Column:
         Raises:
             ConfigError: if the configuration needs a feature that modules do not have.
         """
-        if problems := models.find_split_problems(model, self.grid.pp, self.grid.tp):
+        if problems := models.find_split_problems(
+            model, self.grid.pp, self.grid.tp, self.grid.cp
+        ):
             raise ConfigError(problems)
         check_tile(self.config.zero.tile, 1, wrapped=True)
         self.config = decide_order(self.config, model, self.layers, self.topology)

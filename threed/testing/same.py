@@ -343,10 +343,8 @@ def _train(
     phase, at, layers = "build", lambda: "", list[tuple[str, list[str]]]()
     try:
         config = resolve(configured(task.config, parsed), VOCAB, ranks_of(parsed))
-        topology = Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-        slicing = Slicing(
-            topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
-        )
+        topology = Topology(pp=config.parallel.pp, tp=config.parallel.tp, cp=config.parallel.cp)
+        slicing = Slicing.of(topology, config)
         _seed(config.train.seed)
         given = (config.model, slicing)[: count_arguments(task.build, MODEL)]
         model = task.build(*given)

@@ -1,6 +1,9 @@
 """Names of topologies: words joined by '-', such as tp2-seq-pp2-dp2-zero3.
 
 tpN ppN dpN   tensor, pipeline and data ranks
+cpN           context ranks
+headsN        context ranks that exchange positions for heads (by default the number that sends the
+              fewest bytes)
 seq           sequence parallelism over the tensor ranks
 zeroN         ZeRO stage (0 by default)
 recompute     full recompute of every layer
@@ -21,7 +24,7 @@ DEFAULT = (
     "dp2-zero3-offload", "tp2-seq-pp2-dp2-zero3-recompute",
 )  # fmt: skip
 RANKS = 8  # maximum number of ranks of a topology
-_WORD = re.compile(r"(tp|pp|dp|micro)([1-9]\d*)|(zero)([0-3])|(seq|recompute|offload)")
+_WORD = re.compile(r"(tp|pp|dp|cp|heads|micro)([1-9]\d*)|(zero)([0-3])|(seq|recompute|offload)")
 
 
 def words(name: str) -> dict[str, int]:
@@ -52,12 +55,12 @@ def words(name: str) -> dict[str, int]:
     return parsed
 
 
-_LIST = "tp2, pp2, dp2 (any number), seq, zero0 to zero3, recompute, offload, micro1 (any number)"
+_LIST = "tp2, pp2, dp2, cp2, heads2 (any number), seq, zero0 to zero3, recompute, offload, micro1 (any number)"
 
 
 def ranks_of(parsed: dict[str, int]) -> int:
     """Returns the number of ranks of a parsed topology."""
-    return math.prod(parsed.get(axis, 1) for axis in ("tp", "pp", "dp"))
+    return math.prod(parsed.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
 
 
 def plain(config: Config) -> Config:
@@ -94,7 +97,9 @@ def configured(config: Config, parsed: dict[str, int]) -> Config:
     if "seq" in parsed and config.model.seq % parsed["tp"]:
         given = f"--model.seq {config.model.seq}"
         raise ConfigError([f"{given} cannot be split over {parsed['tp']} tensor ranks"])
-    sizes = {axis: parsed.get(axis, 1) for axis in ("tp", "pp", "dp")}
+    if "heads" in parsed and parsed.get("cp", 1) == 1:
+        raise ConfigError(["heads: context ranks exchange positions for heads; add cp2 or more"])
+    sizes = {axis: parsed.get(axis, 1) for axis in ("tp", "pp", "dp", "cp")}
     place = "cpu" if "offload" in parsed else "none"
     params = place if stage == 3 else "none"
     zero = {"stage": stage, "offload_optimizer": place, "offload_params": params}
@@ -107,7 +112,7 @@ def configured(config: Config, parsed: dict[str, int]) -> Config:
         raise ConfigError([f"{rows} cannot be split into {parts}"])
     return config.model_copy(
         update={
-            "parallel": config.parallel.model_copy(update={**sizes, "sequence": "seq" in parsed}),
+            "parallel": config.parallel.model_copy(update={**sizes, "sequence": "seq" in parsed, "cp_heads": parsed.get("heads", "auto")}),
             "zero": config.zero.model_copy(update=zero),
             "recompute": config.recompute.model_copy(update={"mode": mode}),
             "train": config.train.model_copy(update={"micro_batch": micro}),

@@ -1,0 +1,246 @@
+"""Context parallelism: every sequence is split over ranks, and attention communicates.
+
+    context = Context.of(topology, heads=2)      # cp 4: 2 x 2
+    y = context.attend(core, q, k, v)            # [s/c b a d] and [s/c b k d] -> [s/c b a d]
+
+cp = u · r. Groups of u neighboring ranks exchange positions for heads before attention, and back
+after it (DeepSpeed-Ulysses, arXiv 2309.14509). The r ranks at a distance of u form a ring: in each of
+r hops a rank computes attention of its queries to the keys of one rank, while these keys travel to
+the next rank (ring attention, arXiv 2310.01889). Ring rank i holds the chunks i and 2r-1-i of 2r
+chunks of the sequence (`Positions.zigzag`), so in each hop all ranks compute equally many pairs.
+
+Numbers that a rank sends per layer and micro-batch, forward and backward, for M = b·s/c·d numbers per
+head, and a query and k key/value heads per tensor rank:
+
+    heads (u = c)   4 (a + max(k, c)) M (c-1)/c
+    ring (r = c)    2 k M (3c-2); c of these 3c-2 parts are gradients in fp32
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threed.distributed import collectives, conjugate
+from threed.distributed.topology import Axis, Topology, alone
+from threed.ops import attention
+from threed.ops.attention import Causal
+from threed.ops.positions import Positions, blocks
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """The ranks over which sequences are split, and attention over them.
+
+    Attributes:
+        heads: axis of the u neighboring ranks that exchange positions for heads.
+        ring: axis of the r ranks between which keys and values travel.
+        axis: axis of all u · r ranks.
+    """
+
+    heads: Axis = field(default_factory=lambda: alone("cp"))
+    ring: Axis = field(default_factory=lambda: alone("cp"))
+    axis: Axis = field(default_factory=lambda: alone("cp"))
+
+    @classmethod
+    def of(cls, topology: Topology, heads: int = 1) -> Context:
+        """Returns the context of this rank. Collective over the world.
+
+        Args:
+            topology: the process topology.
+            heads: number u of ranks that exchange positions for heads, a divisor of cp.
+        """
+        cp = topology.axis("cp")
+        if heads in (1, cp.size):
+            rest = alone("cp")
+            return cls(rest, cp, cp) if heads == 1 else cls(cp, rest, cp)
+        names = f"cp/{heads}", f"cp%{heads}"
+        topology.prepare(names)
+        return cls(topology.axis(names[0]), topology.axis(names[1]), cp)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks over which a sequence is split, cp."""
+        return self.axis.size
+
+    @property
+    def multiple(self) -> int:
+        """The number of which the length of every sequence must be a multiple."""
+        return self.size * (2 if self.ring.size > 1 else 1)
+
+    def positions(self, length: int) -> Positions:
+        """Returns the positions of a sequence of `length` that this rank holds."""
+        ring, heads = self.ring, self.heads
+        return _positions(length, ring.size, ring.index, heads.size, heads.index)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns all positions of sequences, in order; the backward sums gradients. Collective.
+
+        Args:
+            x: this rank's positions, [s/c ...].
+
+        Returns:
+            [s ...].
+        """
+        if self.size == 1:
+            return x
+        full, ring, heads = conjugate.gather_from(x, self.axis), self.ring.size, self.heads.size
+        return full[_order(len(full), ring, heads, x.device)]
+
+    def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns the attention of a core that sees full sequences. Collective over cp.
+
+        Args:
+            core: the core. If the ring has several ranks, a `Causal`.
+            q: queries at this rank's positions, [s/c b a d].
+            k: keys at this rank's positions, [s/c b k d].
+            v: values at this rank's positions, [s/c b k d].
+
+        Returns:
+            The output at this rank's positions, [s/c b a d] or [s/c b (a d)].
+        """
+        if self.size == 1:
+            return core(q, k, v)
+        u = self.heads.size
+        if k.shape[2] < u:  # fewer key/value heads than ranks: each rank needs one
+            k, v = (x.repeat_interleave(u // x.shape[2], 2) for x in (k, v))
+        q, k, v = conjugate.to_heads(self.heads, q, k, v)
+        if self.ring.size == 1:
+            y = core(q, k, v)
+        else:
+            assert isinstance(core, Causal)
+            y = ring_attention(q, k, v, core, self.ring)
+        y = y if y.dim() == 4 else y.unflatten(2, (q.shape[2], -1))
+        return conjugate.to_positions(self.heads, y)
+
+
+@functools.lru_cache(maxsize=256)
+def _positions(length: int, ring: int, place: int, heads: int, index: int) -> Positions:
+    return Positions.zigzag(length, ring, place).part(heads, index)
+
+
+@functools.lru_cache(maxsize=16)
+def _order(length: int, ring: int, heads: int, device: torch.device) -> Tensor:
+    """Returns the row of each position among the positions of all ranks, in rank order."""
+    places = ((i, j) for i in range(ring) for j in range(heads))
+    held = [_positions(length, ring, i, heads, j).indices(device) for i, j in places]
+    return torch.cat(held).argsort()
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis) -> Tensor:
+    """Returns causal attention over sequences that are split over a ring. Collective over the ring.
+
+    Args:
+        q: queries at this rank's positions (`Positions.zigzag`), [s/r b a d].
+        k: keys at the same positions, [s/r b k d].
+        v: values at the same positions, [s/r b k d].
+        causal: window, soft cap and scale.
+        ring: the r ranks.
+
+    Returns:
+        The output at this rank's positions, [s/r b (a d)].
+    """
+    y: Tensor = _Ring.apply(q, k, v, causal, ring)
+    return y
+
+
+class _Ring(torch.autograd.Function):
+    """Ring attention. The forward saves its inputs, its output and the log-sum-exp per query.
+
+    In the backward the gradients of keys and values, in fp32 or wider, travel one hop behind the
+    keys and values, so that after r hops they are back at their rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis) -> Tensor:
+        s, b, a, _ = q.shape
+        wide = torch.promote_types(q.dtype, torch.float32)
+        total = q.new_zeros(s, b, a, v.shape[-1], dtype=wide)
+        y, queries = (x.permute(1, 2, 0, 3) for x in (total, q))
+        lse = q.new_full((b, a, s), -torch.inf, dtype=wide)
+        moving = _Moving(ring, k, v)
+        for keys, values, found in moving.hops(s, causal.window):
+            for rows, columns, offset in found:
+                at, of = slice(*rows), slice(*columns)
+                part = attention.forward(
+                    offset, causal, queries[:, :, at], keys[:, :, of], values[:, :, of]
+                )
+                attention.merge_(y[:, :, at], lse[:, :, at], *part)
+        # not a view, because autograd forbids in-place changes of a view that was made in a Function
+        out: Tensor = torch.ops.aten._unsafe_view(total.to(q.dtype), (s, b, -1))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal, ctx.ring = causal, ring
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        causal, ring = ctx.causal, ctx.ring
+        y, dy = (x.reshape(*q.shape[:3], -1).permute(1, 2, 0, 3) for x in (out, dy))
+        queries, dq = q.permute(1, 2, 0, 3), q.new_zeros(q.shape, dtype=lse.dtype)
+        grad = dq.permute(1, 2, 0, 3)
+        moving, home = _Moving(ring, k, v), None
+        for keys, values, found in moving.hops(q.shape[0], causal.window):
+            part = torch.zeros_like(moving.flat, dtype=lse.dtype)
+            dk, dv = moving.split(part)
+            for rows, columns, offset in found:
+                at, of = slice(*rows), slice(*columns)
+                given = (x[:, :, at] for x in (dy, queries))
+                whole = (x[:, :, at] for x in (y, lse))
+                more = attention.backward(
+                    offset, causal, *given, keys[:, :, of], values[:, :, of], *whole
+                )
+                grad[:, :, at] += more[0]
+                dk[:, :, of] += more[1]
+                dv[:, :, of] += more[2]
+            home = collectives.start_shift(part if home is None else part.add_(home.wait()), ring)
+        assert home is not None
+        dk, dv = (x.permute(2, 0, 1, 3).to(k.dtype) for x in moving.split(home.wait()))
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+class _Moving:
+    """Keys and values that travel around a ring in one message.
+
+    Args:
+        ring: the ranks of the ring.
+        k: this rank's keys, [s b k d].
+        v: this rank's values, [s b k d].
+
+    Attributes:
+        flat: keys and values that are at this rank now.
+    """
+
+    def __init__(self, ring: Axis, k: Tensor, v: Tensor) -> None:
+        self._ring = ring
+        self._shapes = [(b, n, s, d) for s, b, n, d in (k.shape, v.shape)]
+        self.flat = torch.cat([x.permute(1, 2, 0, 3).reshape(-1) for x in (k, v)])
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Returns the parts of a message for keys and values, views [b k s d]."""
+        k, v = self._shapes
+        first = flat[: -(flat.numel() * v[3] // (k[3] + v[3]))]
+        return first.view(k), flat[first.numel() :].view(v)
+
+    def hops(self, rows: int, window: int) -> Any:
+        """Yields (keys, values, blocks) of each hop; starts each transfer before the blocks.
+
+        Args:
+            rows: number of this rank's positions.
+            window: window of attention.
+        """
+        ring, length = self._ring, rows * self._ring.size
+        own = Positions.zigzag(length, ring.size, ring.index)
+        for hop in range(ring.size):
+            coming = collectives.start_shift(self.flat, ring) if hop < ring.size - 1 else None
+            source = Positions.zigzag(length, ring.size, (ring.index - hop) % ring.size)
+            yield *self.split(self.flat), blocks(own, source, window)
+            if coming is not None:
+                self.flat = coming.wait()
