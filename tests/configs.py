@@ -78,7 +78,16 @@ class Case:
         It has one micro-batch per step.
         """
         single = replace(
-            self, pp=1, dp=1, tp=1, cp=1, cp_heads="auto", sequence=False, zero=0, schedule="1f1b", microbatches=1
+            self,
+            pp=1,
+            dp=1,
+            tp=1,
+            cp=1,
+            cp_heads="auto",
+            sequence=False,
+            zero=0,
+            schedule="1f1b",
+            microbatches=1,
         )
         home = replace(
             single, offload_optimizer="none", offload_params="none", tile=1, recompute="none"
@@ -223,7 +232,9 @@ def engine_of(config: Config, **keywords: object) -> Engine:
     """Returns the engine of a configuration on this rank."""
     p = config.parallel
     topology = topology_of(p.pp, p.tp, p.cp)
-    return Engine(models.build(config.model, Slicing.of(topology, config)), topology, config, **keywords)  # type: ignore[arg-type]
+    return Engine(
+        models.build(config.model, Slicing.of(topology, config)), topology, config, **keywords
+    )  # type: ignore[arg-type]
 
 
 @contextmanager

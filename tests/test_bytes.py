@@ -5,6 +5,10 @@ The formulas are per rank and step, with e bytes per element:
 tp  8 b s h (t-1)/t e per block and micro-batch (arXiv 2205.05198: the same with sequence
     parallelism), 2 b s h (t-1)/t e for the embedding and for the head, three numbers per token for
     cross entropy; once per step, the gradients that are partial sums
+cp  for M = b s/c d elements per head, and a query and k key/value heads per tensor rank, per block
+    and micro-batch: 4 (a + max(k, u)) M (u-1)/u e for the exchange of positions and heads over u
+    ranks (arXiv 2309.14509), plus 2 max(k, u) M (2 (r-1) e + r w) for the ring of r = c/u ranks
+    (arXiv 2310.01889), where w is the width of a gradient, at least 4
 pp  b s h e / t per boundary, direction and micro-batch; once per step, the sums of tied weights.
     Without sequence parallelism, the received slices are gathered over tp: b s h (t-1)/t e. If
     every stage is on two ranks: P/2 elements of gradients and P/2 of parameters
@@ -65,6 +69,8 @@ class Case:
     resident: int = 0
     prefetch: int = 1
     order: str = "micro"
+    cp: int = 1
+    heads: int = 1  # context ranks that exchange positions for heads
     int8: tuple[str, ...] = ()  # which tensors are compressed: weights, gradients
 
     @property
@@ -77,7 +83,12 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """The number of ranks with the same parameters."""
+        return self.dp * self.cp
 
 
 LLAMA = (("arch", "llama"), ("kv_heads", 2), ("ffn", 96))
@@ -90,7 +101,7 @@ BASE = {"layers": 3, "hidden": 64, "heads": 4, "seq": 16, "vocab": 53}
 
 def config_of(case: Case) -> Config:
     config = Config.model_validate({
-        "parallel": {"tp": case.tp, "pp": case.pp, "sequence": case.sequence, "schedule": case.schedule},
+        "parallel": {"tp": case.tp, "pp": case.pp, "cp": case.cp, "cp_heads": case.heads if case.cp > 1 else "auto", "sequence": case.sequence, "schedule": case.schedule},
         "zero": {
             "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "resident": case.resident,
             "prefetch": case.prefetch, "order": case.order,
@@ -104,9 +115,8 @@ def config_of(case: Case) -> Config:
 
 
 def engine_of(config: Config) -> Engine:
-    topology = topology_of(config.parallel.pp, config.parallel.tp)
-    slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence))
-    return Engine(models.build(config.model, slicing), topology, config)
+    topology = topology_of(config.parallel.pp, config.parallel.tp, config.parallel.cp)
+    return Engine(models.build(config.model, Slicing.of(topology, config)), topology, config)
 
 
 def data(config: Config, engine: Engine) -> dict[str, torch.Tensor]:
@@ -158,7 +168,7 @@ def ring(elements: int, ranks: int) -> int:
 def activations(case: Case, config: Config, stage: range, microbatches: int) -> dict[str, int]:
     """Returns the bytes over tp and pp per step for a stage's activations, by the formulas."""
     m, t, e = config.model, case.tp, 2 if case.dtype == "bf16" else 8 if case.dtype == "fp64" else 4
-    tokens, last = case.micro * m.seq, m.layers + 1
+    tokens, last = case.micro * m.seq // case.cp, m.layers + 1
     whole = tokens * m.hidden * e
     tp = 0
     for layer in stage:
@@ -167,7 +177,21 @@ def activations(case: Case, config: Config, stage: range, microbatches: int) -> 
         tp += 3 * tokens * max(e, 4) * (t - 1) if layer == last else 0
     inner = 2 - (0 in stage) - (last in stage)
     tp += 0 if case.sequence else inner * whole * (t - 1) // t  # the received slices are gathered
-    return {"tp": tp * microbatches, "pp": inner * whole // t * microbatches}
+    blocks = len(set(stage) - {0, last})
+    cp = attention(case, config) * blocks
+    return {
+        "tp": tp * microbatches, "pp": inner * whole // t * microbatches, "cp": cp * microbatches,
+    }  # fmt: skip
+
+
+def attention(case: Case, config: Config) -> int:
+    """Returns the bytes over cp per block and micro-batch."""
+    m, e, u = config.model, dtype(case.dtype).itemsize, case.heads
+    a, k = m.heads // case.tp, max((m.kv_heads or m.heads) // case.tp, 1)
+    head = case.micro * m.seq // case.cp * (m.head_dim or m.hidden // m.heads)
+    full, r = max(k, u), case.cp // u
+    exchange = 4 * (a + full) * head * (u - 1) // u * e
+    return exchange + (2 * full * head * (2 * (r - 1) * e + r * max(e, 4)) if r > 1 else 0)
 
 
 def gradients(engine: Engine, case: Case) -> dict[str, int]:
@@ -175,7 +199,7 @@ def gradients(engine: Engine, case: Case) -> dict[str, int]:
 
     They are computed from the actual layout of this rank's parameters.
     """
-    sent = {"tp": 0, "pp": 0, "dp": 0}
+    sent = {"tp": 0, "pp": 0, "dp": 0, "cp": 0}
     wire, width = (
         dtype(name or "fp32").itemsize
         for name in (engine.config.precision.reduce_dtype, case.dtype)
@@ -231,7 +255,7 @@ def messages(engine: Engine, case: Case) -> dict[str, int]:
     valid labels.
     """
     n, world = case.dp, case.world  # 8 bytes per number, sent to every other rank
-    return {"tp": 0, "pp": 0, "dp": 8 * (n - 1), "world": 6 * 8 * (world - 1)}
+    return {"tp": 0, "pp": 0, "cp": 0, "dp": 8 * (n - 1), "world": 6 * 8 * (world - 1)}
 
 
 def measure(case: Case) -> Sent:
@@ -345,6 +369,15 @@ CASES = {
         tp=2, dp=2, zero=3, model=WIDE, bucket_mib=0.01, int8=("weights",)
     ),
     "pp2 dp2 zero 3, int8": Case(pp=2, dp=2, zero=3, int8=("weights", "gradients")),
+    "cp2 ring": Case(cp=2),
+    "cp2 heads": Case(cp=2, heads=2, zero=0),
+    "cp4 ring, bf16": Case(cp=4, dtype="bf16", model=WIDE),
+    "cp4 2 x 2, llama": Case(cp=4, heads=2, model=LLAMA),
+    "cp4 heads, fewer kv heads, bf16": Case(cp=4, heads=4, model=LLAMA, dtype="bf16"),
+    "cp2 ring tp2, fp64": Case(cp=2, tp=2, sequence=True, dtype="fp64", model=WIDE),
+    "cp2 heads pp2": Case(cp=2, heads=2, pp=2),
+    "cp2 ring dp2 zero 3": Case(cp=2, dp=2, zero=3, microbatches=2, model=WIDE),
+    "cp2 ring dp2 zero 2 in pairs": Case(cp=2, dp=2, zero=2, shard=2),
     "pp2 dp4 zero 3 in pairs, llama": Case(pp=2, dp=4, zero=3, shard=2, model=LLAMA),
 }
 
@@ -377,11 +410,13 @@ def test_counted_bytes_are_the_formulas(name: str) -> None:
     for rank, (sent, planned) in enumerate(zip(sent_in(name), planned_in(name), strict=True)):
         for label, exact in sent.exact.items():
             assert sent.counted.get(label, 0) == exact, f"rank {rank}: {label}"
-        for label in ("tp", "pp", "dp"):
+        for label in ("tp", "pp", "dp", "cp"):
             extra = exact_without_messages(sent, label) - planned[label]
             # An all-reduce over three ranks pads each bucket to a multiple of three.
             most = (
-                8 * (3 * case.microbatches + 4) * (sent.padding + 2 * sent.buckets * (case.dp > 2))
+                8
+                * (3 * case.microbatches + 4)
+                * (sent.padding + 2 * sent.buckets * (case.data > 2))
             )
             assert 0 <= extra <= most, (
                 f"rank {rank}: {label}: planned {planned[label]}, {extra} off"
@@ -394,16 +429,16 @@ def exact_without_messages(sent: Sent, label: str) -> int:
 
 # Sizes whose parts over tp are multiples of the padding over dp.
 UNPADDED = {
-    n: c for n, c in CASES.items() if c.model in ((), UNTIED, WIDE) and c.tp < 4 and c.dp != 3
+    n: c for n, c in CASES.items() if c.model in ((), UNTIED, WIDE) and c.tp < 4 and c.data != 3
 }
-UNPADDED = {n: c for n, c in UNPADDED.items() if c.model == WIDE or c.tp == 1 or c.dp == 1}
+UNPADDED = {n: c for n, c in UNPADDED.items() if c.model == WIDE or c.tp == 1 or c.data == 1}
 
 
 @pytest.mark.parametrize("name", UNPADDED)
 def test_the_planner_is_exact_where_nothing_is_padded(name: str) -> None:
     for sent, planned in zip(sent_in(name), planned_in(name), strict=True):
         assert sent.padding == 0
-        for label in ("tp", "pp", "dp"):
+        for label in ("tp", "pp", "dp", "cp"):
             assert planned[label] == exact_without_messages(sent, label)
 
 

@@ -1,17 +1,83 @@
-"""Context parallelism gives the losses, gradient norms and weights of one process."""
+"""Context parallelism gives the losses, gradient norms and weights of one process.
+
+A set of cases in which every value of every setting occurs always runs. `pytest -m grid` runs sets
+with every pair of values.
+"""
 
 from __future__ import annotations
 
-from tests.configs import Case
-from tests.test_equivalence import run_all
+import pytest
 
-CASES = [
-    Case(cp=2),
-    Case(cp=2, cp_heads=1),
-    Case(cp=4, cp_heads=2, model="llama"),
-    Case(cp=2, tp=2, sequence=True, model="mistral", cp_heads=1),
-]
+from tests.configs import MODELS, RECOMPUTE, Case
+from tests.covering import Space, Values
+from tests.test_equivalence import CHUNKS, RANKS, run_all
+from threed.config.resolution import context_fits
+
+SETTINGS: dict[str, list[object]] = {
+    "cp": [2, 4],
+    "cp_heads": [1, 2, 4],
+    "pp": [1, 2],
+    "dp": [1, 2],
+    "tp": [1, 2],
+    "model": list(MODELS),
+    "sequence": [True, False],
+    "zero": [0, 1, 2, 3],
+    "schedule": ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev"],
+    "microbatches": [1, 3, 8],
+    "dropout": [0.0, 0.1],
+    "dtype": ["fp64", "fp32"],
+    "recompute": list(RECOMPUTE),
+    "offload_optimizer": ["none", "cpu", "nvme"],
+    "offload_params": ["none", "cpu", "nvme"],
+    "bucket_mib": [64.0, 0.03],
+    "tile": [1, 3],
+    "shard": ["all", 2],
+}
 
 
-def test_cases() -> None:
-    run_all(CASES)
+def make(values: Values) -> Case | None:
+    """Returns the case of some settings, or None if it needs too many ranks, or heads do not fit."""
+    cp, u, pp, dp, tp = (int(str(values[name])) for name in ("cp", "cp_heads", "pp", "dp", "tp"))
+    model = MODELS[str(values["model"])]
+    heads, kv_heads = (model.get(name, model["heads"]) for name in ("heads", "kv_heads"))
+    if pp * dp * tp * cp > RANKS or not context_fits(heads // tp, max(kv_heads // tp, 1), cp, u):
+        return None
+    v = dict(values)
+    v["sequence"] = v["sequence"] and tp > 1
+    v["schedule"] = v["schedule"] if pp > 1 else "1f1b"
+    if v["schedule"] == "dualpipev":
+        v["microbatches"] = 8
+    offload = v["zero"] == 3 and v["offload_params"] != "none"
+    v["offload_params"] = v["offload_params"] if offload else "none"
+    v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
+    v["tile"] = v["tile"] if v["zero"] == 3 else 1
+    v["shard"] = v["shard"] if v["zero"] else "all"
+    few = pp == 1 and v["zero"] != 3 and v["model"] != "gemma3"
+    v["layers"] = 6 if v["schedule"] in (*CHUNKS, "dualpipev") else 2 if few else 3
+    if v["recompute"] == "sliced" and (tp == 1 or v["sequence"]):
+        v["recompute"] = "half"
+    return Case(**v)  # type: ignore[arg-type]
+
+
+def cost(case: Case) -> float:
+    """Returns the cost of a case: the work of all ranks, which share the processors."""
+    return case.world * (6 + case.layers * (3 + case.microbatches * 2))
+
+
+SPACE = Space(
+    SETTINGS, make, cost=cost, shape=lambda case: (case.cp, case.cp_heads, case.tp, case.pp > 1)
+)
+
+
+def test_every_setting_equals_one_process() -> None:
+    cases = SPACE.touching(0)
+    for name, options in SETTINGS.items():
+        assert {getattr(case, name) for case in cases} == set(options)
+    run_all(cases)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(2))
+def test_every_pair_of_settings_equals_one_process(seed: int) -> None:
+    run_all(SPACE.covering(seed))

@@ -176,7 +176,9 @@ def _check_context(config: Config, heads: int, kv_heads: int) -> Iterator[str]:
     given = f"--parallel.cp-heads {u} with {counted(heads, 'head')} and {counted(kv_heads, 'key/value head')}"
     fits = [n for n in _divisors(cp) if context_fits(heads, kv_heads, cp, n)]
     of = f"{given} per tensor rank and --parallel.cp {cp}"
-    rule = "it must divide cp and the heads, and divide the key/value heads or be a multiple of them"
+    rule = (
+        "it must divide cp and the heads, and divide the key/value heads or be a multiple of them"
+    )
     yield f"{of}: {rule}; use {listed(fits)}, or auto"
 
 

@@ -437,9 +437,7 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
     sends, receives = [0] * axis.size, [0] * axis.size
     sends[(axis.index + 1) % axis.size] = receives[axis.index - 1] = count
     axis.count(_nbytes(x))
-    work = _start(
-        dist.all_to_all_single, out.view(-1), x.view(-1), receives, sends, axis=axis
-    )
+    work = _start(dist.all_to_all_single, out.view(-1), x.view(-1), receives, sends, axis=axis)
     return done(out, work)
 
 

@@ -19,7 +19,7 @@ head, and a query and k key/value heads per tensor rank:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from threed.distributed import collectives, conjugate
 from threed.distributed.topology import Axis, Topology, alone
 from threed.ops import attention
 from threed.ops.attention import Causal
-from threed.ops.positions import Positions, blocks
+from threed.ops.positions import Block, Positions, blocks
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -58,6 +58,8 @@ class Context:
             heads: number u of ranks that exchange positions for heads, a divisor of cp.
         """
         cp = topology.axis("cp")
+        if cp.size == 1:
+            return cls()
         if heads in (1, cp.size):
             rest = alone("cp")
             return cls(rest, cp, cp) if heads == 1 else cls(cp, rest, cp)
@@ -229,7 +231,7 @@ class _Moving:
         first = flat[: -(flat.numel() * v[3] // (k[3] + v[3]))]
         return first.view(k), flat[first.numel() :].view(v)
 
-    def hops(self, rows: int, window: int) -> Any:
+    def hops(self, rows: int, window: int) -> Iterator[tuple[Tensor, Tensor, tuple[Block, ...]]]:
         """Yields (keys, values, blocks) of each hop; starts each transfer before the blocks.
 
         Args:
@@ -241,6 +243,9 @@ class _Moving:
         for hop in range(ring.size):
             coming = collectives.start_shift(self.flat, ring) if hop < ring.size - 1 else None
             source = Positions.zigzag(length, ring.size, (ring.index - hop) % ring.size)
-            yield *self.split(self.flat), blocks(own, source, window)
+            # Cost traces count all pairs of positions, so they use all keys.
+            traced = (Block((0, rows), (0, rows), length),)
+            found = traced if self.flat.is_meta else blocks(own, source, window)
+            yield *self.split(self.flat), found
             if coming is not None:
                 self.flat = coming.wait()

@@ -14,10 +14,11 @@ A block is the attention of some queries to some keys (arXiv 2205.14135, 2310.01
 Here `causal` is a `Causal`, and `offset` is the position of the first query minus the position of
 the first key.
 
-On CPUs a block in fp32 or fp64 is computed by torch's flash attention. The plain operations of this
-module compute all other blocks. These are blocks in 16 bits, blocks with soft caps (flash attention
-has no soft caps), and blocks on other devices (there torch returns no log-sum-exp if a mask is
-given).
+A block is computed by torch's flash attention on CPUs in fp32 or fp64, and on GPUs in 16 bits if no
+pair is masked or if the block is square and causal (other kernels for GPUs return no log-sum-exp if
+a mask is given). The plain operations of this module compute all other blocks, for a bounded number
+of queries at a time: blocks in 16 bits on CPUs, blocks with soft caps, which flash attention does
+not have, and all other blocks on GPUs.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ from threed.ops import attention_backends, flex
 _ATEN = torch.ops.aten
 _FLASH = _ATEN._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+_FLASH_GPU = _ATEN._scaled_dot_product_flash_attention
+_FLASH_GPU_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward
 _EFFICIENT = _ATEN._scaled_dot_product_efficient_attention
 FUSED = (
     _FLASH,
     _EFFICIENT,
-    _ATEN._scaled_dot_product_flash_attention,
+    _FLASH_GPU,
     _ATEN._scaled_dot_product_cudnn_attention,
 )
 # Maximum number of scores per chunk. In fp32 they take 128 MiB on a GPU, and on a CPU 2 MiB, which
@@ -257,8 +260,16 @@ def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tup
         y [b a n d], and the log-sum-exp of each query's scores [b a n], in fp32 or wider. If a
         query attends to no key, its y is 0 and its log-sum-exp minus infinity.
     """
+    if _is_flash_on_gpu(offset, causal, q, k, v):
+        square = offset == 0 and q.shape[2] == k.shape[2]
+        y, lse, *_ = _FLASH_GPU(q, k, v, 0.0, square, False, scale=causal.scale)
+        return y, lse
     if not _is_flash(q, v, causal):
-        return _plain_forward(offset, causal, q, k, v)
+        parts = [
+            _plain_forward(offset + rows.start, causal, q[:, :, rows], k, v)
+            for rows in _rows_at_once(q, k)
+        ]
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(x, 2) for x in zip(*parts))  # type: ignore[return-value]
     square, mask = _visible(q, k, offset, causal.window)
     y, lse = _FLASH(q, k, v, 0.0, square, attn_mask=mask, scale=causal.scale)
     if mask is not None and _has_masked_query(q, k, offset, causal.window):
@@ -285,8 +296,16 @@ def backward(
     # For a query that attends to no key, score and lse are -inf. lse is replaced by 0, so that
     # exp(score - lse) is exp(-inf) = 0 and not exp(-inf + inf) = NaN.
     lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
+    if _is_flash_on_gpu(offset, causal, q, k, v):
+        n, m = q.shape[2], k.shape[2]
+        unused = q.new_zeros(2, dtype=torch.uint64)  # state of the dropout's generator
+        dq, dk, dv = _FLASH_GPU_BACKWARD(
+            dy, q, k, v, y, lse, None, None, n, m, 0.0, offset == 0 and n == m, unused, unused,
+            scale=causal.scale,
+        )  # fmt: skip
+        return dq, dk, dv
     if not _is_flash(q, v, causal):
-        return _plain_backward(offset, causal, dy, q, k, v, y, lse)
+        return _plain_backward_in_chunks(offset, causal, dy, q, k, v, y, lse)
     square, mask = _visible(q, k, offset, causal.window)
     dq, dk, dv = _FLASH_BACKWARD(
         dy, q, k, v, y, lse, 0.0, square, attn_mask=mask, scale=causal.scale
@@ -319,6 +338,24 @@ def _is_flash(q: Tensor, v: Tensor, causal: Causal) -> bool:
     return (
         _on_cpu(q) and q.dtype.itemsize >= 4 and not causal.softcap and q.shape[-1] == v.shape[-1]
     )
+
+
+def _is_flash_on_gpu(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Returns whether torch's flash attention for GPUs computes a block."""
+    n, m, size = q.shape[2], k.shape[2], q.shape[3]
+    window = causal.window
+    square = offset == 0 and n == m and (not window or window >= n)
+    complete = m - 1 <= offset and (not window or offset + n <= window)
+    fits = q.dtype.itemsize == 2 and size == v.shape[3] and size % 8 == 0 and size <= 256
+    return _device_type(q) == "cuda" and fits and not causal.softcap and (square or complete)
+
+
+def _rows_at_once(q: Tensor, k: Tensor) -> list[slice]:
+    """Returns chunks of the queries whose scores are computed at a time."""
+    n, most = q.shape[2], SCORES_ON_CPU if _on_cpu(q) else SCORES
+    count = max(16, most // (q.shape[0] * q.shape[1] * k.shape[2]))
+    count = max(count, -(-n // CHUNKS_OF_A_TRACE)) if q.is_meta else count
+    return [slice(at, min(at + count, n)) for at in range(0, n, count)]
 
 
 def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tensor | None]:
@@ -375,6 +412,25 @@ def _plain_forward(
     lse = scores.logsumexp(-1, keepdim=True)
     shares = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min)).exp_().to(v.dtype)
     return (shares @ v).view(*q.shape[:3], v.shape[-1]), lse.view(q.shape[:3])
+
+
+def _plain_backward_in_chunks(
+    offset: int, causal: Causal, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    chunks = _rows_at_once(q, k)
+    if len(chunks) == 1:
+        return _plain_backward(offset, causal, dy, q, k, v, y, lse)
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+    for rows in chunks:
+        one = (x[:, :, rows] for x in (dy, q))
+        whole = (x[:, :, rows] for x in (y, lse))
+        dq[:, :, rows], more_k, more_v = _plain_backward(
+            offset + rows.start, causal, *one, k, v, *whole
+        )
+        dk += more_k
+        dv += more_v
+    return dq, dk, dv
 
 
 def _plain_backward(

@@ -169,10 +169,22 @@ def _merged(found: list[Block], length: int) -> list[Block]:
     out = list[Block]()
     for block in found:
         last = out[-1] if out else None
-        if last and complete(last) and complete(block) and last.rows == block.rows and last.keys[1] == block.keys[0]:
+        if (
+            last
+            and complete(last)
+            and complete(block)
+            and last.rows == block.rows
+            and last.keys[1] == block.keys[0]
+        ):
             out[-1] = Block(block.rows, (last.keys[0], block.keys[1]), length)
             continue
-        if last and complete(last) and complete(block) and last.keys == block.keys and last.rows[1] == block.rows[0]:
+        if (
+            last
+            and complete(last)
+            and complete(block)
+            and last.keys == block.keys
+            and last.rows[1] == block.rows[0]
+        ):
             out[-1] = Block((last.rows[0], block.rows[1]), block.keys, length)
             continue
         out.append(block)

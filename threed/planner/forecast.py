@@ -160,9 +160,10 @@ class Forecast:
         )
         for column in columns:
             column.config = config
-        unsharded = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
+        shares = grid.tp * grid.cp  # ranks that divide a layer's work
+        unsharded = columns[0] if shares == 1 else _Column(config, Grid(), build, 0)
         flops = [sum(costs) for costs in zip(*(column.flops for column in columns), strict=True)]
-        unsharded_times = division is None and grid.tp > 1
+        unsharded_times = division is None and shares > 1
         if division is None and p.partition == "measured" and grid.pp > 1:
             division = _divide(list(unique.values()), flops, build)
         pipeline = columns[0].pipeline(flops, division)
@@ -259,7 +260,8 @@ class Forecast:
             " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1)
             or "one rank"
         )
-        widths, moments, dp = _widths(c), len(state_names(c.optim)), self.sizes["dp"]
+        widths, moments = _widths(c), len(state_names(c.optim))
+        dp = self.sizes["dp"] * self.sizes["cp"]
         shards = dp if c.zero.shard_size == "all" or c.zero.stage == 0 else int(c.zero.shard_size)
         small, batches = c.zero.resident, counted(self.microbatches, "micro-batch")
         states = regime(
@@ -398,9 +400,7 @@ class _Column:
         Raises:
             ConfigError: if the configuration needs a feature that modules do not have.
         """
-        if problems := models.find_split_problems(
-            model, self.grid.pp, self.grid.tp, self.grid.cp
-        ):
+        if problems := models.find_split_problems(model, self.grid.pp, self.grid.tp, self.grid.cp):
             raise ConfigError(problems)
         check_tile(self.config.zero.tile, 1, wrapped=True)
         self.config = decide_order(self.config, model, self.layers, self.topology)
@@ -484,7 +484,7 @@ def _divide(
     config, plan = first.config, step_plan(first.config, first.topology.dp)
     alone = Topology.on_meta(Grid(), 0)
     model = build(Slicing(alone.axis("tp"), False, config.train.seed, config.zero.tile))
-    layers = model.layers()
+    layers, shares = model.layers(), first.grid.tp * first.grid.cp
     times = layer_times(model, layers, config, alone, device)
 
     def layer_sizes() -> list[LayerBytes]:
@@ -496,9 +496,9 @@ def _divide(
         )
 
     division = divided(plan, first.layers, times, flops, layer_sizes, config, device)
-    if first.grid.tp == 1:
+    if shares == 1:
         return division
-    notice = f"times of unsharded layers, not of 1/{first.grid.tp} of each"
+    notice = f"times of unsharded layers, not of 1/{shares} of each"
     return replace(division, notices=(notice, *division.notices))
 
 

@@ -115,7 +115,9 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
     They are computed by the layers' `flops` methods if all layers have this method, otherwise
     traced on the meta device.
     """
-    stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
+    seq = config.model.seq
+    tokens = config.train.micro_batch * seq // model.slicing.context.size
+    stated = stated_flops(layers, tokens, seq)
     return (
         [cost.flops for cost in trace(model, layers, config, topology)]
         if stated is None
@@ -139,7 +141,8 @@ def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCos
 
 def example(model: Model, config: Config, device: torch.device = META) -> MicroBatch:
     """Returns a micro-batch with valid but arbitrary values, by default on the meta device."""
-    rows, seq, precision = config.train.micro_batch, config.model.seq, config.precision
+    rows, precision = config.train.micro_batch, config.precision
+    seq = config.model.seq // model.slicing.context.size  # positions of this rank
     ids = torch.arange(rows * seq, device=device).remainder(config.model.vocab or 1).view(rows, seq)
     batch = {"tokens": ids, "labels": ids.clone(), "samples": torch.arange(rows, device=device)}
     if (own := options_of(model).example) is not None:
@@ -292,6 +295,8 @@ def _constant_bytes(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]])
     for chunk, numbers in zip(chunks, blueprint.chunks, strict=True):
         edges += [chunk[0].input, chunk[-1].output if numbers.stop < len(blueprint.layers) else 0]
     batch = train.global_batch // blueprint.topology.dp * (2 * seq + 1) * 8
+    if (cp := blueprint.topology.cp) > 1:  # a copy of this rank's tokens and labels
+        batch += train.global_batch // blueprint.topology.dp * 2 * (seq // cp) * 8
     drives = sum(drive.nbytes * drive.count for drive in blueprint.layout.policy.drives)
     layers = blueprint.held if default_device().type == "cuda" else range(len(blueprint.layers))
     buffer_bytes = {

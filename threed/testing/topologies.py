@@ -112,7 +112,13 @@ def configured(config: Config, parsed: dict[str, int]) -> Config:
         raise ConfigError([f"{rows} cannot be split into {parts}"])
     return config.model_copy(
         update={
-            "parallel": config.parallel.model_copy(update={**sizes, "sequence": "seq" in parsed, "cp_heads": parsed.get("heads", "auto")}),
+            "parallel": config.parallel.model_copy(
+                update={
+                    **sizes,
+                    "sequence": "seq" in parsed,
+                    "cp_heads": parsed.get("heads", "auto"),
+                }
+            ),
             "zero": config.zero.model_copy(update=zero),
             "recompute": config.recompute.model_copy(update={"mode": mode}),
             "train": config.train.model_copy(update={"micro_batch": micro}),
