@@ -24,6 +24,8 @@ class ConvolutionStem(nn.Module):
     Each position reads itself and the kernel - 1 positions before it, through `channels` features.
     """
 
+    context = True  # supports context parallelism, because it gathers full sequences
+
     def __init__(
         self, name: str, hidden: int, channels: int, kernel: int, slicing: layers.Slicing
     ) -> None:
@@ -39,10 +41,12 @@ class ConvolutionStem(nn.Module):
         self.down = layers.RowLinear(f"{name}.down", channels, hidden, slicing)
 
     def forward(self, x: Tensor, micro: layers.MicroBatch) -> Tensor:
-        # f: a position needs the positions before it
-        full = self.slicing.gather(x).permute(1, 2, 0)  # [s b h] -> [b h s]
+        # f: a position needs the positions before it, also those of other context ranks
+        context = self.slicing.context
+        full = context.gather(self.slicing.gather(x)).permute(1, 2, 0)  # [s b h] -> [b h s]
         y = F.conv1d(F.pad(full, (self.kernel - 1, 0)), self.weight, self.bias)
-        return x + self.down(layers.gelu(y).permute(2, 0, 1))  # [b c s] -> [s b c]
+        y = context.own(layers.gelu(y).permute(2, 0, 1))  # [b c s] -> [s b c]
+        return x + self.down(y)
 
 
 class ConvolutionModel:

@@ -29,6 +29,8 @@ DEFAULTS = {
 class ParallelBlock(nn.Module):
     """x + attention(norm(x)) + mlp(norm(x)): [s b h] -> [s b h] (or [s/t b h] if sequences are split)."""
 
+    context = True  # supports context parallelism: only `layers.Attention` mixes positions
+
     def __init__(self, name: str, c: ModelConfig, slicing: layers.Slicing) -> None:
         super().__init__()
         self.name = name

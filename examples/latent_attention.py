@@ -26,6 +26,7 @@ class LatentAttention(nn.Module):
     """
 
     recompute = layers.Recompute()
+    context = True  # supports context parallelism
 
     def __init__(
         self,
@@ -66,10 +67,13 @@ class LatentAttention(nn.Module):
         """query [s b a/t (d+r)], keys and values [s b 2 a/t d], turned [s b r] -> [s b (a/t d)]."""
         q = query.unflatten(-1, (-1, self.d + self.r))  # [s b a/t d+r]
         k, v = keys_values.unflatten(-1, (2, -1, self.d)).unbind(2)  # each [s b a/t d]
-        q = torch.cat((q[..., : self.d], layers.rotate(q[..., self.d :], self.theta)), dim=-1)
-        one = layers.rotate(turned.unsqueeze(2), self.theta)
+        positions = self.slicing.gathered_positions(query)
+        part = layers.rotate(q[..., self.d :], self.theta, positions)
+        q = torch.cat((q[..., : self.d], part), dim=-1)
+        one = layers.rotate(turned.unsqueeze(2), self.theta, positions)
         k = torch.cat((k, one.expand(*k.shape[:3], self.r)), dim=-1)
-        return layers.attend(q, k, v)
+        # over this rank's heads and the positions of all context ranks
+        return self.slicing.context.attend(layers.Causal(), q, k, v).flatten(2)
 
 
 class LatentModel:

@@ -31,7 +31,7 @@ class ALiBi(nn.Module):
 
     def __init__(self, heads: int, slicing: layers.Slicing) -> None:
         super().__init__()
-        self.count, self.held = heads, slicing.heads(heads)
+        self.count, self.held = heads, slicing.core_heads(heads)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         at = torch.arange(len(q), device=q.device)

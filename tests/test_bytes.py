@@ -101,7 +101,10 @@ BASE = {"layers": 3, "hidden": 64, "heads": 4, "seq": 16, "vocab": 53}
 
 def config_of(case: Case) -> Config:
     config = Config.model_validate({
-        "parallel": {"tp": case.tp, "pp": case.pp, "cp": case.cp, "cp_heads": case.heads if case.cp > 1 else "auto", "sequence": case.sequence, "schedule": case.schedule},
+        "parallel": {
+            "tp": case.tp, "pp": case.pp, "cp": case.cp, "cp_heads": case.heads if case.cp > 1 else "auto",
+            "sequence": case.sequence, "schedule": case.schedule,
+        },
         "zero": {
             "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "resident": case.resident,
             "prefetch": case.prefetch, "order": case.order,

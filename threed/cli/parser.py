@@ -218,7 +218,7 @@ def _verify(add: Add) -> None:
     add("model", metavar="FILE.py:NAME", help=text)
     text = (
         "topologies to compare, such as tp2,tp2-seq,dp2-zero3 (default: 11, which together have every"
-        " word): words tpN ppN dpN microN seq zeroN recompute offload, joined by -"
+        " word): words tpN ppN dpN cpN cpNhM microN seq zeroN recompute offload, joined by -"
     )
     add("--topologies", metavar="LIST", help=text)
     text = "seconds per topology (default %(default)g)"

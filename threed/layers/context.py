@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,17 @@ class Context:
         full, ring, heads = conjugate.gather_from(x, self.axis), self.ring.size, self.heads.size
         return full[_order(len(full), ring, heads, x.device)]
 
+    def own(self, x: Tensor) -> Tensor:
+        """Returns this rank's positions of full sequences; the inverse of `gather`.
+
+        Args:
+            x: all positions, [s ...].
+
+        Returns:
+            [s/c ...].
+        """
+        return x if self.size == 1 else self.positions(len(x)).rows(x)
+
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns the attention of a core that sees full sequences. Collective over cp.
 
@@ -149,6 +160,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis) 
     Returns:
         The output at this rank's positions, [s/r b (a d)].
     """
+    if causal.window >= len(q) * ring.size:
+        causal = replace(causal, window=0)
     y: Tensor = _Ring.apply(q, k, v, causal, ring)
     return y
 
@@ -165,7 +178,7 @@ class _Ring(torch.autograd.Function):
         s, b, a, _ = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
         total = q.new_zeros(s, b, a, v.shape[-1], dtype=wide)
-        y, queries = (x.permute(1, 2, 0, 3) for x in (total, q))
+        y, queries = (x.permute(1, 2, 0, 3) for x in (total, _for_blocks(q)))
         lse = q.new_full((b, a, s), -torch.inf, dtype=wide)
         moving = _Moving(ring, k, v)
         for keys, values, found in moving.hops(s, causal.window):
@@ -185,8 +198,9 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         causal, ring = ctx.causal, ctx.ring
-        y, dy = (x.reshape(*q.shape[:3], -1).permute(1, 2, 0, 3) for x in (out, dy))
-        queries, dq = q.permute(1, 2, 0, 3), q.new_zeros(q.shape, dtype=lse.dtype)
+        given = (q, out.view(*q.shape[:3], -1), dy.reshape(*q.shape[:3], -1))
+        queries, y, dy = (_for_blocks(x).permute(1, 2, 0, 3) for x in given)
+        dq = q.new_zeros(q.shape, dtype=lse.dtype)
         grad = dq.permute(1, 2, 0, 3)
         moving, home = _Moving(ring, k, v), None
         for keys, values, found in moving.hops(q.shape[0], causal.window):
@@ -194,11 +208,10 @@ class _Ring(torch.autograd.Function):
             dk, dv = moving.split(part)
             for rows, columns, offset in found:
                 at, of = slice(*rows), slice(*columns)
-                given = (x[:, :, at] for x in (dy, queries))
-                whole = (x[:, :, at] for x in (y, lse))
                 more = attention.backward(
-                    offset, causal, *given, keys[:, :, of], values[:, :, of], *whole
-                )
+                    offset, causal, dy[:, :, at], queries[:, :, at], keys[:, :, of],
+                    values[:, :, of], y[:, :, at], lse[:, :, at],
+                )  # fmt: skip
                 grad[:, :, at] += more[0]
                 dk[:, :, of] += more[1]
                 dv[:, :, of] += more[2]
@@ -206,6 +219,15 @@ class _Ring(torch.autograd.Function):
         assert home is not None
         dk, dv = (x.permute(2, 0, 1, 3).to(k.dtype) for x in moving.split(home.wait()))
         return dq.to(q.dtype), dk, dv, None, None
+
+
+def _for_blocks(x: Tensor) -> Tensor:
+    """Returns x in the dtype in which blocks are computed.
+
+    On CPUs it is fp32 or wider. There the operations for blocks in 16 bits would round each block's
+    probabilities and output, and flash attention in fp32 is available.
+    """
+    return x if attention.on_gpu(x) else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _Moving:
@@ -225,7 +247,7 @@ class _Moving:
         self._shapes = [(b, n, s, d) for s, b, n, d in (k.shape, v.shape)]
         self.flat = torch.cat([x.permute(1, 2, 0, 3).reshape(-1) for x in (k, v)])
 
-    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+    def split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the parts of a message for keys and values, views [b k s d]."""
         k, v = self._shapes
         first = flat[: -(flat.numel() * v[3] // (k[3] + v[3]))]
@@ -246,6 +268,7 @@ class _Moving:
             # Cost traces count all pairs of positions, so they use all keys.
             traced = (Block((0, rows), (0, rows), length),)
             found = traced if self.flat.is_meta else blocks(own, source, window)
-            yield *self.split(self.flat), found
+            keys, values = self.split(_for_blocks(self.flat))
+            yield keys, values, found
             if coming is not None:
                 self.flat = coming.wait()

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from threed.distributed import conjugate
-from threed.distributed.sharding import Piece, ShardSpec
 from threed.config import Config
 from threed.config.resolution import context_heads
+from threed.distributed import conjugate
+from threed.distributed.sharding import Piece, ShardSpec
 from threed.distributed.topology import Axis, Topology, alone
 from threed.layers.context import Context
 from threed.ops import launch, sums
@@ -121,6 +121,17 @@ class Slicing:
         """
         first = count * self.tp.index // self.tp.size
         return first, max(first + 1, count * (self.tp.index + 1) // self.tp.size)
+
+    def core_heads(self, count: int) -> tuple[int, int]:
+        """Returns the heads that an attention core of this rank gets, as the range [first, last).
+
+        It is the range `heads(count)`, or a part of it if context ranks exchange positions for
+        heads.
+        """
+        (first, last), axis = self.heads(count), self.context.heads
+        part = max((last - first) // axis.size, 1)
+        start = first + (last - first) * axis.index // axis.size
+        return start, start + part
 
     def shared(self, *pieces: Piece, partial: bool | None = None, decay: bool = False) -> ShardSpec:
         """Returns the `ShardSpec` of a parameter that is replicated over tensor ranks.

@@ -269,7 +269,8 @@ def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tup
             _plain_forward(offset + rows.start, causal, q[:, :, rows], k, v)
             for rows in _rows_at_once(q, k)
         ]
-        return parts[0] if len(parts) == 1 else tuple(torch.cat(x, 2) for x in zip(*parts))  # type: ignore[return-value]
+        y, lse = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True))
+        return y, lse
     square, mask = _visible(q, k, offset, causal.window)
     y, lse = _FLASH(q, k, v, 0.0, square, attn_mask=mask, scale=causal.scale)
     if mask is not None and _has_masked_query(q, k, offset, causal.window):
@@ -423,10 +424,9 @@ def _plain_backward_in_chunks(
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     for rows in chunks:
-        one = (x[:, :, rows] for x in (dy, q))
-        whole = (x[:, :, rows] for x in (y, lse))
+        queries = [x[:, :, rows] for x in (dy, q, y, lse)]
         dq[:, :, rows], more_k, more_v = _plain_backward(
-            offset + rows.start, causal, *one, k, v, *whole
+            offset + rows.start, causal, queries[0], queries[1], k, v, queries[2], queries[3]
         )
         dk += more_k
         dv += more_v
@@ -487,6 +487,11 @@ def _wide(q: Tensor) -> torch.dtype:
 def _device_type(q: Tensor) -> str:
     """Returns the type of q's device; for a meta tensor, the type of the default device."""
     return (default_device() if q.is_meta else q.device).type
+
+
+def on_gpu(q: Tensor) -> bool:
+    """Returns whether q is on a GPU; for a meta tensor, whether the default device is a GPU."""
+    return not _on_cpu(q)
 
 
 def _on_cpu(q: Tensor) -> bool:

@@ -57,7 +57,7 @@ class Positions(NamedTuple):
         return cls(((first, first + size), (second, second + size)), length)
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Number of positions."""
         return sum(last - first for first, last in self.ranges)
 
@@ -68,7 +68,7 @@ class Positions(NamedTuple):
             parts: number of parts, a divisor of the number of positions.
             index: index of the part.
         """
-        size, start, ranges = self.count // parts, 0, list[Range]()
+        size, start, ranges = self.total // parts, 0, list[Range]()
         begin, end = index * size, (index + 1) * size
         for first, last in self.ranges:
             low, high = max(begin - start, 0), min(end - start, last - first)
@@ -126,13 +126,12 @@ def blocks(queries: Positions, keys: Positions, window: int = 0) -> tuple[Block,
     Args:
         queries: positions of the queries.
         keys: positions of the keys.
-        window: number of positions that a query attends to, including its own. 0: no limit.
+        window: number of positions that a query attends to, including its own, below the length of
+            the sequence. 0: no limit.
     """
-    if window >= queries.length:
-        window = 0
     if queries == keys and not window:
         # Rows are in ascending order, so attention among them is causal by row number.
-        return (Block((0, queries.count), (0, keys.count), 0),)
+        return (Block((0, queries.total), (0, keys.total), 0),)
     found = list[Block]()
     for row, (first, last) in _rows(queries, window):
         for key, (low, high) in _rows(keys, 0):

@@ -483,5 +483,5 @@ def _train_and_compare(task: _Task, parsed: dict[str, int]) -> Seen:
         return differences(engine, metrics, want, task.tolerance)
 
     found, watch = _train(task, parsed, 1 + int(os.environ["RANK"]), look, truth)
-    between = diagnose.boundaries(watch.seen, truth["seen"], watch.tensor, task.tolerance)
+    between = diagnose.boundaries(watch.seen, truth["seen"], watch.slicing, task.tolerance)
     return Seen(found["first"], list(between) if found["first"] else [], found["last"])

@@ -1,9 +1,8 @@
 """Names of topologies: words joined by '-', such as tp2-seq-pp2-dp2-zero3.
 
 tpN ppN dpN   tensor, pipeline and data ranks
-cpN           context ranks
-headsN        context ranks that exchange positions for heads (by default the number that sends the
-              fewest bytes)
+cpN  cpNhM    context ranks, M of which exchange positions for heads (by default, the number with
+              which a rank sends the fewest bytes)
 seq           sequence parallelism over the tensor ranks
 zeroN         ZeRO stage (0 by default)
 recompute     full recompute of every layer
@@ -17,6 +16,7 @@ import math
 import re
 
 from threed.config import Config, ConfigError, ParallelConfig
+from threed.config.resolution import context_multiple
 from threed.schedules.registry import is_asynchronous
 
 DEFAULT = (
@@ -24,7 +24,10 @@ DEFAULT = (
     "dp2-zero3-offload", "tp2-seq-pp2-dp2-zero3-recompute",
 )  # fmt: skip
 RANKS = 8  # maximum number of ranks of a topology
-_WORD = re.compile(r"(tp|pp|dp|cp|heads|micro)([1-9]\d*)|(zero)([0-3])|(seq|recompute|offload)")
+_WORD = re.compile(
+    r"(tp|pp|dp|micro)([1-9]\d*)|(zero)([0-3])|(seq|recompute|offload)"
+    r"|(cp)([1-9]\d*)(?:h([1-9]\d*))?"
+)
 
 
 def words(name: str) -> dict[str, int]:
@@ -46,16 +49,18 @@ def words(name: str) -> dict[str, int]:
             raise ValueError(
                 f"topology {name!r}: {word!r} is not a word of a topology; join {_LIST} by '-'"
             )
-        key = found[1] or found[3] or found[5]
+        key = found[1] or found[3] or found[5] or found[6]
         if key in parsed:
             raise ValueError(f"topology {name!r} has {key} twice")
-        parsed[key] = int(found[2] or found[4] or 1)
+        parsed[key] = int(found[2] or found[4] or found[7] or 1)
+        if found[8]:
+            parsed["heads"] = int(found[8])
     if ranks_of(parsed) > RANKS:
         raise ValueError(f"topology {name!r} takes {ranks_of(parsed)} ranks, more than {RANKS}")
     return parsed
 
 
-_LIST = "tp2, pp2, dp2, cp2, heads2 (any number), seq, zero0 to zero3, recompute, offload, micro1 (any number)"
+_LIST = "tp2, pp2, dp2, cp2, cp2h2 (any number), seq, zero0 to zero3, recompute, offload, micro1 (any number)"
 
 
 def ranks_of(parsed: dict[str, int]) -> int:
@@ -94,11 +99,6 @@ def configured(config: Config, parsed: dict[str, int]) -> Config:
         raise ConfigError([f"offload: {why}; add zero1 or more"])
     if "seq" in parsed and parsed.get("tp", 1) == 1:
         raise ConfigError(["seq: sequences are split over tensor ranks; add tp2 or more"])
-    if "seq" in parsed and config.model.seq % parsed["tp"]:
-        given = f"--model.seq {config.model.seq}"
-        raise ConfigError([f"{given} cannot be split over {parsed['tp']} tensor ranks"])
-    if "heads" in parsed and parsed.get("cp", 1) == 1:
-        raise ConfigError(["heads: context ranks exchange positions for heads; add cp2 or more"])
     sizes = {axis: parsed.get(axis, 1) for axis in ("tp", "pp", "dp", "cp")}
     place = "cpu" if "offload" in parsed else "none"
     params = place if stage == 3 else "none"
@@ -110,17 +110,17 @@ def configured(config: Config, parsed: dict[str, int]) -> Config:
         rows = f"--train.global-batch {config.train.global_batch}"
         parts = f"micro-batches of {micro} on {sizes['dp']} data ranks"
         raise ConfigError([f"{rows} cannot be split into {parts}"])
-    return config.model_copy(
+    parallel = {**sizes, "sequence": "seq" in parsed, "cp_heads": parsed.get("heads", "auto")}
+    found = config.model_copy(
         update={
-            "parallel": config.parallel.model_copy(
-                update={
-                    **sizes,
-                    "sequence": "seq" in parsed,
-                    "cp_heads": parsed.get("heads", "auto"),
-                }
-            ),
+            "parallel": config.parallel.model_copy(update=parallel),
             "zero": config.zero.model_copy(update=zero),
             "recompute": config.recompute.model_copy(update={"mode": mode}),
             "train": config.train.model_copy(update={"micro_batch": micro}),
         }
     )
+    pieces = context_multiple(found) * (sizes["tp"] if "seq" in parsed else 1)
+    if config.model.seq % pieces:
+        over = f"{sizes['tp']} tensor ranks" if sizes["cp"] == 1 else f"{pieces} parts"
+        raise ConfigError([f"--model.seq {config.model.seq} cannot be split over {over}"])
+    return found

@@ -1,0 +1,260 @@
+"""Context parallelism: blocks of attention, the ring, heads, planted faults, memory, refusals."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.configs import Case, trained
+from tests.harness import run_ranks
+from tests.test_equivalence import run_cases, write_truths
+from threed.distributed.topology import Topology
+from threed.layers import Slicing
+from threed.layers import context as context_module
+from threed.layers.context import ring_attention
+from threed.ops.attention import Causal
+from threed.ops.positions import Block, Positions, blocks
+from threed.pipeline import batches
+
+patch = mock.patch.object
+
+
+# ------------------------------------------------------------------------------------------ positions
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("window", [0, 1, 3, 8, 40, 47])
+def test_blocks_contain_every_visible_pair_once(parts: int, window: int) -> None:
+    length = 48 * parts
+    for i, j in itertools.product(range(parts), repeat=2):
+        queries, keys = Positions.zigzag(length, parts, i), Positions.zigzag(length, parts, j)
+        seen = torch.zeros(queries.total, keys.total, dtype=torch.int64)
+        for rows, columns, offset in blocks(queries, keys, window):
+            n, m = rows[1] - rows[0], columns[1] - columns[0]
+            behind = torch.arange(offset, offset + n).unsqueeze(1) - torch.arange(m)
+            visible = (behind >= 0) & (behind < (window or 2 * length))
+            assert visible.any(1).all(), "a query of a block attends to none of its keys"
+            seen[slice(*rows), slice(*columns)] += visible
+        cpu = torch.device("cpu")
+        behind = queries.indices(cpu).unsqueeze(1) - keys.indices(cpu)
+        assert torch.equal(seen, ((behind >= 0) & (behind < (window or length))).long())
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_all_ranks_compute_equally_many_pairs_in_every_hop(parts: int) -> None:
+    length, total = 16 * parts, 0
+    for hop in range(parts):
+        counts = set()
+        for rank in range(parts):
+            mine = Positions.zigzag(length, parts, rank)
+            found = blocks(mine, Positions.zigzag(length, parts, (rank - hop) % parts))
+            counts.add(sum(map(pairs, found)))
+            total += sum(map(pairs, found))
+            assert len(found) == 1, "adjacent blocks are merged"
+        assert len(counts) == 1
+    assert total == length * (length + 1) // 2
+
+
+def pairs(block: Block) -> int:
+    """Returns the number of pairs of a query and a key that it attends to, without a window."""
+    (first, last), (low, high), offset = block
+    return sum(min(high - low, offset + row + 1) for row in range(last - first))
+
+
+def test_parts_of_positions_are_disjoint_and_in_order() -> None:
+    whole = Positions.zigzag(48, 3, 1)
+    assert whole.ranges == ((8, 16), (32, 40))
+    parts = [whole.part(4, index) for index in range(4)]
+    assert [part.ranges for part in parts] == [((8, 12),), ((12, 16),), ((32, 36),), ((36, 40),)]
+    assert Positions.zigzag(48, 3, 2).ranges == ((16, 32),)
+    full = torch.arange(96).view(2, 48)
+    assert torch.equal(whole.columns(full), full[:, whole.indices(torch.device("cpu"))])
+
+
+# ------------------------------------------------------------------------------------------- the ring
+
+
+def attend_in_a_ring(dtype: torch.dtype, causal: Causal, kv_heads: int) -> tuple[Tensor, ...]:
+    """Returns y, dq, dk and dv of this rank, and this rank's positions."""
+    topology = Topology(cp=torch.distributed.get_world_size())
+    ring = topology.axis("cp")
+    own = Positions.zigzag(LENGTH, ring.size, ring.index)
+    *given, dy = inputs(dtype, kv_heads)
+    q, k, v = (own.rows(x).requires_grad_() for x in given)
+    y = ring_attention(q, k, v, causal, ring)
+    grads = torch.autograd.grad(y, (q, k, v), own.rows(dy).flatten(2))
+    return (*(x.detach() for x in (y.unflatten(2, (HEADS, -1)), *grads)), own.indices(y.device))
+
+
+LENGTH, HEADS, SIZE = 256, 4, 16
+
+
+def inputs(dtype: torch.dtype, kv_heads: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    sizes = (HEADS, kv_heads, kv_heads, HEADS)
+    return [torch.randn(LENGTH, 2, n, SIZE, generator=draw).to(dtype) for n in sizes]
+
+
+@functools.cache
+def truth(dtype: torch.dtype, causal: Causal, kv_heads: int, computed: torch.dtype) -> Any:
+    """Returns y, dq, dk and dv of full sequences, of inputs in `dtype`, computed in `computed`."""
+    q, k, v, dy = (x.to(computed) for x in inputs(dtype, kv_heads))
+    given = [x.requires_grad_() for x in (q, k, v)]
+    y = causal(*given)
+    return y.detach().unflatten(2, (HEADS, -1)), *torch.autograd.grad(y, given, dy.flatten(2))
+
+
+CORES = [Causal(), Causal(window=40), Causal(window=3, softcap=2.0), Causal(LENGTH, 5.0, 0.3)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_computes_attention_of_full_sequences(ranks: int) -> None:
+    for causal, kv_heads in zip(CORES, (4, 2, 1, 4), strict=True):
+        exact = truth(torch.float64, causal, kv_heads, torch.float64)
+        for *found, own in run_ranks(ranks, attend_in_a_ring, torch.float64, causal, kv_heads):
+            for mine, full in zip(found, exact, strict=True):
+                assert (mine - full[own]).abs().max() < 1e-12, causal
+
+
+def test_bf16_on_eight_ranks_is_as_exact_as_one_kernel() -> None:
+    """Partial outputs are merged, and gradients of keys are summed, in fp32."""
+    exact = truth(torch.bfloat16, Causal(), 2, torch.float64)
+    one = truth(torch.bfloat16, Causal(), 2, torch.bfloat16)
+    limits = [1.5 * rms(mine.double() - full) for mine, full in zip(one, exact, strict=True)]
+    found = [torch.empty_like(full) for full in exact]
+    for *parts, own in run_ranks(8, attend_in_a_ring, torch.bfloat16, Causal(), 2):
+        for mine, full in zip(parts, found, strict=True):
+            full[own] = mine.double()
+    for mine, full, limit in zip(found, exact, limits, strict=True):
+        assert rms(mine - full) <= limit
+
+
+def rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+# ------------------------------------------------------------------------------------- planted faults
+
+
+def own_keys_in_the_backward() -> AbstractContextManager[Any]:
+    """The backward uses this rank's keys in every hop."""
+    real = context_module._Moving.hops
+
+    def hops(self: Any, *args: Any) -> Iterator[Any]:
+        first = self.flat.clone()
+        for _, _, found in real(self, *args):
+            yield (
+                *(
+                    self.split(first)
+                    if torch._C._current_autograd_node()
+                    else self.split(self.flat)
+                ),
+                found,
+            )
+
+    return patch(context_module._Moving, "hops", hops)
+
+
+def one_hop_too_few() -> AbstractContextManager[Any]:
+    """The gradients of keys stay at the rank before the last hop."""
+    real, calls = context_module.collectives.start_shift, itertools.count()
+
+    def start_shift(x: Tensor, axis: Any) -> Any:
+        pending = real(x, axis)
+        if x.dtype == torch.float64 and next(calls) % 4 == 3:
+            return context_module.collectives.done(x)
+        return pending
+
+    return patch(context_module.collectives, "start_shift", start_shift)
+
+
+def positions_from_0() -> AbstractContextManager[Any]:
+    """Each rank numbers the positions of its rows from 0."""
+
+    def positions_of(self: Slicing, x: Tensor) -> Positions:
+        return Positions(((0, len(x)),), len(x) * self.sequence_parts)
+
+    return patch(Slicing, "positions_of", positions_of)
+
+
+def labels_shifted_after_the_split() -> AbstractContextManager[Any]:
+    """Labels are computed from a rank's own tokens."""
+    real = batches.Batches._own_positions
+
+    def own(self: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = real(self, part)
+        return found | {"labels": found["tokens"].roll(-1, 1)}
+
+    return patch(batches.Batches, "_own_positions", own)
+
+
+def loss_divided_by_local_tokens() -> AbstractContextManager[Any]:
+    real = batches.count_items
+    return patch(batches, "count_items", lambda *a, **k: real(*a, **k) / 2)
+
+
+def window_dropped() -> AbstractContextManager[Any]:
+    return patch(context_module, "blocks", lambda queries, keys, window: blocks(queries, keys))
+
+
+def torn_groups_of_heads() -> AbstractContextManager[Any]:
+    """Key/value heads are repeated in the wrong order."""
+    real = Tensor.repeat_interleave
+
+    def repeat(self: Tensor, count: int, dim: int) -> Tensor:
+        return real(self, count, dim).flip(dim)
+
+    return patch(Tensor, "repeat_interleave", repeat)
+
+
+def sums_over_dp() -> AbstractContextManager[Any]:
+    """Gradients are summed over ranks with different samples only."""
+    real = Topology._set_up
+
+    def set_up(self: Any, grid: Any, *rest: Any, **more: Any) -> None:
+        real(self, grid, *rest, **more)
+        self._axes["dp*cp"] = self._axes["dp"]
+
+    return patch(Topology, "_set_up", set_up)
+
+
+RING = Case(cp=2, cp_heads=1, zero=0, layers=2)
+FAULTS: dict[Callable[[], AbstractContextManager[Any]], Case] = {
+    own_keys_in_the_backward: RING,
+    one_hop_too_few: RING,
+    positions_from_0: RING,
+    labels_shifted_after_the_split: RING,
+    loss_divided_by_local_tokens: RING,
+    window_dropped: Case(cp=2, cp_heads=1, zero=0, layers=2, model="mistral"),
+    torn_groups_of_heads: Case(cp=4, cp_heads=4, zero=0, layers=2, model="llama"),
+    sums_over_dp: RING,
+}
+
+
+def findings(name: str, folder: str) -> list[str]:
+    fault, case = next((f, case) for f, case in FAULTS.items() if f.__name__ == name)
+    with fault():
+        return run_cases([case], folder, trained)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found(fault: Callable[[], Any], truths: str) -> None:
+    case = FAULTS[fault]
+    assert any(run_ranks(case.world, findings, fault.__name__, truths))
+    assert not any(run_ranks(case.world, run_cases, [case], truths, trained))
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("truths"))
+    cases = list(dict.fromkeys(case.truth for case in FAULTS.values()))
+    run_ranks(1, write_truths, cases, folder)
+    return folder
