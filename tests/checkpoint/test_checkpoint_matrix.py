@@ -39,6 +39,7 @@ class Place:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
     zero: int = 1
     count: int = 1  # micro-batches
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class Place:
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.tp * self.cp
 
 
 SMALL = {"bucket_mib": 0.01}
@@ -69,6 +70,10 @@ PLACES = {
     "dp4 zero3 in twos": Place(dp=4, zero=3, sharing={"shard_size": 2}),
     "dp4 zero1 in twos": Place(dp=4, zero=1, sharing={"shard_size": 2, **SMALL}),
     "dp2 tp2 zero3 nvme": Place(dp=2, tp=2, zero=3, sharing={"offload_optimizer": "nvme", "offload_params": "nvme"}),
+    "cp2": Place(cp=2, parallel={"cp_heads": 1}),
+    "cp4 heads zero3": Place(cp=4, zero=3, parallel={"cp_heads": 4}, sharing=SMALL),
+    "cp2 tp2 zero2": Place(cp=2, tp=2, zero=2, parallel={"cp_heads": 1, "sequence": True}),
+    "cp4 zero1 nvme": Place(cp=4, parallel={"cp_heads": 2}, sharing={"offload_optimizer": "nvme"}),
     "tp4": Place(tp=4, count=2, parallel={"sequence": True}, recompute={"mode": "full"}),
 }  # fmt: skip
 NAMES = list(PLACES)
@@ -83,7 +88,7 @@ def config_of(model: str, place: Place) -> Config:
     if model in OURS:
         shape |= {**BUILT_IN[model], "dropout": OURS[model]}
     config = Config.model_validate({
-        "parallel": {"pp": place.pp, "tp": place.tp, "sequence": False, **place.parallel},
+        "parallel": {"pp": place.pp, "tp": place.tp, "cp": place.cp, "sequence": False, **place.parallel},
         "zero": sharing,
         "precision": {"dtype": "fp64"},
         "recompute": place.recompute,
@@ -95,8 +100,9 @@ def config_of(model: str, place: Place) -> Config:
 
 
 def engine_of(model: str, name: str) -> Engine:
-    config, topology = config_of(model, PLACES[name]), topology_of(PLACES[name].pp, PLACES[name].tp)
-    slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed)
+    config, place = config_of(model, PLACES[name]), PLACES[name]
+    topology = topology_of(place.pp, place.tp, place.cp)
+    slicing = Slicing.of(topology, config)
     made = (
         models.build(config.model, slicing)
         if model in OURS
