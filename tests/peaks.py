@@ -37,11 +37,8 @@ def measure(config: Config) -> int:
     """Returns this rank's peak in its third step, in bytes."""
     p = config.parallel
     with Peak() as peak:
-        topology = Topology(pp=p.pp, tp=p.tp)
-        slicing = Slicing(
-            topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile
-        )
-        engine = Engine(models.build(config.model, slicing), topology, config)
+        topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp)
+        engine = Engine(models.build(config.model, Slicing.of(topology, config)), topology, config)
         rows = config.train.global_batch // topology.dp
         for _ in range(3):
             gc.collect()

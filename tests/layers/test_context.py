@@ -11,18 +11,24 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.configs import Case, trained
 from tests.harness import run_ranks
 from tests.test_equivalence import run_cases, write_truths
+from threed import layers, models
+from threed.config import Config
+from threed.config.checks import find_problems
+from threed.config.resolution import context_heads, resolve
 from threed.distributed.topology import Topology
+from threed.engine import Engine
 from threed.layers import Slicing
 from threed.layers import context as context_module
 from threed.layers.context import ring_attention
 from threed.ops.attention import Causal
 from threed.ops.positions import Block, Positions, blocks
 from threed.pipeline import batches
+from threed.planner.forecast import Forecast
 
 patch = mock.patch.object
 
@@ -258,3 +264,155 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> str:
     cases = list(dict.fromkeys(case.truth for case in FAULTS.values()))
     run_ranks(1, write_truths, cases, folder)
     return folder
+
+
+# ------------------------------------------------------------------------------------ memory, refusals
+
+
+def forecast_of(cp: int, heads: int, **model: Any) -> Forecast:
+    config = Config.model_validate({
+        "parallel": {"cp": cp, **({"cp_heads": heads} if cp > 1 else {})},
+        "model": {"layers": 4, "hidden": 256, "heads": 8, "seq": 2048, **model},
+        "train": {"global_batch": 2, "micro_batch": 2, "steps": 10},
+        "recompute": {"loss_chunks": 8},
+    })  # fmt: skip
+    return Forecast.of(resolve(config, 53, cp), cp)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_activations_of_a_rank_are_a_fraction_of_those_of_one_process(heads: int) -> None:
+    """tests/planner/test_footprint.py compares the forecast with the storages of a real step."""
+    alone = forecast_of(1, 1).ranks[0].bytes["activations"]
+    for cp in (2, 4, 8):
+        if heads <= cp:
+            for rank in forecast_of(cp, heads).ranks:
+                assert rank.bytes["activations"] <= 1.08 / cp * alone
+
+
+def test_the_fewest_bytes_are_sent() -> None:
+    def chosen(cp: int, heads: int, kv_heads: int | None = None, tp: int = 1, **keys: Any) -> int:
+        config = Config.model_validate({
+            "parallel": {"cp": cp, "tp": tp}, **keys,
+            "model": {"arch": "llama", "heads": heads, "kv_heads": kv_heads},
+        })  # fmt: skip
+        return context_heads(config)
+
+    assert chosen(2, 8) == 2
+    assert chosen(8, 8, 1) == 1  # with one key/value head, the ring sends little
+    # gradients travel around the ring in fp32
+    assert chosen(8, 8, 1, precision={"dtype": "bf16"}) == 8
+    assert chosen(4, 6, 6) == 2  # four ranks cannot divide six heads
+    assert chosen(4, 8, 8, tp=8) == 1  # a tensor rank has one head
+    for cp, heads, kv_heads in ((2, 8, 8), (4, 8, 2), (8, 8, 1)):
+        sent = {u: forecast_sends(cp, u, heads, kv_heads) for u in (1, 2, 4, 8) if u <= cp}
+        assert sent[chosen(cp, heads, kv_heads)] == min(sent.values())
+
+
+def forecast_sends(cp: int, u: int, heads: int, kv_heads: int) -> int:
+    model = {"arch": "llama", "heads": heads, "kv_heads": kv_heads, "seq": 64, "layers": 1}
+    return forecast_of(cp, u, **model).ranks[0].sends["cp"]
+
+
+def problems(**keys: Any) -> list[str]:
+    return find_problems(Config.model_validate(keys), 8)
+
+
+def test_invalid_configurations_are_refused_with_a_fix() -> None:
+    given = {"cp": 4, "cp_heads": 3}
+    assert problems(parallel=given) == [
+        (
+            "--parallel.cp-heads 3 with 8 heads and 8 key/value heads per tensor rank and --parallel.cp 4: it must divide"
+            " cp and the heads, and divide the key/value heads or be a multiple of them; use 1, 2 or 4, or auto"
+        )
+    ]
+    given = {"cp": 8, "cp_heads": 1}
+    assert problems(parallel=given, model={"seq": 100}) == [
+        "--model.seq 100 is not divisible by 16, for --parallel.cp 8: use 96 or 112"
+    ]
+    assert problems(parallel={"cp": 2}, run={"compile": True}) == [
+        (
+            "--parallel.cp 2 with --run.compile true: attention over context ranks cannot be compiled yet; use"
+            " --run.compile false, or --parallel.cp 1"
+        )
+    ]
+    assert problems(parallel={"cp_heads": 2}) == [
+        (
+            "--parallel.cp-heads 2 with --parallel.cp 1: there are no context ranks; use --parallel.cp 2 or more, or"
+            " --parallel.cp-heads auto"
+        )
+    ]
+
+
+class Unaware(nn.Module):
+    """A layer of a user that does not state that it supports context parallelism."""
+
+    def forward(self, x: Tensor, micro: Any) -> Tensor:
+        return x
+
+
+def refusals() -> list[str]:
+    """Returns the errors of engines and steps that cannot work with two context ranks."""
+    topology, found = Topology(cp=2), []
+    config = resolve(
+        Config.model_validate({
+            "parallel": {"cp": 2, "cp_heads": 1}, "train": {"global_batch": 2, "micro_batch": 2},
+            "model": {"layers": 1, "hidden": 32, "heads": 4, "seq": 16},
+        }), 53, 2,
+    )  # fmt: skip
+    slicing = Slicing.of(topology, config)
+    decoder = models.build(config.model, slicing)
+    own = mock.Mock(slicing=slicing, hidden=32, spec=["slicing", "hidden", "layers"])
+    own.layers = lambda: [decoder.layers()[0], Unaware(), decoder.layers()[2]]
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+
+    def core() -> Any:
+        return layers.Attention("attention", 32, 4, slicing, core=layers.attend)
+
+    attempts: list[Callable[[], Any]] = [
+        lambda: Engine(own, topology, config),
+        lambda: Engine(models.build(config.model, Slicing()), topology, config),
+        lambda: Engine(nn.Linear(2, 2), topology, config),
+        core,
+    ]
+    engine = Engine(decoder, topology, config)
+    attempts += [
+        lambda: engine.step({"tokens": ids[:, :6], "labels": ids[:, :6]}),
+        lambda: engine.step({"tokens": ids, "labels": ids[:, :8]}),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except Exception as error:
+            found.append(str(error))
+        else:
+            found.append("no error")
+    return found
+
+
+def test_what_context_ranks_cannot_do_is_refused_by_name() -> None:
+    for found in run_ranks(2, refusals):
+        texts = (
+            "layer 1 (Unaware) does not state that it supports context parallelism: set `context = True`",
+            "the model's Slicing has 1 context rank, the topology has 2: build the model with Slicing.of(",
+            "Linear cannot be split by cp 2: build it from threed.layers",
+            "attention: a custom core sees full sequences, so context parallelism can only divide its heads",
+            "sequence length 6 is not a multiple of 4, for cp 2: pad the batch to one",
+            "the batch's 'labels' are [2, 8]: context parallelism needs one per token, [2, 16]",
+        )
+        assert all(map(str.startswith, found, texts)), found
+
+
+def test_a_sequence_is_gathered_in_order_and_its_gradients_are_summed() -> None:
+    for rank, (order, grad) in enumerate(run_ranks(4, gathered)):
+        assert torch.equal(order, torch.arange(32.0)), rank
+        assert torch.equal(grad, torch.full((8,), 4.0)), rank
+
+
+def gathered() -> tuple[Tensor, Tensor]:
+    topology = Topology(cp=4)
+    slicing = Slicing(context=layers.context.Context.of(topology, 2))
+    x = slicing.split_sequence(torch.arange(32.0)).requires_grad_()
+    full = slicing.gather_sequence(x)
+    full.sum().backward()
+    assert x.grad is not None
+    return full.detach(), x.grad

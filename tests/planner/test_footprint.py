@@ -117,6 +117,10 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (4, {"zero": {"stage": 3}}),
     (4, {"zero": {"stage": 3, "shard_size": 2}, "precision": {"dtype": "bf16"}}),
     (4, {"parallel": {"tp": 2}, "zero": {"stage": 3, "order": "layer", "resident": 0}}),
+    (2, {"parallel": {"cp": 2, "cp_heads": 1}}),
+    (2, {"parallel": {"cp": 2, "cp_heads": 2}, "recompute": {"mode": "selective"}}),
+    (4, {"parallel": {"cp": 4, "cp_heads": 1}, "recompute": {"mode": "full"}}),
+    (4, {"parallel": {"cp": 4, "cp_heads": 2}, "zero": {"stage": 3}}),
     (4, {"parallel": {"pp": 2, "tp": 2}}),
     (4, {"parallel": {"pp": 2}}),
     (4, {"parallel": {"pp": 2}, "zero": {"stage": 3}}),
@@ -141,7 +145,7 @@ def configs(world: int, size: dict[str, int]) -> list[tuple[str, Config]]:
         if ranks == world:
             groups = {name: dict(values) for name, values in changes.items() if name != "m"}
             parallel = groups.get("parallel", {})
-            data = world // (parallel.get("pp", 1) * parallel.get("tp", 1))
+            data = world // (parallel.get("pp", 1) * parallel.get("tp", 1) * parallel.get("cp", 1))
             groups["model"] = {**size, **groups.get("model", {})}
             groups["train"] = {"micro_batch": 2, "global_batch": 2 * data * changes.get("m", 4)}
             found.append((str(changes), config_of(world, **groups)))

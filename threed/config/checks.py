@@ -171,7 +171,7 @@ def _check_heads(config: Config) -> Iterator[str]:
 def _check_context(config: Config, heads: int, kv_heads: int) -> Iterator[str]:
     """Yields a problem if the context ranks cannot divide the heads of a tensor rank."""
     cp, u = config.parallel.cp, config.parallel.cp_heads
-    if u == "auto" or context_fits(heads, kv_heads, cp, u):
+    if cp == 1 or u == "auto" or context_fits(heads, kv_heads, cp, u):
         return
     given = f"--parallel.cp-heads {u} with {counted(heads, 'head')} and {counted(kv_heads, 'key/value head')}"
     fits = [n for n in _divisors(cp) if context_fits(heads, kv_heads, cp, n)]
