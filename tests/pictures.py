@@ -17,12 +17,14 @@ from xml.etree import ElementTree
 
 from threed.cli import commands
 from threed.core import svg_style
+from threed.ops.positions import Positions
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
     "dualpipev", "2bw",
 )  # fmt: skip
+RING = "ring"
 BY_HAND = ("grid", "overview", "tensor")
 
 
@@ -33,6 +35,61 @@ def draw_schedule(name: str) -> str:
         size = ["--stages", "4", "--microbatches", "8"]
         assert commands.main(["schedule", name, *size, "--svg", str(file)]) == 0
         return file.read_text(encoding="utf-8")
+
+
+def draw_ring() -> str:
+    """Returns the picture of ring attention: in which hop which rank computes which pairs."""
+    ranks, cell, left, top = 4, 30, 170, 84
+    parts = [Positions.zigzag(2 * ranks, ranks, rank) for rank in range(ranks)]
+    owner = {
+        first: rank
+        for rank in range(ranks)
+        for part in parts[rank].ranges
+        for first in range(*part)
+    }
+    colors = (svg_style.BLUE, svg_style.GREEN, svg_style.ORANGE, svg_style.PURPLE)
+
+    def text(
+        x: float,
+        y: float,
+        what: str,
+        size: int = 12,
+        color: str = svg_style.INK,
+        anchor: str = "middle",
+    ) -> str:
+        return f'<text x="{x}" y="{y}" font-size="{size}" fill="{color}" text-anchor="{anchor}">{what}</text>'
+
+    body = [
+        text(left + 4 * cell, 28, "Causal attention on a ring of 4 ranks: 8 chunks, 4 hops", 15)
+    ]
+    body += [text(left + 4 * cell, 52, "keys of rank", color=svg_style.FAINT)]
+    body += [
+        text(left - 60, top + 4 * cell + 4, "queries of rank", color=svg_style.FAINT, anchor="end")
+    ]
+    for chunk in range(2 * ranks):
+        at = chunk * cell + cell / 2
+        body += [text(left + at, top - 10, str(owner[chunk]))]
+        body += [text(left - 12, top + at + 4, str(owner[chunk]), anchor="end")]
+        for key in range(chunk + 1):
+            hop = (owner[chunk] - owner[key]) % ranks
+            x, y = left + key * cell, top + chunk * cell
+            corners = f"{x},{y}L{x},{y + cell}L{x + cell},{y + cell}"
+            corners += "" if key == chunk else f"L{x + cell},{y}"
+            body += [f'<path d="M{corners}Z" fill="{colors[hop]}" stroke="{svg_style.PAPER}"/>']
+    for hop, color in enumerate(colors):
+        x, y = left + 9 * cell, top + 34 + hop * 44
+        what = (
+            "keys of this rank" if hop == 0 else f"keys that travelled {hop} rank{'s' * (hop > 1)}"
+        )
+        body += [f'<rect x="{x}" y="{y}" width="22" height="22" fill="{color}"/>']
+        body += [text(x + 32, y + 16, f"hop {hop}: {what}", anchor="start")]
+    note = "In each hop, all ranks compute equally many pairs."
+    body += [
+        text(left + 9 * cell, top + 34 + 4 * 44 + 12, note, color=svg_style.FAINT, anchor="start")
+    ]
+    return svg_style.document(
+        top + 8 * cell + 20, "Ring attention: pairs of queries and keys by hop", body
+    )
 
 
 def restyled(picture: str) -> str:
@@ -79,6 +136,7 @@ def contrast(one: str, other: str) -> float:
 
 
 if __name__ == "__main__":
+    (FOLDER / f"{RING}.svg").write_text(draw_ring(), encoding="utf-8")
     for name in SCHEDULES:
         (FOLDER / f"{name}.svg").write_text(draw_schedule(name), encoding="utf-8")
     for name in BY_HAND:

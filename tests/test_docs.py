@@ -333,6 +333,11 @@ def test_pictures_of_plans_are_what_the_tool_draws(name: str) -> None:
     assert drawn == pictures.draw_schedule(name), "stale: python -m tests.pictures"
 
 
+def test_the_picture_of_a_ring_is_what_the_tool_draws() -> None:
+    drawn = (pictures.FOLDER / f"{pictures.RING}.svg").read_text()
+    assert drawn == pictures.draw_ring(), "stale: python -m tests.pictures"
+
+
 @pytest.mark.parametrize("name", pictures.BY_HAND)
 def test_pictures_drawn_by_hand_have_the_colors_of_the_palette(name: str) -> None:
     drawn = (pictures.FOLDER / f"{name}.svg").read_text()
@@ -340,7 +345,7 @@ def test_pictures_drawn_by_hand_have_the_colors_of_the_palette(name: str) -> Non
 
 
 def test_every_picture_is_drawn_by_a_tool_or_by_hand() -> None:
-    names = {*pictures.SCHEDULES, *pictures.BY_HAND, structure.PICTURE.stem}
+    names = {*pictures.SCHEDULES, *pictures.BY_HAND, pictures.RING, structure.PICTURE.stem}
     assert {path.stem for path in pictures.FOLDER.iterdir()} == names
 
 

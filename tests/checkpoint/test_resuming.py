@@ -59,6 +59,7 @@ OTHERS = {
     "optim.betas": "0.8,0.9", "optim.groups": "*.bias: lr=0.1", "model.rope-scaling": "linear: factor=2",
     "model.layer-pattern": "sf", "recompute.ops": "norm", "log.profile-steps": "2", "run.hang-timeout": "7",
     "train.time-limit": "3h", "parallel.partition": "uniform", "zero.shard-size": 1, "precision.loss-scale": 8.0,
+    "parallel.cp-heads": 2,
     "parallel.schedule": "gpipe", "model.seq": 8, "train.max-norm-spike": 7.0,
 }  # fmt: skip
 

@@ -15,7 +15,8 @@ from tests.harness import run_ranks
 from threed.config import Config
 from threed.config.checks import find_problems
 from threed.distributed import collectives
-from threed.distributed.collectives import EXACT, Cast, Codec, Pending
+from threed.distributed.codecs import EXACT, Cast, Codec
+from threed.distributed.collectives import Pending
 from threed.distributed.topology import Axis, Topology
 from threed.ops.quantize import Int8Blocks
 

@@ -13,12 +13,10 @@ the command line and in TOML, the value `none` unsets a key with this default.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import Any, Literal
 
 from threed.config import architectures
-from threed.config.renames import Renames
+from threed.config.renames import renamed
 from threed.config.schema import (
     BaseModel,
     ConfigDict,
@@ -86,28 +84,6 @@ class ConfigError(PicklableError, ValueError):
         super().__init__("\n".join(self.problems))
 
 
-def _renamed(group: str, data: dict[str, Any]) -> dict[str, Any]:
-    """Replaces renamed keys and values of a group by the current ones, with a warning for each.
-
-    Args:
-        group: name of the group.
-        data: values by key.
-    """
-    settings = [Renames().current(group, key, value) for key, value in data.items()]
-    for setting in settings:
-        if setting.note:
-            warnings.warn(setting.note, FutureWarning, stacklevel=_depth() + 1)
-    return {setting.key: setting.value for setting in settings}
-
-
-def _depth() -> int:
-    """Returns the number of calls from the code that creates a configuration to the caller."""
-    depth, frame = 0, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith((__name__, "pydantic.")):
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
 def _with_suggestions(kind: type[BaseModel], error: ValidationError) -> ValidationError:
     """Returns an error with a suggestion for each unknown key or group.
 
@@ -147,7 +123,7 @@ class _Group(BaseModel):
         optional = {name for name, field in cls.model_fields.items() if field.default is None}
         if not isinstance(data, dict):
             return data
-        data = _renamed(cls.__name__.removesuffix("Config").lower(), data)
+        data = renamed(cls.__name__.removesuffix("Config").lower(), data)
         nones = {key: None for key in optional & data.keys() if data[key] == "none"}
         return data | nones
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,3 +125,27 @@ def report_renames(notes: Iterable[str]) -> None:
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"threed: warning: {note}", file=sys.stderr, flush=True)
+
+
+def renamed(group: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Replaces renamed keys and values of a group by the current ones, with a warning for each.
+
+    Args:
+        group: name of the group.
+        data: values by key.
+    """
+    settings = [Renames().current(group, key, value) for key, value in data.items()]
+    for setting in settings:
+        if setting.note:
+            warnings.warn(setting.note, FutureWarning, stacklevel=_depth() + 1)
+    return {setting.key: setting.value for setting in settings}
+
+
+def _depth() -> int:
+    """Returns the number of calls from the code that creates a configuration to the caller."""
+    depth, frame = 0, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(
+        ("threed.config.", "pydantic.")
+    ):
+        depth, frame = depth + 1, frame.f_back
+    return depth

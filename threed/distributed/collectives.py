@@ -24,15 +24,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from threed.core.device import count, current
+from threed.distributed.codecs import EXACT, Cast, Codec
 from threed.distributed.topology import Axis, Link, default_device
 
 T = TypeVar("T")
@@ -42,39 +42,6 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _FIRST = 120  # bytes of a value's JSON in the first message of `exchange`
-
-
-class Codec(Protocol):
-    """Encodes rows of numbers [r n] as messages [r m] for a reduce-scatter or an all-gather.
-
-    r is the number of rows, one per rank. Every rank uses the decoded numbers, even for the rows
-    that it encoded itself. So results do not depend on which rank owns which part.
-    """
-
-    def encode(self, rows: Tensor) -> Tensor:
-        """Returns the messages [r m] for rows [r n]."""
-
-    def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """Returns rows [r count] of `dtype` from messages [r m]."""
-
-
-@dataclass(frozen=True)
-class Cast:
-    """A `Codec` that casts numbers to another dtype; by default, it sends them unchanged.
-
-    A communication backend can sum the messages itself, because they are ordinary numbers.
-    """
-
-    dtype: torch.dtype | None = None
-
-    def encode(self, rows: Tensor) -> Tensor:
-        return rows if self.dtype is None else rows.to(self.dtype)
-
-    def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        return messages.to(dtype)
-
-
-EXACT = Cast()
 
 
 _LOST = (

@@ -127,6 +127,9 @@ class Slicing:
 
         It is the range `heads(count)`, or a part of it if context ranks exchange positions for
         heads.
+
+        Args:
+            count: number of heads of the layer.
         """
         (first, last), axis = self.heads(count), self.context.heads
         part = max((last - first) // axis.size, 1)

@@ -24,7 +24,7 @@ from threed.checkpoint.saving import save_bytes
 from threed.config import Config, ConfigError
 from threed.core.device import peak_bytes, reset_peak
 from threed.distributed import collectives
-from threed.distributed.collectives import EXACT
+from threed.distributed.codecs import EXACT
 from threed.distributed.grid import AXES
 from threed.distributed.sharding import spec_of
 from threed.distributed.topology import Topology, default_device
@@ -115,14 +115,11 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
     They are computed by the layers' `flops` methods if all layers have this method, otherwise
     traced on the meta device.
     """
-    seq = config.model.seq
-    tokens = config.train.micro_batch * seq // model.slicing.context.size
-    stated = stated_flops(layers, tokens, seq)
-    return (
-        [cost.flops for cost in trace(model, layers, config, topology)]
-        if stated is None
-        else stated
-    )
+    rows, seq = config.train.micro_batch, config.model.seq
+    stated = stated_flops(layers, rows * seq // model.slicing.context.size, seq)
+    if stated is None:
+        return [cost.flops for cost in trace(model, layers, config, topology)]
+    return stated
 
 
 def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCost:
@@ -294,9 +291,9 @@ def _constant_bytes(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]])
     train, seq, edges = blueprint.config.train, blueprint.config.model.seq, [0]
     for chunk, numbers in zip(chunks, blueprint.chunks, strict=True):
         edges += [chunk[0].input, chunk[-1].output if numbers.stop < len(blueprint.layers) else 0]
-    batch = train.global_batch // blueprint.topology.dp * (2 * seq + 1) * 8
-    if (cp := blueprint.topology.cp) > 1:  # a copy of this rank's tokens and labels
-        batch += train.global_batch // blueprint.topology.dp * 2 * (seq // cp) * 8
+    cp = blueprint.topology.cp
+    own = 2 * seq // cp * (cp > 1)  # a copy of this rank's tokens and labels
+    batch = train.global_batch // blueprint.topology.dp * (2 * seq + 1 + own) * 8
     drives = sum(drive.nbytes * drive.count for drive in blueprint.layout.policy.drives)
     layers = blueprint.held if default_device().type == "cuda" else range(len(blueprint.layers))
     buffer_bytes = {

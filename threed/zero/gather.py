@@ -33,7 +33,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from threed.core.device import copy_stream, current_stream, on_stream
 from threed.distributed import collectives
-from threed.distributed.collectives import EXACT, Codec, Pending
+from threed.distributed.codecs import EXACT, Codec
+from threed.distributed.collectives import Pending
 from threed.distributed.sharding import storage_of
 from threed.distributed.topology import Axis
 from threed.memory.tiers import InMemory, StagedBuffer

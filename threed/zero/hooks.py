@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from threed.distributed.collectives import Codec
+from threed.distributed.codecs import Codec
 from threed.distributed.sharding import storage_of
 from threed.distributed.topology import Axis
 from threed.models.wrapped import Wrapped

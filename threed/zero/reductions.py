@@ -16,7 +16,8 @@ from torch import Tensor
 
 from threed.core.device import start_copy_in
 from threed.distributed import collectives
-from threed.distributed.collectives import EXACT, Codec, Pending
+from threed.distributed.codecs import EXACT, Codec
+from threed.distributed.collectives import Pending
 from threed.distributed.topology import Axis
 from threed.memory.sizes import BUCKETS_IN_FLIGHT
 from threed.memory.tiers import InMemory, StagedBuffer, Storage, start_copy

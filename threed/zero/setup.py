@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from threed.config import Config, ConfigError, OptimConfig, ParamGroup, PrecisionConfig
 from threed.config.resolution import default_warmup
-from threed.distributed.collectives import EXACT, Cast, Codec
+from threed.distributed.codecs import EXACT, Cast, Codec
 from threed.distributed.sharding import ShardSpec, spec_of
 from threed.distributed.topology import Axis, Topology
 from threed.memory.io import Disk

@@ -59,6 +59,7 @@ _KEYS: Mapping[str, tuple[str, str | Mapping[str, str]]] = {
     "hidden-dropout": ("model.dropout", "{}"),
     "tensor-model-parallel-size": ("parallel.tp", "{}"),
     "pipeline-model-parallel-size": ("parallel.pp", "{}"),
+    "context-parallel-size": ("parallel.cp", "{}"),
     "loss-scale": ("precision.loss-scale", "{}"),
     "micro-batch-size": ("train.micro-batch", "{}"),
     "global-batch-size": ("train.global-batch", "{}"),
@@ -240,9 +241,8 @@ _REFUSED: Mapping[str, str] = {
     "threed has no mixture of experts and no expert parallelism":
         "num-experts=N expert-model-parallel-size=N moe-* expert-tensor-* overlap-moe-expert-parallel-comm ep-*"
         " use-grouped-gemm-* overlap-dispatch-backward-with-experts-wgrad",
-    "threed has no context parallelism; split layers over more ranks with --tensor-model-parallel-size":
-        "context-parallel-size=N hierarchical-context-parallel-sizes=N… hybrid-context-parallel cp-comm-type=N…"
-        " max-seqlen-per-dp-cp-rank=N",
+    "threed chooses how context ranks communicate, or takes --parallel.cp-heads N; use --context-parallel-size":
+        "hierarchical-context-parallel-sizes=N… hybrid-context-parallel cp-comm-type=N… max-seqlen-per-dp-cp-rank=N",
     "attention probabilities have no dropout; use --attention-dropout 0": "attention-dropout=N",
     _STD: "init-method-std=N embedding-init-method-std=N init-method-xavier-uniform",
     f"the activations are GELU (tanh form) and SwiGLU; {_CUSTOM}":
@@ -306,7 +306,7 @@ _REFUSED: Mapping[str, str] = {
 }  # fmt: skip
 # Values with which a flag of `_REFUSED` has no effect.
 _HARMLESS: Mapping[str, tuple[str, ...]] = {
-    "num-experts": ("0",), "expert-model-parallel-size": ("1",), "context-parallel-size": ("1",),
+    "num-experts": ("0",), "expert-model-parallel-size": ("1",),
     "attention-dropout": ("0", "0.0"), "init-method-std": ("0.02",), "embedding-init-method-std": ("0.02",),
     "softmax-type": ("vanilla",), "main-grads-dtype": ("fp32",), "main-params-dtype": ("fp32",),
     "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",), "optimizer-offload-fraction": ("1", "1.0"),

@@ -6,6 +6,7 @@ threed that follow from them. A flag that is missing has the default of Megatron
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -96,10 +97,12 @@ class Given:
     @property
     def data_ranks(self) -> int:
         """Number of data-parallel ranks, at least 1."""
-        model = self.integer("tensor-model-parallel-size") * self.integer(
-            "pipeline-model-parallel-size"
+        names = (
+            "tensor-model-parallel-size",
+            "pipeline-model-parallel-size",
+            "context-parallel-size",
         )
-        return max(1, self.world_size // model)
+        return max(1, self.world_size // math.prod(map(self.integer, names)))
 
     @property
     def batch(self) -> int:
