@@ -89,6 +89,8 @@ MEGATRON: Mapping[str, str] = {
         "weight-decay",
     "parallel.chunks parallel.schedule":
         "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank",
+    "parallel.cp":
+        "context-parallel-size",
     "parallel.partition":
         "decoder-first-pipeline-num-layers pipeline-model-parallel-layout",
     "parallel.pp":
@@ -147,7 +149,7 @@ MEGATRON: Mapping[str, str] = {
         "use-distributed-optimizer use-torch-fsdp2 use-megatron-fsdp data-parallel-sharding-strategy",
     "":
         "squared-relu attention-dropout init-method-std make-vocab-size-divisible-by softmax-type"
-        " account-for-embedding-in-pipeline-split context-parallel-size expert-model-parallel-size"
+        " account-for-embedding-in-pipeline-split expert-model-parallel-size"
         " num-experts moe-router-topk overlap-grad-reduce overlap-param-gather fp8-format"
         " initial-loss-scale attention-softmax-in-fp32 rampup-batch-size start-weight-decay"
         " train-data-path data-cache-path vocab-file merge-file mock-data reset-position-ids"
@@ -236,6 +238,8 @@ TRAINING_ARGUMENTS: Mapping[str, str] = {
         " ddp_static_graph ddp_backend debug skip_memory_metrics do_train do_predict local_rank",
 }  # fmt: skip
 DEEPSPEED: Mapping[str, str] = {
+    "parallel.cp":
+        "sequence_parallel_size",
     "checkpoint.export-hf":
         "zero_optimization.gather_16bit_weights_on_model_save"
         " zero_optimization.stage3_gather_16bit_weights_on_model_save",
@@ -338,7 +342,7 @@ DEEPSPEED: Mapping[str, str] = {
         " prescale_gradients progressive_layer_drop quantize_training scheduler.params"
         " scheduler.params.last_batch_iteration scheduler.params.warmup_min_lr"
         " scheduler.params.warmup_min_ratio scheduler.params.warmup_type seq_parallel_comm_data_type"
-        " seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients"
+        " seq_parallel_communication_data_type sparse_attention sparse_gradients"
         " tensor_parallel.partition_config tensor_parallel.preset_model timers torch_autocast"
         " use_data_before_expert_parallelism vocabulary_size weight_quantization"
         " zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization.allgather_partitions"

@@ -269,9 +269,9 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> str:
 # ------------------------------------------------------------------------------------ memory, refusals
 
 
-def forecast_of(cp: int, heads: int, **model: Any) -> Forecast:
+def forecast_of(cp: int, u: int, **model: Any) -> Forecast:
     config = Config.model_validate({
-        "parallel": {"cp": cp, **({"cp_heads": heads} if cp > 1 else {})},
+        "parallel": {"cp": cp, **({"cp_heads": u} if cp > 1 else {})},
         "model": {"layers": 4, "hidden": 256, "heads": 8, "seq": 2048, **model},
         "train": {"global_batch": 2, "micro_batch": 2, "steps": 10},
         "recompute": {"loss_chunks": 8},

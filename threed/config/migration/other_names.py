@@ -204,7 +204,7 @@ _DEEPSPEED: Mapping[str, str] = {
     "tensorboard": "log.wandb",
     "autotp-size": "parallel.tp",
     "tp-size": "parallel.tp",
-    "sequence-parallel-size": ": threed has no context parallelism",
+    "sequence-parallel-size": "parallel.cp",
     "tensor-parallel": "parallel.tp",
     "zero-allow-untested-optimizer": ": updates of all optimizers are sharded",
     "zero-force-ds-cpu-optimizer": ": updates of offloaded states run on the host",
