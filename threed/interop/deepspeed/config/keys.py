@@ -309,7 +309,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = _by_name({
         "gradient_allreduce_op": (("mean",), "gradients are of the loss averaged over ranks"),
         "managed_gradient_accumulation": (ON, "engine.step() updates at the accumulation boundary"),
         "sparse_gradients graph_harvesting progressive_layer_drop eigenvalue": (OFF, REMOVED),
-        "sequence_parallel_size": ((1,), "a module cannot be split over context ranks: build it from threed.layers, and use --parallel.cp"),
+        "sequence_parallel_size": ((1,), "a module cannot be split so: build it from threed.layers, and use --parallel.cp"),
         "seq_parallel_comm_data_type": ((), "sequences are not split over ranks"),
         "sparse_attention": ((), "use the attention of the model; DeepSpeed has removed it too"),
         "weight_quantization": ((), "train in bf16"),
