@@ -364,8 +364,8 @@ def _doors(device: Device) -> Iterator[None]:
         with patch.object(door, "count", lambda: 0):  # there is no CUDA to lock it
             return device.pin(host_buffer(nbytes))
 
-    def topology_of(pp: int, tp: int) -> Topology:
-        return Topology(pp=pp, tp=tp, device=device.where)
+    def topology_of(pp: int, tp: int, cp: int = 1) -> Topology:
+        return Topology(pp=pp, tp=tp, cp=cp, device=device.where)
 
     def set_stream(stream: Stream) -> None:
         streams.current = stream

@@ -34,7 +34,7 @@ from threed.data.prefetch import Prefetcher
 from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
 from threed.memory import tiers
-from threed.ops import adam, fused_cpu, matmul
+from threed.ops import adam, attention, fused_cpu, matmul
 from threed.pipeline import batches
 from threed.testing import RanksFailed, Results, results_of
 from threed.zero.offload import OffloadedOptimizer
@@ -97,8 +97,9 @@ def same_kernels(config: Config) -> Iterator[None]:
     others = (
         patch.object(matmul, "_onednn_is_faster", lambda: False),
         patch.object(fused_cpu, "has_tiles", lambda: False),
+        patch.object(attention, "_is_flash", lambda *_: False),  # of the CPU only
     )
-    with others[0], others[1]:
+    with others[0], others[1], others[2]:
         if config.zero.offload_optimizer != "none":
             yield
             return
@@ -260,6 +261,8 @@ PAIRS = Case(pp=2, schedule="dualpipev", layers=6, microbatches=8)
 IN_BUCKETS = Case(dp=2, zero=2, bucket_mib=0.03, **DEEP)
 STREAM = "threed.zero.reduction_stream:ReductionStream"
 BOTH_WAYS = Case(pp=2, schedule="chimera", layers=2)
+CONTEXT = "threed.layers.context"
+RING, HEADS = Case(cp=2, cp_heads=1, layers=2), Case(cp=2, cp_heads=2, layers=2)
 FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (Changed(OVERLAP, "run_pair", "main.wait_stream(self._side)"), PAIRS),
     (Changed(OVERLAP, "run_pair", "self._side.wait_stream(main)"), PAIRS),
@@ -283,6 +286,18 @@ FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (collectives_are_not_waited_for, Case(dp=2, zero=3, bucket_mib=0.03)),
     (collectives_are_not_waited_for, Case(pp=2)),
     (collectives_are_not_waited_for, Case(tp=2)),
+    (Changed(f"{CONTEXT}:_Moving", "hops", "coming.wait()", "coming._finish()"), RING),
+    (
+        Changed(
+            f"{CONTEXT}:_Ring", "backward", "part.add_(home.wait())", "part.add_(home._finish())"
+        ),
+        RING,
+    ),
+    (Changed(f"{CONTEXT}:_Ring", "backward", "split(home.wait())", "split(home._finish())"), RING),
+    (
+        Changed("threed.distributed.collectives", "all_to_all", "done(out, work).wait()", "out"),
+        HEADS,
+    ),
     (
         Changed("threed.pipeline.executor:Executor", "_wait_for_oldest_send", "part.wait()"),
         Case(pp=2, microbatches=8),
@@ -335,6 +350,8 @@ OF_RANKS = {
     "1F1B": Case(pp=2, microbatches=4, recompute="cpu"),
     "pairs": Case(pp=2, schedule="dualpipev", layers=6, microbatches=8, recompute="half"),
     "both ways": BOTH_WAYS,
+    "context ranks in a ring": Case(cp=2, cp_heads=1, model="mistral", layers=2, recompute="full"),
+    "context ranks that exchange heads": HEADS,
     "parts of inputs, gathered": Case(tp=2, recompute="sliced"),
 }
 
