@@ -208,7 +208,7 @@ def recorded(
         recorder = Recorder(where, rank)
         use(recorder)
         axis, twin = (Axis("tp", tuple(range(tp)), 0, group) for group in ("first", "second"))  # type: ignore[arg-type]
-        overlap = Overlap(where, axis, twin)
+        overlap = Overlap(where, [(axis, twin)])
         stages: Any = [Enqueuing(recorder, axis) for _ in range(plan.chunks)]
         executor = Labelling(
             stages, recorder, rank, overlap=overlap, varying=varying,

@@ -380,8 +380,11 @@ def test_training_is_the_same_on_two_ranks(name: str) -> None:
 SLICED_PAIRS = Case(pp=2, tp=2, schedule="dualpipev", layers=6, microbatches=4)
 
 
-def channels_of_pairs(config: Config) -> list[tuple[int, int]]:
-    """Trains as on the CPU; returns how many collectives on each stream of pairs used each communicator of tp."""
+RING_PAIRS = Case(pp=2, cp=2, cp_heads=1, schedule="dualpipev", layers=6, microbatches=4)
+
+
+def channels_of_pairs(config: Config, name: str) -> list[tuple[int, int]]:
+    """Trains as on the CPU; returns how many collectives on each stream of pairs used each communicator of an axis."""
     uses, topologies = list[tuple[Any, Any]](), list[Topology]()
 
     def queued(self: Communication, begin: Any, *args: Any, group: Any = None, **more: Any) -> Any:
@@ -400,7 +403,7 @@ def channels_of_pairs(config: Config) -> list[tuple[int, int]]:
             stack.enter_context(patch.object(Topology, "prepare", prepared))
             assert differences(train(config), want) == []
             side, topology = device.streams.named("copies", "overlap"), topologies[-1]
-    tp, second = topology.axis("tp"), topology.second("tp")
+    tp, second = topology.axis(name), topology.second(name)
     assert second is not None
     assert tp.group is not second.group
     return [
@@ -412,9 +415,10 @@ def channels_of_pairs(config: Config) -> list[tuple[int, int]]:
     ]
 
 
-def test_streams_of_a_pair_have_communicators_of_their_own() -> None:
+@pytest.mark.parametrize(("case", "name"), [(SLICED_PAIRS, "tp"), (RING_PAIRS, "cp")])
+def test_streams_of_a_pair_have_communicators_of_their_own(case: Case, name: str) -> None:
     """Else NCCL would run a backward's reductions after all of the forward that it runs with."""
-    for (shared, own), *others in run_ranks(4, channels_of_pairs, config_of(SLICED_PAIRS)):
+    for (shared, own), *others in run_ranks(4, channels_of_pairs, config_of(case), name):
         assert shared == 0
         assert own > 0
         assert sum(first for first, _ in others) > 0

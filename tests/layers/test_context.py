@@ -130,6 +130,35 @@ def test_a_ring_computes_attention_of_full_sequences(ranks: int) -> None:
                 assert (mine - full[own]).abs().max() < 1e-12, causal
 
 
+def order_of_hops() -> list[str]:
+    """Returns the order in which the ring's transfers start and end and its blocks are computed."""
+    found = list[str]()
+
+    def noting(owner: Any, name: str, word: str) -> AbstractContextManager[Any]:
+        real = getattr(owner, name)
+
+        def noted(*args: Any, **more: Any) -> Any:
+            found.append(word)
+            return real(*args, **more)
+
+        return patch(owner, name, noted)
+
+    with (
+        noting(context_module.collectives, "start_shift", "send"),
+        noting(context_module.attention, "forward", "block"),
+        noting(context_module.attention, "backward", "block"),
+    ):
+        attend_in_a_ring(torch.float64, Causal(), 4)
+    return found
+
+
+def test_transfers_start_before_the_blocks_that_they_overlap_with() -> None:
+    hops = ["send", "block"] * 3 + ["block"]
+    backward = [word for word in hops for word in ((word, "send") if word == "block" else (word,))]
+    for found in run_ranks(4, order_of_hops):
+        assert found == hops + backward
+
+
 def test_bf16_on_eight_ranks_is_as_exact_as_one_kernel() -> None:
     """Partial outputs are merged, and gradients of keys are summed, in fp32."""
     exact = truth(torch.bfloat16, Causal(), 2, torch.float64)

@@ -427,6 +427,11 @@ class Topology:
         """Returns `axis(name)` with a second communicator; None if `prepare` did not create it."""
         return self._axes.get(name + SECOND)
 
+    def twins(self) -> list[tuple[Axis, Axis]]:
+        """Returns (axis, axis with a second communicator) for each axis that has the latter."""
+        names = [name for name in self._axes if name + SECOND in self._axes]
+        return [(self._axes[name], self._axes[name + SECOND]) for name in names]
+
     def stages(self, stages: tuple[int, ...]) -> Axis:
         """Returns the axis of the ranks that have replicas of a tied weight.
 

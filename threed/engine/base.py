@@ -211,12 +211,11 @@ class Engine(metaclass=_EngineType):
         # parameters are sharded or layers have buffers, because the allocator could reuse their
         # memory while the second stream still reads it.
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
-        streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
             blueprint.stages(self.gatherer, self.reducer, graphed),
             transport or links(self.model, topology), topology.axis("pp").index,
             self.runner.all_passes_ended, self.reducer.pass_ended,
-            weight_gradients=self.reducer.deferral, overlap=None if frees else Overlap(*streams),
+            weight_gradients=self.reducer.deferral, overlap=None if frees else Overlap(topology.device, topology.twins()),
             device=topology.device, varying=options_of(self.model).boundaries_vary,
             on_validate=self.optimizer.validate, updates=asynchronous,
         )  # fmt: skip

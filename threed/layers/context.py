@@ -57,15 +57,24 @@ class Context:
             topology: the process topology.
             heads: number u of ranks that exchange positions for heads, a divisor of cp.
         """
-        cp = topology.axis("cp")
-        if cp.size == 1:
-            return cls()
-        if heads in (1, cp.size):
-            rest = alone("cp")
-            return cls(rest, cp, cp) if heads == 1 else cls(cp, rest, cp)
-        names = f"cp/{heads}", f"cp%{heads}"
-        topology.prepare(names)
-        return cls(topology.axis(names[0]), topology.axis(names[1]), cp)
+        names = cls.names(topology.cp, heads)
+        topology.prepare(filter(None, names))
+        ranks, ring = (topology.axis(name) if name else alone("cp") for name in names)
+        return cls(ranks, ring, topology.axis("cp"))
+
+    @staticmethod
+    def names(cp: int, heads: int) -> tuple[str, str]:
+        """Returns the names of the axes `heads` and `ring`; "" for an axis of one rank.
+
+        Args:
+            cp: number of context ranks.
+            heads: number of ranks that exchange positions for heads.
+        """
+        if cp == 1:
+            return "", ""
+        if heads in (1, cp):
+            return ("", "cp") if heads == 1 else ("cp", "")
+        return f"cp/{heads}", f"cp%{heads}"
 
     @property
     def size(self) -> int:

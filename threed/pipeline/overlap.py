@@ -10,7 +10,7 @@ runs in program order.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import TypeVar
 
@@ -41,16 +41,15 @@ class Overlap:
 
     Args:
         device: device on which the passes run.
-        axis: the ranks with which layers communicate during a forward or a backward.
-        twin: the same ranks as `axis`, with a second communicator for the side stream.
+        twins: for each axis over which layers communicate, (axis, twin): `twin` has the same ranks
+            and a second communicator, which the side stream uses.
     """
 
-    def __init__(
-        self, device: torch.device, axis: Axis | None = None, twin: Axis | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, twins: Iterable[tuple[Axis, Axis]] = ()) -> None:
         self._side = copy_stream(device, "overlap") if is_accelerator(device) else None
-        if self._side is not None and axis is not None and twin is not None:
-            axis.give_channel(self._side, twin)
+        if self._side is not None:
+            for axis, twin in twins:
+                axis.give_channel(self._side, twin)
         self._on_side = set[Hashable]()  # keys of forwards that ran on the side stream
 
     def reset(self) -> None:

@@ -26,6 +26,7 @@ from threed.core.device import is_accelerator
 from threed.core.messages import counted
 from threed.distributed.sharding import spec_of
 from threed.distributed.topology import SECOND, Topology
+from threed.layers.context import Context
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
 from threed.models.measured_partition import Division, stage_costs, times_by_flops
@@ -220,7 +221,8 @@ class Blueprint:
         shard_axes = [setup.shard_axes(config, topology, over) for over in (None, *overs)]
         axes = {name for names in shard_axes for name in names if name}
         if _overlaps(pipeline, topology):
-            axes.add("tp" + SECOND)
+            context = Context.names(topology.cp, model.slicing.context.heads.size)
+            axes |= {name + SECOND for name in ("tp", *context) if name}
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], stages.links)
         set_gathered(config, layers)
         parts = stages.chunks(topology.axis("pp").index)
