@@ -247,6 +247,9 @@ class RecomputeConfig(_Group):
     loss_chunks: Count = 1
     """chunks in which the logits are computed, one at a time, and recomputed in the backward; 1:
     all at once"""
+    mlp_chunks: Count = 1
+    """chunks of the sequence on which each MLP runs, one at a time, and which are recomputed in the
+    backward; 1: all at once"""
     gathered: AutoSwitch = "auto"
     """gather inputs that sequence parallelism shards again in the backward; auto: on accelerators"""
     arena: Switch = False

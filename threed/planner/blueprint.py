@@ -33,9 +33,9 @@ from threed.models.pipeline_layout import PipelineLayout, partition
 from threed.models.wrapped import find_problems
 from threed.pipeline.activation_checkpointing import (
     build,
+    configure,
     fully_recomputed,
     recomputed_layers,
-    set_gathered,
     sliced_over,
     with_recompute,
 )
@@ -222,7 +222,7 @@ class Blueprint:
         if _overlaps(pipeline, topology):
             axes.add("tp" + SECOND)
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], stages.links)
-        set_gathered(config, layers)
+        configure(config, layers)
         parts = stages.chunks(topology.axis("pp").index)
         held: Sequence[HasModules] = [layers[n] for part in parts for n in part]
         units = wrapped.units if wrapped else held

@@ -97,7 +97,7 @@ def trace(
             The message names the layer.
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
-    activation_checkpointing.set_gathered(config, layers)
+    activation_checkpointing.configure(config, layers)
     tracer = Tracer(example(model, config), wide, grads, topology.traffic)
     costs = tracer.trace(
         layers, activation_checkpointing.for_tracing(config, recomputed, model.slicing)
