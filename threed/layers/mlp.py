@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from threed.distributed.collectives import split
-from threed.distributed.sharding import spec_of
 from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.recompute import Recompute, RngState
 from threed.layers.slicing import (
@@ -99,9 +98,13 @@ class _InChunks(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,), mlp, dx = ctx.saved_tensors, ctx.mlp, None
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "torch.autograd.grad with create_graph=True, through an MLP that runs in chunks; use"
+                " --recompute.mlp-chunks 1"
+            )
         # The chunks run in the order of the forward, so that they draw the same random numbers.
         with ctx.rng.again(), one_contribution([*mlp.parameters()]) as grads:
             for at in ctx.parts:
@@ -177,22 +180,24 @@ class MLP(nn.Module):
         Raises:
             RuntimeError: if a parameter of the activation has gradient hooks.
         """
-        x, params = x.detach().requires_grad_(), [p for p in self.parameters() if p.requires_grad]
+        x, plain = x.detach().requires_grad_(), _is_plain(self.down, RowLinear)
+        params = {name: param for name, param in self.named_parameters() if param.requires_grad}
         with torch.enable_grad():
             y = self.recompute.run_as_one(self._inner, x)
-            if not _is_plain(self.down, RowLinear):
-                y = self.down(y)
-        if _is_plain(self.down, RowLinear):
+            y = y if plain else self.down(y)
+        edge = get_gradient_edge(y)
+        if plain:
             dy = self.down.backward(y.detach(), dy)
+        del y  # frees the memory of the inner features before their gradient is used
         # Autograd computes the gradients of the parameters of an activation, not of linear layers.
-        dx, *grads = torch.autograd.grad(y, [x, *params], dy, allow_unused=True)
-        for param, grad in zip(params, grads, strict=True):
+        dx, *grads = torch.autograd.grad(edge, [x, *params.values()], dy, allow_unused=True)
+        for (name, param), grad in zip(params.items(), grads, strict=True):
             sink = sink_of(param)
             if grad is None or sink is None or sink.in_forward():
                 continue
             if has_gradient_hooks(param):
                 raise RuntimeError(
-                    f"{spec_of(param).name}: gradient hooks would run once per chunk; use --recompute.mlp-chunks 1"
+                    f"{name} of an MLP: its gradient hooks would run once per chunk; use --recompute.mlp-chunks 1"
                 )
             sink.add(grad)
         return dx

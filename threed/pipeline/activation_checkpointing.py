@@ -385,7 +385,7 @@ def _set_chunks(chunks: int, layers: Sequence[nn.Module]) -> set[nn.Module]:
         what = "a wrapped module" if isinstance(layers[0], Wrapped) else "this model"
         raise ConfigError([f"{given}: {what} has no layers.MLP or layers.GatedMLP; {fix}"])
     for mlp in mlps:
-        if chunks > 1 and type(mlp).forward is not MLP.forward:
+        if chunks > 1 and getattr(mlp.forward, "__func__", None) is not MLP.forward:
             kind = type(mlp).__name__
             raise ConfigError([f"{given}: {kind} replaces the forward of layers.MLP; {fix}"])
         mlp.chunks = chunks
