@@ -23,7 +23,7 @@ from tests.users_cases import config_of as users_config
 from tests.users_cases import steps_of
 from tests.users_models import MODELS
 from threed.config import Config, ConfigError
-from threed.distributed.sharding import parameter, spec_of, vector
+from threed.distributed.sharding import parameter, vector
 from threed.distributed.topology import Topology
 from threed.engine import Engine, StepMetrics
 from threed.layers import MLP, GatedMLP, Slicing, mlp
@@ -213,7 +213,7 @@ def test_gradient_hooks_of_an_activation_are_refused_by_name() -> None:
     made.activation.beta.register_hook(lambda gradient: gradient)  # type: ignore[attr-defined]
     y = made(torch.randn(4, 1, 8, dtype=torch.float64))
     with pytest.raises(
-        RuntimeError, match="activation.beta of an MLP: its gradient hooks would run once"
+        RuntimeError, match=r"activation\.beta of an MLP: its gradient hooks would run once"
     ):
         y.sum().backward()
 
@@ -271,7 +271,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
-class separate:  # noqa: N801  # replaces a function
+class separate:
     """A context in which contributions to a sink are not summed."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:

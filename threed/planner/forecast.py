@@ -8,15 +8,15 @@ The stages of all pipeline ranks are built on the meta device, which allocates n
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import cast
 
 from threed import models, schedules
 from threed.config import Config, ConfigError
-from threed.core.device import assume
+from threed.core.device import Specification, assume, memory_bytes
 from threed.core.device import name as device_name
 from threed.core.messages import counted
 from threed.distributed.grid import AXES, Grid
@@ -35,7 +35,8 @@ from threed.planner import devices
 from threed.planner.blueprint import Blueprint, Pipeline, step_plan
 from threed.planner.layer_times import division as divided
 from threed.planner.layer_times import layer_times, max_over_ranks, trace_layer_bytes
-from threed.planner.memory_estimate import decide_order, footprint, order_facts, trace
+from threed.planner.longest import Longest, longest, step_of
+from threed.planner.memory_estimate import Fixed, decide_order, footprint, order_facts, trace
 from threed.planner.order import with_order
 from threed.planner.step_time import StepTime, forward_flops, step_time, unmodelled
 from threed.schedules import registry, simulation
@@ -95,6 +96,8 @@ class Forecast:
         time: predicted time of a step by its parts; None if the rates of the device are not known
             (`planner.devices`), or if `unmodelled` is not empty.
         unmodelled: the settings because of which `time` is not known.
+        assumed: the GPU that was given to `of`, or None.
+        stages: the stages on the meta device, for the forecast of other lengths of sequences.
         note: empty if `ranks` includes the memory of activations; otherwise the reason why this
             memory is not known.
     """
@@ -116,6 +119,8 @@ class Forecast:
     note: str = ""
     time: StepTime | None = None
     unmodelled: Sequence[str] = ()
+    assumed: Specification | None = None
+    stages: _Stages | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -138,8 +143,9 @@ class Forecast:
             ConfigError: if the rates of `gpu` are not known.
             ValueError: if the model cannot be partitioned.
         """
-        with assume(None if gpu is None else _device(gpu, config).spec):
-            return cls._of(config, world, build, division)
+        spec = None if gpu is None else _device(gpu, config).spec
+        with assume(spec):
+            return replace(cls._of(config, world, build, division), assumed=spec)
 
     @classmethod
     def _of(
@@ -155,29 +161,17 @@ class Forecast:
         unique: dict[object, _Column] = {}
         columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
         columns = [unique.setdefault(column.shapes, column) for column in columns]
-        config = with_order(
-            config, lambda: [order_facts(config, c.layers, c.costs) for c in set(columns)]
-        )
-        for column in columns:
-            column.config = config
-        unsharded = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
-        flops = [sum(costs) for costs in zip(*(column.flops for column in columns), strict=True)]
         unsharded_times = division is None and grid.tp > 1
-        if division is None and p.partition == "measured" and grid.pp > 1:
-            division = _divide(list(unique.values()), flops, build)
-        pipeline = columns[0].pipeline(flops, division)
-        blueprints = {
-            column: [column.blueprint(stage, pipeline) for stage in range(grid.pp)]
-            for column in unique.values()
-        }
-        footprints = {
-            column: [footprint(one, column.costs) for one in stages]
-            for column, stages in blueprints.items()
-        }
+        stages = _Stages(
+            columns, config, lambda flops: division or _divide([*unique.values()], flops, build)
+        )
+        config, flops, pipeline = stages.config, stages.flops, stages.pipeline
+        division = division or pipeline.division
+        unsharded = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
         ranks = []
         for rank in range(world):
             position = grid.coordinates(rank)
-            sizes = footprints[columns[position["tp"]]][position["pp"]]
+            sizes = stages.footprints[columns[position["tp"]]][position["pp"]]
             layers = pipeline.layout.chunks(position["pp"])
             ranks.append(RankForecast(rank, grid.label(rank), layers, sizes.bytes, sizes.sends))
         costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
@@ -196,15 +190,58 @@ class Forecast:
         if rates is not None and not missing:
             rows = config.train.global_batch // config.train.micro_batch
             work = 3.0 * forward_flops(unsharded.costs) * rows / world
-            first, same = columns[0], [column.costs for column in unique.values()]
-            time = step_time(rates, grid, same, blueprints[first], footprints[first], work)
+            first, same = columns[0], [column.costs for column in stages.footprints]
+            time = step_time(
+                rates, grid, same, stages.blueprints[first], stages.footprints[first], work
+            )
         return cls(
             config, name, grid.sizes, unsharded.parameters, pipeline.plan.microbatches, timeline.bubble,
             fmean(simulation.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
             step_flops=None if division or custom_costs else timeline.makespan / grid.tp,
             measured_s=timeline.makespan if division and not unsharded_times else None,
-            device=gpu, note=columns[0].note, time=time, unmodelled=missing if rates else (),
+            device=gpu, note=columns[0].note, time=time, unmodelled=missing if rates else (), stages=stages,
         )  # fmt: skip
+
+    @functools.cached_property
+    def longest(self) -> Longest | None:
+        """The longest sequence that fits into the memory of the GPU, with the same micro-batch.
+
+        None if it is not known: there is no GPU, stages are balanced by measured times, or the
+        memory of activations is not known or does not depend on `model.seq`. The search makes up to
+        `longest.FORECASTS` more forecasts of the memory.
+        """
+        with assume(self.assumed):
+            limit, stages = memory_bytes(default_device()), self.stages
+        if limit is None or stages is None or self.division or self.note:
+            return None
+        model = stages.columns[0].model
+        if isinstance(model, models.Wrapped) or options_of(model).example is not None:
+            return None
+        seq = self.config.model.seq
+        return longest(self.peak_at, seq, stages.peak, limit, step_of(seq, self.sizes["tp"]))
+
+    def peak_at(self, seq: int) -> int:
+        """Returns the largest peak of a rank in bytes, with sequences of another length.
+
+        Raises:
+            ValueError: if the model cannot run on such sequences.
+        """
+        assert self.stages is not None
+        with assume(self.assumed):
+            return self.stages.at(seq).peak
+
+    def longest_text(self) -> str:
+        """Returns a line with `longest`; empty if it is not known."""
+        found, seq = self.longest, self.config.model.seq
+        if found is None:
+            return ""
+        with assume(self.assumed):
+            memory = f"{_gib(memory_bytes(default_device()) or 0)} GiB"
+        if not found.seq:
+            return f"longest    no sequence fits into {memory}: {step_of(seq, self.sizes['tp']):,} tokens are too long"
+        least = "" if found.exact else "at least "
+        why = f"; the model takes no longer one: {found.why}" if found.why else ""
+        return f"longest    a sequence of {least}{found.seq:,} tokens fits into {memory}{why}"
 
     @property
     def seconds(self) -> float | None:
@@ -444,16 +481,25 @@ class _Column:
         }
         return sum(found.values())
 
-    def pipeline(self, flops: Sequence[float], division: Division | None) -> Pipeline:
+    def at(self, config: Config) -> _Column:
+        """Returns a column of the same model with another configuration."""
+        other = copy.copy(self)
+        other.config = config
+        vars(other).pop("costs", None)
+        return other
+
+    def pipeline(
+        self, flops: Sequence[float], divide: Callable[[Sequence[float]], Division]
+    ) -> Pipeline:
         """Returns the stages and the plan, which are the same for all columns.
 
         Args:
             flops: FLOPs of the layers, summed over columns.
-            division: the partition by measured times, or None.
+            divide: function of these FLOPs that partitions the layers by measured times.
         """
         return Pipeline.of(
-            self.layers, self.topology, self.config, lambda: flops, lambda _: cast(Division, division)
-        )  # fmt: skip
+            self.layers, self.topology, self.config, lambda: flops, lambda _: divide(flops)
+        )
 
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
         """Returns costs of stages for a simulation, in FLOPs or in the unit of custom costs."""
@@ -465,6 +511,82 @@ class _Column:
         position = {**dict.fromkeys(AXES, 0), "pp": stage, "tp": self.number}
         topology = Topology.on_meta(self.grid, self.grid.rank_of(position))
         return Blueprint.build(self.model, self.layers, topology, self.config, pipeline)
+
+
+class _Stages:
+    """The stages of all ranks, and their memory.
+
+    Args:
+        columns: the column of each tensor rank.
+        config: the resolved configuration.
+        divide: function of the FLOPs of the layers that partitions them by measured times.
+        base: stages of the same model with sequences of another length. If the partition is the
+            same, the parts of the memory that do not depend on activations are taken from there.
+
+    Attributes:
+        config: the configuration with `zero.order` decided.
+        flops: FLOPs of the layers, summed over columns.
+        pipeline: the stages and the plan, which are the same for all columns.
+        blueprints: per column, the blueprint of each stage.
+        footprints: per column, the memory and traffic of each stage.
+    """
+
+    def __init__(
+        self, columns: Sequence[_Column], config: Config, divide: Callable[[Sequence[float]], Division],
+        base: _Stages | None = None,
+    ) -> None:  # fmt: skip
+        self.columns, self._given, self._divide = columns, config, divide
+        self.blueprints: dict[_Column, list[Blueprint]]
+        self._fixed: list[list[Fixed]]
+        self.config = with_order(
+            config, lambda: [order_facts(config, c.layers, c.costs) for c in set(columns)]
+        )
+        for column in columns:
+            column.config = self.config
+        self.flops = [sum(costs) for costs in zip(*(c.flops for c in columns), strict=True)]
+        self.pipeline = columns[0].pipeline(self.flops, divide)
+        unique = dict.fromkeys(columns)
+        if base is not None and self._is_like(base):
+            old = [base.blueprints[column] for column in dict.fromkeys(base.columns)]
+            self.blueprints = {
+                column: [replace(one, config=self.config, pipeline=self.pipeline) for one in stages]
+                for column, stages in zip(unique, old, strict=True)
+            }
+            self._fixed = base._fixed
+        else:
+            self.blueprints = {
+                column: [column.blueprint(n, self.pipeline) for n in range(column.grid.pp)]
+                for column in unique
+            }
+            self._fixed = [[Fixed(one) for one in stages] for stages in self.blueprints.values()]
+        self.footprints = {
+            column: [
+                footprint(one, column.costs, known)
+                for one, known in zip(stages, fixed, strict=True)
+            ]
+            for (column, stages), fixed in zip(self.blueprints.items(), self._fixed, strict=True)
+        }
+
+    def _is_like(self, base: _Stages) -> bool:
+        one, other = self.pipeline, base.pipeline
+        same = one.layout == other.layout and one.plan == other.plan
+        return same and self.config.zero.order == base.config.zero.order
+
+    @property
+    def peak(self) -> int:
+        """The peak of the rank that needs the most memory, in bytes."""
+        return max(one.bytes["peak"] for stages in self.footprints.values() for one in stages)
+
+    def at(self, seq: int) -> _Stages:
+        """Returns the stages of the same model with sequences of another length.
+
+        Raises:
+            ValueError: if the model cannot run on such sequences.
+        """
+        model = self._given.model.model_copy(update={"seq": seq})
+        config = self._given.model_copy(update={"model": model})
+        copies = {column: column.at(config) for column in dict.fromkeys(self.columns)}
+        return _Stages([copies[column] for column in self.columns], config, self._divide, self)
 
 
 def _divide(

@@ -167,44 +167,76 @@ def _to_device(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tenso
     )
 
 
-def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
+class Fixed:
+    """The part of a rank's footprint that does not depend on activations.
+
+    Args:
+        blueprint: the rank's blueprint, on the meta device.
+
+    Attributes:
+        bytes: bytes of parameters, gradients, optimizer states and copies, as in `Footprint`.
+        sends: bytes that gathers and reductions send per step, by axis.
+        gathers: part of the bytes sent over dp that gathers of parameters send.
+        gathered: the gathers of each chunk.
+        reductions: memory of gradient reductions.
+    """
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        layout, traffic = blueprint.layout, blueprint.topology.traffic
+        before = Counter(traffic)
+        states = [new_state(bucket, layout.policy) for bucket in layout.buckets]
+        self.gathered = _gather(blueprint)
+        self.gathers = traffic["dp"] - before["dp"]
+        self.reductions = _Reductions(blueprint, states)
+        self.sends = {axis: traffic[axis] - before[axis] for axis in AXES}
+        self.bytes = _state_bytes(blueprint, states)
+
+
+def _state_bytes(blueprint: Blueprint, states: Sequence[State]) -> dict[str, int]:
+    """Returns the bytes of parameters, gradients, optimizer states and copies of them, by kind."""
+    config, layout = blueprint.config, blueprint.layout
+    gpu = default_device().type == "cuda"
+    sizes = holdings(layout, states, gpu)
+    if blueprint.optimistic:
+        sizes["optimizer"] += copied_bytes(states)
+    if config.zero.delayed_update:
+        sizes["optimizer"] += sum(
+            bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets
+        )
+    saving = save_bytes(config.checkpoint, layout, states, gpu)
+    copies = memory_bytes(config, layout, states, gpu)
+    if gpu:
+        sizes["offloaded"] += saving + copies
+        return sizes
+    return sizes | {kind: size for kind, size in (("saving", saving), ("copies", copies)) if size}
+
+
+def footprint(
+    blueprint: Blueprint, costs: Sequence[LayerCost], fixed: Fixed | None = None
+) -> Footprint:
     """Returns the memory and traffic of this rank.
 
     Args:
         blueprint: the rank's blueprint, on the meta device.
         costs: costs of all layers of the model, see `trace`.
+        fixed: the part that does not depend on `costs`, if it is known already.
     """
-    config, layout, traffic = blueprint.config, blueprint.layout, blueprint.topology.traffic
-    delayed, before = config.zero.delayed_update, Counter(traffic)
-    states = [new_state(bucket, layout.policy) for bucket in layout.buckets]
-    sizes = holdings(layout, states, default_device().type == "cuda")
-    if blueprint.optimistic:
-        sizes["optimizer"] += copied_bytes(states)
-    if delayed:
-        sizes["optimizer"] += sum(
-            bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets
-        )
-    gathered = _gather(blueprint)
-    gathers = traffic["dp"] - before["dp"]
+    fixed = fixed or Fixed(blueprint)
+    sizes, sends, gathered = dict(fixed.bytes), dict(fixed.sends), fixed.gathered
     chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
-    reductions = _Reductions(blueprint, states)
     if blueprint.layer_major:
-        kept, peak = _activations_by_layer(blueprint, chunks[0], reductions, gathered[0])
+        kept, peak = _activations_by_layer(blueprint, chunks[0], fixed.reductions, gathered[0])
     else:
-        kept, peak = _activations(blueprint, chunks, reductions, gathered)
-    sizes["activations"] = kept
-    sizes["buffers"] = peak - kept + _tile_bytes(layout) + _constant_bytes(blueprint, chunks)
-    sends = {axis: traffic[axis] - before[axis] for axis in AXES}
-    _count_pass_traffic(blueprint, chunks, sends)
+        kept, peak = _activations(blueprint, chunks, fixed.reductions, gathered)
+    constant = _tile_bytes(blueprint.layout) + _constant_bytes(blueprint, chunks)
     offloaded = sizes.pop("offloaded") + _offloaded_activations(blueprint, chunks)
-    gpu = default_device().type == "cuda"
-    saving = save_bytes(config.checkpoint, layout, states, gpu)
-    sizes |= {"saving": saving} if saving and not gpu else {}
-    copies = memory_bytes(config, layout, states, gpu)
-    sizes |= {"copies": copies} if copies and not gpu else {}
-    offloaded += saving + copies if gpu else 0
+    copies = {kind: sizes.pop(kind) for kind in ("saving", "copies") if kind in sizes}
+    sizes |= {"activations": kept, "buffers": peak - kept + constant} | copies
     sizes["peak"] = sum(sizes.values())
-    return Footprint({**sizes, **({"offloaded": offloaded} if offloaded else {})}, sends, gathers)
+    _count_pass_traffic(blueprint, chunks, sends)
+    if offloaded:
+        sizes["offloaded"] = offloaded
+    return Footprint(sizes, sends, fixed.gathers)
 
 
 def decide_order(
@@ -322,23 +354,20 @@ def _activations(
         if not (own and plan.is_left(rank, plan.microbatches - 1))
     ]
     current = kept = peak = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
+    standing = reductions.standing
     units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
     for number, action in enumerate(actions):
         chunk_pass, full = passes[action.chunk], gathered[action.chunk]
         if action.kind is Kind.F:
-            peak = max(
-                peak, current + chunk_pass.forward + reductions.standing + full.forward * width
-            )
+            peak = max(peak, current + chunk_pass.forward + standing + full.forward * width)
             current = current + chunk_pass.kept
             kept = max(kept, current)
             continue
         # If the backward is split into the actions I (gradient of the input) and W (gradients of
         # the weights), the activations of a micro-batch are kept until W.
         if action.kind is Kind.W:
-            peak, current = max(peak, current + reductions.standing), current - chunk_pass.kept
-            reductions.standing = max(
-                reductions.standing, reductions.kept_between if reductions.always else 0
-            )
+            peak, current = max(peak, current + standing), current - chunk_pass.kept
+            standing = max(standing, reductions.kept_between if reductions.always else 0)
             continue
         reduces = reductions.always or number in ending
         first = units[action.chunk]
@@ -348,9 +377,7 @@ def _activations(
             extra = numel * width + (reductions.during[unit] if reduces else 0)
             peak = max(peak, current - chunk_pass.kept + nbytes + extra)
         current -= 0 if action.kind is Kind.I else chunk_pass.kept
-        reductions.standing = max(
-            reductions.standing, reductions.kept_between if reductions.always else 0
-        )
+        standing = max(standing, reductions.kept_between if reductions.always else 0)
     # In an asynchronous plan (2BW), a rank first runs the remaining backwards of the previous step.
     # A rank with fewer of them than another rank completes that step earlier. Its reducer keeps
     # buffers while it waits for the other rank.
