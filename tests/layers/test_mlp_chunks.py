@@ -21,12 +21,13 @@ from tests.live import Peak
 from tests.users_cases import Case as UsersCase
 from tests.users_cases import config_of as users_config
 from tests.users_cases import steps_of
-from tests.users_models import MODELS
+from tests.users_models import MODELS, Decoder
 from threed.config import Config, ConfigError
+from threed.config.checks import find_problems
 from threed.distributed.sharding import parameter, vector
 from threed.distributed.topology import Topology
 from threed.engine import Engine, StepMetrics
-from threed.layers import MLP, GatedMLP, Slicing, mlp
+from threed.layers import MLP, Block, GatedMLP, Slicing, mlp
 from threed.layers.slicing import SummedSink
 from threed.planner.forecast import Forecast
 
@@ -388,23 +389,44 @@ class Louder(MLP):
         return 2 * super().forward(x)
 
 
-def engine_error(build: Callable[[Config], nn.Module | Any]) -> str:
-    config = in_chunks(config_of(Case()))
-    with pytest.raises(ConfigError) as error:
-        Engine(build(config), Topology(), config)
-    return str(error.value)
+class LouderBlocks(MODELS["albert"]):  # type: ignore[misc]
+    """Its MLPs have a forward of their own."""
+
+    def block(self, name: str, width: int | None = None) -> Block:
+        block: Block = super().block(name, width)
+        block.mlp.__class__ = Louder
+        return block
+
+
+class NoBlocks(Decoder):
+    """Only an embedding and a head."""
+
+    def layers(self) -> list[nn.Module]:
+        return [self.embedding(), self.head()]
 
 
 def errors() -> list[str]:
-    def louder(config: Config) -> Any:
-        model = MODELS["albert"](config.model, Slicing())
-        layers = model.layers()
-        layers[1].mlp.__class__ = Louder
-        return mock.Mock(spec=model, layers=lambda: layers)
+    config, found = in_chunks(users_config(UsersCase("albert"))), []
+    for model in (
+        nn.Linear(2, 2),
+        *(kind(config.model, Slicing()) for kind in (LouderBlocks, NoBlocks)),
+    ):
+        with pytest.raises(ConfigError) as error:
+            Engine(model, Topology(), config)
+        found.append(str(error.value))
+    return found
 
-    return [engine_error(lambda config: nn.Linear(2, 2))]
 
-
-def test_what_has_no_mlp_is_refused_by_name() -> None:
-    (wrapped,) = run_ranks(1, errors)[0]
+def test_what_cannot_run_in_chunks_is_refused_by_name() -> None:
+    wrapped, louder, none = run_ranks(1, errors)[0]
     assert "--recompute.mlp-chunks 3: a wrapped module has no layers.MLP" in wrapped
+    assert "--recompute.mlp-chunks 3: Louder replaces the forward of layers.MLP" in louder
+    assert "--recompute.mlp-chunks 3: this model has no layers.MLP or layers.GatedMLP" in none
+
+
+def test_compiled_layers_and_graphs_are_refused_by_name() -> None:
+    for key, value in (("compile", True), ("graphs", True)):
+        config = in_chunks(config_of(Case()))
+        config = config.model_copy(update={"run": config.run.model_copy(update={key: value})})
+        (problem,) = (p for p in find_problems(config, 1) if "mlp-chunks" in p)
+        assert f"--run.{key}" in problem

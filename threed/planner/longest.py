@@ -87,8 +87,8 @@ def _next(known: dict[float, int], fits: int, over: float, limit: int) -> int:
         (one, low), (two, high) = sorted(known.items(), key=lambda at: abs(at[1] - limit))[:2]
         slope = (high - low) / (two - one)
         guess = math.floor(one + (limit - low) / slope) if slope > 0 else -1
-        if fits <= guess <= over:
-            return int(min(max(guess, fits + 1), over - 1))
+        if fits <= guess < over:
+            return max(guess, fits + 1)
     if over == math.inf:
         return max(1, 2 * fits)
     return min(max(fits + 1, math.isqrt(max(fits, 1) * int(over))), int(over) - 1)
