@@ -146,6 +146,10 @@ class MLP(nn.Module):
         self.up = ColumnLinear(name, hidden, outputs, slicing, std=std, bias=bias)
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
+    def set_chunks(self, chunks: int) -> None:
+        """Sets the number of chunks of the sequence (`chunks`)."""
+        self.chunks = chunks
+
     def forward(self, x: Tensor) -> Tensor:
         """Returns down(activation(up(x))). Collective.
 

@@ -108,7 +108,12 @@ class Recompute:
         return f(*inputs)
 
     def run_as_one(self, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Returns f(*inputs); named operations inside f are not recomputed separately."""
+        """Returns f(*inputs); named operations inside f are not recomputed separately.
+
+        Args:
+            f: function to run.
+            inputs: tensors that `f` is called with.
+        """
         return f(*inputs)
 
     def column(self, layer: Product, x: Tensor, **options: bool) -> Tensor:

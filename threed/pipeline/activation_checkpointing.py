@@ -388,7 +388,7 @@ def _set_chunks(chunks: int, layers: Sequence[nn.Module]) -> set[nn.Module]:
         if chunks > 1 and getattr(mlp.forward, "__func__", None) is not MLP.forward:
             kind = type(mlp).__name__
             raise ConfigError([f"{given}: {kind} replaces the forward of layers.MLP; {fix}"])
-        mlp.chunks = chunks
+        mlp.set_chunks(chunks)
     return {part for mlp in mlps if chunks > 1 for part in mlp.modules()}
 
 

@@ -39,19 +39,16 @@ from threed.pipeline.transport import SlicedLinks, links
 from threed.planner.blueprint import Blueprint
 from threed.planner.gathering import Gathering, gathering
 from threed.planner.order import with_order
+from threed.planner.reductions import Reductions
 from threed.schedules import Action, Kind
 from threed.schedules.action import COMPUTE
 from threed.zero import setup
 from threed.zero.layout import Group, Layout
 from threed.zero.optimistic import copied_bytes
-from threed.zero.reducer import Reducer
 from threed.zero.state import State, holdings, new_state, storages
 
 # Number of messages to other stages that are in flight at the same time.
 MESSAGES = 2
-# Number of backwards after which the reducer has allocated all buffers that it uses in a step.
-# Later backwards reuse these buffers, so only this many backwards are measured.
-STEADY = 3
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ class Fixed:
         states = [new_state(bucket, layout.policy) for bucket in layout.buckets]
         self.gathered = _gather(blueprint)
         self.gathers = traffic["dp"] - before["dp"]
-        self.reductions = _Reductions(blueprint, states)
+        self.reductions = Reductions(blueprint, states)
         self.sends = {axis: traffic[axis] - before[axis] for axis in AXES}
         self.bytes = _state_bytes(blueprint, states)
 
@@ -336,7 +333,7 @@ def _constant_bytes(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]])
 def _activations(
     blueprint: Blueprint,
     chunks: Sequence[Sequence[LayerCost]],
-    reductions: _Reductions,
+    reductions: Reductions,
     gathered: Sequence[Gathering[Group]],
 ) -> tuple[int, int]:
     """Returns the peak of kept activations, and the peak including temporary memory, in bytes."""
@@ -388,7 +385,7 @@ def _activations(
 def _activations_by_layer(
     blueprint: Blueprint,
     layers: Sequence[LayerCost],
-    reductions: _Reductions,
+    reductions: Reductions,
     gathered: Gathering[Group],
 ) -> tuple[int, int]:
     """Returns the results of `_activations` for layer-major order.
@@ -524,78 +521,3 @@ def _count_pass_traffic(
             sends["tp"] += (
                 microbatches * source * back // tensor.size * (tensor.size - 1) if sliced else 0
             )
-
-
-class _Reductions:
-    """Temporary memory of gradient reductions, measured with a `Reducer` on the meta device.
-
-    Attributes:
-        always: True if every backward reduces gradients (ZeRO-2 and 3), False if only the last
-            backward of a step does.
-        during: per layer, peak bytes of the reducer while the layer's backward runs.
-        kept_between: bytes that the reducer keeps between two backwards; used only if `always`.
-        waiting: bytes that the reducer keeps while the rank waits for other stages at the end of a
-            step.
-        end: peak bytes of the reducer at the end of a step.
-        standing: bytes that the reducer keeps from step to step.
-    """
-
-    def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
-        layout, config = blueprint.layout, blueprint.config
-        reducer = Reducer(layout, setup.gradient_codecs(config), whole_step=blueprint.layer_major)
-        self.always = reducer.rounds
-        plan = blueprint.pipeline.plan
-        self.passes = plan.microbatches // plan.ways  # number of backwards of a step per chunk
-        rounds = min(self.passes, STEADY) if reducer.rounds else 1
-        traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
-        # host buffers for drives are not measured here, because `_constant_bytes` counts them
-        staged = [drive.take() for drive in layout.policy.drives]
-        with Watch([*storages(layout, states), *staged]) as watch:
-            # The second step may have a different peak, because it reuses buffers of the first one.
-            for _ in range(2 if layout.policy.slices_gradients and rounds < STEADY else 1):
-                traffic.clear()
-                traffic.update(before)
-                self._step(blueprint, reducer, rounds, watch)
-            self.standing = watch.bytes()
-
-    def _step(self, blueprint: Blueprint, reducer: Reducer, rounds: int, watch: Watch) -> None:
-        """Runs the reductions of a step with `rounds` backwards per chunk; records their memory.
-
-        If a step of the run has more backwards than `rounds`, each additional one is assumed to
-        send as many bytes as the last backward that runs here.
-        """
-        traffic = blueprint.topology.traffic
-        reducer.begin(rounds)
-        self.during: dict[int, int] = {}
-        for _ in range(rounds):
-            before = Counter(traffic)
-            last = sum(len(chunk) for chunk in blueprint.chunks)
-            for chunk in reversed(range(len(blueprint.chunks))):
-                first = last - len(blueprint.chunks[chunk])
-                self._backward(reducer, blueprint, range(first, last), watch)
-                reducer.pass_ended(chunk)
-                last = first
-        self.kept_between = watch.begin()
-        for label in traffic if self.always else ():
-            traffic[label] += (traffic[label] - before[label]) * (self.passes - rounds)
-        asynchronous = blueprint.pipeline.plan.asynchronous
-        finish = reducer.close() if asynchronous else reducer.finish
-        self.waiting = watch.bytes()
-        finish()
-        self.end = watch.most
-
-    def _backward(
-        self, reducer: Reducer, blueprint: Blueprint, layers: range, watch: Watch
-    ) -> None:
-        """Adds a gradient for every use of a parameter in these layers, in reverse order."""
-        layout = blueprint.layout
-        found = torch.empty((), dtype=layout.policy.grad_dtype, device=META)
-        for layer in reversed(layers):
-            watch.begin()
-            for unit in reversed(blueprint.units_of(layer)):
-                for slot in reversed(layout.slots):
-                    for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
-                        reducer.sink_of(slot).add(found.expand(slot.param.shape))
-                if not self.always:
-                    reducer.unit_ended(unit)
-            self.during[layer] = watch.most
