@@ -111,7 +111,7 @@ LONGEST = (
     "test_precision", "test_trace", "test_layer_major", "test_optimistic", "test_norm",
     "test_scale", "test_own_models", "test_boundary", "test_wrapped_elsewhere", "test_zero_resume", "test_data_samples",
     "test_users_probes", "test_zero_tile", "test_chunks", "test_deepspeed_offload_run", "test_precision_wire",
-    "test_layers", "test_zero_offload_memory", "test_loss_chunks", "test_checkpoint_retention",
+    "test_layers", "test_zero_offload_memory", "test_loss_chunks", "test_mlp_chunks", "test_checkpoint_retention",
     "test_zero_wrapped_edges", "test_vocabulary_padding", "test_checkpoint_native",
     "test_partition_measured", "test_deepspeed_pipeline", "test_deepspeed_namespace", "test_destroy",
 )  # fmt: skip

@@ -26,6 +26,7 @@ SET: dict[str, str] = {
     "ops.flex: torch._dynamo.config.recompile_limit": OTHER,
     "layers.linear: module.__class__": LAYER,
     "layers.recompute: module.recompute": LAYER,
+    "layers.slicing: param.sink": PARAMETER,
     "memory.mapped: param.data": PARAMETER,
     "memory.mapped: param.region": PARAMETER,
     "models.wrapped: module.training": OTHER,

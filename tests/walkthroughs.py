@@ -149,28 +149,33 @@ CONFIG = Walkthrough(
             note="begins",
         ),
         Step(
-            "threed.planner.forecast:_Column",
+            "threed.planner.stages:Column",
             "represents all ranks with the same tensor index",
             via=("_of",),
         ),
         Step(
             "threed.distributed.topology:Topology.on_meta", "creates the same axes without groups"
         ),
-        Step("threed.models:build", by="_Column"),
+        Step("threed.models:build", by="Column"),
         Step(
-            "threed.planner.forecast:_Column.blueprint",
-            "lays out one rank per stage",
+            "threed.planner.stages:Stages",
+            "divides the model into stages",
             by="Forecast.of",
             via=("_of",),
         ),
+        Step("threed.planner.stages:Column.blueprint", "lays out one rank per stage"),
         Step("threed.planner.blueprint:Blueprint.build"),
         Step(
             "threed.planner.memory_estimate:footprint",
             "computes bytes and traffic from the blueprint",
-            by="Forecast.of",
-            via=("_of",),
+            by="Stages",
         ),
-        Step("threed.zero.reducer:Reducer", via=("_Reductions",)),
+        Step(
+            "threed.planner.reductions:Reductions",
+            "measures the memory of gradient reductions",
+            via=("Fixed",),
+        ),
+        Step("threed.zero.reducer:Reducer"),
     ),
 )
 

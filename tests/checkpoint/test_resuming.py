@@ -138,7 +138,7 @@ FREE: dict[int, list[Groups]] = {
         {"zero": {"stage": 3, "resident": 0, "prefetch": 2, "bucket_mib": 0.01}, "recompute": {"mode": "full"}},
         {
             "zero": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu", "order": "layer"},
-            "recompute": {"mode": "full", "every": 2, "loss_chunks": 2, "offload": "cpu"},
+            "recompute": {"mode": "full", "every": 2, "loss_chunks": 2, "mlp_chunks": 2, "offload": "cpu"},
         },
         {"zero": {"stage": 0}, "recompute": {"mode": "selective", "ops": "norm,activation"}},
         {"zero": {"stage": 3, "tile": 2}, "train": {"micro_batch": 4, "max_bad_steps": 3, "time_limit": "3h"}},

@@ -38,6 +38,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
             "recompute": {"loss_chunks": 4},
         },
     ),
+    (1, {"recompute": {"mode": "full", "loss_chunks": 4, "mlp_chunks": 4}}),
     (
         1,
         {

@@ -158,9 +158,9 @@ def layer_of(config: Config) -> Any:
     """The cost of the second block, whose tables are cached."""
     from threed import models
     from threed.distributed.grid import Grid
-    from threed.planner.forecast import _Column
+    from threed.planner.stages import Column
 
-    return _Column(config, Grid(), lambda slicing: models.build(config.model, slicing), 0).costs[2]
+    return Column(config, Grid(), lambda slicing: models.build(config.model, slicing), 0).costs[2]
 
 
 @pytest.mark.parametrize("gpu", DEVICES)

@@ -24,6 +24,7 @@ CASES: dict[int, dict[str, Groups]] = {
         "tied table": {"model": {"tied": True}},
         "norms with biases, recompute": {"model": {"arch": "gpt"}, "recompute": {"mode": "full"}},
         "chunked loss": {"recompute": {"loss_chunks": 2}},
+        "MLPs in chunks": {"recompute": {"mlp_chunks": 3}, "model": {"arch": "gpt"}},
     },
     2: {
         "layer by layer": {"zero": {"stage": 3, "order": "layer", "resident": 0}},

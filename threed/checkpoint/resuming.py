@@ -74,7 +74,7 @@ RULES = (
     Rule("zero", "compress-weights compress-gradients", "applied", "numbers are rounded differently"),
     Rule("zero", "delayed-update", "applied", "delayed updates use weights that are one step old"),
     Rule(
-        "recompute", "mode ops every partition offload loss-chunks gathered arena", "free",
+        "recompute", "mode ops every partition offload loss-chunks mlp-chunks gathered arena", "free",
         "recomputed activations are identical",
     ),
     Rule("precision", "dtype", "applied", "results are rounded differently; the master weights are unchanged"),

@@ -131,7 +131,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
         if unusable := _named_checkpoint_problems(config, data):
             return refuse(format_problems(unusable))
         # A dry run may plan for another machine, so it only prints the problems of this machine.
-        text = [] if forecast is None else [forecast.text(), *_notes(config, options)]
+        text = [] if forecast is None else _plan_lines(forecast, config, options)
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
@@ -278,6 +278,12 @@ def _print_once(text: str) -> int:
     if _local_rank() == 0:
         print(text)
     return 0
+
+
+def _plan_lines(forecast: Forecast, config: Config, options: Options) -> list[str]:
+    """Returns the text of a dry run, without the problems of this machine."""
+    longest = forecast.longest_text()
+    return [forecast.text(), *([longest] if longest else []), *_notes(config, options)]
 
 
 def _notes(config: Config, options: Options) -> list[str]:

@@ -225,13 +225,13 @@ class RecomputeConfig(_Group):
     offload: Place = "none"
     """where saved inputs are stored: on the device (none), host memory (cpu), or a drive (nvme)"""
     loss_chunks: Count = 1
-    """chunks in which the logits are computed, one at a time, and recomputed in the backward; 1:
-    all at once"""
+    """chunks of the sequence on which the head runs, recomputed in the backward; 1: all at once"""
+    mlp_chunks: Count = 1
+    """chunks of the sequence on which each MLP runs, recomputed in the backward; 1: all at once"""
     gathered: AutoSwitch = "auto"
     """gather inputs that sequence parallelism shards again in the backward; auto: on accelerators"""
     arena: Switch = False
-    """allocate the gradient buffers, and one buffer for all saved inputs, once, and reuse them in
-    every step"""
+    """allocate gradient buffers and a buffer for all saved inputs once, and reuse them every step"""
 
 
 class PrecisionConfig(_Group):

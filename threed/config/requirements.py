@@ -117,6 +117,11 @@ GRAPHS = tuple(
             ("none",),
             "recomputed layers read and set the state of random generators",
         ),
+        (
+            "recompute.mlp-chunks",
+            (1,),
+            "recomputed chunks read and set the state of random generators",
+        ),
         ("run.compile", (False,), "compiled layers and CUDA graphs have not been combined yet"),
         ("run.recheck-bad-steps", (False,), "a replay does not repeat the checks on the host"),
         ("log.profile-steps", (None,), "a profile would show replays in place of layers"),
@@ -171,6 +176,7 @@ REQUIREMENTS = (
     Requirement("recompute.gathered", ("auto", False), "parallel.tp", _TWO, "it needs several tensor-parallel ranks"),
     Requirement("recompute.gathered", ("auto", False), "run.compile", (False,), "compiled layers keep gathered inputs"),
     Requirement("recompute.partition", (False,), "parallel.tp", _TWO, "it needs several tensor-parallel ranks"),
+    Requirement("recompute.mlp-chunks", (1,), "run.compile", (False,), "a compiled MLP runs on the full sequence"),
     Requirement(
         "recompute.arena", (False,), "recompute.offload", ("none", "cpu"), "a drive already uses buffers of constant size"
     ),

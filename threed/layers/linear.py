@@ -276,18 +276,21 @@ class _Reduced(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """Returns y + b. The backward adds b's gradient to its sink without a temporary tensor."""
+    """Returns y + b. The backward adds b's gradient to its sink without a temporary tensor.
+
+    tracked: the bias, as in `_Linear`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, tracked: Tensor | None, bias: Tensor) -> Tensor:
         ctx.bias = bias
         return y + bias
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        return dy, bias_gradient(ctx.bias, dy.contiguous().flatten(0, -2)) if ctx.needs_input_grad[
-            1
-        ] else None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        if not ctx.bias.requires_grad:
+            return dy, None, None
+        return dy, bias_gradient(ctx.bias, dy.contiguous().flatten(0, -2)), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -465,8 +468,32 @@ class RowLinear(Product):
         y = self._reduced(x)
         if bias is None:
             return y
-        added: Tensor = _AddBias.apply(y, bias) if launch.ready(y) else y + bias
+        if not launch.ready(y):
+            return y + bias
+        added: Tensor = _AddBias.apply(y, *for_autograd(y, bias), bias)
         return added
+
+    def backward(self, x: Tensor, dy: Tensor) -> Tensor:
+        """Returns the gradient of x, without a forward of this layer. Collective.
+
+        The gradients of the parameters are added to their sinks, which all trainable ones must
+        have.
+
+        Args:
+            x: input of the forward, [s b in/t].
+            dy: gradient of the output, [s b out]; with sequence parallelism [s/t b out].
+        """
+        slicing, bias = self.slicing, self.bias
+        if slicing.tp.size > 1 and bias is not None:
+            if bias.requires_grad:
+                bias_gradient(bias, dy.contiguous().flatten(0, -2))
+            bias = None
+        if slicing.sequence_parallel:
+            dy = collectives.all_gather(dy.contiguous(), slicing.tp)
+        tiles = tiled.tiles_of(self)
+        dx = gradients(dy, x, tiles, Terms(tiles, bias, by=self.matmul), True)[0]
+        assert dx is not None
+        return dx
 
     def _reduced(self, x: Tensor) -> Tensor:
         """Returns the product without bias, summed over tensor ranks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ from threed.distributed import collectives
 from threed.distributed.collectives import split
 from threed.layers.contract import PipelineLayer
 from threed.layers.embedding import vocab_table
-from threed.layers.linear import Terms, linear
-from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sum_of_products
+from threed.layers.linear import Terms, linear, weight_gradient
+from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, one_contribution
 from threed.ops.cross_entropy import weighted_loss
 from threed.ops.matmul import NATIVE
 
@@ -93,15 +92,13 @@ class _ChunkedLoss(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (param,), _, axis, gather, by, _ = ctx.head.terms
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-
-        def products() -> Iterator[tuple[Tensor, Tensor]]:
+        with one_contribution([param]) as for_weight:
             for at in ctx.parts:
                 dlogits = ctx.head.gradient(x[at], weight, at, dloss)
                 if dx is not None:
                     dx[at] = by.input_gradient(dlogits, weight).view_as(dx[at])
-                yield dlogits.t(), x[at].flatten(0, -2)
-
-        dw = sum_of_products(param, products(), by)
+                weight_gradient(param, dlogits, x[at], by)
+        (dw,) = for_weight
         if dx is None:
             return None, dw, None, None
         reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce

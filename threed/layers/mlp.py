@@ -2,6 +2,10 @@
 
 The activation is an element-wise function such as GELU (SwiGLU in `GatedMLP`), or a module with
 parameters that carry a `ShardSpec`.
+
+With `--recompute.mlp-chunks N`, an MLP runs on one of N chunks of the sequence at a time, and
+computes each chunk again in the backward (tiled MLP, arXiv 2506.13996, section 3.1.1). Only the
+inner features of one chunk, [s/N b f], exist at a time; the MLP saves only its input.
 """
 
 from __future__ import annotations
@@ -12,10 +16,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from threed.distributed.collectives import split
 from threed.layers.linear import ColumnLinear, RowLinear
-from threed.layers.recompute import Recompute
-from threed.layers.slicing import Slicing, VectorGradient, for_autograd
+from threed.layers.recompute import Recompute, RngState
+from threed.layers.slicing import (
+    Slicing,
+    VectorGradient,
+    for_autograd,
+    has_gradient_hooks,
+    one_contribution,
+    sink_of,
+)
 from threed.ops import activation as activation_ops
 from threed.ops import launch
 
@@ -60,6 +73,47 @@ def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     return activation(gate) * up
 
 
+class _InChunks(torch.autograd.Function):
+    """Runs an MLP on one chunk of the sequence at a time, in the forward and in the backward.
+
+    With sequence parallelism, a chunk consists of positions of every tensor rank, and is gathered
+    and reduce-scattered on its own. So the gathered input of only one chunk exists at a time, and
+    the forward sends as many bytes as without chunks. The backward gathers the input again.
+
+    tracked: the parameters, as in `layers.linear._Linear`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mlp: MLP, chunks: int, *tracked: Tensor | None) -> Tensor:
+        ctx.mlp, ctx.rng = mlp, RngState(x.device)
+        ctx.parts = [slice(*split(len(x), chunks, i)) for i in range(chunks)]
+        y: Tensor | None = None
+        for at in ctx.parts:
+            part = mlp.down(mlp._inner(x[at]))
+            y = part.new_empty(len(x), *part.shape[1:]) if y is None else y
+            y[at] = part
+        ctx.rng.drawn()
+        ctx.save_for_backward(x)
+        assert y is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), mlp, dx = ctx.saved_tensors, ctx.mlp, None
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "torch.autograd.grad with create_graph=True, through an MLP that runs in chunks; use"
+                " --recompute.mlp-chunks 1"
+            )
+        # The chunks run in the order of the forward, so that they draw the same random numbers.
+        with ctx.rng.again(), one_contribution([*mlp.parameters()]) as grads:
+            for at in ctx.parts:
+                part = mlp._chunk_backward(x[at], dy[at])
+                dx = torch.empty_like(x) if dx is None else dx
+                dx[at] = part
+        return dx, None, None, *grads
+
+
 class MLP(nn.Module):
     """Returns down(activation(up(x))): x [s b h] -> [s b h] (with sequence parallelism [s/t b h]).
 
@@ -72,10 +126,15 @@ class MLP(nn.Module):
         std: standard deviation of the initial weights of `up`.
         out_std: standard deviation of the initial weights of `down`.
         activation: element-wise function or module. Default: GELU in its tanh form.
+
+    Attributes:
+        chunks: number of chunks of the sequence, the first dimension of x, set by
+            `--recompute.mlp-chunks`. A shorter sequence has a chunk per position.
     """
 
     recompute = Recompute()
     context = True
+    chunks = 1
     outputs: tuple[str, ...] = ("up",)  # names of the global matrices packed into `self.up`
 
     def __init__(
@@ -88,26 +147,72 @@ class MLP(nn.Module):
         self.up = ColumnLinear(name, hidden, outputs, slicing, std=std, bias=bias)
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
+    def set_chunks(self, chunks: int) -> None:
+        """Sets the number of chunks of the sequence (`chunks`)."""
+        self.chunks = chunks
+
     def forward(self, x: Tensor) -> Tensor:
         """Returns down(activation(up(x))). Collective.
 
         Args:
             x: [s b h]; with sequence parallelism [s/t b h]. The result has the same shape.
         """
+        chunks = min(self.chunks, len(x)) if x.dim() > 1 else 1
+        if chunks < 2:
+            y: Tensor = self.down(self._inner(x))
+            return y
+        y = _InChunks.apply(x, self, chunks, *for_autograd(x, *self.parameters()))
+        return y
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """Returns the input of `down`, activation(up(x)): [s b f/t]. Collective."""
         if self._fuses_bias(x):
             y = self.recompute.column(self.up, x, add_bias=False)
-            return self.down(self.recompute.run("activation", self._biased_gelu, y))
+            return self.recompute.run("activation", self._biased_gelu, y)
         y = self.recompute.column(self.up, x)
-        return self.down(self.recompute.run("activation", self.activate, y))
+        return self.recompute.run("activation", self.activate, y)
+
+    def _chunk_backward(self, x: Tensor, dy: Tensor) -> Tensor:
+        """Computes a chunk again, and returns the gradient of its input x. Collective.
+
+        The gradients of the parameters are added to their sinks. `down` is not computed again,
+        unless it was replaced or has hooks.
+
+        Args:
+            x: input of the chunk.
+            dy: gradient of the chunk's output.
+
+        Raises:
+            RuntimeError: if a parameter of the activation has gradient hooks.
+        """
+        x, plain = x.detach().requires_grad_(), _is_plain(self.down, RowLinear)
+        params = {name: param for name, param in self.named_parameters() if param.requires_grad}
+        with torch.enable_grad():
+            y = self.recompute.run_as_one(self._inner, x)
+            y = y if plain else self.down(y)
+        edge = get_gradient_edge(y)
+        if plain:
+            dy = self.down.backward(y.detach(), dy)
+        del y  # frees the memory of the inner features before their gradient is used
+        # Autograd computes the gradients of the parameters of an activation, not of linear layers.
+        dx, *grads = torch.autograd.grad(edge, [x, *params.values()], dy, allow_unused=True)
+        for (name, param), grad in zip(params.items(), grads, strict=True):
+            sink = sink_of(param)
+            if grad is None or sink is None or sink.in_forward():
+                continue
+            if has_gradient_hooks(param):
+                raise RuntimeError(
+                    f"{name} of an MLP: its gradient hooks would run once per chunk; use --recompute.mlp-chunks 1"
+                )
+            sink.add(grad)
+        return dx
 
     def _fuses_bias(self, x: Tensor) -> bool:
         """Returns whether one kernel adds the bias of `up` and computes the activation, for input x."""
-        bias, up = self.up.bias, self.up
-        plain = type(up) is ColumnLinear and not (
-            up._forward_hooks or up._forward_pre_hooks or up._backward_hooks or up._backward_pre_hooks
-        )  # fmt: skip
+        bias = self.up.bias
         return (
-            self.activation is gelu and type(self).activate is MLP.activate and bias is not None and plain
+            self.activation is gelu and type(self).activate is MLP.activate and bias is not None
+            and _is_plain(self.up, ColumnLinear)
             and activation_ops.fits(x, bias.numel()) and launch.packed(bias)  # the first is False under compile
         )  # fmt: skip
 
@@ -118,6 +223,12 @@ class MLP(nn.Module):
     def activate(self, x: Tensor) -> Tensor:
         """Returns the activation of the output x of `up`; it is the input of `down`."""
         return self.activation(x)
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Returns whether a module is of this class itself, and has no hooks."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return type(module) is kind and not any(getattr(module, name) for name in hooks)
 
 
 class GatedMLP(MLP):

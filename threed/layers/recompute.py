@@ -107,6 +107,15 @@ class Recompute:
         """
         return f(*inputs)
 
+    def run_as_one(self, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Returns f(*inputs); named operations inside f are not recomputed separately.
+
+        Args:
+            f: function to run.
+            inputs: tensors that `f` is called with.
+        """
+        return f(*inputs)
+
     def column(self, layer: Product, x: Tensor, **options: bool) -> Tensor:
         """Returns layer(x, **options).
 
@@ -316,7 +325,7 @@ class Selective(Recompute):
         if torch.compiler.is_compiling():
             again: Tensor = checkpoint(f, *inputs, use_reentrant=False, context_fn=_contexts)
             return again
-        as_one = functools.partial(self._run_as_one, f)
+        as_one = functools.partial(self.run_as_one, f)
         operation = _Operation(
             name, as_one, [self._pack(x) for x in inputs], [x.requires_grad for x in inputs]
         )
@@ -325,8 +334,7 @@ class Selective(Recompute):
         self._results[storage._cdata] = StorageWeakRef(storage), operation
         return y
 
-    def _run_as_one(self, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Returns f(*inputs); named operations inside f are not recomputed separately."""
+    def run_as_one(self, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         self._running = True
         try:
             return f(*inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -322,12 +322,6 @@ class GradSink(Protocol):
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
         """Adds the matrix product a @ b to the accumulated gradient. `by` computes the product."""
 
-    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds the products a @ b of all pairs to the accumulated gradient.
-
-        The products are computed one at a time, and together count as one contribution.
-        """
-
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows[i] to row index[i] of the accumulated gradient: rows [n h], index [n]."""
 
@@ -354,9 +348,11 @@ def sink_of(weight: Tensor) -> GradSink | None:
 
     The gradient must be returned if the parameter has no sink. It must also be returned if the user
     registered gradient hooks on the parameter, because only autograd runs these hooks. Afterwards
-    autograd runs the sink's own hook, which moves the gradient to the sink.
+    autograd runs the sink's own hook, which moves the gradient to the sink. A `SummedSink` is
+    returned also for such a parameter, because it returns its sum to autograd.
     """
-    return None if has_gradient_hooks(weight) else getattr(weight, "sink", None)
+    sink: GradSink | None = getattr(weight, "sink", None)
+    return None if has_gradient_hooks(weight) and type(sink) is not SummedSink else sink
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
@@ -448,27 +444,96 @@ def tile_gatherer_of(weight: Tensor) -> TileGatherer | None:
     return getattr(weight, "tile_gatherer", None)
 
 
-def sum_of_products(
-    weight: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE
-) -> Tensor | None:
-    """Adds the sum of products a @ b to the weight's sink, or returns the sum for autograd.
+class SummedSink:
+    """A gradient sink that sums contributions, and passes the sum on as a single contribution.
 
-    All pairs are consumed even if the weight is frozen, because producing a pair may have side
-    effects, such as computing the input's gradient.
+    The sum is computed in the buffer of the parameter's own sink if possible. Otherwise, as in a
+    split backward, it is computed in a temporary tensor: in fp32 if the parameter has 16 bits.
+
+    Args:
+        param: the parameter.
     """
-    sink, total = sink_of(weight), None
-    if sink is not None:
-        sink.add_products(pairs, by)
+
+    def __init__(self, param: Tensor) -> None:
+        self._param, self._sink = param, sink_of(param)
+        self._out: Tensor | None = None
+        self._direct = self._is_set = self._is_counted = False
+
+    def memory(self) -> tuple[Tensor, bool]:
+        if self._out is None:
+            found = None if self._sink is None else self._sink.memory()
+            self._direct = found is not None
+            if found is None:
+                wide = torch.promote_types(self._param.dtype, torch.float32)
+                found = torch.empty_like(self._param, dtype=wide, requires_grad=False), False
+            self._out, self._is_set = found
+        return self._out, self._is_set
+
+    def mark_added(self) -> None:
+        self._is_set = self._is_counted = True
+
+    def add(self, grad: Tensor) -> None:
+        out, add = self.memory()
+        out.add_(grad) if add else out.copy_(grad)
+        self.mark_added()
+
+    def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
+        out, add = self.memory()
+        by.add_product_(out, a, b, fresh=not add)
+        self.mark_added()
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        out, add = self.memory()
+        if not add:
+            out.zero_()
+        out.index_add_(0, index, rows.to(out.dtype))
+        self.mark_added()
+
+    def in_forward(self) -> bool:
+        return self._sink is not None and self._sink.in_forward()
+
+    def defers(self) -> bool:
+        return False
+
+    def done(self) -> Tensor | None:
+        """Passes the sum on. If the parameter has no sink, returns the sum for autograd instead."""
+        if not self._is_counted or self._out is None:
+            return None
+        if self._sink is None:
+            return self._out.to(self._param.dtype)
+        self._sink.mark_added() if self._direct else self._sink.add(self._out)
         return None
-    for a, b in pairs:
-        if weight.requires_grad:
-            total = add_to(total, a, b, by)
-    return total
 
 
-def add_to(total: Tensor | None, a: Tensor, b: Tensor, by: Matmul) -> Tensor:
-    """Returns total + a b, computed in total's memory; without a total, returns a b."""
-    if total is None:
-        return by.product(a, b)
-    by.add_product_(total, a, b, fresh=False)
-    return total
+@contextmanager
+def one_contribution(params: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Context in which all contributions to the gradient of a parameter count as one.
+
+    A layer that computes a gradient in several parts, such as chunks of the sequence, uses it in
+    its backward.
+
+    Args:
+        params: the parameters. Inside the context each trainable one has a `SummedSink`, also if it
+            had no sink, or if only autograd could use its gradient (`sink_of`).
+
+    Yields:
+        A list that gets, when the context ends, the gradient of each parameter for autograd: None
+        if the gradient went to the parameter's sink, or if there was no contribution.
+    """
+    before = [getattr(param, "sink", None) for param in params]
+    sums = [SummedSink(param) if param.requires_grad else None for param in params]
+    returned: list[Tensor | None] = []
+    _set_sinks(params, [new or old for new, old in zip(sums, before, strict=True)])
+    try:
+        yield returned
+    finally:
+        _set_sinks(params, before)
+    returned += [None if total is None else total.done() for total in sums]
+
+
+def _set_sinks(params: Iterable[Tensor], sinks: Iterable[GradSink | None]) -> None:
+    for param, sink in zip(params, sinks, strict=True):
+        if sink is not None:
+            param.sink = sink  # type: ignore[attr-defined]
+        elif hasattr(param, "sink"):
+            del param.sink

@@ -36,11 +36,13 @@ from threed.distributed.collectives import Pending, overlaps_kernels
 from threed.distributed.topology import Axis, Topology
 from threed.layers.contract import contract
 from threed.layers.linear import Product
+from threed.layers.mlp import MLP
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Flag, Slicing
 from threed.memory.arena import Arena
 from threed.memory.io import BLOCK, Disk
 from threed.memory.tiers import Drive, InMemory, OnDrive, StagedBuffer, Storage
+from threed.models.wrapped import Wrapped
 from threed.pipeline.replicated_inputs import ReplicatedInputs
 
 META = torch.device("meta")
@@ -351,20 +353,43 @@ def fully_recomputed(config: Config, layers: Sequence[nn.Module]) -> list[int]:
     return recomputed_layers(config, layers) if config.recompute.mode == "full" else []
 
 
-def set_gathered(config: Config, layers: Sequence[nn.Module]) -> None:
-    """Sets whether column-parallel layers gather their inputs again in the backward.
+def configure(config: Config, layers: Sequence[nn.Module]) -> None:
+    """Sets how layers recompute parts of themselves.
+
+    Column-parallel layers gather their inputs again in the backward, and MLPs run on chunks of the
+    sequence.
 
     Args:
-        config: the configuration, with the key `recompute.gathered`.
+        config: the configuration, with the keys `recompute.gathered` and `recompute.mlp_chunks`.
         layers: all layers of the model.
+
+    Raises:
+        ConfigError: if MLPs are to run on chunks, and the model has none, or one that cannot.
     """
     chosen, full = config.recompute.gathered, fully_recomputed(config, layers)
+    again = _set_chunks(config.recompute.mlp_chunks, layers)
     for number, layer in enumerate(layers):
         for module in layer.modules():
             if isinstance(module, Product) and module.gather:
-                # A layer that is recomputed in full saves the gathered input only until its backward.
-                automatic = number not in full and overlaps_kernels(module.axis)
+                # A layer that is recomputed saves the gathered input only until its backward.
+                kept = number in full or module in again
+                automatic = not kept and overlaps_kernels(module.axis)
                 module.set_regather(automatic if chosen == "auto" else bool(chosen))
+
+
+def _set_chunks(chunks: int, layers: Sequence[nn.Module]) -> set[nn.Module]:
+    """Sets the number of chunks of all MLPs; returns the modules that chunks compute again."""
+    mlps = [part for layer in layers for part in layer.modules() if isinstance(part, MLP)]
+    given, fix = f"--recompute.mlp-chunks {chunks}", "use --recompute.mlp-chunks 1"
+    if chunks > 1 and not mlps:
+        what = "a wrapped module" if isinstance(layers[0], Wrapped) else "this model"
+        raise ConfigError([f"{given}: {what} has no layers.MLP or layers.GatedMLP; {fix}"])
+    for mlp in mlps:
+        if chunks > 1 and getattr(mlp.forward, "__func__", None) is not MLP.forward:
+            kind = type(mlp).__name__
+            raise ConfigError([f"{given}: {kind} replaces the forward of layers.MLP; {fix}"])
+        mlp.set_chunks(chunks)
+    return {part for mlp in mlps if chunks > 1 for part in mlp.modules()}
 
 
 def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[float]:

@@ -260,10 +260,6 @@ class BufferSink:
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
         by.add_product_(self.target, a, b, fresh=False)
 
-    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        for a, b in pairs:
-            self.add_product(a, b, by)
-
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         self.target.index_add_(0, index, rows.to(self.target.dtype))
 

@@ -34,9 +34,9 @@ from threed.models.pipeline_layout import PipelineLayout, partition
 from threed.models.wrapped import find_problems
 from threed.pipeline.activation_checkpointing import (
     build,
+    configure,
     fully_recomputed,
     recomputed_layers,
-    set_gathered,
     sliced_over,
     with_recompute,
 )
@@ -224,7 +224,7 @@ class Blueprint:
             context = Context.names(topology.cp, model.slicing.context.heads.size)
             axes |= {name + SECOND for name in ("tp", *context) if name}
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], stages.links)
-        set_gathered(config, layers)
+        configure(config, layers)
         parts = stages.chunks(topology.axis("pp").index)
         held: Sequence[HasModules] = [layers[n] for part in parts for n in part]
         units = wrapped.units if wrapped else held

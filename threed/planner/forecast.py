@@ -10,36 +10,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import cast
 
 from threed import models, schedules
 from threed.config import Config, ConfigError
-from threed.core.device import assume
+from threed.config.resolution import context_multiple
+from threed.core.device import Specification, assume, memory_bytes
 from threed.core.device import name as device_name
 from threed.core.messages import counted
 from threed.distributed.grid import AXES, Grid
-from threed.distributed.sharding import spec_of
-from threed.distributed.topology import Topology, default_device
+from threed.distributed.topology import default_device
 from threed.layers import Slicing
 from threed.memory.sizes import regime
 from threed.models import Model, options_of
-from threed.models.check import find_missing_records
-from threed.models.measured_partition import Division, LayerBytes, stage_costs, times_by_flops
+from threed.models.measured_partition import Division
 from threed.monitor.meter import peak_tflops
 from threed.ops.precision import dtype
-from threed.pipeline.activation_checkpointing import enable, fully_recomputed, recomputed_layers
-from threed.pipeline.trace import LayerCost, TraceError
 from threed.planner import devices
-from threed.planner.blueprint import Blueprint, Pipeline, step_plan
-from threed.planner.layer_times import division as divided
-from threed.planner.layer_times import layer_times, max_over_ranks, trace_layer_bytes
-from threed.planner.memory_estimate import decide_order, footprint, order_facts, trace
-from threed.planner.order import with_order
+from threed.planner.longest import Longest, longest, step_of
+from threed.planner.stages import Column, Stages, divide
 from threed.planner.step_time import StepTime, forward_flops, step_time, unmodelled
 from threed.schedules import registry, simulation
-from threed.zero.setup import check_tile, state_names
+from threed.zero.setup import state_names
 
 GIB = 2**30
 # The FLOP/s that computation is assumed to reach, divided by the device's peak FLOP/s. Megatron-LM
@@ -95,6 +88,8 @@ class Forecast:
         time: predicted time of a step by its parts; None if the rates of the device are not known
             (`planner.devices`), or if `unmodelled` is not empty.
         unmodelled: the settings because of which `time` is not known.
+        assumed: the GPU that was given to `of`, or None.
+        stages: the stages on the meta device, for the forecast of other lengths of sequences.
         note: empty if `ranks` includes the memory of activations; otherwise the reason why this
             memory is not known.
     """
@@ -116,6 +111,8 @@ class Forecast:
     note: str = ""
     time: StepTime | None = None
     unmodelled: Sequence[str] = ()
+    assumed: Specification | None = None
+    stages: Stages | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -138,8 +135,9 @@ class Forecast:
             ConfigError: if the rates of `gpu` are not known.
             ValueError: if the model cannot be partitioned.
         """
-        with assume(None if gpu is None else _device(gpu, config).spec):
-            return cls._of(config, world, build, division)
+        spec = None if gpu is None else _device(gpu, config).spec
+        with assume(spec):
+            return replace(cls._of(config, world, build, division), assumed=spec)
 
     @classmethod
     def _of(
@@ -152,33 +150,21 @@ class Forecast:
         grid = Grid.of(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
         # A column consists of the ranks with the same tensor-parallel index. Columns whose
         # parameters have the same shapes share a forecast.
-        unique: dict[object, _Column] = {}
-        columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
+        unique: dict[object, Column] = {}
+        columns = [Column(config, grid, build, number) for number in range(grid.tp)]
         columns = [unique.setdefault(column.shapes, column) for column in columns]
-        config = with_order(
-            config, lambda: [order_facts(config, c.layers, c.costs) for c in set(columns)]
-        )
-        for column in columns:
-            column.config = config
         shares = grid.tp * grid.cp  # ranks that divide a layer's work
-        unsharded = columns[0] if shares == 1 else _Column(config, Grid(), build, 0)
-        flops = [sum(costs) for costs in zip(*(column.flops for column in columns), strict=True)]
         unsharded_times = division is None and shares > 1
-        if division is None and p.partition == "measured" and grid.pp > 1:
-            division = _divide(list(unique.values()), flops, build)
-        pipeline = columns[0].pipeline(flops, division)
-        blueprints = {
-            column: [column.blueprint(stage, pipeline) for stage in range(grid.pp)]
-            for column in unique.values()
-        }
-        footprints = {
-            column: [footprint(one, column.costs) for one in stages]
-            for column, stages in blueprints.items()
-        }
+        stages = Stages(
+            columns, config, lambda flops: division or divide([*unique.values()], flops, build)
+        )
+        config, flops, pipeline = stages.config, stages.flops, stages.pipeline
+        division = division or pipeline.division
+        unsharded = columns[0] if shares == 1 else Column(config, Grid(), build, 0)
         ranks = []
         for rank in range(world):
             position = grid.coordinates(rank)
-            sizes = footprints[columns[position["tp"]]][position["pp"]]
+            sizes = stages.footprints[columns[position["tp"]]][position["pp"]]
             layers = pipeline.layout.chunks(position["pp"])
             ranks.append(RankForecast(rank, grid.label(rank), layers, sizes.bytes, sizes.sends))
         costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
@@ -197,15 +183,63 @@ class Forecast:
         if rates is not None and not missing:
             rows = config.train.global_batch // config.train.micro_batch
             work = 3.0 * forward_flops(unsharded.costs) * rows / world
-            first, same = columns[0], [column.costs for column in unique.values()]
-            time = step_time(rates, grid, same, blueprints[first], footprints[first], work)
+            first, same = columns[0], [column.costs for column in stages.footprints]
+            time = step_time(
+                rates, grid, same, stages.blueprints[first], stages.footprints[first], work
+            )
         return cls(
             config, name, grid.sizes, unsharded.parameters, pipeline.plan.microbatches, timeline.bubble,
             fmean(simulation.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
             step_flops=None if division or custom_costs else timeline.makespan / grid.tp,
             measured_s=timeline.makespan if division and not unsharded_times else None,
-            device=gpu, note=columns[0].note, time=time, unmodelled=missing if rates else (),
+            device=gpu, note=columns[0].note, time=time, unmodelled=missing if rates else (), stages=stages,
         )  # fmt: skip
+
+    @functools.cached_property
+    def longest(self) -> Longest | None:
+        """The longest sequence that fits into the memory of the GPU, with the same micro-batch.
+
+        None if it is not known: there is no GPU, stages are balanced by measured times, or the
+        memory of activations is not known or does not depend on `model.seq`. The search makes up to
+        `longest.FORECASTS` more forecasts of the memory.
+        """
+        with assume(self.assumed):
+            limit, stages = memory_bytes(default_device()), self.stages
+        if limit is None or stages is None or self.division or self.note:
+            return None
+        model = stages.columns[0].model
+        if isinstance(model, models.Wrapped) or options_of(model).example is not None:
+            return None
+        seq = self.config.model.seq
+        return longest(self.peak_at, seq, stages.peak, limit, self._step_of_lengths)
+
+    @property
+    def _step_of_lengths(self) -> int:
+        parts = context_multiple(self.config) * self.sizes["tp"]
+        return step_of(self.config.model.seq, parts)
+
+    def peak_at(self, seq: int) -> int:
+        """Returns the largest peak of a rank in bytes, with sequences of another length.
+
+        Raises:
+            ValueError: if the model cannot run on such sequences.
+        """
+        assert self.stages is not None
+        with assume(self.assumed):
+            return self.stages.at(seq).peak
+
+    def longest_text(self) -> str:
+        """Returns a line with `longest`; empty if it is not known."""
+        found = self.longest
+        if found is None:
+            return ""
+        with assume(self.assumed):
+            memory = f"{_gib(memory_bytes(default_device()) or 0)} GiB"
+        if not found.seq:
+            return f"longest    no sequence fits into {memory}: {self._step_of_lengths:,} tokens are too long"
+        least = "" if found.exact else "at least "
+        why = f"; the model takes no longer one: {found.why}" if found.why else ""
+        return f"longest    a sequence of {least}{found.seq:,} tokens fits into {memory}{why}"
 
     @property
     def seconds(self) -> float | None:
@@ -370,136 +404,6 @@ def _widths(config: Config) -> tuple[int, int]:
     """Returns the bytes per element of parameters, and per element of gradients."""
     grads = config.precision.grad_dtype or "fp32"
     return dtype(config.precision.dtype).itemsize, dtype(grads).itemsize
-
-
-class _Column:
-    """The ranks with the same tensor-parallel index.
-
-    All of these ranks share one model on the meta device, and the costs of its layers.
-    """
-
-    def __init__(
-        self, config: Config, grid: Grid, build: Callable[[Slicing], Model], number: int
-    ) -> None:
-        self.config, self.grid, self.number = config, grid, number
-        self.topology = Topology.on_meta(grid, number)
-        self.model = build(Slicing.of(self.topology, config))
-        self.note = ""
-        self.layers = self.model.layers()
-        if isinstance(self.model, models.Wrapped):
-            self._prepare_module(self.model)
-        elif problems := list(find_missing_records(self.layers)):
-            raise ConfigError(problems)
-        self.shapes = tuple(
-            tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers
-        )
-
-    def _prepare_module(self, model: models.Wrapped) -> None:
-        """Moves a wrapped module to the meta device, and enables activation recomputation in it.
-
-        Raises:
-            ConfigError: if the configuration needs a feature that modules do not have.
-        """
-        if problems := models.find_split_problems(model, self.grid.pp, self.grid.tp, self.grid.cp):
-            raise ConfigError(problems)
-        check_tile(self.config.zero.tile, 1, wrapped=True)
-        self.config = decide_order(self.config, model, self.layers, self.topology)
-        enable(model.module, self.config)
-        model.to_meta()
-
-    @functools.cached_property
-    def costs(self) -> list[LayerCost]:
-        """The traced costs of all layers of the model, on a rank of this column."""
-        recomputed = recomputed_layers(self.config, self.layers)
-        try:
-            return trace(self.model, self.layers, self.config, self.topology, recomputed)
-        except TraceError as error:
-            if not isinstance(self.model, models.Wrapped):
-                raise
-            # A wrapped module is a single layer, so no partition by costs is needed. Its FLOPs are
-            # estimated from the number of parameters (arXiv 2001.08361, section 2.1).
-            self.note = f"of activations is not known: {error.__cause__} (on the meta device)"
-            tokens = self.config.train.micro_batch * self.config.model.seq
-            return [LayerCost(2 * self.parameters * tokens)]
-
-    @property
-    def flops(self) -> list[float]:
-        """The model's custom cost of each layer or, without custom costs, the FLOPs of each layer.
-
-        The FLOPs are the sum of forward and backward, where a backward counts as two forwards.
-        """
-        custom_costs = options_of(self.model).costs
-        return (
-            [3.0 * cost.flops for cost in self.costs]
-            if custom_costs is None
-            else list(custom_costs(self.config.train.micro_batch))
-        )
-
-    @property
-    def parameters(self) -> int:
-        """The number of elements of all parameters of the model on this column, without padding."""
-        found = {
-            spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()
-        }
-        return sum(found.values())
-
-    def pipeline(self, flops: Sequence[float], division: Division | None) -> Pipeline:
-        """Returns the stages and the plan, which are the same for all columns.
-
-        Args:
-            flops: FLOPs of the layers, summed over columns.
-            division: the partition by measured times, or None.
-        """
-        return Pipeline.of(
-            self.layers, self.topology, self.config, lambda: flops, lambda _: cast(Division, division)
-        )  # fmt: skip
-
-    def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
-        """Returns costs of stages for a simulation, in FLOPs or in the unit of custom costs."""
-        again = fully_recomputed(self.config, self.layers)
-        return stage_costs(times_by_flops(flops, again), pipeline.layout.ranges)
-
-    def blueprint(self, stage: int, pipeline: Pipeline) -> Blueprint:
-        """Returns a stage's blueprint on the first rank with this tensor-parallel index."""
-        position = {**dict.fromkeys(AXES, 0), "pp": stage, "tp": self.number}
-        topology = Topology.on_meta(self.grid, self.grid.rank_of(position))
-        return Blueprint.build(self.model, self.layers, topology, self.config, pipeline)
-
-
-def _divide(
-    columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]
-) -> Division:
-    """Measures the times of a model's layers in this process, and partitions the model by them.
-
-    The measured layers are not sharded, even if the configuration has several tensor ranks: a
-    sharded layer would have to communicate with tensor ranks that do not exist. In this case a
-    notice in the result states that the times are of unsharded layers.
-
-    Args:
-        columns: the columns with different parameter shapes.
-        flops: FLOPs of the layers, summed over all columns.
-        build: function that builds the model for a `Slicing`.
-    """
-    first, device = columns[0], default_device()
-    config, plan = first.config, step_plan(first.config, first.topology.dp)
-    alone = Topology.on_meta(Grid(), 0)
-    model = build(Slicing(alone.axis("tp"), False, config.train.seed, config.zero.tile))
-    layers, shares = model.layers(), first.grid.tp * first.grid.cp
-    times = layer_times(model, layers, config, alone, device)
-
-    def layer_sizes() -> list[LayerBytes]:
-        return max_over_ranks(
-            [
-                trace_layer_bytes(c.model, c.layers, config, c.topology, device, plan.ways)
-                for c in columns
-            ]
-        )
-
-    division = divided(plan, first.layers, times, flops, layer_sizes, config, device)
-    if shares == 1:
-        return division
-    notice = f"times of unsharded layers, not of 1/{shares} of each"
-    return replace(division, notices=(notice, *division.notices))
 
 
 def _order_text(microbatches: int) -> str:

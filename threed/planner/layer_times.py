@@ -86,7 +86,7 @@ def _measure(
     """
     before, precision = Counter(topology.traffic), config.precision
     numbers = activation_checkpointing.recomputed_layers(config, layers)
-    activation_checkpointing.set_gathered(config, layers)
+    activation_checkpointing.configure(config, layers)
     timer = Timer(
         example(model, config, device), dtype(precision.dtype), dtype(precision.grad_dtype or "fp32"), device,
         config.train.seed, lambda layer: compiling.compile_layers([layer], layers, config.run),

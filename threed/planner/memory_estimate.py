@@ -39,19 +39,16 @@ from threed.pipeline.transport import SlicedLinks, links
 from threed.planner.blueprint import Blueprint
 from threed.planner.gathering import Gathering, gathering
 from threed.planner.order import with_order
+from threed.planner.reductions import Reductions
 from threed.schedules import Action, Kind
 from threed.schedules.action import COMPUTE
 from threed.zero import setup
 from threed.zero.layout import Group, Layout
 from threed.zero.optimistic import copied_bytes
-from threed.zero.reducer import Reducer
 from threed.zero.state import State, holdings, new_state, storages
 
 # Number of messages to other stages that are in flight at the same time.
 MESSAGES = 2
-# Number of backwards after which the reducer has allocated all buffers that it uses in a step.
-# Later backwards reuse these buffers, so only this many backwards are measured.
-STEADY = 3
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def trace(
             The message names the layer.
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
-    activation_checkpointing.set_gathered(config, layers)
+    activation_checkpointing.configure(config, layers)
     tracer = Tracer(example(model, config), wide, grads, topology.traffic)
     costs = tracer.trace(
         layers, activation_checkpointing.for_tracing(config, recomputed, model.slicing)
@@ -167,44 +164,76 @@ def _to_device(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tenso
     )
 
 
-def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
+class Fixed:
+    """The part of a rank's footprint that does not depend on activations.
+
+    Args:
+        blueprint: the rank's blueprint, on the meta device.
+
+    Attributes:
+        bytes: bytes of parameters, gradients, optimizer states and copies, as in `Footprint`.
+        sends: bytes that gathers and reductions send per step, by axis.
+        gathers: part of the bytes sent over dp that gathers of parameters send.
+        gathered: the gathers of each chunk.
+        reductions: memory of gradient reductions.
+    """
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        layout, traffic = blueprint.layout, blueprint.topology.traffic
+        before = Counter(traffic)
+        states = [new_state(bucket, layout.policy) for bucket in layout.buckets]
+        self.gathered = _gather(blueprint)
+        self.gathers = traffic["dp"] - before["dp"]
+        self.reductions = Reductions(blueprint, states)
+        self.sends = {axis: traffic[axis] - before[axis] for axis in AXES}
+        self.bytes = _state_bytes(blueprint, states)
+
+
+def _state_bytes(blueprint: Blueprint, states: Sequence[State]) -> dict[str, int]:
+    """Returns the bytes of parameters, gradients, optimizer states and copies of them, by kind."""
+    config, layout = blueprint.config, blueprint.layout
+    gpu = default_device().type == "cuda"
+    sizes = holdings(layout, states, gpu)
+    if blueprint.optimistic:
+        sizes["optimizer"] += copied_bytes(states)
+    if config.zero.delayed_update:
+        sizes["optimizer"] += sum(
+            bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets
+        )
+    saving = save_bytes(config.checkpoint, layout, states, gpu)
+    copies = memory_bytes(config, layout, states, gpu)
+    if gpu:
+        sizes["offloaded"] += saving + copies
+        return sizes
+    return sizes | {kind: size for kind, size in (("saving", saving), ("copies", copies)) if size}
+
+
+def footprint(
+    blueprint: Blueprint, costs: Sequence[LayerCost], fixed: Fixed | None = None
+) -> Footprint:
     """Returns the memory and traffic of this rank.
 
     Args:
         blueprint: the rank's blueprint, on the meta device.
         costs: costs of all layers of the model, see `trace`.
+        fixed: the part that does not depend on `costs`, if it is known already.
     """
-    config, layout, traffic = blueprint.config, blueprint.layout, blueprint.topology.traffic
-    delayed, before = config.zero.delayed_update, Counter(traffic)
-    states = [new_state(bucket, layout.policy) for bucket in layout.buckets]
-    sizes = holdings(layout, states, default_device().type == "cuda")
-    if blueprint.optimistic:
-        sizes["optimizer"] += copied_bytes(states)
-    if delayed:
-        sizes["optimizer"] += sum(
-            bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets
-        )
-    gathered = _gather(blueprint)
-    gathers = traffic["dp"] - before["dp"]
+    fixed = fixed or Fixed(blueprint)
+    sizes, sends, gathered = dict(fixed.bytes), dict(fixed.sends), fixed.gathered
     chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
-    reductions = _Reductions(blueprint, states)
     if blueprint.layer_major:
-        kept, peak = _activations_by_layer(blueprint, chunks[0], reductions, gathered[0])
+        kept, peak = _activations_by_layer(blueprint, chunks[0], fixed.reductions, gathered[0])
     else:
-        kept, peak = _activations(blueprint, chunks, reductions, gathered)
-    sizes["activations"] = kept
-    sizes["buffers"] = peak - kept + _tile_bytes(layout) + _constant_bytes(blueprint, chunks)
-    sends = {axis: traffic[axis] - before[axis] for axis in AXES}
-    _count_pass_traffic(blueprint, chunks, sends)
+        kept, peak = _activations(blueprint, chunks, fixed.reductions, gathered)
+    constant = _tile_bytes(blueprint.layout) + _constant_bytes(blueprint, chunks)
     offloaded = sizes.pop("offloaded") + _offloaded_activations(blueprint, chunks)
-    gpu = default_device().type == "cuda"
-    saving = save_bytes(config.checkpoint, layout, states, gpu)
-    sizes |= {"saving": saving} if saving and not gpu else {}
-    copies = memory_bytes(config, layout, states, gpu)
-    sizes |= {"copies": copies} if copies and not gpu else {}
-    offloaded += saving + copies if gpu else 0
+    copies = {kind: sizes.pop(kind) for kind in ("saving", "copies") if kind in sizes}
+    sizes |= {"activations": kept, "buffers": peak - kept + constant} | copies
     sizes["peak"] = sum(sizes.values())
-    return Footprint({**sizes, **({"offloaded": offloaded} if offloaded else {})}, sends, gathers)
+    _count_pass_traffic(blueprint, chunks, sends)
+    if offloaded:
+        sizes["offloaded"] = offloaded
+    return Footprint(sizes, sends, fixed.gathers)
 
 
 def decide_order(
@@ -306,7 +335,7 @@ def _constant_bytes(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]])
 def _activations(
     blueprint: Blueprint,
     chunks: Sequence[Sequence[LayerCost]],
-    reductions: _Reductions,
+    reductions: Reductions,
     gathered: Sequence[Gathering[Group]],
 ) -> tuple[int, int]:
     """Returns the peak of kept activations, and the peak including temporary memory, in bytes."""
@@ -324,23 +353,20 @@ def _activations(
         if not (own and plan.is_left(rank, plan.microbatches - 1))
     ]
     current = kept = peak = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
+    standing = reductions.standing
     units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
     for number, action in enumerate(actions):
         chunk_pass, full = passes[action.chunk], gathered[action.chunk]
         if action.kind is Kind.F:
-            peak = max(
-                peak, current + chunk_pass.forward + reductions.standing + full.forward * width
-            )
+            peak = max(peak, current + chunk_pass.forward + standing + full.forward * width)
             current = current + chunk_pass.kept
             kept = max(kept, current)
             continue
         # If the backward is split into the actions I (gradient of the input) and W (gradients of
         # the weights), the activations of a micro-batch are kept until W.
         if action.kind is Kind.W:
-            peak, current = max(peak, current + reductions.standing), current - chunk_pass.kept
-            reductions.standing = max(
-                reductions.standing, reductions.kept_between if reductions.always else 0
-            )
+            peak, current = max(peak, current + standing), current - chunk_pass.kept
+            standing = max(standing, reductions.kept_between if reductions.always else 0)
             continue
         reduces = reductions.always or number in ending
         first = units[action.chunk]
@@ -350,9 +376,7 @@ def _activations(
             extra = numel * width + (reductions.during[unit] if reduces else 0)
             peak = max(peak, current - chunk_pass.kept + nbytes + extra)
         current -= 0 if action.kind is Kind.I else chunk_pass.kept
-        reductions.standing = max(
-            reductions.standing, reductions.kept_between if reductions.always else 0
-        )
+        standing = max(standing, reductions.kept_between if reductions.always else 0)
     # In an asynchronous plan (2BW), a rank first runs the remaining backwards of the previous step.
     # A rank with fewer of them than another rank completes that step earlier. Its reducer keeps
     # buffers while it waits for the other rank.
@@ -363,7 +387,7 @@ def _activations(
 def _activations_by_layer(
     blueprint: Blueprint,
     layers: Sequence[LayerCost],
-    reductions: _Reductions,
+    reductions: Reductions,
     gathered: Gathering[Group],
 ) -> tuple[int, int]:
     """Returns the results of `_activations` for layer-major order.
@@ -499,78 +523,3 @@ def _count_pass_traffic(
             sends["tp"] += (
                 microbatches * source * back // tensor.size * (tensor.size - 1) if sliced else 0
             )
-
-
-class _Reductions:
-    """Temporary memory of gradient reductions, measured with a `Reducer` on the meta device.
-
-    Attributes:
-        always: True if every backward reduces gradients (ZeRO-2 and 3), False if only the last
-            backward of a step does.
-        during: per layer, peak bytes of the reducer while the layer's backward runs.
-        kept_between: bytes that the reducer keeps between two backwards; used only if `always`.
-        waiting: bytes that the reducer keeps while the rank waits for other stages at the end of a
-            step.
-        end: peak bytes of the reducer at the end of a step.
-        standing: bytes that the reducer keeps from step to step.
-    """
-
-    def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
-        layout, config = blueprint.layout, blueprint.config
-        reducer = Reducer(layout, setup.gradient_codecs(config), whole_step=blueprint.layer_major)
-        self.always = reducer.rounds
-        plan = blueprint.pipeline.plan
-        self.passes = plan.microbatches // plan.ways  # number of backwards of a step per chunk
-        rounds = min(self.passes, STEADY) if reducer.rounds else 1
-        traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
-        # host buffers for drives are not measured here, because `_constant_bytes` counts them
-        staged = [drive.take() for drive in layout.policy.drives]
-        with Watch([*storages(layout, states), *staged]) as watch:
-            # The second step may have a different peak, because it reuses buffers of the first one.
-            for _ in range(2 if layout.policy.slices_gradients and rounds < STEADY else 1):
-                traffic.clear()
-                traffic.update(before)
-                self._step(blueprint, reducer, rounds, watch)
-            self.standing = watch.bytes()
-
-    def _step(self, blueprint: Blueprint, reducer: Reducer, rounds: int, watch: Watch) -> None:
-        """Runs the reductions of a step with `rounds` backwards per chunk; records their memory.
-
-        If a step of the run has more backwards than `rounds`, each additional one is assumed to
-        send as many bytes as the last backward that runs here.
-        """
-        traffic = blueprint.topology.traffic
-        reducer.begin(rounds)
-        self.during: dict[int, int] = {}
-        for _ in range(rounds):
-            before = Counter(traffic)
-            last = sum(len(chunk) for chunk in blueprint.chunks)
-            for chunk in reversed(range(len(blueprint.chunks))):
-                first = last - len(blueprint.chunks[chunk])
-                self._backward(reducer, blueprint, range(first, last), watch)
-                reducer.pass_ended(chunk)
-                last = first
-        self.kept_between = watch.begin()
-        for label in traffic if self.always else ():
-            traffic[label] += (traffic[label] - before[label]) * (self.passes - rounds)
-        asynchronous = blueprint.pipeline.plan.asynchronous
-        finish = reducer.close() if asynchronous else reducer.finish
-        self.waiting = watch.bytes()
-        finish()
-        self.end = watch.most
-
-    def _backward(
-        self, reducer: Reducer, blueprint: Blueprint, layers: range, watch: Watch
-    ) -> None:
-        """Adds a gradient for every use of a parameter in these layers, in reverse order."""
-        layout = blueprint.layout
-        found = torch.empty((), dtype=layout.policy.grad_dtype, device=META)
-        for layer in reversed(layers):
-            watch.begin()
-            for unit in reversed(blueprint.units_of(layer)):
-                for slot in reversed(layout.slots):
-                    for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
-                        reducer.sink_of(slot).add(found.expand(slot.param.shape))
-                if not self.always:
-                    reducer.unit_ended(unit)
-            self.during[layer] = watch.most

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from threed.distributed.sharding import is_managed
-from threed.layers.slicing import ForwardScope, add_to
+from threed.layers.slicing import ForwardScope
 from threed.ops.matmul import NATIVE, Matmul
 from threed.zero.contributions import (
     Contributions,
@@ -132,30 +131,6 @@ class Sink:
             return self.add(by.product(a, b))
         by.add_product_(self._target(), a, b, fresh=not self.counts.added)
         return self.mark_added()
-
-    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds the sum of matrix products `a @ b`, computed one at a time, as one contribution.
-
-        `pairs` yields one pair (a, b) at a time to save memory. If contributions are deferred, a
-        single pair is kept as its two factors. Several pairs are multiplied now, and only the sum
-        of their products is kept, because keeping all factors would need more memory.
-        """
-        self._check_loss()
-        total, fresh = None, not self.counts.added
-        pairs = iter(pairs)
-        if self.defers():
-            first, second = next(pairs, None), next(pairs, None)
-            if first is not None and second is None:
-                return self.add_product(*first, by)
-            pairs = chain((pair for pair in (first, second) if pair is not None), pairs)
-        direct = not (self.defers() or self.is_late())
-        for a, b in pairs:
-            if direct:
-                by.add_product_(self._target(), a, b, fresh=fresh)
-                fresh = False
-            else:
-                total = add_to(total, a, b, by)
-        self.mark_added() if total is None else self.add(total)
 
     def _check_loss(self) -> None:
         """Raises RuntimeError if the gradient was computed during a layer's forward."""
