@@ -419,6 +419,9 @@ class DataConfig(_Group):
     split: ValidationShare = 0.05
     """fraction of the data used for validation: the last tokens, or some files of the default
     corpus"""
+    packing: Switch = False
+    """keep the documents of a window apart: tokens attend only to their own document, and positions
+    begin at 0 in each document; needs a model of threed.layers"""
 
 
 class CheckpointConfig(_Group):

@@ -18,6 +18,8 @@ class Contract:
         runs_vary: whether some submodule runs a data-dependent number of times per micro-batch, so
             that the number of contributions to its gradients varies.
         compilable: whether torch.compile can compile the forward as one graph.
+        documents: whether the layer keeps packed documents apart: it acts on each position alone,
+            or reads `MicroBatch.documents`. Otherwise batches with documents are refused.
     """
 
     name: str = ""
@@ -25,6 +27,7 @@ class Contract:
     backward_reads_weights: bool = True
     runs_vary: bool = False
     compilable: bool = False
+    documents: bool = False
 
 
 class PipelineLayer(nn.Module, Contract):

@@ -128,6 +128,7 @@ class LanguageModelHead(PipelineLayer):
     """
 
     matmul = NATIVE
+    documents = True
     # The head's backward follows its forward immediately, so recomputation would free no memory.
     recomputable = False
 
