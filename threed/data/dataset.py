@@ -123,14 +123,15 @@ def open_data(
 
     Raises:
         ValueError: if the data are missing, empty or malformed, if a split is too short for one
-            sample, or if ids are outside the vocabulary; the message states the fix.
+            sample, if ids are outside the vocabulary, or if no document ends as `packing` requires;
+            the message states the fix.
     """
     _check_split(split)
     encoder = load_tokenizer(tokenizer, bos, special_tokens)
     folder, notice = cache_folder(cache)
     where = Path(path).expanduser() if path is not None else None
     if where and is_megatron(where):
-        opened = _open_pair(where, encoder, split, folder)
+        opened = _open_pair(where, encoder, split, folder, packing)
     else:
         opened = _open_text(_find_source(where), encoder, split, folder)
     train, valid = opened.tokens[: opened.cut], opened.tokens[opened.cut :]
@@ -322,7 +323,9 @@ def _write_tokens(out: BinaryIO, files: tuple[TextFile, ...], tokenizer: Tokeniz
     return written
 
 
-def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> _Opened:
+def _open_pair(
+    path: Path, tokenizer: Tokenizer, split: float, folder: Path, packing: bool
+) -> _Opened:
     tokens = open_tokens(path)
     data, index = pair_of(path)
     source = TextSource(str(path), tuple(TextFile(file.name, file) for file in (data, index)))
@@ -342,7 +345,10 @@ def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> 
         return {"facts": _measure(tokens[cut:], tokenizer, split), "borders": asdict(borders)}
 
     record = build_once(folder, f"facts-{key}", measure).record
-    notice = Borders(**record["borders"]).notice(str(path), tokenizer)
+    borders = Borders(**record["borders"])
+    notice = borders.notice(str(path), tokenizer)
+    if packing and not borders.ended:
+        raise ValueError(f"--data.packing true finds no documents: {notice}")
     return _Opened(tokens, cut, known["sha256"], record["facts"], str(path), notice)
 
 

@@ -124,7 +124,8 @@ class Samples:
         }
         if self.end is not None:
             ends = batch["tokens"] == self.end
-            batch["labels"].masked_fill_(ends, IGNORED)
+            # A copy, because the labels of a single row share their memory with the tokens.
+            batch["labels"] = batch["labels"].masked_fill(ends, IGNORED)
             batch["documents"] = ends.cumsum(1) - ends.long()
         return batch
 

@@ -27,7 +27,7 @@ from threed.layers import Embedding, LanguageModelHead, MicroBatch
 from threed.layers.contract import contract, title
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
-from threed.models.loss_items import count_items, with_some_label
+from threed.models.loss_items import class_labels, count_items, with_some_label
 from threed.ops.positions import IGNORED
 from threed.ops.precision import dtype
 
@@ -56,13 +56,14 @@ class Batches:
         self.topology, self.slicing = topology, model.slicing
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
+        self.packing = config.data.packing
         self.casts, self.loss_chunks = config.precision.cast_inputs, config.recompute.loss_chunks
         needs = {"tokens": Embedding, "labels": LanguageModelHead}
         self.ids = [
             key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)
         ]
         self.empty = Flag("the global batch has no valid label (all are below 0)", error=False)
-        self.decreasing = Flag("numbers of documents that decrease along a row of 'documents'")
+        self.decreasing = Flag("'documents' that decrease along a row")
         self._no_documents = _documents_problem(self.wrapped, layers, config, topology)
         if config.data.packing and self._no_documents:
             raise ConfigError([f"--data.packing true: {self._no_documents}"])
@@ -105,22 +106,28 @@ class Batches:
                     f"the batch's {key!r} are {list(batch[key].shape)}: the model needs {key!r} [b s]"
                 )
 
-    def _check_documents(self, batch: Batch) -> None:
-        """Raises ValueError if the model supports no 'documents', or if they are not int64 [b s]."""
-        documents, tokens = batch["documents"], batch.get("tokens")
+    def _end_documents(self, tensors: dict[str, Tensor]) -> None:
+        """Ignores the label of each token whose next token belongs to another document.
+
+        Raises:
+            ValueError: if the batch has documents that the model does not support, or that are not
+                int64 [b s]; or if it has none although `data.packing` is true.
+        """
+        documents, tokens = tensors.get("documents"), tensors.get("tokens")
+        if documents is None:
+            if self.packing:
+                fix = "open the data with open_data(..., packing=True)"
+                raise ValueError(f"--data.packing true, and the batch has no 'documents': {fix}")
+            return
         if self._no_documents:
             raise ValueError(f"the batch has 'documents': {self._no_documents}")
         if tokens is None or documents.shape != tokens.shape or documents.dtype != torch.int64:
             given = f"{str(documents.dtype).removeprefix('torch.')} {list(documents.shape)}"
-            expected = "'tokens' [b s]" if tokens is None else f"'tokens' {list(tokens.shape)}"
-            raise ValueError(
-                f"the batch's 'documents' are {given}: pass one int64 number per token, in the shape of the batch's {expected}"
-            )
-
-    def _end_documents(self, tensors: dict[str, Tensor]) -> None:
-        """Ignores the label of each token whose next token belongs to another document."""
-        documents, labels = tensors["documents"], tensors.get("labels")
+            shape = "[b s]" if tokens is None else str(list(tokens.shape))
+            fix = f"pass one int64 number per token, in the shape of the batch's 'tokens' {shape}"
+            raise ValueError(f"the batch's 'documents' are {given}: {fix}")
         self.decreasing.note(documents[:, 1:] < documents[:, :-1])
+        labels = class_labels(tensors)
         if labels is not None and labels.shape == documents.shape:
             ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1))
             tensors["labels"] = labels.masked_fill(ends, IGNORED)
@@ -179,9 +186,7 @@ class Batches:
             if "tokens" in batch:
                 # this call raises an error if the sequence cannot be split over ranks
                 self.slicing.positions(batch["tokens"].shape[1])
-            if "documents" in batch:
-                self._check_documents(batch)
-                self._end_documents(tensors)
+            self._end_documents(tensors)
             first, device = consumed + data.index * rows, self.topology.device
             tensors.setdefault("samples", torch.arange(first, first + rows, device=device))
         parts = [
