@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import configs
+from tests import configs, programs
 from tests.configs import SEQ, VOCAB, Case, config_of, engine_of, share
-from tests.harness import run_ranks
+from tests.harness import run_ranks, run_script
+from tests.training.test_pretrain import environment
 from threed import layers, models
 from threed.config import Config
 from threed.engine import Engine, LayeredEngine
 from threed.layers import Causal, MicroBatch, Slicing, embedding
+from threed.monitor import metrics
 from threed.ops import attention, rotary
 from threed.ops.positions import in_documents
 from threed.pipeline.batches import Batches
@@ -357,3 +361,51 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     }
     assert said.keys() == expected.keys()
     assert not [name for name, start in expected.items() if not said[name].startswith(start)], said
+
+
+# --------------------------------------------------------------------------------- command line
+
+TRAIN = [
+    "-m", "threed", "train", "llama", "--model.layers", "2", "--model.hidden", "32", "--model.heads", "4",
+    "--model.seq", "32", "--train.steps", "8", "--train.global-batch", "8", "--train.micro-batch", "2",
+    "--train.eval-samples", "4", "--train.sample-tokens", "8", "--optim.warmup", "2", "--log.wandb", "off",
+    "--log.every", "1", "--data.path", "texts.jsonl", "--data.split", "0.2",
+]  # fmt: skip
+TOPOLOGIES = {
+    "one": [],
+    "tp2": ["--parallel.tp", "2"],
+    "pp2": ["--parallel.pp", "2", "--parallel.schedule", "zb-h1", "--recompute.mode", "full"],
+    "dp2": ["--zero.stage", "3"],
+}
+
+
+def test_the_command_line_packs_a_file_of_documents(tmp_path: Path) -> None:
+    lines = [f"document {n} is about {n * n} things"[: 9 + n % 23] for n in range(300)]
+    text = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    (tmp_path / "texts.jsonl").write_text(text)
+
+    def train(name: str, *flags: str) -> list[dict[str, float]]:
+        ranks, flags = (1 if name in ("one", "plain") else 2), (*flags, "--run.dir", f"runs/{name}")
+        done = run_script(ranks, [*TRAIN, *flags], tmp_path, environment(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "the model writes" in done.stdout
+        return metrics.read(tmp_path / "runs" / name / "metrics.jsonl")
+
+    packed = ("--data.packing", "true", "--precision.dtype", "fp64")
+    found = {name: train(name, *packed, *flags) for name, flags in TOPOLOGIES.items()}
+    for name in ("train/loss", "val/loss", "val/bits_per_byte"):
+        one, *others = ([row[name] for row in rows if name in row] for rows in found.values())
+        assert one
+        assert others == [pytest.approx(one, rel=1e-9)] * 3  # fp64, other orders of sums
+    assert train("plain", "--precision.dtype", "fp64")[0] != found["one"][0]
+    again = run_script(
+        1, [*TRAIN, *packed[2:], "--run.dir", "runs/one", "--train.steps", "9"], tmp_path, environment(tmp_path)
+    )  # fmt: skip
+    assert "changed    data.packing was true and is false: " in again.stdout, again.stderr
+
+
+def test_a_plan_counts_all_pairs(tmp_path: Path) -> None:
+    plan = ["-m", "threed", "plan", "gpt", "--preset", "tiny", "--data.packing"]
+    done = [programs.run([*plan, word], tmp_path, environment(tmp_path)) for word in ("true", "false")]  # fmt: skip
+    assert done[0].returncode == 0, done[0].stderr
+    assert done[0].stdout == done[1].stdout
