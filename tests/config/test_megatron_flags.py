@@ -325,7 +325,7 @@ def test_the_flags_and_the_arguments_in_a_checkpoint_give_one_model(flags: str) 
             "cannot be divided evenly",
         ),
         ("--pipeline-model-parallel-layout Etm|L", "needs E in the first stage"),
-        ("--reset-position-ids --eod-mask-loss", "--reset-position-ids: threed has all of"),
+        ("--reset-position-ids --eod-mask-loss", "--reset-position-ids: give --reset-position-ids --"),
         (
             "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|tL",
             "3 stages are not a multiple of 2 pipeline ranks",

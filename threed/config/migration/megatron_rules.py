@@ -445,15 +445,12 @@ def _data(given: Given) -> Items:
         yield Setting("data.path", paths[-1], ("data-path",))
     if "split" in given or paths:
         yield Setting("data.split", _share(given.text("split", "969,30,1")), given.among("split"))
-    packing = given.among(*_PACKING)
-    if len(packing) == len(_PACKING):
+    names = ("reset-position-ids", "reset-attention-mask", "eod-mask-loss")
+    if packing := given.among(*names):
+        if len(packing) < len(names):
+            fix = f"give --{' --'.join(names)}, or none of the three"
+            raise Untranslatable(f"--{packing[0]}: {fix}")
         yield Setting("data.packing", "true", packing)
-    elif packing:
-        joined = " ".join(f"--{name}" for name in _PACKING)
-        raise Untranslatable(f"--{packing[0]}: threed has all of {joined} or none; give all three")
-
-
-_PACKING = ("reset-position-ids", "reset-attention-mask", "eod-mask-loss")
 
 
 def _share(text: str) -> str:
