@@ -64,10 +64,10 @@ class Attention(nn.Module):
         core: function or module that computes attention for this rank's heads over full sequences,
             after norms and rotary positions: q [s b a/t d], k and v [s b k/t d] (a single head if
             k < t) -> [s b a/t d] or [s b (a/t d)]. Default: `Causal`. A core with a custom mask can
-            call `attend`. If it has a parameter `documents`, it is called with the micro-batch's
-            documents [b s], if there are any. `slicing.heads(a)` returns the global indices of this rank's heads.
-            Parameters of a core are either sharded by heads, or replicated with partial gradients
-            (`slicing.shared(..., partial=True)`).
+            call `attend`. If it has a parameter `documents`, it is called with the documents
+            [b s] of the micro-batch, if there are any. `slicing.heads(a)` returns the global
+            indices of this rank's heads. Parameters of a core are either sharded by heads, or
+            replicated with partial gradients (`slicing.shared(..., partial=True)`).
         std: standard deviation of the initial weights of query, key and value.
         out_std: standard deviation of the initial weights of the output projection.
 
