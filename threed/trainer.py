@@ -331,7 +331,7 @@ def open_configured(config: Config) -> Data:
     d = config.data
     return open_data(
         d.path, d.tokenizer, d.split, config.model.seq, config.train.seed,
-        bos=d.bos, special_tokens=d.special_tokens,
+        bos=d.bos, special_tokens=d.special_tokens, packing=d.packing,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from tests.accelerator.late import Device, late, where
 from tests.accelerator.pretend import Pretend, pretending
 from tests.accelerator.test_late import differences, same_kernels
 from tests.accelerator.watching import IN_CAPTURE, summary
-from tests.configs import Case
+from tests.configs import SEQ, Case
 from threed.config import Config, ConfigError, RunConfig
 from threed.config.checks import find_problems
 from threed.core import device as door
@@ -259,6 +259,19 @@ REFUSED = {
 def test_a_layer_that_cannot_be_captured_is_refused_by_name(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=f"--run.graphs true: {REFUSED[wrong]}.*use --run.graphs"):
         run_planted(wrong)
+
+
+def test_documents_are_refused_without_flex_attention() -> None:
+    """Attention then reads their borders on the host."""
+    config = config_of(Case(microbatches=1))
+    numbers = torch.arange(SEQ).div(3, rounding_mode="floor").expand(8, -1).contiguous()
+    batch = {**configs.batch(0, 8), "documents": numbers}
+    with late(1):
+        engine = configs.engine_of(config)
+        for _ in range(2):  # the third micro-batch is rehearsed
+            engine.step(batch)
+        with pytest.raises(ConfigError, match="a value crosses between host and device"):
+            engine.step(batch)
 
 
 def test_what_only_the_capture_shows_is_an_error_that_says_what_to_do() -> None:

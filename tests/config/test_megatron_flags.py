@@ -219,6 +219,10 @@ def test_the_example_of_the_page_is_a_real_one() -> None:
         (f"{SHAPE} --data-path 1.0 a_text", {"data.path": "a_text", "data.split": "0.03"}),
         (f"{SHAPE} --data-path a --split 949,50,1", {"data.split": "0.05"}),
         (
+            f"{SHAPE} --eod-mask-loss --reset-position-ids --reset-attention-mask",
+            {"data.packing": "true"},
+        ),
+        (
             f"{SHAPE} --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok",
             {"data.tokenizer": "tok"},
         ),
@@ -321,6 +325,7 @@ def test_the_flags_and_the_arguments_in_a_checkpoint_give_one_model(flags: str) 
             "cannot be divided evenly",
         ),
         ("--pipeline-model-parallel-layout Etm|L", "needs E in the first stage"),
+        ("--reset-position-ids --eod-mask-loss", "--reset-position-ids: give --reset-position-ids --"),
         (
             "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|tL",
             "3 stages are not a multiple of 2 pipeline ranks",

@@ -117,6 +117,8 @@ MEGATRON: Mapping[str, str] = {
         "save",
     "run.dir checkpoint.resume":
         "load",
+    "data.packing":
+        "reset-position-ids reset-attention-mask eod-mask-loss",
     "run.hang-timeout":
         "distributed-timeout-minutes",
     "train.eval-every":
@@ -152,8 +154,8 @@ MEGATRON: Mapping[str, str] = {
         " account-for-embedding-in-pipeline-split expert-model-parallel-size"
         " num-experts moe-router-topk overlap-grad-reduce overlap-param-gather fp8-format"
         " initial-loss-scale attention-softmax-in-fp32 rampup-batch-size start-weight-decay"
-        " train-data-path data-cache-path vocab-file merge-file mock-data reset-position-ids"
-        " reset-attention-mask eod-mask-loss num-workers finetune no-load-optim no-load-rng no-save-optim"
+        " train-data-path data-cache-path vocab-file merge-file mock-data num-workers"
+        " finetune no-load-optim no-load-rng no-save-optim"
         " ckpt-format exit-signal-handler tensorboard-dir distributed-backend use-flash-attn"
         " transformer-impl use-mcore-models cross-entropy-loss-fusion no-masked-softmax-fusion rerun-mode",
 }  # fmt: skip

@@ -171,3 +171,20 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="sample index -1"):
         samples.batch(-1, 2)
     assert samples.batch(3, 0)["tokens"].shape == (0, 8)
+
+
+def test_samples_number_their_documents_and_ends_have_no_label() -> None:
+    """Documents end with token 0. One begins before a window, and one ends with a window."""
+    tokens = np.asarray([3, 0, 1, 2, 0, 4, 5, 6, 7, 0, 0, 8, 9], dtype=np.uint16)
+    samples = Samples(tokens, seq=5, shuffle=False, end=0)
+    batch = samples.batch(0, 2)
+    assert batch["tokens"].tolist() == [[3, 0, 1, 2, 0], [4, 5, 6, 7, 0]]
+    assert batch["documents"].tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]
+    assert batch["documents"].dtype == torch.int64
+    for name, values in samples.batch(1, 1).items():
+        assert values.tolist() == batch[name][1:].tolist()
+    assert batch["labels"].tolist() == [[0, -100, 2, 0, -100], [5, 6, 7, 0, -100]]
+    assert samples.labels(0, 1).tolist() == [0, 2, 0]
+    assert samples.labels(1, 2).tolist() == [5, 6, 7, 0]
+    assert "documents" not in Samples(tokens, seq=5).batch(0, 2)
+    assert Samples(tokens, seq=5).labels(0, 2).tolist() == tokens[1:11].tolist()

@@ -431,6 +431,18 @@ def test_a_pair_that_begins_and_ends_documents_in_another_way_is_reported(
         assert data.notice.count("documents") <= 2
 
 
+def test_packing_needs_the_end_of_some_document(tmp_path: Path) -> None:
+    def packed(documents: list[list[int]]) -> list[list[int]]:
+        place = tmp_path / str(documents[0][-1])
+        write_pair(place, documents)
+        data = open_data(str(place), "bytes", 0.2, 4, 1, tmp_path / "cache", packing=True)
+        return list(data.valid.batch(0, 1)["documents"].tolist())
+
+    assert packed([[1, 7, 256], [2, 256]] * 20) == [[0, 0, 0, 1]]
+    with pytest.raises(ValueError, match=r"packing true finds no documents: .*40 of 40 documents"):
+        packed([[1, 7, 8]] * 40)
+
+
 def write_pair(prefix: Path, documents: list[list[int]]) -> None:
     """A pair of these documents, one sequence each."""
     from threed.data.megatron import MegatronWriter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -88,14 +87,16 @@ def test_parts_of_positions_are_disjoint_and_in_order() -> None:
 # ------------------------------------------------------------------------------------------- the ring
 
 
-def attend_in_a_ring(dtype: torch.dtype, causal: Causal, kv_heads: int) -> tuple[Tensor, ...]:
+def attend_in_a_ring(
+    dtype: torch.dtype, causal: Causal, kv_heads: int, documents: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Returns y, dq, dk and dv of this rank, and this rank's positions."""
     topology = Topology(cp=torch.distributed.get_world_size())
     ring = topology.axis("cp")
     own = Positions.zigzag(LENGTH, ring.size, ring.index)
     *given, dy = inputs(dtype, kv_heads)
     q, k, v = (own.rows(x).requires_grad_() for x in given)
-    y = ring_attention(q, k, v, causal, ring)
+    y = ring_attention(q, k, v, causal, ring, documents)
     grads = torch.autograd.grad(y, (q, k, v), own.rows(dy).flatten(2))
     return (*(x.detach() for x in (y.unflatten(2, (HEADS, -1)), *grads)), own.indices(y.device))
 
@@ -109,12 +110,14 @@ def inputs(dtype: torch.dtype, kv_heads: int) -> list[Tensor]:
     return [torch.randn(LENGTH, 2, n, SIZE, generator=draw).to(dtype) for n in sizes]
 
 
-@functools.cache
-def truth(dtype: torch.dtype, causal: Causal, kv_heads: int, computed: torch.dtype) -> Any:
+def truth(
+    dtype: torch.dtype, causal: Causal, kv_heads: int, computed: torch.dtype,
+    documents: Tensor | None = None,
+) -> Any:  # fmt: skip
     """Returns y, dq, dk and dv of full sequences, of inputs in `dtype`, computed in `computed`."""
     q, k, v, dy = (x.to(computed) for x in inputs(dtype, kv_heads))
     given = [x.requires_grad_() for x in (q, k, v)]
-    y = causal(*given)
+    y = causal(*given, documents)
     return y.detach().unflatten(2, (HEADS, -1)), *torch.autograd.grad(y, given, dy.flatten(2))
 
 
@@ -126,6 +129,19 @@ def test_a_ring_computes_attention_of_full_sequences(ranks: int) -> None:
     for causal, kv_heads in zip(CORES, (4, 2, 1, 4), strict=True):
         exact = truth(torch.float64, causal, kv_heads, torch.float64)
         for *found, own in run_ranks(ranks, attend_in_a_ring, torch.float64, causal, kv_heads):
+            for mine, full in zip(found, exact, strict=True):
+                assert (mine - full[own]).abs().max() < 1e-12, causal
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_keeps_documents_apart(ranks: int) -> None:
+    """Documents end within chunks, at their ends, and after a single token."""
+    sizes = ((50, 130, 1, 75), (64, 64, 128))
+    rows = [[n for n, size in enumerate(row) for _ in range(size)] for row in sizes]
+    for causal, kv_heads in zip(CORES, (4, 2, 1, 4), strict=True):
+        given = torch.float64, causal, kv_heads
+        exact = truth(*given, torch.float64, torch.tensor(rows))
+        for *found, own in run_ranks(ranks, attend_in_a_ring, *given, torch.tensor(rows)):
             for mine, full in zip(found, exact, strict=True):
                 assert (mine - full[own]).abs().max() < 1e-12, causal
 
@@ -186,14 +202,8 @@ def own_keys_in_the_backward() -> AbstractContextManager[Any]:
     def hops(self: Any, *args: Any) -> Iterator[Any]:
         first = self.flat.clone()
         for _, _, found in real(self, *args):
-            yield (
-                *(
-                    self.split(first)
-                    if torch._C._current_autograd_node()
-                    else self.split(self.flat)
-                ),
-                found,
-            )
+            backward = torch._C._current_autograd_node() is not None
+            yield *self.split(first if backward else self.flat), found
 
     return patch(context_module._Moving, "hops", hops)
 
@@ -237,7 +247,9 @@ def loss_divided_by_local_tokens() -> AbstractContextManager[Any]:
 
 
 def window_dropped() -> AbstractContextManager[Any]:
-    return patch(context_module, "blocks", lambda queries, keys, window: blocks(queries, keys))
+    return patch(
+        context_module, "blocks", lambda queries, keys, window, inside=None: blocks(queries, keys)
+    )
 
 
 def torn_groups_of_heads() -> AbstractContextManager[Any]:

@@ -7,22 +7,24 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from threed.ops import attention
-from threed.ops.attention import CHUNKS_OF_A_TRACE, _chunks, attend
+from threed.ops.attention import CHUNKS_OF_A_TRACE, Causal, _chunks, attend
 
 
 def test_a_trace_of_a_long_sequence_has_few_chunks() -> None:
     on_meta, on_cpu = (
         torch.empty(8192, 1, 16, 1, device=device) for device in (torch.device("meta"), "cpu")
     )
-    traced, run = list(_chunks(on_meta, 1024)), list(_chunks(on_cpu, 1024))
+
+    def queries(q: Tensor, window: int) -> list[slice]:
+        return [at for _, at, _ in _chunks(q, q, Causal(window), None)]
+
+    traced, run = queries(on_meta, 1024), queries(on_cpu, 1024)
     assert len(traced) <= CHUNKS_OF_A_TRACE < len(run)
-    assert [rows.start for rows, _ in traced] == list(range(0, 8192, 128))
-    short = on_meta[:256]
-    assert [rows for rows, _ in _chunks(short, 64)] == [
-        rows for rows, _ in _chunks(on_cpu[:256], 64)
-    ]
+    assert [at.start for at in traced] == list(range(0, 8192, 128))
+    assert queries(on_meta[:256], 64) == queries(on_cpu[:256], 64)
 
 
 @pytest.mark.parametrize(("device", "calls", "heads"), [("cuda", 4, 2), ("cpu", 1, 8)])

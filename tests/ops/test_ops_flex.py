@@ -65,8 +65,8 @@ def packed() -> Tensor:
     )
 
 
-@pytest.mark.parametrize("core", [Causal(), Causal(60)], ids=str)
-@pytest.mark.parametrize("through", ["mask", "flex"])
+@pytest.mark.parametrize("core", [Causal(), Causal(60), Causal(0, 0.7), Causal(60, 0.7)], ids=str)
+@pytest.mark.parametrize("through", ["chunks", "flex"])
 def test_documents_attend_as_if_alone(
     core: Causal, through: str, request: pytest.FixtureRequest
 ) -> None:
@@ -81,9 +81,12 @@ def test_documents_attend_as_if_alone(
     assert_same(gradients(core(q, k, v, documents), inputs), gradients(want, inputs))
 
 
-def test_documents_with_a_soft_cap_are_refused_without_flex_attention() -> None:
-    with pytest.raises(ValueError, match="documents and a soft cap on cpu: leave out one"):
-        Causal(softcap=2.0)(*heads(), packed())
+def pairs_of(documents: Tensor, window: int) -> Tensor:
+    """Whether a query attends to a key, [b 1 s s]."""
+    at = torch.arange(documents.shape[1])
+    behind = at.unsqueeze(1) - at
+    near = (behind >= 0) & (behind < window) if window else behind >= 0
+    return (near & (documents.unsqueeze(2) == documents.unsqueeze(1))).unsqueeze(1)
 
 
 @pytest.mark.parametrize("window", [0, 1, 64, 128, 129, 200])
@@ -92,7 +95,7 @@ def test_lists_of_blocks_are_those_of_all_pairs(window: int, with_documents: boo
     documents = packed() if with_documents else None
     ours = flex.block_mask(LENGTH, window, torch.device("cpu"), documents)
     rows = documents if with_documents else torch.zeros(1, LENGTH, dtype=torch.int64)
-    pairs = attention._document_mask(rows, window)
+    pairs = pairs_of(rows, window)
     padded = torch.nn.functional.pad(pairs, (0, 84, 0, 84))
     blocks = padded.unflatten(3, (3, 128)).unflatten(2, (3, 128))
     some = blocks.any(-1).any(3)

@@ -112,6 +112,7 @@ RULES = (
     Rule("data", "path", "free", "the contents are compared instead"),
     Rule("data", "tokenizer", "free", "the ids are compared instead"),
     Rule("data", "bos special-tokens", "applied", "documents are encoded differently from here on"),
+    Rule("data", "packing", "applied", "tokens attend to other tokens, at other positions, from here on"),
     Rule("data", "split", "applied", "the validation split may now contain text that was trained on"),
     Rule(
         "checkpoint", "every keep keep-every async memory-every write-limit-mib resume export-hf", "free",

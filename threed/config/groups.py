@@ -394,11 +394,11 @@ class DataConfig(_Group):
     bos: AutoSwitch = "auto"
     """begin documents with the bos token; auto: if the tokenizer itself adds it to texts"""
     special_tokens: Literal["text", "parse"] = "text"
-    """encode a special token that is spelled out in a text as ordinary text, or parse it as the
-    token"""
+    """encode a special token that a text spells out as ordinary text, or parse it as the token"""
     split: ValidationShare = 0.05
-    """fraction of the data used for validation: the last tokens, or some files of the default
-    corpus"""
+    """fraction of the data for validation: the last tokens, or some files of the default corpus"""
+    packing: Switch = False
+    """train the documents of a window as if alone: attention stays inside, positions begin at 0"""
 
 
 class CheckpointConfig(_Group):

@@ -96,12 +96,12 @@ class Data:
         Args:
             windows: number of validation windows to measure, beginning with the first window.
         """
-        return bytes_per_token(self.valid.labels(windows), self.tokenizer)
+        return bytes_per_token(self.valid.labels(0, windows), self.tokenizer)
 
 
 def open_data(
     path: str | None, tokenizer: str, split: float, seq: int, seed: int, cache: Path | None = None, *,
-    bos: Bos = "auto", special_tokens: SpecialTokens = "text",
+    bos: Bos = "auto", special_tokens: SpecialTokens = "text", packing: bool = False,
 ) -> Data:  # fmt: skip
     """Opens the data at `path` as training and validation samples.
 
@@ -116,31 +116,29 @@ def open_data(
         cache: folder of tokenized text. Default: THREED_CACHE, or `~/.cache/threed`.
         bos: whether documents begin with the bos token; see `load_tokenizer`.
         special_tokens: how text that spells a special token is encoded; see `load_tokenizer`.
+        packing: whether samples number their documents, which end with the tokenizer's `eot`.
 
     Returns:
         The data: `data.train` and `data.valid` are `Samples`.
 
     Raises:
         ValueError: if the data are missing, empty or malformed, if a split is too short for one
-            sample, or if ids are outside the vocabulary; the message states the fix.
+            sample, if ids are outside the vocabulary, or if no document ends as `packing` requires;
+            the message states the fix.
     """
     _check_split(split)
     encoder = load_tokenizer(tokenizer, bos, special_tokens)
     folder, notice = cache_folder(cache)
     where = Path(path).expanduser() if path is not None else None
     if where and is_megatron(where):
-        opened = _open_pair(where, encoder, split, folder)
+        opened = _open_pair(where, encoder, split, folder, packing)
     else:
         opened = _open_text(_find_source(where), encoder, split, folder)
     train, valid = opened.tokens[: opened.cut], opened.tokens[opened.cut :]
-    advice = "Give more data, or a smaller --model.seq"
+    end = encoder.eot if packing else None
     return Data(
-        train=_samples(
-            train, seq, seed, True, "training split", f"{advice}, or a smaller --data.split"
-        ),
-        valid=_samples(
-            valid, seq, seed, False, "validation split", f"{advice}, or a larger --data.split"
-        ),
+        train=_samples(train, seq, seed, True, "training split", "a smaller --data.split", end),
+        valid=_samples(valid, seq, seed, False, "validation split", "a larger --data.split", end),
         tokenizer=encoder,
         vocab=encoder.vocab_size,
         sha256=opened.sha256,
@@ -219,11 +217,13 @@ def _find_source(path: Path | None) -> TextSource:
     return standard_library() if path is None else find_text(path)
 
 
-def _samples(tokens: Tokens, seq: int, seed: int, shuffle: bool, name: str, advice: str) -> Samples:
+def _samples(
+    tokens: Tokens, seq: int, seed: int, shuffle: bool, name: str, fix: str, end: int | None
+) -> Samples:
     try:
-        return Samples(tokens, seq, seed, shuffle, name)
+        return Samples(tokens, seq, seed, shuffle, name, end)
     except ValueError as error:
-        raise ValueError(f"{error}. {advice}") from error
+        raise ValueError(f"{error}. Give more data, or a smaller --model.seq, or {fix}") from error
 
 
 def _open_text(source: TextSource, tokenizer: Tokenizer, split: float, folder: Path) -> _Opened:
@@ -323,7 +323,9 @@ def _write_tokens(out: BinaryIO, files: tuple[TextFile, ...], tokenizer: Tokeniz
     return written
 
 
-def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> _Opened:
+def _open_pair(
+    path: Path, tokenizer: Tokenizer, split: float, folder: Path, packing: bool
+) -> _Opened:
     tokens = open_tokens(path)
     data, index = pair_of(path)
     source = TextSource(str(path), tuple(TextFile(file.name, file) for file in (data, index)))
@@ -343,7 +345,10 @@ def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> 
         return {"facts": _measure(tokens[cut:], tokenizer, split), "borders": asdict(borders)}
 
     record = build_once(folder, f"facts-{key}", measure).record
-    notice = Borders(**record["borders"]).notice(str(path), tokenizer)
+    borders = Borders(**record["borders"])
+    notice = borders.notice(str(path), tokenizer)
+    if packing and not borders.ended:
+        raise ValueError(f"--data.packing true finds no documents: {notice}")
     return _Opened(tokens, cut, known["sha256"], record["facts"], str(path), notice)
 
 

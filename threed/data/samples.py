@@ -2,6 +2,7 @@
 
     samples = Samples(tokens, seq=128, seed=1)
     samples.batch(first, count)      the next `count` samples of a run that has consumed `first`
+    Samples(tokens, seq=128, end=0)  token 0 ends a document; samples number their documents
 
 The number of consumed samples is the only state that a checkpoint needs. The index of a sample in
 the run determines its epoch and its position in the epoch. A permutation that depends on
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from threed.core.messages import counted
 from threed.data.tokenizer import Tokens
+from threed.ops.positions import IGNORED
 
 # Number of Feistel rounds. With four rounds and fewer than ten windows, some permutations occur in
 # visibly more epochs than others. With six rounds, no such difference is visible.
@@ -44,14 +46,18 @@ class Samples:
         seed: seed of the permutation.
         shuffle: whether to permute the windows in each epoch.
         name: description of the data, for error messages.
+        end: id of the token that ends a document, if the documents of a window are to be kept
+            apart (packing). This token has no label, because the next token belongs to another
+            document.
 
     Raises:
         ValueError: if there are too few tokens for one sample.
     """
 
     def __init__(
-        self, tokens: Tokens, seq: int, seed: int = 0, shuffle: bool = True, name: str = "data"
-    ) -> None:
+        self, tokens: Tokens, seq: int, seed: int = 0, shuffle: bool = True, name: str = "data",
+        end: int | None = None,
+    ) -> None:  # fmt: skip
         if seq < 1:
             raise ValueError(f"sequence length {seq}: must be at least 1")
         if len(tokens) < seq + 1:
@@ -62,21 +68,25 @@ class Samples:
         self.seq = seq
         self.seed = seed
         self.shuffle = shuffle
+        self.end = end
         self._windows = (len(tokens) - 1) // seq
 
     def __len__(self) -> int:
         """Returns the number of windows, i.e. of samples per epoch."""
         return self._windows
 
-    def labels(self, windows: int) -> Tokens:
-        """Returns the labels of the first windows, as one array [windows * seq].
+    def labels(self, first: int, last: int) -> Tokens:
+        """Returns the labels of windows first … last - 1 as one array, without ignored labels.
 
-        Without `shuffle`, these are the labels of the first samples.
+        Without `shuffle`, these are the labels of samples first … last - 1.
 
         Args:
-            windows: number of windows.
+            first: index of the first window.
+            last: index of the window after the last one.
         """
-        return self.tokens[1 : windows * self.seq + 1]
+        start, stop = first * self.seq, last * self.seq
+        labels = self.tokens[start + 1 : stop + 1]
+        return labels if self.end is None else labels[self.tokens[start:stop] != self.end]
 
     def order(self, index: int) -> int:
         """Returns the window of sample `index` (>= 0) of the run."""
@@ -91,7 +101,9 @@ class Samples:
 
         Returns:
             int64 tensors: "tokens" [count, seq], "labels" [count, seq] (for each token, the token
-            that follows it) and "samples" [count] (the indices of the samples in the run).
+            that follows it) and "samples" [count] (the indices of the samples in the run). With
+            `end`, also "documents" [count, seq] (the number of each token's document in its
+            window); the label of a token `end` is `IGNORED`.
 
         Raises:
             ValueError: if `first` is negative.
@@ -105,11 +117,17 @@ class Samples:
         ):
             row[:] = self.tokens[window * self.seq : (window + 1) * self.seq + 1]
         both = torch.from_numpy(rows)
-        return {
+        batch = {
             "tokens": both[:, :-1].contiguous(),
             "labels": both[:, 1:].contiguous(),
             "samples": torch.from_numpy(indices),
         }
+        if self.end is not None:
+            ends = batch["tokens"] == self.end
+            # A copy, because the labels of a single row share their memory with the tokens.
+            batch["labels"] = batch["labels"].masked_fill(ends, IGNORED)
+            batch["documents"] = ends.cumsum(1) - ends.long()
+        return batch
 
     def _windows_of(self, indices: Words) -> Words:
         epochs, positions = np.divmod(indices, np.uint64(self._windows))

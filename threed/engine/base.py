@@ -160,7 +160,7 @@ class Engine(metaclass=_EngineType):
         graphed = graphs.wanted(self.config, self.model, blueprint.layers, topology, self.trains)
         own_layers = [blueprint.layers[number] for number in blueprint.held]
         self.batches = self._make_batches(blueprint.layers)
-        flags = [self.batches.empty, *blueprint.flags]
+        flags = [self.batches.empty, self.batches.decreasing, *blueprint.flags]
         self.faults = Faults(flags, topology.device, warns=topology.rank == 0)
         wrapped = self.model if isinstance(self.model, Wrapped) else None
         self.buffers = buffers.build(

@@ -12,7 +12,9 @@ of the two weights are reduced over different ranks.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +27,18 @@ from threed.ops import rotary, short_attention
 from threed.ops.attention import Causal
 from threed.ops.frequencies import Theta, rotated_size
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+Core = Callable[..., Tensor]
 CAUSAL = Causal()
+
+
+def takes_documents(function: Callable[..., Any]) -> bool:
+    """Returns whether a function or a module's forward has a parameter `documents`."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except ValueError:  # a builtin function without a signature
+        return False
+    return any(parameter.name == "documents" for parameter in parameters)
 
 
 class Attention(nn.Module):
@@ -52,9 +64,10 @@ class Attention(nn.Module):
         core: function or module that computes attention for this rank's heads over full sequences,
             after norms and rotary positions: q [s b a/t d], k and v [s b k/t d] (a single head if
             k < t) -> [s b a/t d] or [s b (a/t d)]. Default: `Causal`. A core with a custom mask can
-            call `attend`. `slicing.core_heads(a)` returns the global indices of the core's
-            heads. Parameters of a core are either sharded by heads, or replicated with partial gradients
-            (`slicing.shared(..., partial=True)`).
+            call `attend`. If it has a parameter `documents`, it is called with the documents
+            [b s] of the micro-batch, if there are any. `slicing.core_heads(a)` returns the global
+            indices of the core's heads. Parameters of a core are either sharded by heads, or
+            replicated with partial gradients (`slicing.shared(..., partial=True)`).
         std: standard deviation of the initial weights of query, key and value.
         out_std: standard deviation of the initial weights of the output projection.
 
@@ -84,6 +97,7 @@ class Attention(nn.Module):
             )
         self._check_context(name, heads // t, max(k // t, 1), core, slicing)
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
+        self.name, self._core_takes_documents = name, takes_documents(core)
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
         self.plain = core == CAUSAL and rotary is None and not qk_norm and k == heads
         shared = t // k if k < t else 1
@@ -135,13 +149,28 @@ class Attention(nn.Module):
         states = None if isinstance(self.core, nn.Module) else getattr(self.core, "flops", None)
         return None if states is None else states(tokens, seq, self.heads, self.d)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """Returns the output, [s b h] (with sequence parallelism [s/t b h]). Collective.
 
         Args:
             x: [s b h]; with sequence parallelism [s/t b h].
+            documents: number of each token's document in the full sequences, int64 [b s], not
+                decreasing along s. A token attends only to its own document, in which positions
+                begin at 0. Default: each sequence is one document.
+
+        Raises:
+            ValueError: if documents are given, and the core does not support them.
         """
-        return self.out(self.recompute.run("attention", self.heads_attend, *self._project(x)))
+        attend: Callable[..., Tensor] = self.heads_attend
+        if documents is not None:
+            if not self._core_takes_documents:
+                core = getattr(self.core, "__name__", type(self.core).__name__)
+                raise ValueError(
+                    f"{self.name}: the core {core} does not support packed documents: give it a parameter `documents`"
+                    " (int64 [b s]), or leave out the batch's 'documents' and --data.packing"
+                )
+            attend = functools.partial(attend, documents=documents)
+        return self.out(self.recompute.run("attention", attend, *self._project(x)))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns (qkv [s b (a+2k)d/t],), or (query, key_value) if ranks share key/value heads."""
@@ -156,15 +185,21 @@ class Attention(nn.Module):
         )
         return self.query(x), self.key_value(x)
 
-    def heads_attend(self, *projected: Tensor) -> Tensor:
+    def heads_attend(self, *projected: Tensor, documents: Tensor | None = None) -> Tensor:
         """Applies the query and key norms, rotary positions and the core; returns [s b (a/t d)].
 
         Args:
             projected: the results of `_project`.
+            documents: as in `forward`.
         """
-        if self.plain and self._is_short(projected[0]):
+        attend = self.slicing.context.attend
+        if documents is not None:
+            q, k, v = self._heads(*projected, documents=documents)
+            y = attend(self.core, q, k, v, documents)
+        elif self.plain and self._is_short(projected[0]):
             return short_attention.short_attention(projected[0], self.d)
-        y = self.slicing.context.attend(self.core, *self._heads(*projected))
+        else:
+            y = attend(self.core, *self._heads(*projected))
         return y.flatten(2) if y.dim() == 4 else y
 
     def _is_short(self, qkv: Tensor) -> bool:
@@ -172,11 +207,11 @@ class Attention(nn.Module):
         saves_all = type(self.recompute) is Recompute and torch.is_grad_enabled()
         return saves_all and self.slicing.context.size == 1 and short_attention.fits(qkv, self.d)
 
-    def _heads(self, *projected: Tensor) -> tuple[Tensor, ...]:
+    def _heads(self, *projected: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
         """Returns query [s b a/t d], key and value [s b k/t d], with norms and rotary positions."""
         first, theta = projected[0], self.rotary
         counts = (self.heads, self.kv_heads, self.kv_heads)
-        if len(projected) == 1 and self._rotates_in_place(first):
+        if len(projected) == 1 and documents is None and self._rotates_in_place(first):
             positions = self.slicing.gathered_positions(first)
             return rotary.split_and_rotate(first, counts, self.d, theta or 0.0, positions)
         *query, rest = (part.view(*part.shape[:2], -1, self.d) for part in projected)
@@ -186,7 +221,7 @@ class Attention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if theta is not None:
             positions = self.slicing.gathered_positions(q)
-            q, k = rotary.rotate(q, theta, positions), rotary.rotate(k, theta, positions)
+            q, k = (rotary.rotate(x, theta, positions, documents) for x in (q, k))
         return q, k, v
 
     def _rotates_in_place(self, qkv: Tensor) -> bool:

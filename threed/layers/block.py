@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from threed.layers.attention import takes_documents
 from threed.layers.contract import PipelineLayer
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
@@ -33,6 +34,7 @@ class Embedding(PipelineLayer):
 
     context = True
     backward_reads_weights = False
+    documents = True
     # The layer saves only the ids and a mask with one byte per element, so its recomputation would
     # free little memory.
     recomputable = False
@@ -69,7 +71,8 @@ class Embedding(PipelineLayer):
         y = self.word(micro.tokens)
         if self.scale != 1.0:
             y = y * rounded(self.scale, y.dtype)
-        return self.dropout(y if self.position is None else self.position(y), micro)
+        y = y if self.position is None else self.position(y, micro.documents)
+        return self.dropout(y, micro)
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,7 +89,8 @@ class Block(PipelineLayer):
     Args:
         name: global name of the layer.
         norms: the norm before attention and the norm before the MLP.
-        attention: module [s b h] -> [s b h].
+        attention: module [s b h] -> [s b h]. If its forward has a parameter `documents`, it is
+            called with the micro-batch's documents, if there are any.
         mlp: module [s b h] -> [s b h].
         slicing: parallel layout and seed of dropout.
         dropout: probability of zeroing an element of a branch's output.
@@ -96,6 +100,7 @@ class Block(PipelineLayer):
 
     recompute = Recompute()
     compilable = True
+    documents = True
 
     def __init__(
         self, name: str, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module, slicing: Slicing, *,
@@ -105,6 +110,7 @@ class Block(PipelineLayer):
         self.name = name
         self.attention_norm, self.mlp_norm = norms
         self.attention, self.mlp = attention, mlp
+        self._takes_documents = takes_documents(attention)
         self.attention_dropout, self.mlp_dropout = (
             Dropout(f"{name}.{branch}.dropout", dropout, slicing) if dropout else None
             for branch in ("attention", "mlp")
@@ -123,15 +129,30 @@ class Block(PipelineLayer):
         Args:
             x: [s b h]; with sequence parallelism [s/t b h].
             micro: the micro-batch; its samples and step seed the dropout.
+
+        Raises:
+            ValueError: if the micro-batch has documents, which the attention does not support.
         """
         x, y = self._normed(self.attention_norm, x)
-        y = self._post(self.attention_post_norm, self.attention(y))
+        y = self._post(self.attention_post_norm, self._attend(y, micro.documents))
         # A dropout adds the residual in its own pass. Without one, the norm does.
         drop = self.attention_dropout
         terms = (y, x) if drop is None else (drop(y, micro, x),)
         x, y = self._normed(self.mlp_norm, *terms)
         y = self._post(self.mlp_post_norm, self.mlp(y))
         return x + y if self.mlp_dropout is None else self.mlp_dropout(y, micro, x)
+
+    def _attend(self, y: Tensor, documents: Tensor | None) -> Tensor:
+        if documents is None:
+            attended: Tensor = self.attention(y)
+            return attended
+        if not self._takes_documents:
+            raise ValueError(
+                f"{self.name}: {type(self.attention).__name__} does not support packed documents: give its forward a"
+                " parameter `documents` (int64 [b s]), or leave out the batch's 'documents' and --data.packing"
+            )
+        attended = self.attention(y, documents=documents)
+        return attended
 
     def _post(self, norm: nn.Module | None, y: Tensor) -> Tensor:
         """Applies the post-norm of a branch, if it has one, to its output y."""

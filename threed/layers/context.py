@@ -32,7 +32,8 @@ from threed.ops import attention
 from threed.ops.attention import Causal
 from threed.ops.positions import Block, Positions, blocks
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+Core = Callable[..., Tensor]
+Pieces = Iterator[tuple[slice, Block]]  # (rows of the batch, block of attention)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +117,9 @@ class Context:
         """
         return x if self.size == 1 else self.positions(len(x)).rows(x)
 
-    def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, core: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
+    ) -> Tensor:
         """Returns the attention of a core that sees full sequences. Collective over cp.
 
         Args:
@@ -124,21 +127,24 @@ class Context:
             q: queries at this rank's positions, [s/c b a d].
             k: keys at this rank's positions, [s/c b k d].
             v: values at this rank's positions, [s/c b k d].
+            documents: number of each token's document in the full sequences, int64 [b s], for a
+                core with this parameter. Default: each sequence is one document.
 
         Returns:
             The output at this rank's positions, [s/c b a d] or [s/c b (a d)].
         """
+        given = {} if documents is None else {"documents": documents}
         if self.size == 1:
-            return core(q, k, v)
+            return core(q, k, v, **given)
         u = self.heads.size
         if k.shape[2] < u:  # fewer key/value heads than ranks: each rank needs one
             k, v = (x.repeat_interleave(u // x.shape[2], 2) for x in (k, v))
         q, k, v = conjugate.to_heads(self.heads, q, k, v)
         if self.ring.size == 1:
-            y = core(q, k, v)
+            y = core(q, k, v, **given)
         else:
             assert isinstance(core, Causal)
-            y = ring_attention(q, k, v, core, self.ring)
+            y = ring_attention(q, k, v, core, self.ring, documents)
         y = y if y.dim() == 4 else y.unflatten(2, (q.shape[2], -1))
         return conjugate.to_positions(self.heads, y)
 
@@ -156,7 +162,9 @@ def _order(length: int, ring: int, heads: int, device: torch.device) -> Tensor:
     return torch.cat(held).argsort()
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis, documents: Tensor | None = None
+) -> Tensor:
     """Returns causal attention over sequences that are split over a ring. Collective over the ring.
 
     Args:
@@ -165,13 +173,16 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis) 
         v: values at the same positions, [s/r b k d].
         causal: window, soft cap and scale.
         ring: the r ranks.
+        documents: number of each token's document in the full sequences, int64 [b s], not
+            decreasing along s. Default: each sequence is one document.
 
     Returns:
         The output at this rank's positions, [s/r b (a d)].
     """
     if causal.window >= len(q) * ring.size:
         causal = replace(causal, window=0)
-    y: Tensor = _Ring.apply(q, k, v, causal, ring)
+    found = None if documents is None else attention.borders(documents)
+    y: Tensor = _Ring.apply(q, k, v, causal, ring, found)
     return y
 
 
@@ -183,51 +194,64 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis,
+        borders: attention.Borders | None,
+    ) -> Tensor:  # fmt: skip
         s, b, a, _ = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
         total = q.new_zeros(s, b, a, v.shape[-1], dtype=wide)
         y, queries = (x.permute(1, 2, 0, 3) for x in (total, _for_blocks(q)))
         lse = q.new_full((b, a, s), -torch.inf, dtype=wide)
         moving = _Moving(ring, k, v)
-        for keys, values, found in moving.hops(s, causal.window):
-            for rows, columns, offset in found:
-                at, of = slice(*rows), slice(*columns)
-                part = attention.forward(
-                    offset, causal, queries[:, :, at], keys[:, :, of], values[:, :, of]
-                )
-                attention.merge_(y[:, :, at], lse[:, :, at], *part)
+        for keys, values, pieces in moving.hops(s, causal.window, borders):
+            for row, (rows, columns, offset) in pieces:
+                at, of = (row, slice(None), slice(*rows)), (row, slice(None), slice(*columns))
+                part = attention.forward(offset, causal, queries[at], keys[of], values[of])
+                attention.merge_(y[at], lse[at], *part)
         # not a view, because autograd forbids in-place changes of a view that was made in a Function
         out: Tensor = torch.ops.aten._unsafe_view(total.to(q.dtype), (s, b, -1))
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.causal, ctx.ring = causal, ring
+        ctx.arguments = causal, ring, borders
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        causal, ring = ctx.causal, ctx.ring
+        causal, ring, borders = ctx.arguments
         given = (q, out.view(*q.shape[:3], -1), dy.reshape(*q.shape[:3], -1))
         queries, y, dy = (_for_blocks(x).permute(1, 2, 0, 3) for x in given)
         dq = q.new_zeros(q.shape, dtype=lse.dtype)
         grad = dq.permute(1, 2, 0, 3)
         moving, home = _Moving(ring, k, v), None
-        for keys, values, found in moving.hops(q.shape[0], causal.window):
+        for keys, values, pieces in moving.hops(q.shape[0], causal.window, borders):
             part = torch.zeros_like(moving.flat, dtype=lse.dtype)
             dk, dv = moving.split(part)
-            for rows, columns, offset in found:
-                at, of = slice(*rows), slice(*columns)
+            for row, (rows, columns, offset) in pieces:
+                at, of = (row, slice(None), slice(*rows)), (row, slice(None), slice(*columns))
                 more = attention.backward(
-                    offset, causal, dy[:, :, at], queries[:, :, at], keys[:, :, of],
-                    values[:, :, of], y[:, :, at], lse[:, :, at],
-                )  # fmt: skip
-                grad[:, :, at] += more[0]
-                dk[:, :, of] += more[1]
-                dv[:, :, of] += more[2]
+                    offset, causal, dy[at], queries[at], keys[of], values[of], y[at], lse[at]
+                )
+                grad[at] += more[0]
+                dk[of] += more[1]
+                dv[of] += more[2]
             home = collectives.start_shift(part if home is None else part.add_(home.wait()), ring)
         assert home is not None
         dk, dv = (x.permute(2, 0, 1, 3).to(k.dtype) for x in moving.split(home.wait()))
-        return dq.to(q.dtype), dk, dv, None, None
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def _pieces(
+    own: Positions, source: Positions, window: int, borders: attention.Borders | None
+) -> Pieces:
+    """Yields the blocks between the queries of this rank and the keys of another."""
+    if borders is None:
+        yield from ((slice(None), block) for block in blocks(own, source, window))
+        return
+    for row, documents in enumerate(borders):
+        for inside in documents:
+            for block in blocks(own, source, window, inside):
+                yield slice(row, row + 1), block
 
 
 def _for_blocks(x: Tensor) -> Tensor:
@@ -262,22 +286,26 @@ class _Moving:
         first = flat[: -(flat.numel() * v[3] // (k[3] + v[3]))]
         return first.view(k), flat[first.numel() :].view(v)
 
-    def hops(self, rows: int, window: int) -> Iterator[tuple[Tensor, Tensor, tuple[Block, ...]]]:
-        """Yields (keys, values, blocks) of each hop; starts each transfer before the blocks.
+    def hops(
+        self, rows: int, window: int, borders: attention.Borders | None
+    ) -> Iterator[tuple[Tensor, Tensor, Pieces]]:
+        """Yields (keys, values, pieces) of each hop; starts each transfer before the blocks.
 
         Args:
             rows: number of this rank's positions.
             window: window of attention.
+            borders: the documents of each row of the batch; None if each row is one document.
         """
         ring, length = self._ring, rows * self._ring.size
         own = Positions.zigzag(length, ring.size, ring.index)
         for hop in range(ring.size):
             coming = collectives.start_shift(self.flat, ring) if hop < ring.size - 1 else None
             source = Positions.zigzag(length, ring.size, (ring.index - hop) % ring.size)
-            # Cost traces count all pairs of positions, so they use all keys.
-            traced = (Block((0, rows), (0, rows), length),)
-            found = traced if self.flat.is_meta else blocks(own, source, window)
             keys, values = self.split(_for_blocks(self.flat))
-            yield keys, values, found
+            if self.flat.is_meta:  # cost traces count all pairs of positions
+                pieces: Pieces = iter([(slice(None), Block((0, rows), (0, rows), length))])
+            else:
+                pieces = _pieces(own, source, window, borders)
+            yield keys, values, pieces
             if coming is not None:
                 self.flat = coming.wait()

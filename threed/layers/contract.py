@@ -21,6 +21,8 @@ class Contract:
         context: whether the forward is correct if every sequence is split over context ranks. This
             is the case if it acts on each position separately, uses `layers.Attention`, or gathers
             sequences by `Slicing.gather_sequence`.
+        documents: whether the layer keeps packed documents apart: it acts on each position alone,
+            or reads `MicroBatch.documents`. Otherwise batches with documents are refused.
     """
 
     name: str = ""
@@ -29,6 +31,7 @@ class Contract:
     runs_vary: bool = False
     compilable: bool = False
     context: bool = False
+    documents: bool = False
 
 
 class PipelineLayer(nn.Module, Contract):

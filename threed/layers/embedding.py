@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from threed.distributed.collectives import split
 from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter
 from threed.layers.slicing import Flag, Slicing, sink_of
+from threed.ops.positions import in_documents
 
 # PAD_FROM and PAD_TO are numbers of rows. A table of PAD_FROM or more rows is padded to a multiple
 # of PAD_TO rows. A smaller table is not padded, because the padding could exceed a tenth of its
@@ -154,11 +155,14 @@ class PositionEmbedding(nn.Module):
         """
         return 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """Adds to each row of x the vector of the row's position, and returns the sum.
 
         Args:
             x: [s b h]; with sequence parallelism [s/t b h].
+            documents: number of the document of every position of the full sequences, int64 [b s],
+                not decreasing along s. Positions begin at 0 in each document. Default: each
+                sequence is one document.
 
         Raises:
             ValueError: if the sequence is longer than the table.
@@ -168,4 +172,8 @@ class PositionEmbedding(nn.Module):
             raise ValueError(
                 f"position {positions.length - 1} is beyond the {len(self.weight)} learned positions"
             )
-        return x + positions.rows(self.weight).unsqueeze(1)
+        if documents is None:
+            return x + positions.rows(self.weight).unsqueeze(1)
+        places, _ = in_documents(documents)
+        vectors: Tensor = _LookUp.apply(self.weight, positions.rows(places), None)
+        return x + vectors

@@ -126,6 +126,7 @@ class LanguageModelHead(PipelineLayer):
 
     context = True
     matmul = NATIVE
+    documents = True
     # The head's backward follows its forward immediately, so recomputation would free no memory.
     recomputable = False
 

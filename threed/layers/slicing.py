@@ -240,6 +240,9 @@ class MicroBatch:
             `precision.cast_inputs` is on. For a wrapped module: all of its keyword arguments.
         loss_chunks: number of chunks into which the head divides the sequence. Only the logits of
             one chunk exist at a time.
+        documents: number of each token's document, int64 [b s], not decreasing along s. It always
+            covers the full sequences, also with sequence parallelism. None: each sequence is one
+            document.
     """
 
     tokens: Tensor | None = None
@@ -250,6 +253,7 @@ class MicroBatch:
     training: bool = True
     inputs: Mapping[str, Any] | None = None
     loss_chunks: int = 1
+    documents: Tensor | None = None
 
 
 class Flag:

@@ -20,6 +20,7 @@ from threed.core.source import place_of
 from threed.layers.slicing import MicroBatch
 from threed.models.loss_items import count_items, shifts_labels
 from threed.models.wrapped import Wrapped, loss_of
+from threed.ops.positions import IGNORED
 
 FORWARD = (
     "its forward must take token ids, int64 [b s], and return logits [b s v], or take also `labels`, int64 [b s],"
@@ -113,8 +114,8 @@ class TokenModule(Wrapped):
         if not self.reads_labels:
             logits = self.logits(tokens)
             wide = logits if logits.dtype == torch.float64 else logits.float()
-            ids = labels.masked_fill(labels < 0, -100).flatten()
-            return nn.functional.cross_entropy(wide.flatten(0, 1), ids, ignore_index=-100)
+            ids = labels.masked_fill(labels < 0, IGNORED).flatten()
+            return nn.functional.cross_entropy(wide.flatten(0, 1), ids, ignore_index=IGNORED)
         output = self._forward(tokens, labels=labels)
         try:
             return loss_of(output)

@@ -3,7 +3,8 @@
     attend(q, k, v)                                    torch's fused attention, causal or masked
     Causal(window=4096, softcap=50.0)(q, k, v)         with a window, a soft cap or a custom scale
 
-On GPUs, windows, soft caps and documents are computed by FlexAttention (`ops.flex`).
+On GPUs, windows, soft caps and documents are computed by FlexAttention (`ops.flex`). Elsewhere
+every document is a sequence of its own, so no score is computed between two documents.
 
 A block is the attention of some queries to some keys (arXiv 2205.14135, 2310.01889):
 
@@ -33,9 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from threed.distributed.topology import default_device
 from threed.ops import attention_backends, flex
+from threed.ops.positions import Range
 
 _ATEN = torch.ops.aten
 _FLASH = _ATEN._scaled_dot_product_flash_attention_for_cpu
@@ -52,6 +55,8 @@ FUSED = (
 # Maximum number of scores per chunk. In fp32 they take 128 MiB on a GPU, and on a CPU 2 MiB, which
 # fit into a cache.
 SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19
+Borders = tuple[tuple[Range, ...], ...]
+_BORDERS = WeakTensorKeyDictionary()  # documents of a micro-batch -> Borders
 CHUNKS_OF_A_TRACE = 64  # maximum number of chunks per sequence on the meta device
 
 
@@ -136,9 +141,7 @@ class Causal:
             v: values [s b k d].
             documents: number of each position's document, [b s], not decreasing along s. A query
                 attends only to its own document. Default: each sequence is one document.
-
-        Raises:
-            ValueError: if documents and a soft cap are given on a device without FlexAttention.
+                Without FlexAttention the host reads their borders.
         """
         length, trace = q.shape[0], q.is_meta and not _on_cpu(q)
         window = self.window if self.window < length else 0
@@ -147,28 +150,28 @@ class Causal:
             return attend(q, k, v, None, self.scale)
         if flex.fits(queries := _batch_first(q)):
             return self._flex(queries, _batch_first(k), _batch_first(v), window, documents)
-        if documents is not None:
-            if self.softcap:
-                fix = "leave out one of the two, or run on a GPU with FlexAttention"
-                raise ValueError(f"attention with documents and a soft cap on {q.device}: {fix}")
-            return attend(q, k, v, _document_mask(documents, window), self.scale)
-        if self.softcap or 2 * window <= length or not _on_cpu(q):
-            if not torch.compiler.is_compiling():
-                what = f"window {window}, soft cap {self.softcap:g}"
-                attention_backends.record("chunks of threed", queries, _batch_first(k), what)
-            y: Tensor = _Chunked.apply(q, k, v, window, self.softcap, self.scale)
+        chunked = documents is not None or self.softcap or 2 * window <= length
+        if chunked or not _on_cpu(q):
+            self._record("chunks of threed", queries, _batch_first(k), window, documents)
+            y: Tensor = _Chunked.apply(q, k, v, documents, window, self.softcap, self.scale)
             return y
         return attend(q, k, v, _mask((length, length), 0, window, q), self.scale)
 
     def _flex(
         self, q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None
     ) -> Tensor:
+        self._record("FlexAttention", q, k, window, documents)
+        y = flex.attend(q, k, v, window, self.softcap, self.scale, documents)
+        return y.permute(2, 0, 1, 3).flatten(2)
+
+    def _record(
+        self, kernel: str, q: Tensor, k: Tensor, window: int, documents: Tensor | None
+    ) -> None:
+        """Records the kernel that computes attention of q [b a s d] and k [b k s d]."""
         if not torch.compiler.is_compiling():
             what = f"window {window}, soft cap {self.softcap:g}"
             what += "" if documents is None else ", documents"
-            attention_backends.record("FlexAttention", q, k, what)
-        y = flex.attend(q, k, v, window, self.softcap, self.scale, documents)
-        return y.permute(2, 0, 1, 3).flatten(2)
+            attention_backends.record(kernel, q, k, what)
 
     def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
         """Returns the FLOPs of a forward, counted for all pairs of positions.
@@ -189,19 +192,21 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *how: Any
+    ) -> Tensor:
         s, b, a, _ = q.shape
-        y = q.new_empty(s, b, a, v.shape[-1])
+        causal, y = Causal(*how), q.new_empty(s, b, a, v.shape[-1])
         lse = q.new_empty(b, a, s, dtype=_wide(q))
-        for rows, keys in _chunks(q, how[0]):
-            queries, *pair = map(_batch_first, (q[rows], k[keys], v[keys]))
-            part, lse[:, :, rows] = forward(rows.start - keys.start, Causal(*how), queries, *pair)
-            y[rows] = part.permute(2, 0, 1, 3)
+        ctx.causal, ctx.chunks = causal, list(_chunks(q, v, causal, documents))
+        for row, queries, keys in ctx.chunks:
+            parts = (_batch_first(x[at, row]) for x, at in ((q, queries), (k, keys), (v, keys)))
+            part, lse[row, :, queries] = forward(queries.start - keys.start, causal, *parts)
+            y[queries, row] = part.permute(2, 0, 1, 3)
         # The result must not be a view, because autograd forbids in-place changes of a view that
         # was made in a Function.
         out: Tensor = torch.ops.aten._unsafe_view(y, (s, b, -1))
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = how
         return out
 
     @staticmethod
@@ -211,36 +216,79 @@ class _Chunked(torch.autograd.Function):
         dy = dy.reshape(*q.shape[:3], -1)
         dq = torch.empty_like(q)
         dk, dv = (_batch_first(torch.zeros_like(x, dtype=lse.dtype)) for x in (k, v))
-        for rows, keys in _chunks(q, ctx.how[0]):
-            offset, causal = rows.start - keys.start, Causal(*ctx.how)
-            inputs = map(_batch_first, (dy[rows], q[rows], k[keys], v[keys], y[rows]))
-            part, more_dk, more_dv = backward(offset, causal, *(*inputs, lse[:, :, rows]))
-            dq[rows] = part.permute(2, 0, 1, 3)
-            dk[:, :, keys] += more_dk
-            dv[:, :, keys] += more_dv
+        for row, queries, keys in ctx.chunks:
+            given = ((dy, queries), (q, queries), (k, keys), (v, keys), (y, queries))
+            parts = (*(_batch_first(x[at, row]) for x, at in given), lse[row, :, queries])
+            part, more_dk, more_dv = backward(queries.start - keys.start, ctx.causal, *parts)
+            dq[queries, row] = part.permute(2, 0, 1, 3)
+            dk[row, :, keys] += more_dk
+            dv[row, :, keys] += more_dv
         dk, dv = (x.to(k.dtype).permute(2, 0, 1, 3) for x in (dk, dv))
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None, None, None
 
 
-def _chunks(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
-    """Yields (queries, keys): a chunk of queries, and the keys that the chunk attends to.
+def _chunks(
+    q: Tensor, v: Tensor, causal: Causal, documents: Tensor | None
+) -> Iterator[tuple[slice, slice, slice]]:
+    """Yields (rows, queries, keys): a chunk of queries, and the keys that the chunk attends to.
+
+    Args:
+        q: queries [s b a d].
+        v: values [s b k d].
+        causal: window, soft cap and scale.
+        documents: number of each position's document [b s], or None.
+    """
+    s, b, a, _ = q.shape
+    if documents is None:
+        yield from _chunks_of_document(slice(0, b), 0, s, a, causal, q)
+        return
+    for row, ranges in enumerate(borders(documents)):
+        for first, last in ranges:
+            windowed = 0 < causal.window < last - first
+            if _is_flash(q, v, causal) and not windowed:  # keeps no scores, so it needs no chunks
+                yield slice(row, row + 1), slice(first, last), slice(first, last)
+            else:
+                yield from _chunks_of_document(slice(row, row + 1), first, last, a, causal, q)
+
+
+def borders(documents: Tensor) -> Borders:
+    """Returns, for each row of documents [b s], the range of positions of each document.
+
+    The result is read from the device once per tensor, so once per micro-batch.
+    """
+    found = _BORDERS.get(documents)
+    if found is None:
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        rows = [firsts.nonzero().flatten().tolist() for firsts in begins.cpu()]
+        length = documents.shape[1]
+        found = tuple(tuple(zip(row, [*row[1:], length], strict=True)) for row in rows)
+        _BORDERS[documents] = found
+    return found
+
+
+def _chunks_of_document(
+    rows: slice, start: int, end: int, heads: int, causal: Causal, q: Tensor
+) -> Iterator[tuple[slice, slice, slice]]:
+    """Yields the chunks of one document, which has the positions start ... end - 1.
 
     The number of scores per chunk is bounded.
     """
-    s, b, a, _ = q.shape
-    window = window or s
+    s = end - start
+    window = causal.window or s
     most = SCORES_ON_CPU if _on_cpu(q) else SCORES
-    count = min(max(16, most // (b * a * min(s, 2 * window))), max(window, 64))
+    sequences = (rows.stop - rows.start) * heads
+    count = min(max(16, most // (sequences * min(s, 2 * window))), max(window, 64))
     # On the meta device memory does not limit the chunks, but each operation takes a fraction of a
     # millisecond to trace. Therefore every sequence is divided into at most CHUNKS_OF_A_TRACE
     # chunks.
     count = max(count, -(-s // CHUNKS_OF_A_TRACE)) if q.is_meta else count
-    for first in range(0, s, count):
-        last = min(s, first + count)
+    for first in range(start, end, count):
+        last = min(end, first + count)
         # Cost traces, which run on the meta device, count all pairs of positions, so they use all
         # keys.
-        seen = slice(0, s) if q.is_meta else slice(max(0, first - window + 1), last)
-        yield slice(first, last), seen
+        seen = max(start, first - window + 1)
+        yield rows, slice(first, last), slice(start, end) if q.is_meta else slice(seen, last)
 
 
 # ------------------------------------------------------------------------------------------- blocks
@@ -380,14 +428,6 @@ def _has_masked_query(q: Tensor, k: Tensor, offset: int, window: int) -> bool:
     last query does not attend to a key either.
     """
     return offset < 0 or 0 < window <= offset + q.shape[2] - k.shape[2]
-
-
-def _document_mask(documents: Tensor, window: int) -> Tensor:
-    """Returns a mask [b 1 s s]: whether a query attends to a key, for documents [b s]."""
-    at = torch.arange(documents.shape[1], device=documents.device)
-    behind = at.unsqueeze(1) - at
-    near = (behind >= 0) & (behind < window) if window else behind >= 0
-    return (near & (documents.unsqueeze(2) == documents.unsqueeze(1))).unsqueeze(1)
 
 
 def _mask(size: tuple[int, int], offset: int, window: int, like: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def problem(where: torch.device) -> str:
         text = f"FlexAttention does not run on {where}: {lines[0]}"
         cost = (
             "plain operations compute windows and soft caps instead; every layer then writes and reads the scores of each"
-            " query several times (4 bytes per head and key in its window), and documents use a mask of s x s elements"
+            " query several times (4 bytes per head and key in its window), and reads the borders of documents on the host"
         )
         warnings.warn(f"{text}; {cost}", stacklevel=2)
         return text

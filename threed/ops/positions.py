@@ -3,6 +3,7 @@
 Positions.all(8)                        ranges ((0, 8),): a rank with the full sequence
 Positions(((0, 2), (6, 8)), 8)          a rank whose rows 0 ... 3 are positions 0, 1, 6 and 7
 Positions.zigzag(8, 2, 0)               the same: rank 0 of a ring of 2 ranks
+in_documents(documents)                 positions that begin at 0 in every document of a sequence
 
 `blocks` lists the parts of causal attention between the queries of one rank and the keys of another.
 """
@@ -15,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Label of a token without a loss, as in torch's cross_entropy; all labels below 0 have this meaning.
+IGNORED = -100
 Range = tuple[int, int]  # (first, last): the positions first .. last - 1
 
 
@@ -101,6 +104,22 @@ class Positions(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def in_documents(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the position of each token in its document, and the length of this document.
+
+    Both are int64 [s b].
+
+    Args:
+        documents: number of each token's document, int64 [b s], not decreasing along s.
+    """
+    documents = documents.contiguous()
+    begins = torch.searchsorted(documents, documents)
+    ends = torch.searchsorted(documents, documents, right=True)
+    index = torch.arange(documents.shape[1], device=documents.device)
+    # If numbers decrease, which is reported as an error in the data, no position may be negative.
+    return (index - begins).clamp_min(0).t(), (ends - begins).t()
+
+
 class Block(NamedTuple):
     """Queries of one rank and keys of another that causal attention computes at once.
 
@@ -117,44 +136,50 @@ class Block(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def blocks(queries: Positions, keys: Positions, window: int = 0) -> tuple[Block, ...]:
+def blocks(
+    queries: Positions, keys: Positions, window: int = 0, inside: Range | None = None
+) -> tuple[Block, ...]:
     """Returns the blocks of causal attention between two sets of positions.
 
     A pair of a query and a key that it attends to is in exactly one block. Without a window each
-    block is complete (every query attends to every key), or square and causal.
+    block is complete (every query attends to every key), or causal and square, but for the blocks
+    at the ends of a document.
 
     Args:
         queries: positions of the queries.
         keys: positions of the keys.
         window: number of positions that a query attends to, including its own, below the length of
             the sequence. 0: no limit.
+        inside: positions of a document, to which queries and keys are restricted. Default: all.
     """
-    if queries == keys and not window:
+    if queries == keys and not window and inside is None:
         # Rows are in ascending order, so attention among them is causal by row number.
         return (Block((0, queries.total), (0, keys.total), 0),)
     found = list[Block]()
-    for row, (first, last) in _rows(queries, window):
-        for key, (low, high) in _rows(keys, 0):
-            if window:  # leave out what no query sees, and queries that see nothing
-                begin, end = max(low, first - window + 1), min(high, last)
-                start, stop = max(first, begin), min(last, end + window - 1)
-            else:
-                begin, end, start, stop = low, high, first, last
-            if begin >= end or start >= stop or begin > stop - 1:
-                continue
-            at, to = row + start - first, key + begin - low
-            block = Block((at, at + stop - start), (to, to + end - begin), start - begin)
-            found.append(block)
+    for row, (first, last) in _rows(queries, window, inside):
+        for key, (low, high) in _rows(keys, 0, inside):
+            # leave out keys that no query sees, and queries that see none
+            begin, end = max(low, first - window + 1) if window else low, min(high, last)
+            start = max(first, begin)
+            stop = min(last, end + window - 1) if window else last
+            if begin < end and start < stop:
+                at, to = row + start - first, key + begin - low
+                block = Block((at, at + stop - start), (to, to + end - begin), start - begin)
+                found.append(block)
     return tuple(found if window else _merged(found, queries.length))
 
 
-def _rows(positions: Positions, window: int) -> list[tuple[int, Range]]:
+def _rows(positions: Positions, window: int, inside: Range | None) -> list[tuple[int, Range]]:
     """Returns (first row, range) of each range; with a window, of chunks of about its size."""
     found, row = list[tuple[int, Range]](), 0
     for first, last in positions.ranges:
-        step = max(window, 64) if window else last - first
-        for at in range(first, last, step):
-            found.append((row + at - first, (at, min(at + step, last))))
+        low, high = (
+            (first, last) if inside is None else (max(first, inside[0]), min(last, inside[1]))
+        )
+        for at in range(low, high, max(window, 64) if window else max(high - low, 1)):
+            found.append(
+                (row + at - first, (at, min(at + max(window, 64), high) if window else high))
+            )
         row += last - first
     return found
 
@@ -168,23 +193,13 @@ def _merged(found: list[Block], length: int) -> list[Block]:
     out = list[Block]()
     for block in found:
         last = out[-1] if out else None
-        if (
-            last
-            and complete(last)
-            and complete(block)
-            and last.rows == block.rows
-            and last.keys[1] == block.keys[0]
-        ):
-            out[-1] = Block(block.rows, (last.keys[0], block.keys[1]), length)
-            continue
-        if (
-            last
-            and complete(last)
-            and complete(block)
-            and last.keys == block.keys
-            and last.rows[1] == block.rows[0]
-        ):
-            out[-1] = Block((last.rows[0], block.rows[1]), block.keys, length)
-            continue
+        if last is not None and complete(last) and complete(block):
+            (rows, keys, _), (more_rows, more_keys, _) = last, block
+            if rows == more_rows and keys[1] == more_keys[0]:
+                out[-1] = Block(rows, (keys[0], more_keys[1]), length)
+                continue
+            if keys == more_keys and rows[1] == more_rows[0]:
+                out[-1] = Block((rows[0], more_rows[1]), keys, length)
+                continue
         out.append(block)
     return out

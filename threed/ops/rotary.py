@@ -9,14 +9,14 @@ GPUs (csrc/cuda/rotary.cu). In all functions `theta` is the base of the frequenc
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from threed.ops import launch
-from threed.ops.frequencies import Theta, inverse, rotated_size, scale_of
-from threed.ops.positions import Positions
+from threed.ops.frequencies import Frequencies, Theta, inverse, rotated_size, scale_of
+from threed.ops.positions import Positions, in_documents
 
 
 def angles(positions: Positions, size: int, theta: Theta, device: torch.device) -> Tensor:
@@ -38,26 +38,80 @@ def plain_table(
     return cos.to(dtype), sin.to(dtype)
 
 
-def rotate(x: Tensor, theta: Theta, positions: Positions | None = None) -> Tensor:
+def rotate(
+    x: Tensor, theta: Theta, positions: Positions | None = None, documents: Tensor | None = None
+) -> Tensor:
     """Applies rotary positions to heads x [s b a d], in plain operations.
 
     Args:
         x: heads [s b a d].
         theta: base of the frequencies, or a result of `ops.frequencies.frequencies`.
         positions: positions of the rows of x. Default: x is a full sequence.
+        documents: number of the document of every position of the full sequences, int64 [b s], not
+            decreasing along s. Positions begin at 0 in each document. Default: each sequence is one
+            document.
 
     Returns:
         The rotated heads [s b a d].
     """
-    table = plain_table.__wrapped__ if torch.compiler.is_compiling() else plain_table
     positions = positions or Positions.all(x.shape[0])
-    cos, sin = table(positions, x.shape[-1], theta, x.device, x.dtype)
     rest = None
-    if (turned := rotated_size(theta, x.shape[-1])) < x.shape[-1]:
+    if (turned := rotated_size(theta, size := x.shape[-1])) < size:
         x, rest = x[..., :turned], x[..., turned:]
-    left, right = x.chunk(2, dim=-1)
-    y = x * cos + torch.cat((-right, left), dim=-1) * sin
+    if documents is None:
+        y = _turn(x, *_table(positions, size, theta, x))
+    else:
+        y = cast(Tensor, _RotateInDocuments.apply(x, documents, positions, size, theta))
     return y if rest is None else torch.cat((y, rest), dim=-1)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def _table(positions: Positions, size: int, theta: Theta, x: Tensor) -> tuple[Tensor, Tensor]:
+    make = plain_table.__wrapped__ if torch.compiler.is_compiling() else plain_table
+    cos_sin: tuple[Tensor, Tensor] = make(positions, size, theta, x.device, x.dtype)
+    return cos_sin
+
+
+class _RotateInDocuments(torch.autograd.Function):
+    """Rotates heads x [s b a d] by the angles of positions that begin at 0 in each document.
+
+    The backward computes the cosines and sines [s b 1 d] again, so layers do not save them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, documents: Tensor, positions: Positions, size: int, theta: Theta
+    ) -> Tensor:
+        ctx.save_for_backward(documents)
+        ctx.arguments = positions, size, theta
+        return _turn(x, *_tables_of_documents(x, documents, positions, size, theta))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (documents,) = ctx.saved_tensors
+        cos, sin = _tables_of_documents(dy, documents, *ctx.arguments)
+        return _turn(dy, cos, -sin), None, None, None, None
+
+
+def _tables_of_documents(
+    x: Tensor, documents: Tensor, positions: Positions, size: int, theta: Theta
+) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines [s b 1 d] for the rows of x.
+
+    As for any other sequence, the factors of longrope depend on the length of the document.
+    """
+    place, length = (positions.rows(part) for part in in_documents(documents))
+    cos, sin = (t[place, 0] for t in _table(Positions.all(positions.length), size, theta, x))
+    original = theta.original if isinstance(theta, Frequencies) and theta.short else 0
+    if not 0 < original < positions.length:
+        return cos, sin
+    is_long, place = (length > original)[..., None, None], place.clamp_max(original - 1)
+    short_cos, short_sin = (t[place, 0] for t in _table(Positions.all(original), size, theta, x))
+    return torch.where(is_long, cos, short_cos), torch.where(is_long, sin, short_sin)
 
 
 @functools.lru_cache(maxsize=16)

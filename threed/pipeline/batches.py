@@ -5,6 +5,9 @@
 The loss of a step is the mean over all valid items (tokens) of the global batch, and must not
 depend on how the batch is split. So the summed loss of each micro-batch is multiplied by a weight:
 the loss scale divided by the number of valid items in the global batch.
+
+A row may contain several documents, which the batch's 'documents' number. The label of the last
+token of a document would be the first token of the next document, so it is ignored.
 """
 
 from __future__ import annotations
@@ -12,17 +15,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed.config import Config
+from threed.config import Config, ConfigError
 from threed.core.device import start_copy_in
 from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.layers import Embedding, LanguageModelHead, MicroBatch
+from threed.layers.contract import contract, title
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
-from threed.models.loss_items import count_items, with_some_label
+from threed.models.loss_items import class_labels, count_items, with_some_label
+from threed.ops.positions import IGNORED
 from threed.ops.precision import dtype
 
 Batch = Mapping[str, Tensor]
@@ -38,6 +44,9 @@ class Batches:
         config: the resolved configuration.
         layers: all layers of the model. They determine the ids that a batch must contain: 'tokens'
             for an `Embedding`, 'labels' for a `LanguageModelHead`.
+
+    Raises:
+        ConfigError: if `data.packing` is true, and the model does not support packed documents.
     """
 
     def __init__(
@@ -47,12 +56,17 @@ class Batches:
         self.topology, self.slicing = topology, model.slicing
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
+        self.packing = config.data.packing
         self.casts, self.loss_chunks = config.precision.cast_inputs, config.recompute.loss_chunks
         needs = {"tokens": Embedding, "labels": LanguageModelHead}
         self.ids = [
             key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)
         ]
         self.empty = Flag("the global batch has no valid label (all are below 0)", error=False)
+        self.decreasing = Flag("'documents' that decrease along a row")
+        self._no_documents = _documents_problem(self.wrapped, layers, config, topology)
+        if config.data.packing and self._no_documents:
+            raise ConfigError([f"--data.packing true: {self._no_documents}"])
 
     def rows(self, batch: Batch) -> int:
         """Returns the number of rows (sequences) of a batch.
@@ -92,6 +106,32 @@ class Batches:
                     f"the batch's {key!r} are {list(batch[key].shape)}: the model needs {key!r} [b s]"
                 )
 
+    def _end_documents(self, tensors: dict[str, Tensor]) -> None:
+        """Ignores the label of each token whose next token belongs to another document.
+
+        Raises:
+            ValueError: if the batch has documents that the model does not support, or that are not
+                int64 [b s]; or if it has none although `data.packing` is true.
+        """
+        documents, tokens = tensors.get("documents"), tensors.get("tokens")
+        if documents is None:
+            if self.packing:
+                fix = "open the data with open_data(..., packing=True)"
+                raise ValueError(f"--data.packing true, and the batch has no 'documents': {fix}")
+            return
+        if self._no_documents:
+            raise ValueError(f"the batch has 'documents': {self._no_documents}")
+        if tokens is None or documents.shape != tokens.shape or documents.dtype != torch.int64:
+            given = f"{str(documents.dtype).removeprefix('torch.')} {list(documents.shape)}"
+            shape = "[b s]" if tokens is None else str(list(tokens.shape))
+            fix = f"pass one int64 number per token, in the shape of the batch's 'tokens' {shape}"
+            raise ValueError(f"the batch's 'documents' are {given}: {fix}")
+        self.decreasing.note(documents[:, 1:] < documents[:, :-1])
+        labels = class_labels(tensors)
+        if labels is not None and labels.shape == documents.shape:
+            ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1))
+            tensors["labels"] = labels.masked_fill(ends, IGNORED)
+
     def check_rows(self, batch: Batch) -> None:
         """Checks that all data ranks evaluate equally many rows. Collective over dp.
 
@@ -119,8 +159,9 @@ class Batches:
                 pipeline stages of the data rank must pass the same batch. For a wrapped module, it
                 has the keyword arguments of the module's forward. For other models, it may have
                 'tokens' [b s]; 'labels' [b ...], integers (values below 0 are ignored);
-                'samples' [b], the global indices of the samples; and any tensors that the model
-                reads from `MicroBatch.inputs`. Without labels, every row counts as one item.
+                'samples' [b], the global indices of the samples; 'documents', int64 [b s], the
+                number of each token's document; and any tensors that the model reads from
+                `MicroBatch.inputs`. Without labels, every row counts as one item.
             step: number of completed steps.
             consumed: total number of samples in the global batches before this one.
             scale: the loss scale; the weight of each micro-batch contains it as a factor.
@@ -145,6 +186,7 @@ class Batches:
             if "tokens" in batch:
                 # this call raises an error if the sequence cannot be split over ranks
                 self.slicing.positions(batch["tokens"].shape[1])
+            self._end_documents(tensors)
             first, device = consumed + data.index * rows, self.topology.device
             tensors.setdefault("samples", torch.arange(first, first + rows, device=device))
         parts = [
@@ -155,10 +197,11 @@ class Batches:
             return self._for_module(self.wrapped, parts, step, scale, training)
         weight = self._weight(count_items(tensors, shifted=False), scale)
         parts = [self._own_positions(part) for part in parts]
+        names = ("tokens", "labels", "samples", "documents")
         return [
             MicroBatch(
-                part.pop("tokens", None), part.pop("labels", None), part.pop("samples"), weight,
-                step, training, part or None, self.loss_chunks,
+                **{name: part.pop(name, None) for name in names}, weight=weight, step=step,
+                training=training, inputs=part or None, loss_chunks=self.loss_chunks,
             )
             for part in parts
         ]  # fmt: skip
@@ -219,3 +262,23 @@ class Batches:
         total = collectives.sum_of_scalars(valid.view(-1), self.topology.axis("dp"))
         self.empty.note(total.amax() == 0)
         return (scale / total.clamp(min=1)).view(valid.shape)
+
+
+def _documents_problem(
+    wrapped: Wrapped | None, layers: Sequence[nn.Module], config: Config, topology: Topology
+) -> str:
+    """Returns why a model cannot train on rows of several documents; "" if it can."""
+    if wrapped is not None:
+        fix = "build the model from threed.layers, or pass the module its own mask and positions"
+        return (
+            f"a wrapped module ({type(wrapped.module).__name__}) has no mask for documents; {fix}"
+        )
+    for number, layer in enumerate(layers):
+        if not contract(layer).documents:
+            fix = "set `documents = True` on the layer if it acts on each position alone or reads micro.documents"
+            return f"{title(layer, number)} may mix the tokens of different documents; {fix}"
+    if config.run.compile and topology.device.type == "cpu":
+        return (
+            "on CPUs attention reads the borders of documents on the host; use --run.compile false"
+        )
+    return ""

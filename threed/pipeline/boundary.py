@@ -223,6 +223,7 @@ def signature(micro: MicroBatch) -> tuple[Any, ...]:
     The key contains the shapes and dtypes of all tensors of the micro-batch, and whether the
     micro-batch is for training.
     """
-    given = {"tokens": micro.tokens, "labels": micro.labels, **(micro.inputs or {})}
+    given = {"tokens": micro.tokens, "labels": micro.labels, "documents": micro.documents}
+    given |= micro.inputs or {}
     shapes = ((name, tuple(t.shape), t.dtype) for name, t in given.items() if isinstance(t, Tensor))
     return (micro.training, *sorted(shapes, key=lambda one: one[0]))

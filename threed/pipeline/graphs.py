@@ -279,7 +279,7 @@ class StaticBatch:
         step = torch.zeros((), dtype=torch.int64, device=device)
         tensors: dict[str, Any] = {
             name: value.clone()
-            for name in ("tokens", "labels", "samples", "weight")
+            for name in ("tokens", "labels", "samples", "weight", "documents")
             if isinstance(value := getattr(micro, name), Tensor)
         }
         inputs = None if micro.inputs is None else {k: v.clone() for k, v in micro.inputs.items()}

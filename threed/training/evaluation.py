@@ -8,7 +8,7 @@ once.
 
 An evaluation runs full global batches, so it works with any topology, micro-batch and schedule. In
 the last batch the labels of rows beyond the last window are ignored. The mean weights each batch by
-its number of windows.
+its number of labels.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from torch import Tensor
 from threed.core.messages import counted
 from threed.data import Data
 from threed.engine import Engine, StepMetrics
+from threed.ops.positions import IGNORED
 from threed.training.callback import Callback, Run
-
-IGNORED = -100
 
 
 class Evaluation(Callback):
@@ -61,15 +60,16 @@ class Evaluation(Callback):
             stops: function called after each global batch. If it returns true, the evaluation ends.
                 It must return the same value on all ranks.
         """
-        sums: list[Tensor] = []
+        sums, labels = list[Tensor](), 0
         for first in range(0, self.windows, self.batch):
-            # The weight of a batch is its number of windows, because all windows have equally many
-            # labels.
-            here = min(self.batch, self.windows - first)
-            sums.append(self.engine.evaluate(self._rows(first + self.index * self.share)) * here)
+            last = min(first + self.batch, self.windows)
+            if here := len(self.data.valid.labels(first, last)):
+                loss = self.engine.evaluate(self._rows(first + self.index * self.share))
+                sums.append(loss * here)
+            labels += here
             if stops():
                 return None
-        return float(torch.stack(sums).sum()) / self.windows
+        return float(torch.stack(sums).sum()) / labels if labels else math.nan
 
     def _rows(self, first: int) -> dict[str, Tensor]:
         """Returns this rank's rows, from window `first` on; rows after the last have no labels."""

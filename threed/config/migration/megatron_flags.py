@@ -124,6 +124,9 @@ _COMBINED: Mapping[str, tuple[str, str]] = {
     "decoder-first-pipeline-num-layers": ("N", "parallel.partition"),
     "decoder-last-pipeline-num-layers": ("N", "parallel.partition"),
     "pipeline-model-parallel-layout": ("N", "parallel.partition"),
+    "reset-position-ids": ("", "data.packing"),
+    "reset-attention-mask": ("", "data.packing"),
+    "eod-mask-loss": ("", "data.packing"),
     "use-distributed-optimizer": ("", "zero.stage"),
     "use-torch-fsdp2": ("", "zero.stage"),
     "use-megatron-fsdp": ("", "zero.stage"),
@@ -280,8 +283,7 @@ _REFUSED: Mapping[str, str] = {
     "use --data-path with --split":
         "train-data-path=N… valid-data-path=N… test-data-path=N… data-args-path=N per-split-data-args-path=N"
         " per-dataset-sequences-path=N",
-    "tokens also attend to earlier documents of a sequence; threed has no mask for documents":
-        "reset-position-ids reset-attention-mask eod-mask-loss dataloader-inter-document-masking",
+    "use --reset-position-ids, --reset-attention-mask and --eod-mask-loss": "dataloader-inter-document-masking",
     "use --tokenizer-type HuggingFaceTokenizer, and the folder of a Hugging Face tokenizer as --tokenizer-model":
         "vocab-file=N merge-file=N tokenizer-metadata=N tokenizer-special-tokens=N… tiktoken-* tokenizer-sentencepiece-*"
         " no-tokenizer-* vocab-extra-ids=N",

@@ -448,6 +448,12 @@ def _data(given: Given) -> Items:
         yield Setting("data.path", paths[-1], ("data-path",))
     if "split" in given or paths:
         yield Setting("data.split", _share(given.text("split", "969,30,1")), given.among("split"))
+    names = ("reset-position-ids", "reset-attention-mask", "eod-mask-loss")
+    if packing := given.among(*names):
+        if len(packing) < len(names):
+            fix = f"give --{' --'.join(names)}, or none of the three"
+            raise Untranslatable(f"--{packing[0]}: {fix}")
+        yield Setting("data.packing", "true", packing)
 
 
 def _share(text: str) -> str:
