@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class SparseAttention:
     heads: Range | None = None
     softcap: float = 0.0
     scale: float | None = None
+    # represents the core in a graph of torch.compile (`layers.compiled`)
+    opaque: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.heads is None and self.pattern.different_layout_per_head:
@@ -78,13 +80,32 @@ class SparseAttention:
             return _seq_first(self._trace(queries, keys, values))
         if flex.fits(queries):
             self._record("FlexAttention", queries, keys)
-            mask = block_mask(self.pattern, s, (first, last), q.device)
-            y = flex.compute(queries, keys, values, mask, self.softcap, self.scale)
-            return _seq_first(y)
+            mask = self._mask(s, (first, last), q)
+            return _seq_first(flex.compute(queries, keys, values, mask, self.softcap, self.scale))
         self._record("lists of blocks of threed", queries, keys)
-        lists = layouts(self.pattern, s, (first, last))
-        out: Tensor = _Listed.apply(q, k, v, lists, Causal(0, self.softcap, self.scale))
+        out: Tensor
+        if self.opaque is not None and torch.compiler.is_compiling():
+            out, _ = torch.ops.threed.block_sparse(q, k, v, self.opaque)
+        else:
+            out = _Listed.apply(q, k, v, self)
         return out
+
+    def lists(self, seq: int, heads: int) -> tuple[Layout, ...]:
+        """Returns the listed blocks of all positions, for `heads` heads of this rank."""
+        return layouts(self.pattern, seq, self.heads or (0, heads))
+
+    @property
+    def causal(self) -> Causal:
+        """Soft cap and scale, for `ops.attention`."""
+        return Causal(0, self.softcap, self.scale)
+
+    def _mask(self, seq: int, heads: Range, q: Tensor) -> Any:
+        if self.opaque is None or not torch.compiler.is_compiling():
+            return _cached_mask(self.pattern, seq, heads, q.device)
+        count = heads[1] - heads[0] if self.pattern.different_layout_per_head else 1
+        sizes = [count, -(-seq // self.pattern.block), -(-seq // flex.BLOCK)]
+        lists = torch.ops.threed.flex_lists(q, sizes, self.opaque)
+        return block_mask(lists, self.pattern, seq)
 
     def _record(self, kernel: str, q: Tensor, k: Tensor) -> None:
         if not torch.compiler.is_compiling():
@@ -107,7 +128,7 @@ class SparseAttention:
 
     def _pairs(self, seq: int, heads: int) -> int:
         """Returns the number of pairs of positions in the listed blocks, summed over the heads."""
-        found = layouts(self.pattern, seq, self.heads or (0, heads))
+        found = self.lists(seq, heads)
         return sum(len(layout.heads) * part.pairs for layout in found for part in layout.parts)
 
     def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
@@ -129,23 +150,52 @@ class _Listed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, lists: tuple[Layout, ...], causal: Causal
-    ) -> Tensor:
-        y, lse = forward(lists, causal, *map(_batch_first, (q, k, v)))
-        # The result must not be a view, because autograd forbids in-place changes of a view that
-        # was made in a Function.
-        out: Tensor = torch.ops.aten._unsafe_view(y.permute(2, 0, 1, 3), (*q.shape[:2], -1))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: SparseAttention) -> Tensor:
+        out, lse = output(core, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = lists, causal
+        ctx.core = core
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, lse = ctx.saved_tensors
-        dy, y = (x.unflatten(2, (q.shape[2], -1)) for x in (dy, y))
-        inputs = map(_batch_first, (dy, q, k, v, y))
-        return *(x.permute(2, 0, 1, 3) for x in backward(*ctx.how, *inputs, lse)), None, None
+        return *gradients(ctx.core, dy, *ctx.saved_tensors), None
+
+
+def output(core: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns attention [s b (a d)], and the log-sum-exp [b a s].
+
+    Args:
+        core: the core.
+        q: queries [s b a d].
+        k: keys [s b k d].
+        v: values [s b k d].
+    """
+    lists = core.lists(q.shape[0], q.shape[2])
+    y, lse = forward(lists, core.causal, *map(_batch_first, (q, k, v)))
+    # The result must not be a view, because autograd forbids in-place changes of a view that was
+    # made in a Function.
+    out: Tensor = torch.ops.aten._unsafe_view(y.permute(2, 0, 1, 3), (*q.shape[:2], -1))
+    return out, lse
+
+
+def gradients(
+    core: SparseAttention, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of q, k and v.
+
+    Args:
+        core: the core.
+        dy: gradient of the output [s b (a d)].
+        q: queries [s b a d].
+        k: keys [s b k d].
+        v: values [s b k d].
+        y: the output [s b (a d)].
+        lse: log-sum-exp [b a s].
+    """
+    lists = core.lists(q.shape[0], q.shape[2])
+    dy, y = (x.unflatten(2, (q.shape[2], -1)) for x in (dy, y))
+    inputs = map(_batch_first, (dy, q, k, v, y))
+    return tuple(x.permute(2, 0, 1, 3) for x in backward(lists, core.causal, *inputs, lse))
 
 
 def forward(
@@ -166,9 +216,8 @@ def forward(
     b, a, n, _ = q.shape
     y = q.new_zeros(n, b, a, v.shape[-1]).permute(1, 2, 0, 3)
     lse = q.new_full((b, a, n), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for heads, groups, part, rows, offset in _chunks(lists, causal, q, k, v):
-        at = slice(None), heads, rows
-        keys, values = (_gathered(x[:, groups], part) for x in (k, v))
+    for heads, _, rows, part, keys, values in _chunks(lists, causal, q, k, v):
+        at, offset = (slice(None), heads, rows), part.offset + rows.start - part.queries[0]
         y[at], lse[at] = attention.forward(offset, causal, q[at], keys, values)
     return y, lse
 
@@ -190,9 +239,8 @@ def backward(
     """
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-    for heads, groups, part, rows, offset in _chunks(lists, causal, q, k, v):
-        at = slice(None), heads, rows
-        keys, values = (_gathered(x[:, groups], part) for x in (k, v))
+    for heads, groups, rows, part, keys, values in _chunks(lists, causal, q, k, v):
+        at, offset = (slice(None), heads, rows), part.offset + rows.start - part.queries[0]
         inputs = dy[at], q[at], keys, values, y[at], lse[at]
         dq[at], *grads = attention.backward(offset, causal, *inputs)
         for total, grad in zip((dk, dv), grads, strict=True):
@@ -204,22 +252,36 @@ def backward(
 
 def _chunks(
     lists: Sequence[Layout], causal: Causal, q: Tensor, k: Tensor, v: Tensor
-) -> Iterator[tuple[slice, slice, Part, slice, int]]:
-    """Yields (query heads, key heads, part, queries, offset): the arguments of one computation.
+) -> Iterator[tuple[slice, slice, slice, Part, Tensor, Tensor]]:
+    """Yields (query heads, key heads, queries, part, keys, values) of each computation.
 
-    Fused attention computes a full part at once. Otherwise the number of scores is bounded.
+    The keys and values [b k m d] are valid until the next iteration. Fused attention computes a
+    full part at once. Otherwise the number of scores is bounded.
     """
     fused = attention._is_flash(q, v, causal)
     most = attention.SCORES_ON_CPU if attention._on_cpu(q) else attention.SCORES
     for layout in lists:
         for heads, groups in _slices(layout.heads, q.shape[1], k.shape[1]):
+            pair = [x[:, groups].permute(2, 0, 1, 3) for x in (k, v)]
+            longest = max((part.key_count for part in layout.parts), default=0)
+            # Memory is reused, because the first access to new memory takes longer than the copy.
+            space = [x.new_empty(longest, *x.shape[1:]) for x in pair]
             for part in filter(lambda part: part.keys, layout.parts):
+                keys, values = map(functools.partial(_gathered, part), pair, space)
                 scores = q.shape[0] * len(range(q.shape[1])[heads]) * part.key_count
                 first, last = part.queries
                 step = last - first if fused else max(16, most // scores)
                 for at in range(first, last, step):
                     rows = slice(at, min(at + step, last))
-                    yield heads, groups, part, rows, part.offset + at - first
+                    yield heads, groups, rows, part, keys, values
+
+
+def _gathered(part: Part, x: Tensor, space: Tensor) -> Tensor:
+    """Returns the keys or values [b k m d] of a part, from x [m b k d]; a copy is in `space`."""
+    found = [x[first:last] for first, last in part.keys]
+    if len(found) > 1:
+        found = [torch.cat(found, out=space[: part.key_count])]
+    return _batch_first(found[0])
 
 
 def _slices(heads: tuple[int, ...], a: int, k: int) -> Iterator[tuple[slice, slice]]:
@@ -236,12 +298,6 @@ def _slices(heads: tuple[int, ...], a: int, k: int) -> Iterator[tuple[slice, sli
             yield slice(head, head + 1), slice(group, group + 1)
 
 
-def _gathered(x: Tensor, part: Part) -> Tensor:
-    """Returns the keys or values [b k m d] of a part."""
-    found = [x[:, :, first:last] for first, last in part.keys]
-    return found[0] if len(found) == 1 else torch.cat(found, 2)
-
-
 def _batch_first(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
@@ -254,30 +310,49 @@ def _seq_first(y: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def block_mask(pattern: BlockPattern, length: int, heads: Range, device: torch.device) -> Any:
-    """Returns the lists of blocks, and the mask inside of blocks, for `flex.compute`.
+def flex_lists(
+    pattern: BlockPattern, length: int, heads: Range, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Returns which blocks are listed [a n n], and the lists of FlexAttention's blocks.
 
-    A block of FlexAttention is not listed if no pair of its positions is in a listed block of the
-    pattern. If all pairs are, and none of them is hidden by the causal mask, the mask is not
-    evaluated.
+    The lists are the numbers and the indices of the partial blocks, and those of the full blocks. A
+    block of FlexAttention is in no list if no pair of its positions is in a listed block of the
+    pattern. It is full if all of its pairs are, and the causal mask hides none of them. The first
+    dimension is 1 if all heads have the same lists.
 
     Args:
         pattern: the pattern.
         length: length of the sequence.
         heads: global numbers of the heads.
-        device: device of the result.
+        device: device of the results, which are cached.
+    """
+    listed = _listed_blocks(pattern, length, heads)
+    some, full = _covered(listed, pattern.block, length)
+    if pattern.causal:
+        below = torch.ones_like(some[0, 0]).tril()
+        some, full = some & below, full & below.tril(-1)
+    tensors = (listed, *flex.listed(some & ~full), *flex.listed(full))
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+def block_mask(lists: Sequence[Tensor], pattern: BlockPattern, length: int) -> Any:
+    """Returns the mask for `flex.compute`.
+
+    Args:
+        lists: the result of `flex_lists`.
+        pattern: the pattern.
+        length: length of the sequence.
     """
     from torch.nn.attention.flex_attention import BlockMask  # imports torch's compiler
 
-    listed = _listed_blocks(pattern, length, heads).to(device)
-    some, all_pairs = _flex_blocks(listed, pattern.block, length)
-    if pattern.causal:
-        below = torch.ones_like(some[0, 0]).tril()
-        some, all_pairs = some & below, all_pairs & below.tril(-1)
-    return BlockMask.from_kv_blocks(
-        *flex.listed(some & ~all_pairs), *flex.listed(all_pairs), flex.BLOCK,
-        _visible(listed, pattern.block, pattern.causal), (length, length),
-    )  # fmt: skip
+    listed, *blocks = lists
+    visible = _visible(listed, pattern.block, pattern.causal)
+    return BlockMask.from_kv_blocks(*blocks, flex.BLOCK, visible, (length, length))
+
+
+@functools.lru_cache(maxsize=32)
+def _cached_mask(pattern: BlockPattern, length: int, heads: Range, device: torch.device) -> Any:
+    return block_mask(flex_lists(pattern, length, heads, device), pattern, length)
 
 
 def _listed_blocks(pattern: BlockPattern, length: int, heads: Range) -> Tensor:
@@ -291,9 +366,9 @@ def _listed_blocks(pattern: BlockPattern, length: int, heads: Range) -> Tensor:
     return listed
 
 
-def _flex_blocks(listed: Tensor, block: int, length: int) -> tuple[Tensor, Tensor]:
+def _covered(listed: Tensor, block: int, length: int) -> tuple[Tensor, Tensor]:
     """Returns whether some pairs and all pairs of FlexAttention's blocks are listed, [1 a m m]."""
-    first = torch.arange(0, length, flex.BLOCK, device=listed.device)
+    first = torch.arange(0, length, flex.BLOCK)
     begin = first // block
     end = (first + flex.BLOCK).clamp_max(length).sub(1) // block + 1
     # The number of listed blocks in any rectangle is computed from sums over rows and columns.
