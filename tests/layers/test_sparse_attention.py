@@ -69,9 +69,10 @@ def _find_torn_layouts(truth: Result) -> None:
 
 
 def _refuse_heads_of_all_ranks() -> None:
+    engine = _with_heads((0, 6))
+    rows = share(batch(0), engine.topology)
     with pytest.raises(ValueError, match=r"heads 0 to 5 for a rank with 3 heads: pass heads=slic"):
-        engine = _with_heads((0, 6))
-        engine.step(share(batch(0), engine.topology))
+        engine.step(rows)
 
 
 def test_schedules_shared_heads_and_torn_layouts() -> None:

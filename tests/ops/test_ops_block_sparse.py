@@ -61,7 +61,9 @@ def patterns(block: int, attention: Any) -> list[BlockPattern]:
     ]  # fmt: skip
 
 
-def core_of(pattern: BlockPattern, softcap: float = 0.0, scale: float | None = None) -> SparseAttention:
+def core_of(
+    pattern: BlockPattern, softcap: float = 0.0, scale: float | None = None
+) -> SparseAttention:
     heads = (FIRST, FIRST + 4) if pattern.different_layout_per_head else None
     return SparseAttention(pattern, heads, softcap, scale)
 
@@ -112,7 +114,7 @@ def test_each_pattern_is_dense_attention_under_its_mask(
     for block in (4, 5, 16, 64):
         for pattern in patterns(block, direction):
             core = core_of(pattern, softcap, 0.3)
-            got, want = (gradients(f(*inputs), inputs) for f in (core, lambda *x: dense(core, *x)))
+            got, want = (gradients(y, inputs) for y in (core(*inputs), dense(core, *inputs)))
             for name, ours, right in zip("y dq dk dv".split(), got, want, strict=True):
                 torch.testing.assert_close(
                     ours, right, rtol=0, atol=1e-9, msg=lambda m, n=name, c=core: f"{n}, {c}: {m}"
@@ -137,9 +139,7 @@ def test_narrower_numbers(dtype: torch.dtype, bound: float) -> None:
     y, want = core(*inputs), dense(core, *wide)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
     got = y, *torch.autograd.grad(y, inputs, dy)
-    for ours, right in zip(
-        got, (want, *torch.autograd.grad(want, wide, dy.double())), strict=True
-    ):
+    for ours, right in zip(got, (want, *torch.autograd.grad(want, wide, dy.double())), strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=bound, atol=bound)
 
 
@@ -201,13 +201,15 @@ def repeat(parts: list[Part]) -> list[Part]:
 
 
 @pytest.mark.parametrize("fault", [drop, repeat])
-def test_a_dropped_and_a_repeated_block_are_found(fault: Callable[[list[Part]], list[Part]]) -> None:
+def test_a_dropped_and_a_repeated_block_are_found(
+    fault: Callable[[list[Part]], list[Part]],
+) -> None:
     """Planted faults: outputs, gradients and the number of computed pairs all differ."""
     inputs, core = heads(), core_of(FixedPattern(block=4))
     want, right = gradients(dense(core, *inputs), inputs), computed(core)[0]
     (layout,) = core.lists(LENGTH, 4)
     wrong = (layout._replace(parts=tuple(fault(list(layout.parts)))),)
-    with mock.patch.object(block_sparse, "layouts", lambda *_: wrong):
+    with mock.patch.object(block_sparse, "layouts", return_value=wrong):
         got = gradients(core(*inputs), inputs)
         assert computed(core)[0] != right
     for ours, true in zip(got, want, strict=True):
@@ -347,10 +349,14 @@ def test_a_trace_counts_the_listed_blocks(pattern: BlockPattern, device: str) ->
         assert found.flops == stated[1]
         return found
 
-    with mock.patch.object(attention, "default_device", lambda: torch.device(device)):
+    with mock.patch.object(attention, "default_device", return_value=torch.device(device)):
         core, sparse, full = core_of(pattern), costs(core_of(pattern)), costs(layers.Causal())
     assert full.flops - sparse.flops == 4 * 2 * seq * seq * 4 * 8 - core.flops(2 * seq, seq, 4, 8)
-    assert (sparse.kept, sparse.forward, sparse.backward) == (full.kept, full.forward, full.backward)
+    assert (sparse.kept, sparse.forward, sparse.backward) == (
+        full.kept,
+        full.forward,
+        full.backward,
+    )
 
 
 def test_the_backward_keeps_output_and_one_number_per_query_and_head() -> None:

@@ -18,10 +18,11 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 Range = tuple[int, int]  # (first, last): first .. last - 1
-UNIDIRECTIONAL, BIDIRECTIONAL = "unidirectional", "bidirectional"
+UNIDIRECTIONAL: Final = "unidirectional"
+BIDIRECTIONAL: Final = "bidirectional"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ class BlockPattern:
         )
         outside = [block for block in found if not 0 <= block < count]
         self._check(
-            not outside, f"query block {query} of {count} lists key blocks {outside}: use 0 to {count - 1}"
+            not outside,
+            f"query block {query} of {count} lists key blocks {outside}: use 0 to {count - 1}",
         )
         return tuple(block for block in found if block <= query or not self.causal)
 
@@ -153,12 +155,16 @@ class FixedPattern(BlockPattern):
             self.num_local_blocks, self.num_global_blocks, self.num_different_global_patterns
         )  # fmt: skip
         self._check(min(size, count, places) >= 1, "numbers of blocks and patterns start at 1")
-        self._check(size % count == 0, f"num_global_blocks {count} does not divide num_local_blocks {size}")
+        self._check(
+            size % count == 0, f"num_global_blocks {count} does not divide num_local_blocks {size}"
+        )
         _check_horizontal(self, self.horizontal_global_attention)
         per_head = self.different_layout_per_head or places == 1
         self._check(per_head, f"{places} global patterns need different_layout_per_head=True")
         fits = places <= size // count
-        self._check(fits, f"num_different_global_patterns {places}: a window has {size // count} places")
+        self._check(
+            fits, f"num_different_global_patterns {places}: a window has {size // count} places"
+        )
 
     def listed(self, query: int, count: int, head: int) -> Iterable[int]:
         size, width = self.num_local_blocks, self.num_global_blocks
@@ -225,7 +231,9 @@ class VariablePattern(_Random):
         super().__post_init__()
         _freeze(self, "local_window_blocks", "global_block_indices", "global_block_end_indices")
         windows = self.local_window_blocks
-        self._check(min(windows, default=0) >= 1, f"local_window_blocks {windows}: use sizes from 1")
+        self._check(
+            min(windows, default=0) >= 1, f"local_window_blocks {windows}: use sizes from 1"
+        )
         _spans(self, self.global_block_indices, self.global_block_end_indices)
         _check_horizontal(self, self.horizontal_global_attention)
 
@@ -319,11 +327,10 @@ def _spans(
 ) -> list[Range]:
     """Returns the ranges of global blocks. Raises ValueError if a range is empty."""
     ends = tuple(start + 1 for start in starts) if ends is None else ends
-    fits = len(starts) == len(ends) and all(
-        0 <= s < e for s, e in zip(starts, ends, strict=False)
-    )
+    fits = len(starts) == len(ends) and all(0 <= s < e for s, e in zip(starts, ends, strict=False))
     pattern._check(
-        fits, f"global_block_indices {starts} with global_block_end_indices {ends}: use one end above each index"
+        fits,
+        f"global_block_indices {starts} with global_block_end_indices {ends}: use one end above each index",
     )
     return list(zip(starts, ends, strict=True))
 
@@ -443,9 +450,7 @@ def _parts(
         yield _part((first, last), spans, queries, keys, first - start)
 
 
-def _part(
-    rows: Range, spans: list[Range], queries: Range, keys: Range, ahead: int | None
-) -> Part:
+def _part(rows: Range, spans: list[Range], queries: Range, keys: Range, ahead: int | None) -> Part:
     """Returns a part; `ahead` is the first query minus the start of the last span, None: no mask."""
     joined: list[Range] = []
     for first, last in spans:

@@ -7,7 +7,13 @@ carries a `ShardSpec` and stays on the meta device until its pipeline stage is b
 """
 
 from threed.core.block_patterns import (
-    BigBirdPattern, BlockPattern, DensePattern, FixedPattern, FunctionPattern, LongformerPattern, VariablePattern,
+    BigBirdPattern,
+    BlockPattern,
+    DensePattern,
+    FixedPattern,
+    FunctionPattern,
+    LongformerPattern,
+    VariablePattern,
 )
 from threed.distributed.collectives import split
 from threed.distributed.conjugate import copy_to, gather_from, reduce_from, scatter_to
@@ -30,7 +36,8 @@ from threed.ops.rotary import rotate
 __all__ = [
     "Slicing", "MicroBatch", "PipelineLayer", "Embedding", "Block", "LanguageModelHead", "Attention", "Causal",
     "attend", "SparseAttention", "BlockPattern", "DensePattern", "FixedPattern", "VariablePattern", "BigBirdPattern",
-    "LongformerPattern", "FunctionPattern", "rotate", "MLP", "GatedMLP", "gelu", "LayerNorm", "RMSNorm", "Dropout", "VocabEmbedding",
-    "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec", "Piece", "Init",
-    "parameter", "matrix", "vector", "attach", "copy_to", "reduce_from", "gather_from", "scatter_to", "split",
+    "LongformerPattern", "FunctionPattern", "rotate", "MLP", "GatedMLP", "gelu", "LayerNorm", "RMSNorm", "Dropout",
+    "VocabEmbedding", "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec",
+    "Piece", "Init", "parameter", "matrix", "vector", "attach", "copy_to", "reduce_from", "gather_from", "scatter_to",
+    "split",
 ]  # fmt: skip

@@ -267,9 +267,7 @@ def _flex_lists(q: Tensor, sizes: list[int], core: Opaque) -> list[Tensor]:
 
 def _fake_flex_lists(q: Tensor, sizes: list[int], core: Opaque) -> list[Tensor]:
     count, n, m = sizes
-    blocks = [
-        q.new_empty(shape, dtype=torch.int32) for shape in ((1, count, m), (1, count, m, m))
-    ]
+    blocks = [q.new_empty(shape, dtype=torch.int32) for shape in ((1, count, m), (1, count, m, m))]
     return [q.new_empty(count, n, n, dtype=torch.bool), *blocks, *map(torch.empty_like, blocks)]
 
 
@@ -294,9 +292,7 @@ _define(
 torch.library.register_autograd(
     "threed::block_sparse", _backward_of_heads, setup_context=_keep_heads, lib=_LIBRARY
 )
-_define(
-    "flex_lists(Tensor q, int[] sizes, Opaque core) -> Tensor[]", _flex_lists, _fake_flex_lists
-)
+_define("flex_lists(Tensor q, int[] sizes, Opaque core) -> Tensor[]", _flex_lists, _fake_flex_lists)
 
 
 # ------------------------------------------------------------------------------------------------------------- layers

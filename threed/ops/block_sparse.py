@@ -123,7 +123,7 @@ class SparseAttention:
         if rest:
             with torch.no_grad():  # the remaining pairs: `rest` queries of one head and one key
                 single = q[:, :1, :1].expand(-1, -1, rest, -1)
-                attention.on_meta(single, *(x[:, :1, :1] for x in (k, v)))
+                attention.on_meta(single, k[:, :1, :1], v[:, :1, :1])
         return attention.on_meta(q, k[:, :, :each], v[:, :, :each], enable_gqa=a != k.shape[1])
 
     def _pairs(self, seq: int, heads: int) -> int:
@@ -194,8 +194,9 @@ def gradients(
     """
     lists = core.lists(q.shape[0], q.shape[2])
     dy, y = (x.unflatten(2, (q.shape[2], -1)) for x in (dy, y))
-    inputs = map(_batch_first, (dy, q, k, v, y))
-    return tuple(x.permute(2, 0, 1, 3) for x in backward(lists, core.causal, *inputs, lse))
+    dy, q, k, v, y = map(_batch_first, (dy, q, k, v, y))
+    found = backward(lists, core.causal, dy, q, k, v, y, lse)
+    return tuple(x.permute(2, 0, 1, 3) for x in found)
 
 
 def forward(
@@ -345,9 +346,11 @@ def block_mask(lists: Sequence[Tensor], pattern: BlockPattern, length: int) -> A
     """
     from torch.nn.attention.flex_attention import BlockMask  # imports torch's compiler
 
-    listed, *blocks = lists
+    listed, count, indices, full_count, full_indices = lists
     visible = _visible(listed, pattern.block, pattern.causal)
-    return BlockMask.from_kv_blocks(*blocks, flex.BLOCK, visible, (length, length))
+    return BlockMask.from_kv_blocks(
+        count, indices, full_count, full_indices, flex.BLOCK, visible, (length, length)
+    )
 
 
 @functools.lru_cache(maxsize=32)

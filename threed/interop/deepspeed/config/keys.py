@@ -199,7 +199,7 @@ class SparseAttention(Group):
     num_different_global_patterns: Count = 1
     num_random_blocks: Natural = 0
     local_window_blocks: list[Count] = Field([4], min_length=1)
-    global_block_indices: list[Natural] = [0]
+    global_block_indices: list[Natural] = Field([0])
     global_block_end_indices: list[Natural] | None = None
     num_sliding_window_blocks: Count = 3
 
