@@ -388,7 +388,7 @@ class Layout(NamedTuple):
     parts: tuple[Part, ...]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def layouts(
     pattern: BlockPattern,
     length: int,

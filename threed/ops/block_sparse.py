@@ -91,7 +91,12 @@ class SparseAttention:
         return out
 
     def lists(self, seq: int, heads: int) -> tuple[Layout, ...]:
-        """Returns the listed blocks of all positions, for `heads` heads of this rank."""
+        """Returns the listed blocks of all positions.
+
+        Args:
+            seq: sequence length.
+            heads: number of query heads of this rank.
+        """
         return layouts(self.pattern, seq, self.heads or (0, heads))
 
     @property
@@ -311,6 +316,7 @@ def _seq_first(y: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)  # otherwise the cached tensors could not be saved for a backward
 def flex_lists(
     pattern: BlockPattern, length: int, heads: Range, device: torch.device
 ) -> tuple[Tensor, ...]:
@@ -362,7 +368,7 @@ def _listed_blocks(pattern: BlockPattern, length: int, heads: Range) -> Tensor:
     """Returns whether a block is listed, [a n n]; [1 n n] if all heads have the same lists."""
     numbers = range(*heads) if pattern.different_layout_per_head else heads[:1]
     count = -(-length // pattern.block)
-    listed = torch.zeros(len(numbers), count, count, dtype=torch.bool)
+    listed = torch.zeros(len(numbers), count, count, dtype=torch.bool, device="cpu")
     for layout, head in zip(listed, numbers, strict=True):
         for query, row in enumerate(layout):
             row[list(pattern.key_blocks(query, count, head))] = True
@@ -371,7 +377,7 @@ def _listed_blocks(pattern: BlockPattern, length: int, heads: Range) -> Tensor:
 
 def _covered(listed: Tensor, block: int, length: int) -> tuple[Tensor, Tensor]:
     """Returns whether some pairs and all pairs of FlexAttention's blocks are listed, [1 a m m]."""
-    first = torch.arange(0, length, flex.BLOCK)
+    first = torch.arange(0, length, flex.BLOCK, device=listed.device)
     begin = first // block
     end = (first + flex.BLOCK).clamp_max(length).sub(1) // block + 1
     # The number of listed blocks in any rectangle is computed from sums over rows and columns.
