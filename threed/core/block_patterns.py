@@ -17,12 +17,10 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
 
 Range = tuple[int, int]  # (first, last): first .. last - 1
-UNIDIRECTIONAL: Final = "unidirectional"
-BIDIRECTIONAL: Final = "bidirectional"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +39,28 @@ class BlockPattern:
 
     block: int = 128
     different_layout_per_head: bool = False
-    attention: Literal["unidirectional", "bidirectional"] = UNIDIRECTIONAL
+    attention: Literal["unidirectional", "bidirectional"] = "unidirectional"
 
     def __post_init__(self) -> None:
+        for field in fields(self):  # lists become tuples, so that the pattern is hashable
+            if isinstance(value := getattr(self, field.name), list):
+                object.__setattr__(self, field.name, tuple(value))
         self._check(self.block >= 1, f"block {self.block}: use 1 or more positions")
-        known = self.attention in (UNIDIRECTIONAL, BIDIRECTIONAL)
+        known = self.attention in ("unidirectional", "bidirectional")
         self._check(known, f"attention {self.attention!r}: use unidirectional or bidirectional")
 
     def _check(self, fits: bool, problem: str) -> None:
         if not fits:
             raise ValueError(f"{type(self).__name__}: {problem}")
 
+    def _check_horizontal(self, horizontal: bool) -> None:
+        fits = self.attention == "bidirectional" or not horizontal
+        self._check(fits, "horizontal_global_attention needs bidirectional attention")
+
     @property
     def causal(self) -> bool:
         """Whether queries attend only to their own position and earlier ones."""
-        return self.attention == UNIDIRECTIONAL
+        return self.attention == "unidirectional"
 
     def listed(self, query: int, count: int, head: int) -> Iterable[int]:
         """Returns the key blocks of a query block, in any order, with or without repetitions.
@@ -80,14 +85,11 @@ class BlockPattern:
         Raises:
             ValueError: if the pattern lists a block that does not exist.
         """
-        found = sorted(
-            set(self.listed(query, count, head if self.different_layout_per_head else 0))
-        )
-        outside = [block for block in found if not 0 <= block < count]
-        self._check(
-            not outside,
-            f"query block {query} of {count} lists key blocks {outside}: use 0 to {count - 1}",
-        )
+        head = head if self.different_layout_per_head else 0
+        found = sorted(set(self.listed(query, count, head)))
+        wrong = [block for block in found if not 0 <= block < count]
+        text = f"query block {query} of {count} lists key blocks {wrong}: use 0 to {count - 1}"
+        self._check(not wrong, text)
         return tuple(block for block in found if block <= query or not self.causal)
 
 
@@ -97,13 +99,9 @@ class DensePattern(BlockPattern):
 
     Attributes:
         block: number of positions per block. The last block of a sequence may have fewer.
-        different_layout_per_head: must be False, because all heads have the same blocks.
+        different_layout_per_head: whether each head has its own list of blocks. All lists are equal.
         attention: "unidirectional" (causal) or "bidirectional".
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_same(self)
 
     def listed(self, query: int, count: int, head: int) -> Iterable[int]:
         return range(count)
@@ -151,20 +149,15 @@ class FixedPattern(BlockPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size, count, places = (
-            self.num_local_blocks, self.num_global_blocks, self.num_different_global_patterns
-        )  # fmt: skip
-        self._check(min(size, count, places) >= 1, "numbers of blocks and patterns start at 1")
-        self._check(
-            size % count == 0, f"num_global_blocks {count} does not divide num_local_blocks {size}"
-        )
-        _check_horizontal(self, self.horizontal_global_attention)
-        per_head = self.different_layout_per_head or places == 1
-        self._check(per_head, f"{places} global patterns need different_layout_per_head=True")
-        fits = places <= size // count
-        self._check(
-            fits, f"num_different_global_patterns {places}: a window has {size // count} places"
-        )
+        size, width = self.num_local_blocks, self.num_global_blocks
+        text = f"num_global_blocks {width} does not divide num_local_blocks {size}"
+        self._check(1 <= width <= size and size % width == 0, text)
+        self._check_horizontal(self.horizontal_global_attention)
+        count, places = self.num_different_global_patterns, size // width
+        text = f"num_different_global_patterns {count}: a window has {places} places"
+        self._check(1 <= count <= places, text)
+        per_head = self.different_layout_per_head or count == 1
+        self._check(per_head, f"{count} global patterns need different_layout_per_head=True")
 
     def listed(self, query: int, count: int, head: int) -> Iterable[int]:
         size, width = self.num_local_blocks, self.num_global_blocks
@@ -180,33 +173,28 @@ class FixedPattern(BlockPattern):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Random(BlockPattern):
-    """Base class of patterns with random blocks.
+class _GlobalBlocks(BlockPattern):
+    global_block_indices: tuple[int, ...] = (0,)
+    global_block_end_indices: tuple[int, ...] | None = None
 
-    The blocks depend only on the seed, the head and the query block (and on the number of blocks if
-    attention is bidirectional), so they are the same on all ranks and in every topology.
-    """
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ends, spans = self.global_block_end_indices, self._spans()
+        fits = len(ends or spans) == len(self.global_block_indices) == len(spans)
+        text = (
+            f"global_block_indices {self.global_block_indices} with global_block_end_indices {ends}"
+        )
+        fits = fits and all(0 <= first < last for first, last in spans)
+        self._check(fits, f"{text}: use one end above each index")
 
-    num_random_blocks: int = 0
-    seed: int = 0
-
-    def _drawn(self, query: int, count: int, head: int) -> set[int]:
-        """Returns the random blocks of a query block, by Floyd's algorithm (CACM 30, 1987).
-
-        Draw n is computed from SHA-256 of seed, head, query block and n.
-        """
-        found: set[int] = set()
-        population = query + 1 if self.causal else count
-        for last in range(max(0, population - self.num_random_blocks), population):
-            text = f"{self.seed}\0{head}\0{query}\0{last}"
-            word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-            drawn = word % (last + 1)
-            found.add(last if drawn in found else drawn)
-        return found
+    def _spans(self) -> list[Range]:
+        """Returns the ranges of global blocks."""
+        starts, ends = self.global_block_indices, self.global_block_end_indices
+        return list(zip(starts, (i + 1 for i in starts) if ends is None else ends, strict=False))
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariablePattern(_Random):
+class VariablePattern(_GlobalBlocks):
     """Local windows of different sizes, global blocks, and random blocks.
 
     Attributes:
@@ -222,20 +210,16 @@ class VariablePattern(_Random):
         horizontal_global_attention: whether the global blocks also attend to all blocks.
     """
 
+    num_random_blocks: int = 0
+    seed: int = 0
     local_window_blocks: tuple[int, ...] = (4,)
-    global_block_indices: tuple[int, ...] = (0,)
-    global_block_end_indices: tuple[int, ...] | None = None
     horizontal_global_attention: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _freeze(self, "local_window_blocks", "global_block_indices", "global_block_end_indices")
-        windows = self.local_window_blocks
-        self._check(
-            min(windows, default=0) >= 1, f"local_window_blocks {windows}: use sizes from 1"
-        )
-        _spans(self, self.global_block_indices, self.global_block_end_indices)
-        _check_horizontal(self, self.horizontal_global_attention)
+        sizes = self.local_window_blocks
+        self._check(min(sizes, default=0) >= 1, f"local_window_blocks {sizes}: use sizes from 1")
+        self._check_horizontal(self.horizontal_global_attention)
 
     def listed(self, query: int, count: int, head: int) -> Iterable[int]:
         start, size = 0, self.local_window_blocks[-1]
@@ -244,14 +228,13 @@ class VariablePattern(_Random):
                 break
             start += size
         start += (query - start) // size * size
-        spans = _spans(self, self.global_block_indices, self.global_block_end_indices)
         yield from range(start, min(start + size, count))
-        yield from _global(spans, query, count, self.horizontal_global_attention)
-        yield from self._drawn(query, count, head)
+        yield from _global(self._spans(), query, count, self.horizontal_global_attention)
+        yield from _drawn(self, query, count, head)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BigBirdPattern(_Random):
+class BigBirdPattern(BlockPattern):
     """A sliding window, global blocks at the start, and random blocks (arXiv 2007.14062).
 
     Attributes:
@@ -266,22 +249,23 @@ class BigBirdPattern(_Random):
     """
 
     num_random_blocks: int = 1
+    seed: int = 0
     num_sliding_window_blocks: int = 3
     num_global_blocks: int = 1
 
     def listed(self, query: int, count: int, head: int) -> Iterable[int]:
         yield from _sliding(query, count, self.num_sliding_window_blocks)
         yield from _global([(0, self.num_global_blocks)], query, count, True)
-        yield from self._drawn(query, count, head)
+        yield from _drawn(self, query, count, head)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongformerPattern(BlockPattern):
+class LongformerPattern(_GlobalBlocks):
     """A sliding window and global blocks (arXiv 2004.05150); "bslongformer" in DeepSpeed.
 
     Attributes:
         block: number of positions per block. The last block of a sequence may have fewer.
-        different_layout_per_head: must be False, because all heads have the same blocks.
+        different_layout_per_head: whether each head has its own list of blocks. All lists are equal.
         attention: "unidirectional" (causal) or "bidirectional".
         num_sliding_window_blocks: number of blocks of the window around a query block, odd.
         global_block_indices: blocks that attend to all blocks, and that all queries attend to.
@@ -290,49 +274,10 @@ class LongformerPattern(BlockPattern):
     """
 
     num_sliding_window_blocks: int = 3
-    global_block_indices: tuple[int, ...] = (0,)
-    global_block_end_indices: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_same(self)
-        _freeze(self, "global_block_indices", "global_block_end_indices")
-        _spans(self, self.global_block_indices, self.global_block_end_indices)
 
     def listed(self, query: int, count: int, head: int) -> Iterable[int]:
-        spans = _spans(self, self.global_block_indices, self.global_block_end_indices)
         yield from _sliding(query, count, self.num_sliding_window_blocks)
-        yield from _global(spans, query, count, True)
-
-
-def _freeze(pattern: BlockPattern, *names: str) -> None:
-    """Replaces lists by tuples, so that the pattern is hashable."""
-    for name in names:
-        value = getattr(pattern, name)
-        object.__setattr__(pattern, name, value if value is None else tuple(value))
-
-
-def _check_same(pattern: BlockPattern) -> None:
-    problem = "all heads have the same blocks: leave out different_layout_per_head"
-    pattern._check(not pattern.different_layout_per_head, problem)
-
-
-def _check_horizontal(pattern: BlockPattern, horizontal: bool) -> None:
-    problem = "horizontal_global_attention needs bidirectional attention"
-    pattern._check(not (horizontal and pattern.causal), problem)
-
-
-def _spans(
-    pattern: BlockPattern, starts: tuple[int, ...], ends: tuple[int, ...] | None
-) -> list[Range]:
-    """Returns the ranges of global blocks. Raises ValueError if a range is empty."""
-    ends = tuple(start + 1 for start in starts) if ends is None else ends
-    fits = len(starts) == len(ends) and all(0 <= s < e for s, e in zip(starts, ends, strict=False))
-    pattern._check(
-        fits,
-        f"global_block_indices {starts} with global_block_end_indices {ends}: use one end above each index",
-    )
-    return list(zip(starts, ends, strict=True))
+        yield from _global(self._spans(), query, count, True)
 
 
 def _sliding(query: int, count: int, blocks: int) -> range:
@@ -345,6 +290,24 @@ def _global(spans: Iterable[Range], query: int, count: int, horizontal: bool) ->
         yield from range(min(first, count), min(last, count))
         if horizontal and first <= query < last:
             yield from range(count)
+
+
+def _drawn(
+    pattern: VariablePattern | BigBirdPattern, query: int, count: int, head: int
+) -> set[int]:
+    """Returns the random blocks of a query block, by Floyd's algorithm (CACM 30, 1987).
+
+    Draw n is computed from SHA-256 of seed, head, query block and n. So the blocks are the same on
+    all ranks and in every topology.
+    """
+    found: set[int] = set()
+    population = query + 1 if pattern.causal else count
+    for last in range(max(0, population - pattern.num_random_blocks), population):
+        text = f"{pattern.seed}\0{head}\0{query}\0{last}"
+        word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        drawn = word % (last + 1)
+        found.add(last if drawn in found else drawn)
+    return found
 
 
 # --------------------------------------------------------------------------- ranges of positions

@@ -14,7 +14,7 @@ from threed.core.block_patterns import (
     FunctionPattern,
     LongformerPattern,
     VariablePattern,
-)
+)  # fmt: skip
 from threed.distributed.collectives import split
 from threed.distributed.conjugate import copy_to, gather_from, reduce_from, scatter_to
 from threed.distributed.sharding import Init, Piece, ShardSpec, attach, matrix, parameter, vector
