@@ -25,6 +25,7 @@ from tests.layers.test_own_models import (
     train,
 )
 from threed.config import Config
+from threed.core import block_patterns
 from threed.engine import Engine
 from threed.layers import FixedPattern, Slicing, SparseAttention
 
@@ -96,8 +97,6 @@ def test_logits_do_not_depend_on_later_tokens() -> None:
 
 def test_one_core_is_cached_for_all_layers() -> None:
     """Equal patterns of different layers share their lists."""
-    from threed.core import block_patterns
-
     block_patterns.layouts.cache_clear()
     parts = mock.Mock(side_effect=block_patterns._parts)
     with mock.patch.object(block_patterns, "_parts", parts):
