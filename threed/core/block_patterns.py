@@ -115,7 +115,7 @@ class FunctionPattern(BlockPattern):
         function: called with the number of a query block and the number of blocks of the sequence;
             returns key blocks. If `different_layout_per_head` is set, the global number of the head
             is its third argument. With unidirectional attention, blocks after the query block are
-            removed from the result.
+            removed from the result. Results are cached, and must be the same on all ranks.
         block: number of positions per block. The last block of a sequence may have fewer.
         different_layout_per_head: whether each head has its own list of blocks.
         attention: "unidirectional" (causal) or "bidirectional".
