@@ -44,6 +44,7 @@ WITHOUT_TORCH = (
     "threed.config",
     "threed.schedules",
     "threed.core.atomic",
+    "threed.core.block_patterns",
     "threed.core.disk",
     "threed.core.errors",
     "threed.core.exports",

@@ -122,6 +122,10 @@ def _doors(watch: Watching) -> Iterator[None]:
         (flex.problem, lambda _: ""),
         (flex.attend, lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
         (
+            flex.compute,
+            lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        ),
+        (
             model_check.check,
             lambda *_: None,
         ),  # compares the tensor ranks' shares, and they all say what this one says

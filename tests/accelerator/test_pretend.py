@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,12 +23,14 @@ from tests.accelerator.pretend import Pretend, pretending, ranks_to_try
 from tests.accelerator.watching import BLOCKING, HOST_READ, MIXED, TO_COLLECTIVE, summary
 from tests.configs import Case, config_of
 from tests.covering import Space, Values
+from tests.layers.test_own_models import example
 from threed.config import Config
 from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.sharding import spec_of
 from threed.layers import Slicing
 from threed.models import Decoder
+from threed.ops import flex
 from threed.planner.forecast import Forecast
 
 # ----------------------------------------------------------------------------------------------------- configurations
@@ -283,6 +286,22 @@ def test_host_memory_in_a_collective_is_found() -> None:
 
 def test_a_step_without_a_planted_fault_has_none() -> None:
     device = run_planted(lambda y: y, world=8)
+    assert device.faults == device.waits == []
+
+
+@pytest.mark.parametrize("flexible", [True, False])
+def test_block_sparse_attention_reads_nothing_once_its_lists_are_made(flexible: bool) -> None:
+    """With FlexAttention, whose lists are copied to the device in the first step, and without it."""
+    fits = patch.object(flex, "fits", return_value=flexible)
+    with fits, pretending() as device:
+        config = config_of(Case(dtype="bf16", microbatches=1))
+        engine = device.engine(
+            config, lambda s: example("sparse_attention:SparseModel")(config.model, s)
+        )
+        device.step(engine)
+        device.faults.clear()
+        device.waits.clear()
+        device.step(engine)
     assert device.faults == device.waits == []
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,29 @@ def latent_block(w: Weights, name: str, index: int, x: Tensor, c: Any) -> Tensor
     return mlp(w, name, x + linear(w, f"{name}.attention.out", look(q, k, v, lambda i, j: j <= i)))
 
 
+def sparse_block(w: Weights, name: str, index: int, x: Tensor, c: Any) -> Tensor:
+    """Six blocks of two positions; the windows of the fixed pattern are blocks 0 to 3, and 4 and 5."""
+    at = norm(w, f"{name}.attention_norm", x)
+    q = heads(linear(w, f"{name}.attention.query", at), c.heads)
+    k, v = (
+        heads(linear(w, f"{name}.attention.{part}", at), c.kv_heads) for part in ("key", "value")
+    )
+    q, k = turn(q), turn(k)
+    if index % 2 == 0:
+        bias = torch.full((c.heads, c.seq, c.seq), -torch.inf, dtype=torch.float64)
+        for head, i, j in itertools.product(range(c.heads), range(c.seq), range(c.seq)):
+            summary = j // 2 in (3 - head % 4, min(7 - head % 4, 5))
+            if summary or i // 8 == j // 8:
+                bias[head, i, j] = 0.0
+        y = look(q, k, v, lambda i, j: j <= i, bias)
+    else:
+        y = look(q, k, v, lambda i, j: j <= i and i // 2 - j // 2 in (0, 1, 2, 4))
+    x = x + linear(w, f"{name}.attention.out", y)
+    at = norm(w, f"{name}.mlp_norm", x)
+    gate = F.gelu(linear(w, f"{name}.mlp.gate", at), approximate="tanh")
+    return x + linear(w, f"{name}.mlp.down", gate * linear(w, f"{name}.mlp.up", at))
+
+
 def plain_block(w: Weights, name: str, index: int, x: Tensor, c: Any) -> Tensor:
     at = norm(w, f"{name}.attention_norm", x)
     q, k, v = (
@@ -139,6 +163,7 @@ def same(w: Weights, x: Tensor) -> Tensor:
 # example file and class -> what stands between embedding and blocks, and a block
 EXAMPLES = {
     "sliding_window:SlidingWindow": (same, window_block),
+    "sparse_attention:SparseModel": (same, sparse_block),
     "latent_attention:LatentModel": (same, latent_block),
     "convolution_stem:ConvolutionModel": (stem, plain_block),
 }

@@ -3,7 +3,8 @@
     engine, optimizer, loader, scheduler = threed.interop.initialize(model=model, config="ds.json")
     engine.train_batch(iterator)
 
-`initialize` (also `threed.initialize`) has the interface of `deepspeed.initialize`. `threed.load`
+`initialize` (also `threed.initialize`) has the interface of `deepspeed.initialize`. `block_pattern`
+reads the key `sparse_attention` of a ds_config. `threed.load`
 and `threed.checkpoint.convert` read Hugging Face folders. `threed.checkpoint.convert` also reads
 the checkpoints of DeepSpeed and Megatron-LM. `threed.from_transformers` returns a model for
 `threed.Engine` with the weights of a model of `transformers`.
@@ -33,9 +34,10 @@ package.
 from threed.core.exports import lazy
 
 TYPE_CHECKING = False
-__all__ = ["initialize", "DeepSpeedEngine"]
+__all__ = ["initialize", "DeepSpeedEngine", "block_pattern"]
 
 if TYPE_CHECKING:
+    from threed.interop.deepspeed.config.sparse_attention import block_pattern
     from threed.interop.deepspeed.engine import DeepSpeedEngine
     from threed.interop.deepspeed.initialization import initialize
 else:
@@ -44,5 +46,6 @@ else:
         {
             "initialize": "threed.interop.deepspeed.initialization",
             "DeepSpeedEngine": "threed.interop.deepspeed.engine",
+            "block_pattern": "threed.interop.deepspeed.config.sparse_attention",
         },
     )

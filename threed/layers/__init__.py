@@ -6,6 +6,15 @@ parallelism over t tensor ranks, each rank has a part of the sequence, [s/t b h]
 carries a `ShardSpec` and stays on the meta device until its pipeline stage is built.
 """
 
+from threed.core.block_patterns import (
+    BigBirdPattern,
+    BlockPattern,
+    DensePattern,
+    FixedPattern,
+    FunctionPattern,
+    LongformerPattern,
+    VariablePattern,
+)  # fmt: skip
 from threed.distributed.collectives import split
 from threed.distributed.conjugate import copy_to, gather_from, reduce_from, scatter_to
 from threed.distributed.sharding import Init, Piece, ShardSpec, attach, matrix, parameter, vector
@@ -21,11 +30,14 @@ from threed.layers.norm import LayerNorm, RMSNorm
 from threed.layers.recompute import Recompute
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.ops.attention import Causal, attend
+from threed.ops.block_sparse import SparseAttention
 from threed.ops.rotary import rotate
 
 __all__ = [
     "Slicing", "MicroBatch", "PipelineLayer", "Embedding", "Block", "LanguageModelHead", "Attention", "Causal",
-    "attend", "rotate", "MLP", "GatedMLP", "gelu", "LayerNorm", "RMSNorm", "Dropout", "VocabEmbedding",
-    "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec", "Piece", "Init",
-    "parameter", "matrix", "vector", "attach", "copy_to", "reduce_from", "gather_from", "scatter_to", "split",
+    "attend", "SparseAttention", "BlockPattern", "DensePattern", "FixedPattern", "VariablePattern", "BigBirdPattern",
+    "LongformerPattern", "FunctionPattern", "rotate", "MLP", "GatedMLP", "gelu", "LayerNorm", "RMSNorm", "Dropout",
+    "VocabEmbedding", "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec",
+    "Piece", "Init", "parameter", "matrix", "vector", "attach", "copy_to", "reduce_from", "gather_from", "scatter_to",
+    "split",
 ]  # fmt: skip

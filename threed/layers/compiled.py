@@ -31,6 +31,8 @@ from threed.distributed.sharding import spec_of
 from threed.layers import linear, tiled
 from threed.layers.dropout import Dropout
 from threed.layers.slicing import Slicing, has_gradient_hooks, sink_of
+from threed.ops import block_sparse
+from threed.ops.block_sparse import SparseAttention
 
 # Maximum number of graphs per function. torch compiles one graph for each combination of the kind
 # of block, the input shapes, and whether gradients are enabled.
@@ -244,6 +246,55 @@ torch.library.register_autograd(
 )
 
 
+# ------------------------------------------------------------------------------------------- block-sparse attention
+
+
+def _keep_heads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *heads, ctx.core = inputs
+    ctx.save_for_backward(*heads, *output)
+
+
+def _backward_of_heads(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *torch.ops.threed.block_sparse_backward(dy, *ctx.saved_tensors, ctx.core), None
+
+
+def _flex_lists(q: Tensor, sizes: list[int], core: Opaque) -> list[Tensor]:
+    """Returns copies of the lists, because the compiler may reuse the memory of a result."""
+    heads = core.value.heads or (0, q.shape[2])
+    lists = block_sparse.flex_lists(core.value.pattern, q.shape[0], heads, q.device)
+    return [tensor.clone() for tensor in lists]
+
+
+def _fake_flex_lists(q: Tensor, sizes: list[int], core: Opaque) -> list[Tensor]:
+    count, n, m = sizes
+    blocks = [q.new_empty(shape, dtype=torch.int32) for shape in ((1, count, m), (1, count, m, m))]
+    return [q.new_empty(count, n, n, dtype=torch.bool), *blocks, *map(torch.empty_like, blocks)]
+
+
+_define(
+    "block_sparse(Tensor q, Tensor k, Tensor v, Opaque core) -> (Tensor, Tensor)",
+    lambda q, k, v, core: block_sparse.output(core.value, q, k, v),
+    lambda q, k, v, core: (
+        q.new_empty(*q.shape[:2], q.shape[2] * v.shape[3]),
+        q.new_empty(
+            q.shape[1], q.shape[2], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32)
+        ),
+    ),
+)
+_define(
+    "block_sparse_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Opaque core)"
+    " -> (Tensor, Tensor, Tensor)",
+    lambda dy, *saved: tuple(
+        x.contiguous() for x in block_sparse.gradients(saved[-1].value, dy, *saved[:-1])
+    ),
+    lambda dy, q, k, v, *_: tuple(map(_same, (q, k, v))),
+)
+torch.library.register_autograd(
+    "threed::block_sparse", _backward_of_heads, setup_context=_keep_heads, lib=_LIBRARY
+)
+_define("flex_lists(Tensor q, int[] sizes, Opaque core) -> Tensor[]", _flex_lists, _fake_flex_lists)
+
+
 # ------------------------------------------------------------------------------------------------------------- layers
 
 
@@ -252,7 +303,7 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
 
     Args:
         layer: pipeline layer. An `Opaque` is attached to each of its linear layers and dropouts,
-            and to its `Slicing`.
+            to its block-sparse attention, and to its `Slicing`.
         backend: a backend of torch.compile, such as "inductor".
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
@@ -261,9 +312,12 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
             module.traced = _traced(module)
         elif isinstance(module, Dropout):
             module.opaque = Opaque(module)
+        for core in vars(module).values():
+            if isinstance(core, SparseAttention) and core.opaque is None:
+                object.__setattr__(core, "opaque", Opaque(core))
         slicing = getattr(module, "slicing", None)
         if isinstance(slicing, Slicing) and slicing.opaque is None:
-            # object.__setattr__ is called because the dataclass is frozen.
+            # object.__setattr__ is called because the dataclasses are frozen.
             object.__setattr__(slicing, "opaque", Opaque(slicing.tp))
     layer.compile(fullgraph=True, backend=backend)
 

@@ -71,11 +71,25 @@ def attend(
         documents: number of each position's document, [b s], not decreasing along s. A query
             attends only to its own document. Default: each sequence is one document.
     """
-    kernel = _kernel()
-    y: Tensor = kernel(
-        q, k, v, _cap(softcap) if softcap else None, block_mask(q.shape[2], window, q.device, documents),
-        scale, q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    mask = block_mask(q.shape[2], window, q.device, documents)
+    return compute(q, k, v, mask, softcap, scale)
+
+
+def compute(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, softcap: float, scale: float | None
+) -> Tensor:
+    """Returns attention [b a s d] under a mask.
+
+    Args:
+        q: queries [b a s d].
+        k: keys [b k s d].
+        v: values [b k s d].
+        mask: torch's `BlockMask`.
+        softcap: as in `attend`.
+        scale: as in `attend`.
+    """
+    cap = _cap(softcap) if softcap else None
+    y: Tensor = _kernel()(q, k, v, cap, mask, scale, q.shape[1] != k.shape[1])
     return y
 
 
@@ -111,11 +125,11 @@ def _block_mask(length: int, window: int, device: torch.device, documents: Tenso
         all_pairs = all_pairs & (lowest.unsqueeze(2) == highest.unsqueeze(3))
     visible = _visible(window) if documents is None else _visible_in_documents(window, documents)
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~all_pairs), *_listed(all_pairs), BLOCK, visible, (length, length)
+        *listed(some & ~all_pairs), *listed(all_pairs), BLOCK, visible, (length, length)
     )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the number of true elements per row, and the indices of a row, true elements first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)

@@ -192,7 +192,7 @@ _OF_MODULES = {
     "deepspeed.ops": "use the config's optimizer; threed has its own kernels",
     "deepspeed.ops.adagrad deepspeed.ops.lamb deepspeed.ops.muon deepspeed.runtime.fp16.onebit FusedLamb OnebitAdam"
     " OnebitLamb ZeroOneAdam": "use AdamW of torch, or the config's optimizer AdamW, Adam, SGD or Lion",
-    "deepspeed.ops.sparse_attention": "use the attention of the model",
+    "deepspeed.ops.sparse_attention": "use threed.layers.SparseAttention in a model of threed.layers",
     "deepspeed.profiling": "use engine.metrics, or torch.profiler",
     "deepspeed.runtime.sequence_parallel deepspeed.sequence deepspeed.utils.groups._get_sequence_parallel_group"
     " UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter":

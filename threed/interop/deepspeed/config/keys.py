@@ -76,6 +76,8 @@ OptimizerName = Annotated[str, _word(
 SchedulerName = Annotated[
     str, _word("WarmupLR WarmupDecayLR WarmupCosineLR", "onecycle lrrangetest")
 ]
+SparseMode = Annotated[str, _word("dense fixed variable bigbird bslongformer")]
+SparseDirection = Annotated[str, _word("unidirectional bidirectional")]
 ELEMENTS = "set it to a number of elements (the model's config has no hidden size)"
 STEPS = "set it to the number of optimizer steps"
 
@@ -181,6 +183,27 @@ class Checkpoint(Group):
     tag_validation: TagValidation = Field("warn", description="set it to Warn, Ignore or Fail")
 
 
+class SparseAttention(Group):
+    """The keys of the group `sparse_attention` for all modes together, with DeepSpeed's defaults.
+
+    DeepSpeed 0.19 has removed the group; the defaults are those of DeepSpeed 0.18.
+    """
+
+    mode: SparseMode = "fixed"
+    block: Count = 16
+    different_layout_per_head: bool = False
+    attention: SparseDirection = "bidirectional"
+    num_local_blocks: Count = 4
+    num_global_blocks: Count = 1
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: Count = 1
+    num_random_blocks: Natural = 0
+    local_window_blocks: list[Count] = Field([4], min_length=1)
+    global_block_indices: list[Natural] = Field([0])
+    global_block_end_indices: list[Natural] | None = None
+    num_sliding_window_blocks: Count = 3
+
+
 class DeepSpeedConfig(Group):
     """A ds_config: the supported top-level keys, and the groups of keys."""
 
@@ -197,6 +220,7 @@ class DeepSpeedConfig(Group):
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler = Scheduler()
     checkpoint: Checkpoint = Checkpoint()
+    sparse_attention: SparseAttention = SparseAttention()
     compile: Group = Group()
     tensor_parallel: Group = Group()
 
@@ -311,7 +335,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = _by_name({
         "sparse_gradients graph_harvesting progressive_layer_drop eigenvalue": (OFF, REMOVED),
         "sequence_parallel_size": ((1,), "a module cannot be split so: build it from threed.layers, and use --parallel.cp"),
         "seq_parallel_comm_data_type": ((), "sequences are not split over ranks"),
-        "sparse_attention": ((), "use the attention of the model; DeepSpeed has removed it too"),
         "weight_quantization": ((), "train in bf16"),
         "compression_training quantize_training": ((), REMOVED),
         "amp": (OFF, "use bf16 or fp16; DeepSpeed has removed it too"),

@@ -28,6 +28,10 @@ OLD_SWITCHES = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
+OWN_ATTENTION = (
+    "the attention of a wrapped module cannot be replaced (DeepSpeed 0.19 has removed the key, too): build the model from"
+    " threed.layers with core=layers.SparseAttention(threed.interop.block_pattern(ds_config)), or remove the key"
+)
 # For each optimizer, the keys of `keys.Params` that the optimizer does not have.
 NOT_OF = {
     "adam": ("momentum",),
@@ -107,6 +111,8 @@ def translate(
     """
     reader = Reader(_autos(ds, model), _inactive(ds))
     found = reader.read(ds)
+    given = "sparse_attention" in found.model_fields_set
+    reader.check(not given, "sparse_attention", OWN_ATTENTION)
     micro, accumulation = _batch(reader, found, world)
     precision, scale = _precision(reader, found, model)
     width = DTYPES[precision["grad_dtype"]].itemsize

@@ -1,0 +1,399 @@
+"""Block-sparse attention: only listed blocks of keys are computed.
+
+    SparseAttention(FixedPattern(block=128))(q, k, v)
+
+The patterns are in `core.block_patterns`. On GPUs FlexAttention (`ops.flex`) computes them from the
+same lists. Otherwise the functions `forward` and `backward` below compute one list at a time by the
+functions of the same names in `ops.attention`. They have the same contract, so that the results for
+several ranges of keys can be merged by `ops.attention.merge_`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threed.core.block_patterns import BlockPattern, Layout, Part, Range, layouts
+from threed.ops import attention, attention_backends, flex
+from threed.ops.attention import Causal
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """Block-sparse attention, for the argument `core` of `layers.Attention`.
+
+    Example:
+        core = SparseAttention(FixedPattern(block=128, num_local_blocks=4))
+        attention = layers.Attention(name, hidden, heads, slicing, core=core)
+
+    Attributes:
+        pattern: blocks of keys for each block of queries, and whether attention is causal.
+        heads: global numbers of this rank's query heads, [first, last), as returned by
+            `slicing.heads(heads)`. Only required if the pattern has `different_layout_per_head`.
+        softcap: c in c tanh(score / c), which replaces each score (arXiv 2408.00118). 0: no cap.
+        scale: factor of the scores. Default: 1 / sqrt(d).
+
+    Raises:
+        ValueError: if the pattern has `different_layout_per_head` and `heads` is missing.
+    """
+
+    pattern: BlockPattern
+    heads: Range | None = None
+    softcap: float = 0.0
+    scale: float | None = None
+    # represents the core in a graph of torch.compile (`layers.compiled`)
+    opaque: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.heads is None and self.pattern.different_layout_per_head:
+            raise ValueError(
+                "SparseAttention: the pattern has different_layout_per_head, so the core needs the global numbers of this"
+                " rank's heads: pass heads=slicing.heads(heads)"
+            )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns attention [s b (a d)].
+
+        Args:
+            q: queries [s b a d].
+            k: keys [s b k d].
+            v: values [s b k d].
+
+        Raises:
+            ValueError: if `heads` is not the number of heads of q, or the pattern lists a block
+                that does not exist.
+        """
+        s, _, a, _ = q.shape
+        first, last = self.heads or (0, a)
+        if last - first != a:
+            raise ValueError(
+                f"SparseAttention: heads {first} to {last - 1} for a rank with {a} heads: pass heads=slicing.heads(heads)"
+            )
+        queries, keys, values = map(_batch_first, (q, k, v))
+        if q.is_meta:
+            return _seq_first(self._trace(queries, keys, values))
+        if flex.fits(queries):
+            self._record("FlexAttention", queries, keys)
+            mask = self._mask(s, (first, last), q)
+            return _seq_first(flex.compute(queries, keys, values, mask, self.softcap, self.scale))
+        self._record("lists of blocks of threed", queries, keys)
+        out: Tensor
+        if self.opaque is not None and torch.compiler.is_compiling():
+            out, _ = torch.ops.threed.block_sparse(q, k, v, self.opaque)
+        else:
+            out = _Listed.apply(q, k, v, self)
+        return out
+
+    def lists(self, seq: int, heads: int) -> tuple[Layout, ...]:
+        """Returns the listed blocks of all positions.
+
+        Args:
+            seq: sequence length.
+            heads: number of query heads of this rank.
+        """
+        return layouts(self.pattern, seq, self.heads or (0, heads))
+
+    @property
+    def causal(self) -> Causal:
+        """Soft cap and scale, for `ops.attention`."""
+        return Causal(0, self.softcap, self.scale)
+
+    def _mask(self, seq: int, heads: Range, q: Tensor) -> Any:
+        if self.opaque is None or not torch.compiler.is_compiling():
+            return _cached_mask(self.pattern, seq, heads, q.device)
+        count = heads[1] - heads[0] if self.pattern.different_layout_per_head else 1
+        sizes = [count, -(-seq // self.pattern.block), -(-seq // flex.BLOCK)]
+        lists = torch.ops.threed.flex_lists(q, sizes, self.opaque)
+        return block_mask(lists, self.pattern, seq)
+
+    def _record(self, kernel: str, q: Tensor, k: Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            what = f"{type(self.pattern).__name__} of blocks of {self.pattern.block}"
+            attention_backends.record(kernel, q, k, what)
+
+    def _trace(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns attention of meta tensors [b a s d].
+
+        A fused operator stands for the computation: it saves the same tensors. The keys are
+        shortened so that the number of pairs is that of the listed blocks.
+        """
+        a, s = q.shape[1:3]
+        each, rest = divmod(self._pairs(s, a), a * s)
+        if rest:
+            with torch.no_grad():  # the remaining pairs: `rest` queries of one head and one key
+                single = q[:, :1, :1].expand(-1, -1, rest, -1)
+                attention.on_meta(single, k[:, :1, :1], v[:, :1, :1])
+        return attention.on_meta(q, k[:, :, :each], v[:, :, :each], enable_gqa=a != k.shape[1])
+
+    def _pairs(self, seq: int, heads: int) -> int:
+        """Returns the number of pairs of positions in the listed blocks, summed over the heads."""
+        found = self.lists(seq, heads)
+        return sum(len(layout.heads) * part.pairs for layout in found for part in layout.parts)
+
+    def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
+        """Returns the FLOPs of a forward, counted for all pairs of positions in listed blocks.
+
+        Args:
+            tokens: number of tokens of the micro-batch.
+            seq: sequence length.
+            heads: number of query heads of this rank.
+            size: width of a head.
+        """
+        return 4 * (tokens // seq) * self._pairs(seq, heads) * size
+
+
+class _Listed(torch.autograd.Function):
+    """Attention to listed blocks.
+
+    The forward saves its inputs, its output and the log-sum-exp per query and head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: SparseAttention) -> Tensor:
+        out, lse = output(core, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.core = core
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradients(ctx.core, dy, *ctx.saved_tensors), None
+
+
+def output(core: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns attention [s b (a d)], and the log-sum-exp [b a s].
+
+    Args:
+        core: the core.
+        q: queries [s b a d].
+        k: keys [s b k d].
+        v: values [s b k d].
+    """
+    lists = core.lists(q.shape[0], q.shape[2])
+    y, lse = forward(lists, core.causal, *map(_batch_first, (q, k, v)))
+    # The result must not be a view, because autograd forbids in-place changes of a view that was
+    # made in a Function.
+    out: Tensor = torch.ops.aten._unsafe_view(y.permute(2, 0, 1, 3), (*q.shape[:2], -1))
+    return out, lse
+
+
+def gradients(
+    core: SparseAttention, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of q, k and v.
+
+    Args:
+        core: the core.
+        dy: gradient of the output [s b (a d)].
+        q: queries [s b a d].
+        k: keys [s b k d].
+        v: values [s b k d].
+        y: the output [s b (a d)].
+        lse: log-sum-exp [b a s].
+    """
+    lists = core.lists(q.shape[0], q.shape[2])
+    dy, y = (x.unflatten(2, (q.shape[2], -1)) for x in (dy, y))
+    dy, q, k, v, y = map(_batch_first, (dy, q, k, v, y))
+    found = backward(lists, core.causal, dy, q, k, v, y, lse)
+    return tuple(x.permute(2, 0, 1, 3) for x in found)
+
+
+def forward(
+    lists: Sequence[Layout], causal: Causal, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes attention of some queries to the listed blocks of some keys.
+
+    Args:
+        lists: the listed blocks, see `core.block_patterns.layouts`.
+        causal: soft cap and scale.
+        q: queries [b a n d].
+        k: keys [b k m d].
+        v: values [b k m d].
+
+    Returns:
+        y [b a n d] and the log-sum-exp of each query's scores [b a n], as `attention.forward`.
+    """
+    b, a, n, _ = q.shape
+    y = q.new_zeros(n, b, a, v.shape[-1]).permute(1, 2, 0, 3)
+    lse = q.new_full((b, a, n), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for heads, _, rows, part, keys, values in _chunks(lists, causal, q, k, v):
+        at, offset = (slice(None), heads, rows), part.offset + rows.start - part.queries[0]
+        y[at], lse[at] = attention.forward(offset, causal, q[at], keys, values)
+    return y, lse
+
+
+def backward(
+    lists: Sequence[Layout], causal: Causal, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the contributions of some queries and the listed blocks to the gradients of q, k, v.
+
+    Args:
+        lists: as in `forward`.
+        causal: as in `forward`.
+        dy: gradient of the output [b a n d].
+        q: as in `forward`.
+        k: as in `forward`.
+        v: as in `forward`.
+        y: output of these queries over all their keys.
+        lse: log-sum-exp of these queries over all their keys.
+    """
+    dq = torch.zeros_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+    for heads, groups, rows, part, keys, values in _chunks(lists, causal, q, k, v):
+        at, offset = (slice(None), heads, rows), part.offset + rows.start - part.queries[0]
+        inputs = dy[at], q[at], keys, values, y[at], lse[at]
+        dq[at], *grads = attention.backward(offset, causal, *inputs)
+        for total, grad in zip((dk, dv), grads, strict=True):
+            pieces = grad.split([last - first for first, last in part.keys], 2)
+            for (first, last), piece in zip(part.keys, pieces, strict=True):
+                total[:, groups, first:last] += piece
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _chunks(
+    lists: Sequence[Layout], causal: Causal, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[tuple[slice, slice, slice, Part, Tensor, Tensor]]:
+    """Yields (query heads, key heads, queries, part, keys, values) of each computation.
+
+    The keys and values [b k m d] are valid until the next iteration. Fused attention computes a
+    full part at once. Otherwise the number of scores is bounded.
+    """
+    fused = attention._is_flash(q, v, causal)
+    most = attention.SCORES_ON_CPU if attention._on_cpu(q) else attention.SCORES
+    for layout in lists:
+        for heads, groups in _slices(layout.heads, q.shape[1], k.shape[1]):
+            pair = [x[:, groups].permute(2, 0, 1, 3) for x in (k, v)]
+            longest = max((part.key_count for part in layout.parts), default=0)
+            # Memory is reused, because the first access to new memory takes longer than the copy.
+            space = [x.new_empty(longest, *x.shape[1:]) for x in pair]
+            for part in filter(lambda part: part.keys, layout.parts):
+                keys, values = map(functools.partial(_gathered, part), pair, space)
+                scores = q.shape[0] * len(range(q.shape[1])[heads]) * part.key_count
+                first, last = part.queries
+                step = last - first if fused else max(16, most // scores)
+                for at in range(first, last, step):
+                    rows = slice(at, min(at + step, last))
+                    yield heads, groups, rows, part, keys, values
+
+
+def _gathered(part: Part, x: Tensor, space: Tensor) -> Tensor:
+    """Returns the keys or values [b k m d] of a part, from x [m b k d]; a copy is in `space`."""
+    found = [x[first:last] for first, last in part.keys]
+    if len(found) > 1:
+        found = [torch.cat(found, out=space[: part.key_count])]
+    return _batch_first(found[0])
+
+
+def _slices(heads: tuple[int, ...], a: int, k: int) -> Iterator[tuple[slice, slice]]:
+    """Yields heads of a layout as slices: (query heads, their key heads)."""
+    steps = {after - before for before, after in itertools.pairwise(heads)}
+    if len(heads) == a:
+        yield slice(None), slice(None)
+    elif a == k and len(steps) == 1:
+        both = slice(heads[0], heads[-1] + 1, *steps)
+        yield both, both
+    else:
+        for head in heads:
+            group = head * k // a
+            yield slice(head, head + 1), slice(group, group + 1)
+
+
+def _batch_first(x: Tensor) -> Tensor:
+    return x.permute(1, 2, 0, 3)
+
+
+def _seq_first(y: Tensor) -> Tensor:
+    return y.permute(2, 0, 1, 3).flatten(2)
+
+
+# ---------------------------------------------------------------------------------- FlexAttention
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)  # otherwise the cached tensors could not be saved for a backward
+def flex_lists(
+    pattern: BlockPattern, length: int, heads: Range, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Returns which blocks are listed [a n n], and the lists of FlexAttention's blocks.
+
+    The lists are the numbers and the indices of the partial blocks, and those of the full blocks. A
+    block of FlexAttention is in no list if no pair of its positions is in a listed block of the
+    pattern. It is full if all of its pairs are, and the causal mask hides none of them. The first
+    dimension is 1 if all heads have the same lists.
+
+    Args:
+        pattern: the pattern.
+        length: length of the sequence.
+        heads: global numbers of the heads.
+        device: device of the results, which are cached.
+    """
+    listed = _listed_blocks(pattern, length, heads)
+    some, full = _covered(listed, pattern.block, length)
+    if pattern.causal:
+        below = torch.ones_like(some[0, 0]).tril()
+        some, full = some & below, full & below.tril(-1)
+    tensors = (listed, *flex.listed(some & ~full), *flex.listed(full))
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+def block_mask(lists: Sequence[Tensor], pattern: BlockPattern, length: int) -> Any:
+    """Returns the mask for `flex.compute`.
+
+    Args:
+        lists: the result of `flex_lists`.
+        pattern: the pattern.
+        length: length of the sequence.
+    """
+    from torch.nn.attention.flex_attention import BlockMask  # imports torch's compiler
+
+    listed, count, indices, full_count, full_indices = lists
+    visible = _visible(listed, pattern.block, pattern.causal)
+    return BlockMask.from_kv_blocks(
+        count, indices, full_count, full_indices, flex.BLOCK, visible, (length, length)
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _cached_mask(pattern: BlockPattern, length: int, heads: Range, device: torch.device) -> Any:
+    return block_mask(flex_lists(pattern, length, heads, device), pattern, length)
+
+
+def _listed_blocks(pattern: BlockPattern, length: int, heads: Range) -> Tensor:
+    """Returns whether a block is listed, [a n n]; [1 n n] if all heads have the same lists."""
+    numbers = range(*heads) if pattern.different_layout_per_head else heads[:1]
+    count = -(-length // pattern.block)
+    listed = torch.zeros(len(numbers), count, count, dtype=torch.bool, device="cpu")
+    for layout, head in zip(listed, numbers, strict=True):
+        for query, row in enumerate(layout):
+            row[list(pattern.key_blocks(query, count, head))] = True
+    return listed
+
+
+def _covered(listed: Tensor, block: int, length: int) -> tuple[Tensor, Tensor]:
+    """Returns whether some pairs and all pairs of FlexAttention's blocks are listed, [1 a m m]."""
+    first = torch.arange(0, length, flex.BLOCK, device=listed.device)
+    begin = first // block
+    end = (first + flex.BLOCK).clamp_max(length).sub(1) // block + 1
+    # The number of listed blocks in any rectangle is computed from sums over rows and columns.
+    sums = torch.nn.functional.pad(listed.to(torch.int32).cumsum(1).cumsum(2), (1, 0, 1, 0))
+    rows = sums[:, end] - sums[:, begin]
+    found = rows[:, :, end] - rows[:, :, begin]
+    size = end - begin
+    return (found > 0).unsqueeze(0), (found == size.unsqueeze(1) * size).unsqueeze(0)
+
+
+def _visible(listed: Tensor, block: int, causal: bool) -> Callable[..., Tensor]:
+    """Returns the `mask_mod` of FlexAttention."""
+    by_head = len(listed) > 1
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = listed[h if by_head else 0, query // block, key // block]
+        return inside & (key <= query) if causal else inside
+
+    return visible
