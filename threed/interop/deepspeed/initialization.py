@@ -56,7 +56,7 @@ def initialize(
 
     Args:
         args: an object whose attribute `deepspeed_config` is the configuration; or None.
-        model: any nn.Module.
+        model: any nn.Module. An engine that was destroyed stands for its module.
         optimizer: an optimizer whose class and hyper-parameters are used: torch's AdamW, Adam or
             SGD, or one of DeepSpeed's classes. Or a function that creates it for
             `model_parameters`. None means the optimizer that `config` defines. If there is none,
@@ -95,20 +95,20 @@ def initialize(
     used = dict(ds)
     optimizer, groups = _use_passed(used, model, optimizer, model_parameters, lr_scheduler, notes)
     trains = "optimizer" in used
-    trainer: Any = None
+    make_trainer: Any = None
     make: type[DeepSpeedEngine] = DeepSpeedEngine
     if isinstance(model, PipelineModule):
         if topology is not None:
             raise ConfigError(["topology: pass num_stages or topology to PipelineModule instead"])
         make, topology = PipelineEngine, model.axes
-        translation, trainer = prepare(model, used, groups, notes)
+        translation, make_trainer = prepare(model, used, groups, notes)
     else:
         topology, translation = _translated(used, model, groups, topology, trains)
     loader = None
     if training_data is not None:
         loader = deepspeed_io(training_data, topology, translation, collate_fn)
     given = (model, topology, translation, optimizer, loader, notes, ds, collate_fn)
-    engine = make(*given, trains=trains, engine=trainer)
+    engine = make(*given, trains=trains, make_trainer=make_trainer)
     _set_scheduler(engine, lr_scheduler, optimizer)
     if engine.global_rank == 0 and engine.notes:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
@@ -182,7 +182,9 @@ def _check_arguments(
             "model: pass it by keyword (model=…): the first argument is args, as in DeepSpeed"
         ]
     if isinstance(model, DeepSpeedEngine):
-        problems.append("model: it is an engine: pass engine.module")
+        if owner(model.module) is model:
+            problems.append("model: it is an engine: pass engine.module")
+        model = model.module
     if mesh_param is not None:
         problems.append(
             "mesh_param: threed does not offer sequence parallelism for a plain module: build it from threed.layers,"
@@ -260,7 +262,9 @@ def _scheduler_problem(scheduler: Any, optimizer: torch.optim.Optimizer | None) 
     if not callable(getattr(scheduler, "step", None)):
         return "pass a torch scheduler, or a function that creates one for an optimizer"
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return "ReduceLROnPlateau needs a metric: call its step(metric) in the program, and pass no"
+        return (
+            "ReduceLROnPlateau needs a metric: call its step(metric) in the program, and pass None"
+        )
     if optimizer is None or getattr(scheduler, "optimizer", optimizer) is not optimizer:
         return "it belongs to another optimizer: pass its optimizer as `optimizer`"
     return None
