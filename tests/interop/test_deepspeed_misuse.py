@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -255,3 +257,30 @@ def refused_data() -> None:
 
 def test_initialize_can_be_called_again_after_refused_data() -> None:
     run_ranks(2, refused_data)
+
+
+class Searching:
+    """A `Trainer` of transformers, as far as it matters, in a trial of a search."""
+
+    hp_search_backend: str | None = "optuna"
+
+    def train(self) -> DeepSpeedEngine:
+        return made(0)
+
+
+def search() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        module = types.SimpleNamespace(Trainer=Searching)
+        patched.setitem(sys.modules, "transformers.trainer", module)
+        trainer = Searching()
+        with pytest.raises(
+            NotImplementedError, match=r"not offer Trainer\.hyperparameter_search on"
+        ):
+            trainer.train()
+        trainer.hp_search_backend = None
+        assert trained(trainer.train())
+
+
+def test_a_search_on_several_ranks_is_refused() -> None:
+    """Because only rank 0 would destroy the engine of a trial."""
+    run_ranks(2, search)

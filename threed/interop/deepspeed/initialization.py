@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from threed.config import ConfigError
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
-from threed.interop.deepspeed.api.comm import init_distributed
+from threed.interop.deepspeed.api.comm import get_world_size, init_distributed
 from threed.interop.deepspeed.config.optimizers import (
     find_groups,
     hyper_parameters,
@@ -27,6 +27,7 @@ from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.pipeline_engine import PipelineEngine, prepare
 from threed.interop.deepspeed.pipeline_module import PipelineModule
+from threed.interop.deepspeed.repeated_training import refuse_search
 from threed.interop.deepspeed.views import EngineOptimizer
 from threed.ops.precision import DTYPES
 
@@ -84,6 +85,7 @@ def initialize(
 
     Raises:
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.
+        NotImplementedError: within `Trainer.hyperparameter_search` on several ranks.
         RuntimeError: if a step of an earlier engine of the module is in progress.
     """
     model, config = _check_arguments(args, model, config, config_params, mpu, mesh_param)
@@ -92,6 +94,8 @@ def initialize(
         notes.append("model: its engine of an earlier call of initialize is destroyed")
         earlier.destroy()
     init_distributed()
+    if get_world_size() > 1:
+        refuse_search()
     used = dict(ds)
     optimizer, groups = _use_passed(used, model, optimizer, model_parameters, lr_scheduler, notes)
     trains = "optimizer" in used
