@@ -218,3 +218,62 @@ def test_numbers_in_micro_batches_of_a_pipeline() -> None:
     batch = pack([(torch.ones(2), 3), (torch.ones(2), (0.5, True))])
     assert unpack({"labels": batch["0/labels"]}, "labels") == torch.tensor(3)
     assert [float(batch[f"1/labels/{index}"]) for index in range(2)] == [0.5, 1.0]
+
+
+# ------------------------------------------------------------------------------------------- modules that delegate
+
+
+class Delegating(nn.Module):
+    """A module that looks up the attributes that it does not have in the module that it wraps."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.wrapped(x)
+        return found
+
+
+def delegating() -> nn.Module:
+    torch.manual_seed(0)
+    last = Delegating(Delegating(nn.Linear(4, 4)))
+    return Delegating(nn.Sequential(nn.Linear(4, 4), last)).double()
+
+
+def trained_with_delegating_modules() -> None:
+    """Losses equal those of plain PyTorch: a hook of a module must not be taken for another one's."""
+    rows = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
+    plain = delegating()
+    adamw, losses = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0), list[float]()
+    for _ in range(3):
+        loss = plain(rows).square().mean()
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(float(loss.detach()))
+    for stage in (0, 2, 3):
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        engine = threed.initialize(model=delegating(), config={**DS, "zero_optimization": zero})[0]
+        for want in losses:
+            loss = engine(rows[engine.global_rank : engine.global_rank + 1]).square().mean()
+            engine.backward(loss)
+            engine.step()
+            assert engine.metrics is not None
+            assert engine.metrics.loss == pytest.approx(want, rel=1e-12)
+        engine.destroy()
+        for (name, param), want_param in zip(
+            engine.module.named_parameters(), plain.parameters(), strict=True
+        ):
+            # fp64, and the gradients of two ranks are summed in another order
+            torch.testing.assert_close(param, want_param, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_modules_that_delegate_attributes() -> None:
+    run_ranks(2, trained_with_delegating_modules)
