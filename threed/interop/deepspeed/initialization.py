@@ -58,16 +58,14 @@ def initialize(
     Args:
         args: an object whose attribute `deepspeed_config` is the configuration; or None.
         model: any nn.Module. An engine that was destroyed stands for its module.
-        optimizer: an optimizer whose class and hyper-parameters are used: torch's AdamW, Adam or
-            SGD, or one of DeepSpeed's classes. Or a function that creates it for
-            `model_parameters`. None means the optimizer that `config` defines. If there is none,
-            the engine only evaluates.
+        optimizer: an optimizer whose class and hyper-parameters are used (torch's AdamW, Adam or
+            SGD, or one of DeepSpeed's classes), or a function that creates it for
+            `model_parameters`. None: the optimizer of `config`; without one, the engine only evaluates.
         model_parameters: parameters, or parameter groups, which may have their own lr or
             weight_decay. Together they must contain all parameters that require gradients.
         training_data: a dataset for the returned loader.
-        lr_scheduler: a torch scheduler of the passed optimizer, or a function that creates a
-            scheduler for a given optimizer. `engine.step` advances the scheduler. None means the
-            schedule that `config` defines.
+        lr_scheduler: a torch scheduler of the passed optimizer, or a function that creates one for
+            a given optimizer. `engine.step` advances it. None: the schedule of `config`.
         distributed_port: has no effect.
         mpu: an object with `get_model_parallel_world_size()`, which must return 1; or None.
         dist_init_required: has no effect.
@@ -94,8 +92,7 @@ def initialize(
         notes.append("model: its engine of an earlier call of initialize is destroyed")
         earlier.destroy()
     init_distributed()
-    if get_world_size() > 1:
-        refuse_search()
+    refuse_search(get_world_size())
     used = dict(ds)
     optimizer, groups = _use_passed(used, model, optimizer, model_parameters, lr_scheduler, notes)
     trains = "optimizer" in used

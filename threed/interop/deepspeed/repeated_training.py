@@ -49,9 +49,9 @@ def release_trainers() -> None:
         setattr(trainer, ATTRIBUTE, property(_model_wrapped, _set_model_wrapped))
 
 
-def refuse_search() -> None:
-    """Raises NotImplementedError if a Trainer that calls this function searches hyper-parameters."""
-    trainer = _trainer_class()
+def refuse_search(ranks: int) -> None:
+    """Raises NotImplementedError if a Trainer calls this function in a search on several ranks."""
+    trainer = _trainer_class() if ranks > 1 else None
     frame: FrameType | None = sys._getframe(1)
     while trainer is not None and frame is not None:
         caller = frame.f_locals.get("self")
