@@ -194,8 +194,9 @@ def test_losses_are_fp32() -> None:
 
 def test_private_attributes_of_the_optimizer_are_refused() -> None:
     engine = engine_of()
-    with pytest.raises(AttributeError, match=r"does not offer engine.optimizer.loss_scaler: use"):
-        _ = engine.optimizer.loss_scaler
+    for name in ("loss_scaler", "bit16_groups_flat"):
+        with pytest.raises(AttributeError, match=rf"does not offer engine.optimizer.{name}: use"):
+            getattr(engine.optimizer, name)
     assert not hasattr(engine.optimizer, "optimizer")
     with pytest.raises(AttributeError, match=r"does not offer engine.sparse_tensor_module_names"):
         _ = engine.sparse_tensor_module_names
