@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 LIMIT, GRACE = 180.0, 8.0  # seconds for a test, and for the other ranks after an error
-# imported once, in the process from which the ranks are forked
-PRELOADED = ["torch", "pytest", "unit.common", "unit.simple_model"]
+# Imported once, in the process from which the ranks are forked. An optimizer imports torch._dynamo, which
+# takes longer than most tests.
+PRELOADED = ["torch._dynamo", "pytest", "unit.common", "unit.simple_model"]
 if "tests.interop.deepspeed_unit_site" in sys.modules:  # threed as deepspeed
     PRELOADED += [
         "threed.interop.deepspeed.pipeline_engine",

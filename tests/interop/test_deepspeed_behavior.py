@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -192,8 +194,9 @@ def test_losses_are_fp32() -> None:
 
 def test_private_attributes_of_the_optimizer_are_refused() -> None:
     engine = engine_of()
-    with pytest.raises(AttributeError, match=r"does not offer engine.optimizer.loss_scaler: use"):
-        _ = engine.optimizer.loss_scaler
+    for name in ("loss_scaler", "bit16_groups_flat"):
+        with pytest.raises(AttributeError, match=rf"does not offer engine.optimizer.{name}: use"):
+            getattr(engine.optimizer, name)
     assert not hasattr(engine.optimizer, "optimizer")
     with pytest.raises(AttributeError, match=r"does not offer engine.sparse_tensor_module_names"):
         _ = engine.sparse_tensor_module_names
@@ -218,3 +221,82 @@ def test_numbers_in_micro_batches_of_a_pipeline() -> None:
     batch = pack([(torch.ones(2), 3), (torch.ones(2), (0.5, True))])
     assert unpack({"labels": batch["0/labels"]}, "labels") == torch.tensor(3)
     assert [float(batch[f"1/labels/{index}"]) for index in range(2)] == [0.5, 1.0]
+
+
+# ---------------------------------------------------------------------------------------------------- unusual modules
+
+
+class Delegating(nn.Module):
+    """A module that looks up the attributes that it does not have in the module that it wraps."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.wrapped(x)
+        return found
+
+
+class Returning(nn.Linear):
+    """A module that also returns its bias, as megatron's layers do, in an object."""
+
+    def forward(self, x: Tensor) -> Any:
+        return types.SimpleNamespace(out=x @ self.weight.T, bias=self.bias)
+
+
+class UsesReturned(nn.Module):
+    """A module that uses the bias of a module in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Returning(4, 4), Returning(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        last = self.last(torch.relu(first.out + first.bias))
+        found: Tensor = last.out + last.bias + first.bias
+        return found
+
+
+def delegating() -> nn.Module:
+    last = Delegating(Delegating(nn.Linear(4, 4)))
+    return Delegating(nn.Sequential(nn.Linear(4, 4), last))
+
+
+def trained_as_plain_modules() -> None:
+    rows = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
+    for build, stage in itertools.product((delegating, UsesReturned), (0, 2, 3)):
+        torch.manual_seed(0)
+        plain = build().double()
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        engine = threed.initialize(
+            model=copy.deepcopy(plain), config={**DS, "zero_optimization": zero}
+        )[0]
+        adamw = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0)
+        for _ in range(3):
+            want = plain(rows).square().mean()
+            want.backward()
+            adamw.step()
+            adamw.zero_grad()
+            loss = engine(rows[engine.global_rank : engine.global_rank + 1]).square().mean()
+            engine.backward(loss)
+            engine.step()
+            assert engine.metrics is not None
+            assert engine.metrics.loss == pytest.approx(float(want.detach()), rel=1e-12)
+        engine.destroy()
+        for name, param in engine.module.named_parameters():
+            # fp64, and the gradients of two ranks are summed in another order
+            want = plain.get_parameter(name)
+            torch.testing.assert_close(param, want, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_modules_that_delegate_attributes_or_return_parameters() -> None:
+    """Equal to plain PyTorch: a module's hooks act on it alone, and parameters may be used anywhere."""
+    run_ranks(2, trained_as_plain_modules)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import threed
 from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
 from threed.config import ConfigError
 from threed.distributed import collectives
+from threed.interop.deepspeed import initialization, training
 from threed.interop.deepspeed.api.zero import GatheredParameters, safe_get_full_fp32_param
 from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.pipeline_module import PipelineModule
@@ -155,3 +159,128 @@ def test_a_copy_of_an_engines_module_gets_another_engine(stage: int) -> None:
     assert losses[0][1] < losses[0][0]
     with pytest.raises(ValueError, match="belongs to an engine already"):
         threed.ModuleEngine(copied, threed.Topology(), engine.engine.config)
+
+
+# ------------------------------------------------------------------------------------------- a second call of initialize
+
+
+def trained(engine: DeepSpeedEngine) -> list[float]:
+    """Returns the losses of two steps."""
+    losses, rows = [], torch.ones(2, 3)
+    for _ in range(2):
+        if isinstance(engine.module, PipelineModule):
+            loss = engine.train_batch(iter([(rows, torch.ones(2, 2))]))
+        else:
+            loss = nn.functional.mse_loss(engine(rows), torch.ones(2, 2))
+            engine.backward(loss)
+            engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def plain_module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def staged_module() -> nn.Module:
+    torch.manual_seed(0)
+    return PipelineModule([nn.Linear(3, 2)], num_stages=1, loss_fn=nn.functional.mse_loss)
+
+
+STAGES = [(plain_module, 0), (plain_module, 3), (staged_module, 0), (staged_module, 1)]
+
+
+@pytest.mark.parametrize(("build", "stage"), STAGES)
+def test_a_destroyed_engine_stands_for_its_module(
+    build: Callable[[], nn.Module], stage: int
+) -> None:
+    first = made(stage, build())
+    before = trained(first)
+    with pytest.raises(ConfigError, match=r"model: it is an engine: pass engine\.module"):
+        made(stage, first)
+    first.destroy()
+    second = made(stage, first)
+    assert second.module is first.module
+    assert trained(second)[0] < before[1] < before[0]  # continues with the trained weights
+
+
+@pytest.mark.parametrize(("build", "stage"), STAGES)
+@pytest.mark.parametrize("passes", [False, True])
+@pytest.mark.parametrize("fails_in", ["EngineOptimizer", "mark_parameters", "_set_scheduler"])
+def test_initialize_can_be_called_again_after_an_error(
+    monkeypatch: pytest.MonkeyPatch, build: Callable[[], nn.Module], stage: int, passes: bool,
+    fails_in: str,
+) -> None:  # fmt: skip
+    """An error after the parameters belong to the engine, also with a passed optimizer."""
+
+    def start() -> DeepSpeedEngine:
+        given = {"optimizer": optimizer} if passes else {}
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        config = {"train_batch_size": 2, "zero_optimization": zero}
+        config |= {} if passes else {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        return threed.initialize(model=module, config=config, **given)[0]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    losses = []
+    for fails in (False, True):
+        module = build()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if fails:
+            with monkeypatch.context() as patched:
+                owner = initialization if fails_in == "_set_scheduler" else training
+                patched.setattr(owner, fails_in, fail)
+                with pytest.raises(MemoryError):
+                    start()
+        losses.append(trained(start()))
+    assert losses[0] == losses[1]
+
+
+class Stream(IterableDataset[Tensor]):
+    """A dataset that is not split over data ranks, so that `initialize` refuses it."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+
+def refused_data() -> None:
+    for build in (plain_module, staged_module):
+        module = build()
+        config = {"train_batch_size": 4, "optimizer": {"type": "SGD"}}
+        with pytest.raises(ConfigError, match="training_data: a Stream is iterable, without"):
+            threed.initialize(model=module, config=config, training_data=Stream())
+        first, second = trained(threed.initialize(model=module, config=config)[0])
+        assert second < first
+
+
+def test_initialize_can_be_called_again_after_refused_data() -> None:
+    run_ranks(2, refused_data)
+
+
+class Searching:
+    """A `Trainer` of transformers, as far as it matters, in a trial of a search."""
+
+    hp_search_backend: str | None = "optuna"
+
+    def train(self) -> DeepSpeedEngine:
+        return made(0)
+
+
+def search() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        module = types.SimpleNamespace(Trainer=Searching)
+        patched.setitem(sys.modules, "transformers.trainer", module)
+        trainer = Searching()
+        with pytest.raises(
+            NotImplementedError, match=r"not offer Trainer\.hyperparameter_search on"
+        ):
+            trainer.train()
+        trainer.hp_search_backend = None
+        assert trained(trainer.train())
+
+
+def test_a_search_on_several_ranks_is_refused() -> None:
+    """Because only rank 0 would destroy the engine of a trial."""
+    run_ranks(2, search)

@@ -48,15 +48,17 @@ def test_comparison_with_deepspeed() -> None:
     def row(name: str, outcome: str, error: str = "") -> dict[str, object]:
         return {"id": f"unit/a/test_x.py::{name}", "outcome": outcome, "error": error, "kinds": []}
 
-    real = [row("passes[0]", "passed"), row("passes[1]", "skipped"), row("other", "passed")]
-    real += [row("fails[0]", "passed"), row("fails[1]", "failed"), row("refused", "passed")]
+    real = [row(name, "passed") for name in ("both", "refused", "fails", "skipped", "absent")]
+    real += [row("neither", "failed")]
     own = [
-        row("passes[0]", "passed"),
-        row("passes[1]", "failed", "text"),
-        row("fails[0]", "failed"),
+        row("both", "passed"),
+        row("refused", "failed", "threed does not offer x: use y"),
+        row("fails", "failed", "text"),
+        row("skipped", "skipped"),
+        row("neither", "failed"),
     ]
-    own += [row("refused", "failed", "threed does not offer x: use y")]
     assert list(deepspeed_unit.differing(own, real)) == [
-        ("a/test_x.py::other", "skipped, or not run"),
-        ("a/test_x.py::passes", "text"),
+        ("unit/a/test_x.py::absent", "not run"),
+        ("unit/a/test_x.py::fails", "text"),
+        ("unit/a/test_x.py::skipped", "skipped"),
     ]

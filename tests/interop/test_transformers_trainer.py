@@ -86,10 +86,18 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(runs: Path, tmp_path: Path) 
     compare(tmp_path, "resumed-3")
 
 
+@pytest.mark.slow
+def test_a_search_on_one_rank(tmp_path: Path) -> None:
+    save_models(tmp_path)
+    run("trainer_runs", tmp_path, "plain", ["search-3"])
+    run("trainer_runs", tmp_path, "threed", ["search-3"], ranks=1)
+    compare(tmp_path, "search-3")
+
+
 @pytest.mark.grid
 def test_every_case(tmp_path: Path) -> None:
     save_models(tmp_path)
-    names = tuple(name for name in CASES if name not in EVERYDAY)
+    names = tuple(name for name in CASES if name not in EVERYDAY and not CASES[name].searches)
     train(tmp_path, ("saves-2", *(name for name in names if name != "saves-2")))
     for name in names:
         compare(tmp_path, name)

@@ -23,6 +23,7 @@ if __name__ == "__main__" and sys.argv[2] == "threed":
     threed.install_as_deepspeed()
 
 import torch
+from accelerate.utils.memory import release_memory
 from peft import LoraConfig, get_peft_model
 from transformers import (
     Seq2SeqTrainer,
@@ -32,6 +33,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, OptunaBackend
+from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from tests.interop.huggingface_runs import (
     AUTO,
@@ -76,6 +79,7 @@ class Case:
         evaluates: whether the model is evaluated before the training.
         vocab: size to which the embeddings are resized before the training.
         generates: whether the trained model generates tokens, which are compared.
+        searches: whether hyper-parameters are searched before the training, on one rank.
     """
 
     family: str
@@ -90,6 +94,7 @@ class Case:
     evaluates: bool = False
     vocab: int | None = None
     generates: bool = False
+    searches: bool = False
 
 
 # For losses that ignore `num_items_in_batch`, the Trainer otherwise multiplies the loss by the number
@@ -142,6 +147,7 @@ CASES = {f"{family}-{stage}": Case(family, stage) for family in FAMILIES for sta
     "sequences-2": Case("t5", 2, args=RANK_MEANS),
     "sequences-3": Case("t5", 3, args=RANK_MEANS),
     "model-only-3": Case("qwen2", 3, args=SAVES | {"save_only_model": True}),
+    "search-3": Case("llama", 3, searches=True),
 }  # fmt: skip
 
 
@@ -157,6 +163,45 @@ class Log(TrainerCallback):
         found = {key: float(logs[key]) for key in self.KEYS if key in logs}
         if found:
             self.rows.append({"step": state.global_step} | found)
+
+
+class Trial(dict[str, Any]):
+    """A trial with the attributes of Optuna's, and of a type that needs no further package."""
+
+    def __init__(self, number: int, params: dict[str, Any]) -> None:
+        super().__init__(params)
+        self.number, self.params = number, params
+
+
+class Grid(OptunaBackend):
+    """A search over three learning rates; the calls are those of transformers' Optuna backend."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    def run(self, trainer: Trainer, n_trials: int, direction: str, **kwargs: Any) -> BestRun:
+        """Returns the trial with the least loss."""
+        runs = []
+        for number, rate in enumerate((1e-3, 1e-2, 1e-4)):
+            trial = Trial(number, {"learning_rate": rate})
+            trainer.train(trial=trial)
+            objective = trainer.compute_objective(trainer.evaluate())
+            runs.append(BestRun(str(number), objective, trial.params))
+            trainer.model_wrapped, trainer.model = release_memory(
+                trainer.model_wrapped, trainer.model
+            )
+            trainer.accelerator.clear()
+        return min(runs, key=lambda run: run.objective)
+
+
+def search(trainer: Trainer) -> None:
+    """Sets the learning rate to the best one of a search."""
+    ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA] = Grid
+    best = trainer.hyperparameter_search(lambda trial: trial.params, backend="optuna")
+    assert isinstance(best, BestRun)
+    assert best.run_id == "1"
+    trainer.args.learning_rate = best.hyperparameters["learning_rate"]
 
 
 def ds_config(case: Case) -> dict[str, Any]:
@@ -195,12 +240,15 @@ def train(out: Path, mode: str, name: str) -> None:
     set_seed(1)
     log = Log()
     model = load(out, case)
+    starts = {"model_init": lambda: load(out, case)} if case.searches else {"model": model}
     trainer = make_trainer(
-        model=model, args=args, train_dataset=rows(case, 32), eval_dataset=rows(case, 8), callbacks=[log],
+        **starts, args=args, train_dataset=rows(case, 32), eval_dataset=rows(case, 8), callbacks=[log],
         optimizers=optimizers(model, case.rates) if mode == "plain" else (None, None),
     )  # fmt: skip
     if case.evaluates:
         trainer.evaluate()
+    if case.searches:
+        search(trainer)
     resume = case.resume and str(out / mode / case.resume / "checkpoint-2")
     trainer.train(resume_from_checkpoint=resume)
     for checkpoint in case.again:

@@ -45,7 +45,7 @@ class DeepSpeedEngine(Checkpoints):
         ds: the ds_config.
         collate_fn: default `collate_fn` of `deepspeed_io`.
         trains: whether the engine has an optimizer; otherwise it only evaluates.
-        engine: the engine to drive; None creates a `threed.engine.ModuleEngine`.
+        make_trainer: creates the engine to drive; None: a `threed.engine.ModuleEngine`.
 
     Attributes:
         engine: the wrapped `threed.engine.ModuleEngine`.

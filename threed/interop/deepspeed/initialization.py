@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from threed.config import ConfigError
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
-from threed.interop.deepspeed.api.comm import init_distributed
+from threed.interop.deepspeed.api.comm import get_world_size, init_distributed
 from threed.interop.deepspeed.config.optimizers import (
     find_groups,
     hyper_parameters,
@@ -27,6 +27,7 @@ from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.pipeline_engine import PipelineEngine, prepare
 from threed.interop.deepspeed.pipeline_module import PipelineModule
+from threed.interop.deepspeed.repeated_training import refuse_search
 from threed.interop.deepspeed.views import EngineOptimizer
 from threed.ops.precision import DTYPES
 
@@ -56,17 +57,15 @@ def initialize(
 
     Args:
         args: an object whose attribute `deepspeed_config` is the configuration; or None.
-        model: any nn.Module.
-        optimizer: an optimizer whose class and hyper-parameters are used: torch's AdamW, Adam or
-            SGD, or one of DeepSpeed's classes. Or a function that creates it for
-            `model_parameters`. None means the optimizer that `config` defines. If there is none,
-            the engine only evaluates.
+        model: any nn.Module. An engine that was destroyed stands for its module.
+        optimizer: an optimizer whose class and hyper-parameters are used (torch's AdamW, Adam or
+            SGD, or one of DeepSpeed's classes), or a function that creates it for
+            `model_parameters`. None: the optimizer of `config`; without one, the engine only evaluates.
         model_parameters: parameters, or parameter groups, which may have their own lr or
             weight_decay. Together they must contain all parameters that require gradients.
         training_data: a dataset for the returned loader.
-        lr_scheduler: a torch scheduler of the passed optimizer, or a function that creates a
-            scheduler for a given optimizer. `engine.step` advances the scheduler. None means the
-            schedule that `config` defines.
+        lr_scheduler: a torch scheduler of the passed optimizer, or a function that creates one for
+            a given optimizer. `engine.step` advances it. None: the schedule of `config`.
         distributed_port: has no effect.
         mpu: an object with `get_model_parallel_world_size()`, which must return 1; or None.
         dist_init_required: has no effect.
@@ -84,6 +83,7 @@ def initialize(
 
     Raises:
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.
+        NotImplementedError: within `Trainer.hyperparameter_search` on several ranks.
         RuntimeError: if a step of an earlier engine of the module is in progress.
     """
     model, config = _check_arguments(args, model, config, config_params, mpu, mesh_param)
@@ -92,23 +92,24 @@ def initialize(
         notes.append("model: its engine of an earlier call of initialize is destroyed")
         earlier.destroy()
     init_distributed()
+    refuse_search(get_world_size())
     used = dict(ds)
     optimizer, groups = _use_passed(used, model, optimizer, model_parameters, lr_scheduler, notes)
     trains = "optimizer" in used
-    trainer: Any = None
+    make_trainer: Any = None
     make: type[DeepSpeedEngine] = DeepSpeedEngine
     if isinstance(model, PipelineModule):
         if topology is not None:
             raise ConfigError(["topology: pass num_stages or topology to PipelineModule instead"])
         make, topology = PipelineEngine, model.axes
-        translation, trainer = prepare(model, used, groups, notes)
+        translation, make_trainer = prepare(model, used, groups, notes)
     else:
         topology, translation = _translated(used, model, groups, topology, trains)
     loader = None
     if training_data is not None:
         loader = deepspeed_io(training_data, topology, translation, collate_fn)
     given = (model, topology, translation, optimizer, loader, notes, ds, collate_fn)
-    engine = make(*given, trains=trains, engine=trainer)
+    engine = make(*given, trains=trains, make_trainer=make_trainer)
     _set_scheduler(engine, lr_scheduler, optimizer)
     if engine.global_rank == 0 and engine.notes:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
@@ -182,7 +183,9 @@ def _check_arguments(
             "model: pass it by keyword (model=…): the first argument is args, as in DeepSpeed"
         ]
     if isinstance(model, DeepSpeedEngine):
-        problems.append("model: it is an engine: pass engine.module")
+        if owner(model.module) is model:
+            problems.append("model: it is an engine: pass engine.module")
+        model = model.module
     if mesh_param is not None:
         problems.append(
             "mesh_param: threed does not offer sequence parallelism for a plain module: build it from threed.layers,"
@@ -260,7 +263,9 @@ def _scheduler_problem(scheduler: Any, optimizer: torch.optim.Optimizer | None) 
     if not callable(getattr(scheduler, "step", None)):
         return "pass a torch scheduler, or a function that creates one for an optimizer"
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return "ReduceLROnPlateau needs a metric: call its step(metric) in the program, and pass no"
+        return (
+            "ReduceLROnPlateau needs a metric: call its step(metric) in the program, and pass None"
+        )
     if optimizer is None or getattr(scheduler, "optimizer", optimizer) is not optimizer:
         return "it belongs to another optimizer: pass its optimizer as `optimizer`"
     return None

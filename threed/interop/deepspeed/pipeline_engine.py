@@ -8,6 +8,7 @@ loss = engine.eval_batch(iterator)
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -19,7 +20,7 @@ from threed.config import Config, ConfigError
 from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.sharding import point, spec_of
-from threed.engine import LayeredEngine, ModuleEngine
+from threed.engine import LayeredEngine
 from threed.interop.deepspeed.api.checkpointing import checkpoint
 from threed.interop.deepspeed.api.topology import PipelineParallelGrid
 from threed.interop.deepspeed.config.optimizers import Group, find_groups, hyper_parameters
@@ -160,7 +161,7 @@ def _only_batches(method: str) -> Any:
 class PipelineEngine(DeepSpeedEngine):
     """DeepSpeed's engine of a `PipelineModule`. Steps run by `train_batch` only.
 
-    Its arguments are those of `DeepSpeedEngine`, with a `PipelineTrainer` as the engine to drive.
+    Its arguments are those of `DeepSpeedEngine`, with a function that creates a `PipelineTrainer`.
 
     Attributes:
         grid: position of this process among stages and data ranks.
@@ -170,10 +171,10 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     def __init__(
-        self, module: PipelineModule, *args: Any, engine: PipelineTrainer, **kwargs: Any
+        self, module: PipelineModule, *args: Any, make_trainer: Callable[[], Any], **kwargs: Any
     ) -> None:
-        super().__init__(module, *args, engine=cast(ModuleEngine, engine), **kwargs)
-        self.trainer = engine
+        super().__init__(module, *args, make_trainer=make_trainer, **kwargs)
+        self.trainer = cast(PipelineTrainer, self.engine)
         self.grid: PipelineParallelGrid = module.mpu()
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         self.agg_train_loss: Tensor | None = None
@@ -335,8 +336,8 @@ class PipelineEngine(DeepSpeedEngine):
 
 def prepare(
     model: PipelineModule, ds: dict[str, Any], given: Iterable[Any] | None, notes: list[str]
-) -> tuple[Translation, PipelineTrainer]:
-    """Returns the translated configuration, and the engine of a `PipelineModule`. Collective.
+) -> tuple[Translation, Callable[[], PipelineTrainer]]:
+    """Returns the translated configuration, and a function that creates the engine. Collective.
 
     Args:
         model: the module.
@@ -359,11 +360,11 @@ def prepare(
         raise ConfigError([f"PipelineModule: parameters are {', '.join(sorted(dtypes))}: {fix}"])
     translation = translate(ds, model.axes.dp, ModelFacts(None, next(iter(dtypes), None)), groups)
     config = _with_pipeline(translation.config, model, interval)
-    trainer = PipelineTrainer(
-        model.as_model(interval, flags), model.axes, config,
+    make_trainer = functools.partial(
+        PipelineTrainer, model.as_model(interval, flags), model.axes, config,
         learning_rate=translation.learning_rate, loss_scale=translation.loss_scale,
     )  # fmt: skip
-    return dataclasses.replace(translation, config=config), trainer
+    return dataclasses.replace(translation, config=config), make_trainer
 
 
 def _interval(section: Any, model: PipelineModule, notes: list[str]) -> int:

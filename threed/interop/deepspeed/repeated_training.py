@@ -3,17 +3,27 @@
 `Trainer.train` calls `Accelerator.free_memory`, which destroys the engine of an earlier `train` or
 `evaluate`. The Trainer still passes this engine to the training loop as `model_wrapped`, "the most
 external model", and prepares no other engine; with DeepSpeed, the first backward then fails.
+
+After a trial of `Trainer.hyperparameter_search`, only rank 0 destroys the engine. The other ranks do not
+take part in the gather of the parameters, so a search on several ranks is refused.
 """
 
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 from threed.interop.deepspeed.module_methods import ModuleMethods
+from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.ownership import owner
 
 ATTRIBUTE = "model_wrapped"  # documented attribute of the Trainer
+
+
+def _trainer_class() -> Any:
+    """Returns the class `Trainer`; None if transformers is not in use."""
+    return getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
 
 
 def _model_wrapped(trainer: Any) -> Any:
@@ -34,6 +44,21 @@ def release_trainers() -> None:
 
     Has no effect if transformers is not in use, and on a second call.
     """
-    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    trainer = _trainer_class()
     if trainer is not None and ATTRIBUTE not in vars(trainer):
         setattr(trainer, ATTRIBUTE, property(_model_wrapped, _set_model_wrapped))
+
+
+def refuse_search(ranks: int) -> None:
+    """Raises NotImplementedError if a Trainer calls this function in a search on several ranks."""
+    trainer = _trainer_class() if ranks > 1 else None
+    frame: FrameType | None = sys._getframe(1)
+    while trainer is not None and frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, trainer) and caller.hp_search_backend is not None:
+            instead = (
+                "start the search on one rank, without torchrun, or train each trial by itself"
+            )
+            what = "Trainer.hyperparameter_search on several ranks"
+            raise NotImplementedError(not_offered(what, instead))
+        frame = frame.f_back

@@ -63,25 +63,27 @@ class TrainingLoop(ModuleMethods):
         passed: torch.optim.Optimizer | None = None, training_dataloader: DataLoader[Any] | None = None,
         notes: Sequence[str] = (), ds: Mapping[str, Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None, *, trains: bool = True,
-        engine: ModuleEngine | None = None,
+        make_trainer: Callable[[], ModuleEngine] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model)
         t = self.translation = translation
-        self.engine = engine or ModuleEngine(
+        self.optimizer: EngineOptimizer | None = None
+        self._module_hook: RemovableHandle | None = None
+        self.engine = make_trainer() if make_trainer is not None else ModuleEngine(
             wrap(model, topology, cast_buffers=False), topology, t.config,
             learning_rate=t.learning_rate, loss_scale=t.loss_scale, trains=trains,
         )  # fmt: skip
+        # If the rest of `initialize` fails, the next call for this module destroys the engine.
+        take(model, self)
         mark_parameters(self.engine)
         # A program may run `engine.module` instead of the engine.
-        self._module_hook: RemovableHandle | None = None
-        if trains and engine is None:
+        if trains and make_trainer is None:
             begins = _StepBegins(model, self._begin)
             self._module_hook = model.register_forward_pre_hook(begins, prepend=True)
         self.topology, self.device = topology, topology.device
         self.global_rank, self.world_size = topology.rank, topology.world
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.config, self.collate_fn = dict(ds or {}), collate_fn
-        self.optimizer: EngineOptimizer | None = None
         self.lr_scheduler: Any = None
         self.client_lr_scheduler: Any = None
         if trains:
@@ -105,7 +107,6 @@ class TrainingLoop(ModuleMethods):
         self._boundary: bool | None = None
         self._in_no_sync = False
         self._batches = None if training_dataloader is None else repeat(training_dataloader)
-        take(model, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward, and returns the result. Collective.

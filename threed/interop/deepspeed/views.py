@@ -68,6 +68,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._rates: list[float] = self._read()  # learning rates at the last read or change
         self._kept = [_kept(group) for group in self._groups]
         self._members = list(map(id, self._groups))
+        if passed is not None and not scheduled:
+            self._apply(self._rates)
         self._hooks = [
             (optimizer, optimizer.register_step_pre_hook(_refuse_step))
             for optimizer in (self, *(() if passed is None else (passed,)))
@@ -76,8 +78,6 @@ class EngineOptimizer(torch.optim.Optimizer):
             passed.register_state_dict_pre_hook(_refuse_state),
             passed.register_load_state_dict_pre_hook(_refuse_state),
         ]  # fmt: skip
-        if passed is not None and not scheduled:
-            self._apply(self._rates)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

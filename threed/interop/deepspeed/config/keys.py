@@ -254,7 +254,6 @@ NO_EFFECT: Mapping[str, str] = _by_name({
     "": {
         "steps_per_print log_level": "use engine.metrics, which has the loss, gradient norm and learning rate of each step",
         "wall_clock_breakdown memory_breakdown flops_profiler timers": "use the times in engine.metrics, or torch.profiler",
-        "tensorboard wandb csv_monitor comet": "log engine.metrics in your training loop",
         "comms_logger": "bytes sent are always counted, per axis: topology.traffic",
         "dump_state": "use engine.translation, which has the configuration in effect",
         "disable_python_gc": "Python's garbage collection is not changed",
@@ -343,6 +342,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = _by_name({
         "elasticity": (OFF, "set the batch sizes; checkpoints load on any number of ranks"),
         "data_efficiency curriculum_learning": (OFF, "sample in the data loader you pass"),
         "hybrid_engine": (OFF, "generate with the module itself"),
+        "tensorboard wandb csv_monitor comet":
+            (OFF, "log engine.metrics in the training loop, such as with torch.utils.tensorboard; Trainer: report_to"),
         "expert_parallel": (OFF, "experts come with a later release"),
     },
     "zero_optimization": {

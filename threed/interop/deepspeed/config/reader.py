@@ -169,7 +169,7 @@ class Reader:
         return {key: value for key, value in values.items() if value is not None}
 
     def _check_refused(self, key: str, value: Any, works: tuple[Any, ...], why: str) -> None:
-        if isinstance(value, Mapping) and value.get("enabled") is False:
+        if isinstance(value, Mapping) and False in works and not value.get("enabled"):
             value = False
         if value in works:
             self.note(key, f"{shown(value)}, the only supported value")
