@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests import test_equivalence as equivalence
-from tests.accelerator import launches
+from tests.accelerator import faults, launches
 from tests.accelerator.pretend import Pretend, pretending, ranks_to_try
 from tests.accelerator.watching import BLOCKING, HOST_READ, MIXED, TO_COLLECTIVE, summary
 from tests.configs import Case, config_of
@@ -27,8 +27,6 @@ from threed.config import Config
 from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.sharding import spec_of
-from threed.layers import Slicing
-from threed.models import Decoder
 from threed.planner.forecast import Forecast
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,72 +168,12 @@ def test_other_ways_to_train_have_no_fault(changes: dict[str, dict[str, object]]
 # ------------------------------------------------------------------------------------------------------ planted faults
 
 
-def reads_an_item(y: Tensor) -> Tensor:
-    return y * y.sum().item()
-
-
-def asks_whether(y: Tensor) -> Tensor:
-    return y if bool((y > 0).any()) else -y
-
-
-def makes_a_list(y: Tensor) -> Tensor:
-    return y * len(y.sum((1, 2)).tolist())
-
-
-def selects(y: Tensor) -> Tensor:
-    return y + y.detach().nonzero().shape[1]
-
-
-def takes_a_scalar_of_the_host(y: Tensor) -> Tensor:
-    return y * torch.tensor(0.5)
-
-
-def takes_a_tensor_of_the_host(y: Tensor) -> Tensor:
-    return y + torch.zeros(y.shape[-1], dtype=y.dtype)
-
-
-def copies_to_the_host(y: Tensor) -> Tensor:
-    return y + y.detach().cpu().to(y.device, non_blocking=True).sum()
-
-
-def makes_a_tensor_of_a_number(y: Tensor) -> Tensor:
-    return y * torch.tensor(0.5, device=y.device)
-
-
-def copies_from_pageable_memory(y: Tensor) -> Tensor:
-    return y + torch.zeros(y.shape[-1], dtype=y.dtype).to(y.device, non_blocking=True)
-
-
-class Planted(nn.Module):
-    """A layer that does something wrong to what another one returns."""
-
-    def __init__(self, layer: nn.Module, wrong: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.wrong, self.name = layer, wrong, layer.name
-
-    def forward(self, x: Any, micro: Any) -> Any:
-        return self.wrong(self.layer(x, micro))
-
-
-class PlantedModel:
-    """A GPT with such a layer in it."""
-
-    def __init__(self, config: Config, slicing: Slicing, wrong: Callable[[Tensor], Tensor]) -> None:
-        self.inner, self.slicing, self.wrong = Decoder(config.model, slicing), slicing, wrong
-        self.costs = lambda micro_batch: [1.0] * (config.model.layers + 2)
-
-    def layers(self) -> list[nn.Module]:
-        """The layers of the GPT, the second of them planted."""
-        first, second, *rest = self.inner.layers()
-        return [first, Planted(second, self.wrong), *rest]
-
-
 def run_planted(wrong: Callable[[Tensor], Tensor], world: int = 1) -> Pretend:
     """The second step of a small GPT with something wrong."""
     with pretending(0, world) as device:
         case = Case(dtype="bf16", dp=world, microbatches=1)
         config = config_of(case)
-        engine = device.engine(config, lambda slicing: PlantedModel(config, slicing, wrong))
+        engine = device.engine(config, lambda slicing: faults.PlantedModel(config, slicing, wrong))
         for _ in range(2):
             device.step(engine)
         return device
@@ -244,15 +182,15 @@ def run_planted(wrong: Callable[[Tensor], Tensor], world: int = 1) -> Pretend:
 @pytest.mark.parametrize(
     ("wrong", "kind", "operation"),
     [
-        (reads_an_item, HOST_READ, "_local_scalar_dense"),
-        (asks_whether, HOST_READ, "_local_scalar_dense"),
-        (makes_a_list, HOST_READ, "_local_scalar_dense"),
-        (selects, HOST_READ, "nonzero"),
-        (takes_a_scalar_of_the_host, MIXED, "mul"),
-        (takes_a_tensor_of_the_host, MIXED, "add"),
-        (copies_to_the_host, BLOCKING, "_to_copy from pretend to cpu"),
-        (makes_a_tensor_of_a_number, BLOCKING, "_to_copy from cpu to pretend"),
-        (copies_from_pageable_memory, BLOCKING, "pageable"),
+        (faults.reads_an_item, HOST_READ, "_local_scalar_dense"),
+        (faults.asks_whether, HOST_READ, "_local_scalar_dense"),
+        (faults.makes_a_list, HOST_READ, "_local_scalar_dense"),
+        (faults.selects, HOST_READ, "nonzero"),
+        (faults.takes_a_scalar_of_the_host, MIXED, "mul"),
+        (faults.takes_a_tensor_of_the_host, MIXED, "add"),
+        (faults.copies_to_the_host, BLOCKING, "_to_copy from pretend to cpu"),
+        (faults.makes_a_tensor_of_a_number, BLOCKING, "_to_copy from cpu to pretend"),
+        (faults.copies_from_pageable_memory, BLOCKING, "pageable"),
     ],
 )
 def test_a_planted_fault_is_found_where_it_is(
@@ -262,7 +200,7 @@ def test_a_planted_fault_is_found_where_it_is(
     first = run_planted(wrong).faults[0]
     assert first.kind == kind
     assert operation in first.operation
-    assert first.place.startswith("tests/accelerator/test_pretend.py:")
+    assert first.place.startswith("tests/accelerator/faults.py:")
     assert first.place.endswith(wrong.__name__)
 
 
@@ -275,7 +213,7 @@ def test_host_memory_in_a_collective_is_found() -> None:
     with pretending(0, 8) as device:
         config = config_of(Case(dtype="bf16", dp=8, microbatches=1))
         engine = device.engine(
-            config, lambda slicing: PlantedModel(config, slicing, sends_host_memory)
+            config, lambda slicing: faults.PlantedModel(config, slicing, sends_host_memory)
         )
         world.append(engine.topology.axis("world"))
         device.step(engine)
