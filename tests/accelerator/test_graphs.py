@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import configs
-from tests.accelerator import test_pretend as faults_of_steps
+from tests.accelerator import faults as faults_of_steps
 from tests.accelerator.late import Device, late, where
 from tests.accelerator.pretend import Pretend, pretending
 from tests.accelerator.test_late import differences, same_kernels

@@ -9,16 +9,17 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests import test_equivalence as equivalence
-from tests.accelerator import launches
+from tests.accelerator import faults, launches
 from tests.accelerator.pretend import Pretend, pretending, ranks_to_try
 from tests.accelerator.watching import BLOCKING, HOST_READ, MIXED, TO_COLLECTIVE, summary
 from tests.configs import Case, config_of
@@ -28,10 +29,10 @@ from threed.config import Config
 from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.sharding import spec_of
-from threed.layers import Slicing
-from threed.models import Decoder
 from threed.ops import flex
 from threed.planner.forecast import Forecast
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # ----------------------------------------------------------------------------------------------------- configurations
 
@@ -170,72 +171,12 @@ def test_other_ways_to_train_have_no_fault(changes: dict[str, dict[str, object]]
 # ------------------------------------------------------------------------------------------------------ planted faults
 
 
-def reads_an_item(y: Tensor) -> Tensor:
-    return y * y.sum().item()
-
-
-def asks_whether(y: Tensor) -> Tensor:
-    return y if bool((y > 0).any()) else -y
-
-
-def makes_a_list(y: Tensor) -> Tensor:
-    return y * len(y.sum((1, 2)).tolist())
-
-
-def selects(y: Tensor) -> Tensor:
-    return y + y.detach().nonzero().shape[1]
-
-
-def takes_a_scalar_of_the_host(y: Tensor) -> Tensor:
-    return y * torch.tensor(0.5)
-
-
-def takes_a_tensor_of_the_host(y: Tensor) -> Tensor:
-    return y + torch.zeros(y.shape[-1], dtype=y.dtype)
-
-
-def copies_to_the_host(y: Tensor) -> Tensor:
-    return y + y.detach().cpu().to(y.device, non_blocking=True).sum()
-
-
-def makes_a_tensor_of_a_number(y: Tensor) -> Tensor:
-    return y * torch.tensor(0.5, device=y.device)
-
-
-def copies_from_pageable_memory(y: Tensor) -> Tensor:
-    return y + torch.zeros(y.shape[-1], dtype=y.dtype).to(y.device, non_blocking=True)
-
-
-class Planted(nn.Module):
-    """A layer that does something wrong to what another one returns."""
-
-    def __init__(self, layer: nn.Module, wrong: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.wrong, self.name = layer, wrong, layer.name
-
-    def forward(self, x: Any, micro: Any) -> Any:
-        return self.wrong(self.layer(x, micro))
-
-
-class PlantedModel:
-    """A GPT with such a layer in it."""
-
-    def __init__(self, config: Config, slicing: Slicing, wrong: Callable[[Tensor], Tensor]) -> None:
-        self.inner, self.slicing, self.wrong = Decoder(config.model, slicing), slicing, wrong
-        self.costs = lambda micro_batch: [1.0] * (config.model.layers + 2)
-
-    def layers(self) -> list[nn.Module]:
-        """The layers of the GPT, the second of them planted."""
-        first, second, *rest = self.inner.layers()
-        return [first, Planted(second, self.wrong), *rest]
-
-
 def run_planted(wrong: Callable[[Tensor], Tensor], world: int = 1) -> Pretend:
     """The second step of a small GPT with something wrong."""
     with pretending(0, world) as device:
         case = Case(dtype="bf16", dp=world, microbatches=1)
         config = config_of(case)
-        engine = device.engine(config, lambda slicing: PlantedModel(config, slicing, wrong))
+        engine = device.engine(config, lambda slicing: faults.PlantedModel(config, slicing, wrong))
         for _ in range(2):
             device.step(engine)
         return device
@@ -244,15 +185,15 @@ def run_planted(wrong: Callable[[Tensor], Tensor], world: int = 1) -> Pretend:
 @pytest.mark.parametrize(
     ("wrong", "kind", "operation"),
     [
-        (reads_an_item, HOST_READ, "_local_scalar_dense"),
-        (asks_whether, HOST_READ, "_local_scalar_dense"),
-        (makes_a_list, HOST_READ, "_local_scalar_dense"),
-        (selects, HOST_READ, "nonzero"),
-        (takes_a_scalar_of_the_host, MIXED, "mul"),
-        (takes_a_tensor_of_the_host, MIXED, "add"),
-        (copies_to_the_host, BLOCKING, "_to_copy from pretend to cpu"),
-        (makes_a_tensor_of_a_number, BLOCKING, "_to_copy from cpu to pretend"),
-        (copies_from_pageable_memory, BLOCKING, "pageable"),
+        (faults.reads_an_item, HOST_READ, "_local_scalar_dense"),
+        (faults.asks_whether, HOST_READ, "_local_scalar_dense"),
+        (faults.makes_a_list, HOST_READ, "_local_scalar_dense"),
+        (faults.selects, HOST_READ, "nonzero"),
+        (faults.takes_a_scalar_of_the_host, MIXED, "mul"),
+        (faults.takes_a_tensor_of_the_host, MIXED, "add"),
+        (faults.copies_to_the_host, BLOCKING, "_to_copy from pretend to cpu"),
+        (faults.makes_a_tensor_of_a_number, BLOCKING, "_to_copy from cpu to pretend"),
+        (faults.copies_from_pageable_memory, BLOCKING, "pageable"),
     ],
 )
 def test_a_planted_fault_is_found_where_it_is(
@@ -262,7 +203,7 @@ def test_a_planted_fault_is_found_where_it_is(
     first = run_planted(wrong).faults[0]
     assert first.kind == kind
     assert operation in first.operation
-    assert first.place.startswith("tests/accelerator/test_pretend.py:")
+    assert first.place.startswith("tests/accelerator/faults.py:")
     assert first.place.endswith(wrong.__name__)
 
 
@@ -275,7 +216,7 @@ def test_host_memory_in_a_collective_is_found() -> None:
     with pretending(0, 8) as device:
         config = config_of(Case(dtype="bf16", dp=8, microbatches=1))
         engine = device.engine(
-            config, lambda slicing: PlantedModel(config, slicing, sends_host_memory)
+            config, lambda slicing: faults.PlantedModel(config, slicing, sends_host_memory)
         )
         world.append(engine.topology.axis("world"))
         device.step(engine)
@@ -362,9 +303,12 @@ def test_a_rank_of_1024_trains_a_hundred_billion_parameters(
 
 
 def test_kernels_a_layer_launches_for_a_micro_batch() -> None:
-    """With the kernels of csrc/cuda. A number may only fall."""
-    assert sum(launches.of_a_layer("GPT").values()) <= 31
-    assert sum(launches.of_a_layer("Llama").values()) <= 25
+    """With the kernels of csrc/cuda. A number may only fall, and kernels.md states it."""
+    gpt, llama = (sum(launches.of_a_layer(model).values()) for model in ("GPT", "Llama"))
+    assert gpt <= 31
+    assert llama <= 25
+    page = " ".join((ROOT / "docs/internals/kernels.md").read_text(encoding="utf-8").split())
+    assert f"launch {gpt} kernels per micro-batch for GPT, and {llama} for Llama" in page
 
 
 def test_windows_keep_no_mask_and_repeat_no_keys() -> None:

@@ -9,8 +9,13 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from benchmarks import gpu
+from benchmarks.gpu_stages import tests as gpu_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = (
@@ -226,6 +231,82 @@ def test_without_optional_packages_runs_work_and_what_needs_one_names_it(tmp_pat
     assert named(found["report a run"][1]) == {"matplotlib"}
     assert named(found["collect"][1]) == {"einops", "hypothesis"}
     assert "test_adam.py" in found["collect"][1]
+
+
+# Packages that take long to import, or may be missing; no command imports them before it uses them.
+HEAVY = {
+    "accelerate", "datasets", "deepspeed", "einops", "liger_kernel", "matplotlib", "pandas", "peft", "sentencepiece",
+    "tokenizers", "transformers", "triton", "trl", "wandb",
+}  # fmt: skip
+WATCHED = """
+import runpy, sys
+sys.argv = {words!r}
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert not end.code, end.code
+print("IMPORTED", *sorted({heavy!r} & {{name.partition(".")[0] for name in sys.modules}}))
+"""
+
+
+def test_no_command_imports_a_heavy_package_that_it_does_not_use(tmp_path: Path) -> None:
+    """They are installed here. Collecting the tests of a GPU imports none either."""
+    module = ["threed"]
+    words = {
+        "train": [*module, "train", "gpt", "--help"],
+        "dry run": [*module, "train", "gpt", "--preset", "tiny", "--dry-run"],
+        "plan": [*module, "plan", "gpt", "--preset", "tiny"],
+        "plan for a GPU": [*module, "plan", "gpt", "--preset", "tiny", "--gpu", "h100"],
+        "inspect": [*module, "inspect"],
+        "verify": [*module, "verify", "--help"],
+        "schedule": [*module, "schedule", "1f1b", "--stages", "2", "--microbatches", "2"],
+        "GPU tests": [*COLLECT[1:], "-m", "gpu", *(str(ROOT / path) for path in gpu_tests.PATHS)],
+    }  # fmt: skip
+    stages = [f"benchmarks.gpu_stages.{stage.name}" for stage in gpu.STAGES]
+    imports = ["threed", "threed.engine", "threed.trainer", "benchmarks.gpu", *stages]
+    commands = {
+        name: ["-c", WATCHED.format(words=given, heavy=HEAVY)] for name, given in words.items()
+    }
+    code = f"import sys; import {', '.join(imports)}"
+    show = f"print('IMPORTED', *sorted({HEAVY!r} & {{n.partition('.')[0] for n in sys.modules}}))"
+    commands["imports"] = ["-c", f"{code}; {show}"]
+    commands["one that does"] = ["-c", f"import einops, sys; {show}"]
+    found = run(tmp_path, (), ("torch", "pytest"), commands)
+    imported = {name: (code, text.splitlines()[-1]) for name, (code, text) in found.items()}
+    assert imported.pop("one that does") == (0, "IMPORTED einops")
+    assert imported == dict.fromkeys(imported, (0, "IMPORTED"))
+
+
+def test_the_wheels_of_the_gpu_benchmark_are_all_that_a_bare_machine_lacks() -> None:
+    """With the versions of constraints.txt, and with what they need themselves."""
+    lines = [
+        line.partition("#")[0].strip()
+        for line in (ROOT / "benchmarks" / "gpu_wheels.txt").read_text().splitlines()
+    ]
+    wheels = {re.split("[=>]=", line)[0]: line for line in lines if line}
+    pinned = set((ROOT / "constraints.txt").read_text().splitlines())
+    assert {line for line in wheels.values() if line not in pinned} == {
+        "typing-extensions>=4.16.0", "liger-kernel==0.8.5"
+    }  # fmt: skip
+    own = wheels.keys() - {"liger-kernel"}
+    for name in own:
+        for needed in metadata.requires(name) or []:
+            if "extra ==" not in needed:
+                assert re.split(r"[^\w-]", needed)[0] in wheels, f"{name} needs {needed}"
+    # What a bare machine has, as stated in docs/reference/performance.md; wandb is used only on request.
+    bare = {"torch", "numpy", "einops", "safetensors", "tqdm", "tokenizers", "matplotlib"}
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        needs = tomllib.load(file)["project"]["dependencies"]
+    assert {re.split("[=>]", need)[0] for need in needs} == bare | {"pydantic", "wandb"}
+    page = (ROOT / "docs" / "reference" / "performance.md").read_text()
+    commands = re.findall(
+        r"^python benchmarks/gpu.py --minutes 9 --only ([a-z ]+?)(?: &&|$)", page, re.M
+    )
+    assert len(commands) == 3
+    stages = {stage.name: stage for stage in gpu.STAGES}
+    assert {name for command in commands for name in command.split()} == stages.keys()
+    for command in commands:
+        assert sum(stages[name].expected for name in command.split()) < 9 * 60
 
 
 def test_a_package_that_is_needed_always_is_imported_in_one_module() -> None:

@@ -91,7 +91,7 @@ struct Request {
 };
 
 struct Counts {
-  int64_t sectors, bytes_in_sectors, bank_passes, least_bank_passes, barriers, meetings;
+  int64_t sectors, bytes_in_sectors, bank_passes, least_bank_passes, barriers, meetings, kernels;
 };
 
 // A shared library's own memory: constants and code, then what is zeroed, which is the kernels' shared memory.
@@ -531,6 +531,7 @@ void add_module(const char* first, const char* zeroed, const char* last) {
 int run(const void* kernel, const Configuration& c, void (*body)(const void*), const void* arguments, size_t bytes) {
   if (!machine.error.empty()) return 999;
   if (const cudaError_t error = refused(c, kernel)) return error;
+  machine.counts.kernels++;
   machine.grid = c.grid, machine.block = c.block, machine.body = body, machine.arguments = arguments;
   for (const Module& module : machine.modules)
     if (kernel >= module.first && kernel < module.last) machine.module = module;

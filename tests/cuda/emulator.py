@@ -82,7 +82,7 @@ class Launch:
     """What one call of a launcher did.
 
     sectors: of 32 bytes, that warps touched, in the first blocks; used: bytes of them that were asked for. bank_passes:
-    of shared memory, and the least that would have done.
+    of shared memory, and the least that would have done. kernels: that the launcher launched.
     """
 
     name: str
@@ -92,6 +92,7 @@ class Launch:
     bank_passes: int
     least_bank_passes: int
     barriers: int
+    kernels: int
     counts: bool = True  # else it ran on a GPU, which counts nothing
 
 
@@ -118,14 +119,14 @@ class Machine:
             raise Fault(readable(text))
         if code:
             raise ValueError(f"{name}: refused with CUDA error {code}")
-        sectors, used, passes, least, barriers, _ = (
+        sectors, used, passes, least, barriers, _, kernels = (
             b - a for a, b in zip(counts, self._counts(), strict=True)
         )
         traffic = {}
         for n, number in numbers.items():
             read, written = (b - a for a, b in zip(before[n], self._traffic(number), strict=True))
             traffic[n] = Traffic(read, written, tensors[n].numel() * tensors[n].element_size())
-        self.launches.append(Launch(name, traffic, sectors, used, passes, least, barriers))
+        self.launches.append(Launch(name, traffic, sectors, used, passes, least, barriers, kernels))
         if self.forgets:
             runtime().emulator_forget()
             self._buffers.clear()
@@ -152,7 +153,7 @@ class Machine:
         return out[0], out[1]
 
     def _counts(self) -> list[int]:
-        out = (ctypes.c_int64 * 6)()
+        out = (ctypes.c_int64 * 7)()
         runtime().emulator_counts(out)
         return list(out)
 
@@ -225,7 +226,7 @@ def _on_gpu() -> Iterator[Machine]:
 
     def noting(name: str, *arguments: launch.Argument) -> None:
         start(name, *arguments)
-        machine.launches.append(Launch(name, {}, 0, 0, 0, 0, 0, counts=False))
+        machine.launches.append(Launch(name, {}, 0, 0, 0, 0, 0, 0, counts=False))
 
     with mock.patch.object(launch, "start", noting):
         yield machine

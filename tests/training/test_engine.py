@@ -30,7 +30,7 @@ from threed.zero.step_metrics import BadStepsError
 @pytest.mark.parametrize(
     ("group", "changes", "named"),
     [
-        ("parallel", {"cp": 2}, "--parallel.cp 2"),
+        ("parallel", {"ep": 2}, "--parallel.ep 2"),
         ("precision", {"dtype": "fp8"}, "--precision.dtype fp8"),
     ],
 )

@@ -55,10 +55,11 @@ class Pending:
 
     Args:
         finish: function that does the local work after communication and returns the result.
-        works: operations to wait for; None entries are ignored.
+        works: operations to wait for, each a `dist.Work` or `journal.Started`; None entries are
+            ignored.
     """
 
-    def __init__(self, finish: Callable[[], Tensor], *works: dist.Work | None) -> None:
+    def __init__(self, finish: Callable[[], Tensor], *works: Any) -> None:
         self._finish: Callable[[], Tensor] | None = finish
         self._works = works
         self._result: Tensor | None = None
@@ -78,7 +79,7 @@ class Pending:
         return self._result
 
 
-def done(tensor: Tensor, *works: dist.Work | None) -> Pending:
+def done(tensor: Tensor, *works: Any) -> Pending:
     """Returns a `Pending` that waits for `works`, and whose result is `tensor`."""
     return Pending(lambda: tensor, *works)
 
@@ -116,11 +117,23 @@ def overlaps_kernels(axis: Axis) -> bool:
     return axis.size > 1 and not _gloo(axis)
 
 
-def _start(
-    collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
-) -> dist.Work | None:
-    """Launches a collective asynchronously; on the meta device, only returns None."""
-    return None if out.is_meta else collective(out, *args, group=axis.channel, async_op=True)
+def _start(collective: Callable[..., Any], axis: Axis, sent: int, out: Tensor, *args: Any) -> Any:
+    """Launches a collective asynchronously; on the meta device, only records it.
+
+    Args:
+        collective: function of torch.distributed.
+        axis: the ranks.
+        sent: bytes that this rank sends.
+        out: first argument of the function.
+        args: its other arguments.
+
+    Returns:
+        A `dist.Work` or `journal.Started`, or None.
+    """
+    axis.count(sent)
+    if out.is_meta:
+        return None if axis.journal is None else axis.journal.start(axis.label, sent)
+    return collective(out, *args, group=axis.channel, async_op=True)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -149,10 +162,10 @@ def start_all_gather(
     shard = shard.contiguous()
     if out is None:
         out = shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:])
-    axis.count(_nbytes(shard) * (axis.size - 1))
     if axis.size == 2 and _gloo(axis):
         return _swap(shard, out, axis)
-    return Pending(lambda: out, _start(_all_gather_single, out, shard, axis=axis))
+    sent = _nbytes(shard) * (axis.size - 1)
+    return Pending(lambda: out, _start(_all_gather_single, axis, sent, out, shard))
 
 
 def start_all_gathers(
@@ -243,10 +256,10 @@ def start_reduce_scatter(
     if _gloo(axis) or not isinstance(codec, Cast):
         return _exchange_sum(full.contiguous(), axis, codec, into, add)
     moved = codec.encode(full.contiguous())
-    axis.count(_nbytes(moved) // axis.size * (axis.size - 1))
+    sent = _nbytes(moved) // axis.size * (axis.size - 1)
     direct = into if into is not None and not add and into.dtype == moved.dtype else None
     out = moved.new_empty(full.shape[0] // axis.size, *full.shape[1:]) if direct is None else direct
-    work = _start(_reduce_scatter_single, out, moved, axis=axis)
+    work = _start(_reduce_scatter_single, axis, sent, out, moved)
     return Pending(lambda: out.to(full.dtype) if into is None else _store(out, into, add), work)
 
 
@@ -269,12 +282,12 @@ def _exchange_sum(
     dtype, shape = full.dtype, (full.shape[0] // axis.size, *full.shape[1:])
     messages = codec.encode(full.view(axis.size, -1))
     row, count = messages.shape[1], full.numel() // axis.size
-    axis.count(_nbytes(messages) // axis.size * (axis.size - 1))
-    splits, sent = [row] * axis.size, messages
+    splits, outgoing = [row] * axis.size, messages
     if axis.size == 2:
-        splits[axis.index], sent = 0, messages[1 - axis.index]
+        splits[axis.index], outgoing = 0, messages[1 - axis.index]
     got = messages.new_empty(sum(splits))
-    work = _start(dist.all_to_all_single, got, sent.reshape(-1), splits, splits, axis=axis)
+    sent = _nbytes(messages) // axis.size * (axis.size - 1)
+    work = _start(dist.all_to_all_single, axis, sent, got, outgoing.reshape(-1), splits, splits)
     # Terms in bf16 and fp16 are added in fp32, and the sum is rounded once. A sum of only two terms
     # is rounded once in any dtype.
     narrow = dtype in (torch.bfloat16, torch.float16) and (axis.size > 2 or add)
@@ -324,8 +337,9 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pen
         return _start_scattered_all_reduce(tensor, axis, dtype, codec)
     moved = codec.encode(tensor)
     if not _gloo(axis):
-        axis.count(2 * _nbytes(moved) * (axis.size - 1) // axis.size)
-        return Pending(lambda: moved.to(dtype), _start(dist.all_reduce, moved, axis=axis))
+        sent = 2 * _nbytes(moved) * (axis.size - 1) // axis.size
+        work = _start(dist.all_reduce, axis, sent, moved)
+        return Pending(lambda: moved.to(dtype), work)
     # On two ranks, an exchange of the full tensors sends as many bytes as a reduce-scatter and an
     # all-gather together.
     if axis.size == 2:
@@ -335,16 +349,15 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pen
 
 def _swap_sum(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
     other = torch.empty_like(tensor)
-    axis.count(_nbytes(tensor))
     work = _start_swap(other.view(-1), tensor.view(-1), axis)
     # a + b == b + a bit for bit, so both ranks get the same result.
     return Pending(lambda: other.to(dtype).add_(tensor), work)
 
 
-def _start_swap(other: Tensor, own: Tensor, axis: Axis) -> dist.Work | None:
+def _start_swap(other: Tensor, own: Tensor, axis: Axis) -> Any:
     """Starts to exchange tensors between two ranks: sends `own` [n], receives `other` [n]."""
     splits = [0, own.numel()] if axis.index == 0 else [own.numel(), 0]
-    return _start(dist.all_to_all_single, other, own, splits, splits, axis=axis)
+    return _start(dist.all_to_all_single, axis, _nbytes(own), other, own, splits, splits)
 
 
 def _start_scattered_all_reduce(
@@ -384,8 +397,8 @@ def all_to_all(parts: Tensor, axis: Axis) -> Tensor:
     """
     parts = parts.contiguous()
     out = torch.empty_like(parts)
-    axis.count(_nbytes(parts) // axis.size * (axis.size - 1))
-    work = _start(dist.all_to_all_single, out.view(-1), parts.view(-1), axis=axis)
+    sent = _nbytes(parts) // axis.size * (axis.size - 1)
+    work = _start(dist.all_to_all_single, axis, sent, out.view(-1), parts.view(-1))
     return done(out, work).wait()
 
 
@@ -403,8 +416,8 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
     out, count = torch.empty_like(x), x.numel()
     sends, receives = [0] * axis.size, [0] * axis.size
     sends[(axis.index + 1) % axis.size] = receives[axis.index - 1] = count
-    axis.count(_nbytes(x))
-    work = _start(dist.all_to_all_single, out.view(-1), x.view(-1), receives, sends, axis=axis)
+    flat = out.view(-1), x.view(-1)
+    work = _start(dist.all_to_all_single, axis, _nbytes(x), *flat, receives, sends)
     return done(out, work)
 
 
@@ -426,8 +439,8 @@ def start_sum_of_scalars(values: Tensor, axis: Axis) -> Pending:
         terms = _start_small_gather(values.reshape(-1), axis)
         return Pending(lambda: _sum_rows(terms.wait(), axis).view_as(values))
     total = values.clone()
-    axis.count(2 * _nbytes(total) * (axis.size - 1) // axis.size)
-    return done(total, _start(dist.all_reduce, total, axis=axis))
+    sent = 2 * _nbytes(total) * (axis.size - 1) // axis.size
+    return done(total, _start(dist.all_reduce, axis, sent, total))
 
 
 def _sum_rows(rows: Tensor, axis: Axis) -> Tensor:
@@ -442,9 +455,9 @@ def _start_small_gather(tensor: Tensor, axis: Axis) -> Pending:
     """
     if not _gloo(axis):
         return start_all_gather(tensor, axis)
-    axis.count(_nbytes(tensor) * (axis.size - 1))
-    out = tensor.new_empty(axis.size * tensor.numel())
-    return done(out, _start(dist.all_to_all_single, out, tensor.repeat(axis.size), axis=axis))
+    out, copies = tensor.new_empty(axis.size * tensor.numel()), tensor.repeat(axis.size)
+    sent = _nbytes(tensor) * (axis.size - 1)
+    return done(out, _start(dist.all_to_all_single, axis, sent, out, copies))
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from threed.core import device as gpu
 from threed.distributed.grid import AXES, Grid, parse
+from threed.distributed.journal import Journal
 from threed.distributed.launcher import adopt
 
 
@@ -47,6 +48,7 @@ class Axis:
         index: position of this rank in `ranks`; -1 if it is not a member.
         group: process group; None if the axis has one rank, and on the meta device.
         traffic: bytes sent by this rank, by label; shared by all axes of a topology.
+        journal: on the meta device, the collectives of this rank; shared by all axes of a topology.
     """
 
     label: str
@@ -54,6 +56,7 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None = None
     traffic: Counter[str] = field(default_factory=Counter)
+    journal: Journal | None = None
     _of_streams: dict[torch.Stream, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
@@ -325,6 +328,7 @@ class Topology:
         grid: the sizes of all axes.
         coordinates: name of each axis -> position of this rank on this axis.
         traffic: bytes sent by this rank, by label of the axis.
+        journal: on the meta device, the collectives of this rank in order; otherwise None.
         is_meta: whether `Topology.on_meta` created the topology, which then has no process groups.
 
     Raises:
@@ -376,6 +380,7 @@ class Topology:
         self.cp = grid.cp
         self.tp = grid.tp
         self.traffic: Counter[str] = Counter()
+        self.journal = None if groups else Journal()
         self._ties: dict[tuple[int, ...], Axis] = {}
         self._axes = {name: self._make_axis(name, grid.ranks(rank, name)) for name in AXES}
         everyone = dist.group.WORLD if groups and self.world > 1 else None
@@ -519,7 +524,7 @@ class Topology:
         member = self.rank in ranks
         index = ranks.index(self.rank) if member else -1
         if len(ranks) == 1 or self.is_meta:
-            return Axis(label, ranks, index, None, self.traffic)
+            return Axis(label, ranks, index, None, self.traffic, self.journal)
         members = list(ranks) if member else [self.rank]
         group = dist.new_group(
             members, timeout=self.timeout, use_local_synchronization=True,

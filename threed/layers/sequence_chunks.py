@@ -25,40 +25,50 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from threed.core.gpu_rates import DEVICES, PRODUCT_S, LinkRate
 from threed.distributed import collectives
 from threed.distributed.topology import Axis
 
 CHUNKS = (1, 2, 4, 8)
-# A model of one rank's device and of the connection between tensor ranks: an H100 with NVLink.
-FLOPS = 6e14  # per second, of a large matrix product in 16-bit numbers
-BANDWIDTH = 3.4e11  # bytes per second that a rank sends in a collective
-MEMORY = 2.7e12  # bytes per second of a copy
-LATENCY, LAUNCH = 1.2e-5, 5e-6  # seconds of a small collective, and of a small product or copy
+DEVICE = DEVICES["h100"]  # whose rates decide, on all devices: see `count`
 GAIN = 0.05  # smallest share of the modeled time that chunks must save
 
 Multiply = Callable[[Tensor], Tensor]
 
 
-def seconds(chunks: int, flops: float, sent: float, copied: float) -> float:
+def seconds(
+    chunks: int, shape: tuple[int, int, int], sent: float, copied: float, link: LinkRate
+) -> float:
     """Returns the modeled time of a product and of the collective before or after it.
+
+    Chunks share the time of the whole product evenly. That the waves of their tiles may be filled
+    worse, and that a collective slows the product that it overlaps with, is left to `GAIN`.
 
     Args:
         chunks: number of chunks.
-        flops: FLOPs of the product.
+        shape: rows, columns and inner size of the whole product.
         sent: bytes that this rank sends.
         copied: bytes that a copy to or from chunk order reads and writes.
+        link: bandwidth between the ranks.
     """
-    copy = LAUNCH + copied / MEMORY / chunks if chunks > 1 else 0.0
-    product = LAUNCH + flops / FLOPS / chunks + copy
-    collective = LATENCY + sent / BANDWIDTH / chunks
+    whole = DEVICE.product_seconds(shape) - PRODUCT_S
+    product = whole / chunks + PRODUCT_S + DEVICE.gap_seconds(1)
+    if chunks > 1:
+        product += DEVICE.gap_seconds(1) + copied / DEVICE.bandwidth / chunks
+    collective = link.seconds(sent / chunks)
     return product + collective + (chunks - 1) * max(product, collective)
 
 
 def count(rows: int, inputs: int, features: int, part: int, itemsize: int, axis: Axis) -> int:
     """Returns the number of chunks for one linear layer, 1 if chunks do not pay.
 
-    All ranks return the same number, because it depends only on sizes. It is 1 with gloo, whose
-    collectives compete with the products for the processor.
+    The number is the one with the shortest modeled time (`seconds`), if chunks save at least a
+    share `GAIN` of the time without chunks; otherwise it is 1. The model has the rates of an H100
+    on every GPU, and those of its links: NVLink, or the network if the ranks are on several
+    machines with 8 GPUs each. So the number depends only on sizes and ranks, and all ranks return
+    the same one even if their GPUs differ. A GPU with other rates may get a number that is not its
+    best; results do not depend on it, up to rounding. With gloo it is 1, because gloo's collectives
+    compete with the products for the processor.
 
     Args:
         rows: number of positions per rank, s/t.
@@ -70,15 +80,19 @@ def count(rows: int, inputs: int, features: int, part: int, itemsize: int, axis:
     """
     if not collectives.overlaps_kernels(axis):
         return 1
-    return _count(rows, inputs, features, part, itemsize, axis.size)
+    return _count(rows, inputs, features, part, itemsize, axis.ranks)
 
 
 @functools.lru_cache
-def _count(rows: int, inputs: int, features: int, part: int, itemsize: int, ranks: int) -> int:
-    tokens = rows * ranks * inputs
-    flops, copied = 2.0 * tokens * features * part, 2.0 * tokens * part * itemsize
-    sent = tokens * features * itemsize * (ranks - 1) / ranks
-    times = {n: seconds(n, flops, sent, copied) for n in CHUNKS if rows % n == 0}
+def _count(
+    rows: int, inputs: int, features: int, part: int, itemsize: int, ranks: tuple[int, ...]
+) -> int:
+    size, link = len(ranks), DEVICE.link(ranks)
+    tokens = rows * size * inputs
+    copied = 2.0 * tokens * part * itemsize
+    sent = tokens * features * itemsize * (size - 1) / size
+    shape = (tokens, part, features)
+    times = {n: seconds(n, shape, sent, copied, link) for n in CHUNKS if rows % n == 0}
     best = min(times, key=lambda n: times[n])
     return best if times[best] < (1 - GAIN) * times[1] else 1
 

@@ -1,7 +1,7 @@
 """The device's work in a traced forward or backward: matrix products, attention, other kernels and
 collectives, in order.
 
-    recorder = Recorder(traffic)
+    recorder = Recorder(journal)
     recorder.add(func, args, kwargs, out)       # after every operation, from a TorchDispatchMode
     recorder.take()                             # the operations since the last call
 
@@ -13,13 +13,13 @@ in place is read and written.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
+from threed.distributed.journal import Journal
 from threed.ops import attention, launch
 
 # Operations that launch no kernel, in addition to views.
@@ -38,21 +38,23 @@ class Operation:
     """An operation of the device.
 
     Attributes:
-        kind: "product", "attention" (a forward or a backward), "memory" (any other kernel), or
-            "message" (a collective).
+        kind: "product", "attention" (a forward or a backward), "memory" (any other kernel),
+            "message" (the start of a collective), or "wait" (for a collective).
         flops: FLOPs that the device executes, without the masked half of causal attention; 0 for
-            memory and message.
+            memory, message and wait.
         nbytes: bytes read and written; for a message, the bytes that this rank sends.
         shape: m, n and k of a product, the rows of which include the batch; length and head size of
             attention.
         backward: whether it is the backward of attention, or a product that is added to the
             gradient of a weight.
         wide: whether a product of 16-bit matrices is added in fp32.
-        launches: number of kernels.
+        launches: number of kernels; those of a message run on another stream and do not count.
         axis: axis of a message.
+        number: number of a message among those of a forward or backward, from 0; the wait for it
+            has the same number.
     """
 
-    kind: Literal["product", "attention", "memory", "message"]
+    kind: Literal["product", "attention", "memory", "message", "wait"]
     flops: int = 0
     nbytes: int = 0
     shape: tuple[int, ...] = ()
@@ -60,19 +62,21 @@ class Operation:
     wide: bool = False
     launches: int = 1
     axis: str = ""
+    number: int = 0
 
 
 class Recorder:
     """Records the operations of a trace.
 
     Args:
-        traffic: bytes sent, by axis; collectives update it. A collective between two operations is
-            recorded before the second one.
+        journal: the collectives of the rank. Those between two operations are recorded before the
+            second one.
     """
 
-    def __init__(self, traffic: Counter[str] | None = None) -> None:
-        self._traffic = Counter[str]() if traffic is None else traffic
-        self._sent = Counter(self._traffic)
+    def __init__(self, journal: Journal | None = None) -> None:
+        self._journal = Journal() if journal is None else journal
+        self._read = len(self._journal.entries)
+        self._first = self._journal.started + 1
         self._found: list[Operation] = []
         self._constants = set[int]()  # storages with constants, see `_is_constant`
 
@@ -120,14 +124,20 @@ class Recorder:
         """Returns the operations since the last call."""
         self._add_messages()
         found, self._found = tuple(self._found), []
+        self._first = self._journal.started + 1
         return found
 
     def _add_messages(self) -> None:
-        if self._traffic == self._sent:
-            return
-        for axis, sent in (self._traffic - self._sent).items():
-            self._found.append(Operation("message", nbytes=sent, axis=axis))
-        self._sent = Counter(self._traffic)
+        entries = self._journal.entries
+        for entry in entries[self._read :]:
+            number = entry.number - self._first
+            if entry.sent is not None:
+                self._found.append(
+                    Operation("message", 0, entry.sent, launches=0, axis=entry.axis, number=number)
+                )
+            elif number >= 0:  # otherwise it waits for a message before the last `take`
+                self._found.append(Operation("wait", launches=0, axis=entry.axis, number=number))
+        self._read = len(entries)
 
 
 def _product(func: Any, args: Sequence[Any], out: Tensor) -> Operation:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from threed.core.source import place_of
+from threed.distributed.journal import Journal
 from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
@@ -291,6 +292,8 @@ class Tracer:
         grad_dtype: dtype of gradients.
         traffic: bytes sent, by name of the axis; the axes of the model update this counter. The
             tracer reads the counter, and restores it after each measured layer.
+        journal: the collectives of the axes of the model; the tracer removes those of the measured
+            layers. None: operations of layers contain no messages.
 
     Attributes:
         output: `Form` (shapes and dtypes) of the output of the last layer in the newest trace;
@@ -298,9 +301,11 @@ class Tracer:
     """
 
     def __init__(
-        self, micro: MicroBatch, dtype: torch.dtype, grad_dtype: torch.dtype, traffic: Counter[str]
+        self, micro: MicroBatch, dtype: torch.dtype, grad_dtype: torch.dtype, traffic: Counter[str],
+        journal: Journal | None = None,
     ) -> None:  # fmt: skip
         self.micro, self.dtype, self.grad_dtype, self.traffic = micro, dtype, grad_dtype, traffic
+        self.journal = Journal() if journal is None else journal
         self.output: Form | None = None
         self._known: dict[Any, tuple[LayerCost, Form | None]] = {}
 
@@ -368,7 +373,8 @@ class Tracer:
             *(self.micro.inputs or {}).values(),
         ]
         stage = Stage([traced], AlwaysGathered(), recomputed=for_layer_alone(recomputed, traced))
-        before, recorder = Counter(self.traffic), Recorder(self.traffic)
+        before, recorder = Counter(self.traffic), Recorder(self.journal)
+        known = len(self.journal.entries)
         try:
             with (
                 Watch(
@@ -387,6 +393,7 @@ class Tracer:
         finally:
             self.traffic.clear()
             self.traffic.update(before)
+            del self.journal.entries[known:]
 
     def _parameter(self, param: nn.Parameter) -> nn.Parameter:
         """Returns a parameter on the meta device with a gradient sink."""

@@ -16,6 +16,7 @@ from statistics import fmean
 from threed import models, schedules
 from threed.config import Config, ConfigError
 from threed.config.resolution import context_multiple
+from threed.core import gpu_rates
 from threed.core.device import Specification, assume, memory_bytes
 from threed.core.device import name as device_name
 from threed.core.messages import counted
@@ -27,7 +28,6 @@ from threed.models import Model, options_of
 from threed.models.measured_partition import Division
 from threed.monitor.meter import peak_tflops
 from threed.ops.precision import dtype
-from threed.planner import devices
 from threed.planner.longest import Longest, longest, step_of
 from threed.planner.stages import Column, Stages, divide
 from threed.planner.step_time import StepTime, forward_flops, step_time, unmodelled
@@ -86,7 +86,7 @@ class Forecast:
             from measured times of layers; otherwise None.
         device: name of the GPU, of this machine or as given to `of`; None for a CPU.
         time: predicted time of a step by its parts; None if the rates of the device are not known
-            (`planner.devices`), or if `unmodelled` is not empty.
+            (`core.gpu_rates`), or if `unmodelled` is not empty.
         unmodelled: the settings because of which `time` is not known.
         assumed: the GPU that was given to `of`, or None.
         stages: the stages on the meta device, for the forecast of other lengths of sequences.
@@ -128,7 +128,7 @@ class Forecast:
                 default, the model of `config.model` is built.
             division: the engine's partition by measured times. None: this function measures the
                 layers itself if `--parallel.partition` is measured.
-            gpu: a key of `planner.devices.DEVICES`, for a forecast for machines with such GPUs;
+            gpu: a key of `core.gpu_rates.DEVICES`, for a forecast for machines with such GPUs;
                 by default, the forecast is for this machine's device.
 
         Raises:
@@ -177,7 +177,7 @@ class Forecast:
         name = type(unsharded.model).__name__ if custom else arch
         custom_costs = options_of(unsharded.model).costs is not None
         gpu = device_name(default_device())
-        rates, missing, time = devices.find(gpu), unmodelled(config), None
+        rates, missing, time = gpu_rates.find(gpu), unmodelled(config), None
         if division or not any(cost.operations[0] for cost in unsharded.costs):
             rates = None
         if rates is not None and not missing:
@@ -344,12 +344,12 @@ class Forecast:
         return f"{seconds:.3g} s, {tokens:,.0f} tokens/s {by}, without messages and updates"
 
 
-def _device(gpu: str, config: Config) -> devices.Device:
+def _device(gpu: str, config: Config) -> gpu_rates.Device:
     """Returns the rates of a GPU. Raises ConfigError if they are not known, or of no use."""
-    found = devices.find(gpu)
+    found = gpu_rates.find(gpu)
     if found is None:
         raise ConfigError(
-            [f"--gpu {gpu}: its rates are not known; use {', '.join(devices.DEVICES)}"]
+            [f"--gpu {gpu}: its rates are not known; use {', '.join(gpu_rates.DEVICES)}"]
         )
     if config.parallel.partition == "measured" and config.parallel.pp > 1:
         fix = "use --parallel.partition balanced"

@@ -95,7 +95,7 @@ def trace(
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
     activation_checkpointing.configure(config, layers)
-    tracer = Tracer(example(model, config), wide, grads, topology.traffic)
+    tracer = Tracer(example(model, config), wide, grads, topology.traffic, topology.journal)
     costs = tracer.trace(
         layers, activation_checkpointing.for_tracing(config, recomputed, model.slicing)
     )

@@ -6,9 +6,10 @@
 
 The layers are traced on the meta device, with the kernels that a GPU would run, so every matrix
 product, every attention and the bytes of all other kernels are known (`pipeline.operations`). Their
-times follow from the rates of the device (`devices`). The times of the layers are the costs of a
-simulation of the schedule, which gives the bubble. Collectives of tensor parallelism are exposed,
-except if the product of a weight's gradient follows. Gathers and reductions of ZeRO overlap with
+times follow from the rates of the device (`core.gpu_rates`). The times of the layers are the costs of a
+simulation of the schedule, which gives the bubble. Collectives of tensor parallelism run in order
+beside the operations between their start and the wait for them; only the time for which an operation
+waits is exposed. Gathers and reductions of ZeRO overlap with
 the computation that the stage permits, and slow it down.
 """
 
@@ -20,13 +21,13 @@ from dataclasses import dataclass, fields, replace
 
 from threed import schedules
 from threed.config import Config
+from threed.core.gpu_rates import INTERFERENCE, Device, LinkRate
 from threed.distributed.grid import Grid
 from threed.models.measured_partition import LayerTimes, stage_costs
 from threed.ops.precision import dtype
 from threed.pipeline.operations import Operation
 from threed.pipeline.trace import LayerCost
 from threed.planner.blueprint import Blueprint
-from threed.planner.devices import INTERFERENCE, Device, LinkRate
 from threed.planner.memory_estimate import Footprint
 from threed.schedules import Costs, Kind
 from threed.schedules.action import COMPUTE
@@ -197,12 +198,12 @@ def _layer(device: Device, cost: LayerCost, link: LinkRate) -> tuple[_Parts, Lay
     """Returns the parts of a layer's time for a micro-batch, and the times of its actions."""
     forward, backward = (_parts(device, operations, link) for operations in cost.operations)
     weights = sum(
-        device.seconds(one) for one in cost.operations[1] if one.kind == "product" and one.backward
+        operation_seconds(device, one)
+        for one in cost.operations[1]
+        if one.kind == "product" and one.backward
     )
     both = forward.plus(backward)
-    launched = sum(
-        one.launches for some in cost.operations for one in some if one.kind != "message"
-    )
+    launched = sum(one.launches for some in cost.operations for one in some)
     # The host is far ahead of the device, so only its time for the whole layer counts.
     waits = max(0.0, device.gap_seconds(launched, host=True) - both.total)
     slower = 1 + waits / both.total if both.total else 1.0
@@ -212,21 +213,45 @@ def _layer(device: Device, cost: LayerCost, link: LinkRate) -> tuple[_Parts, Lay
     return both.plus(_Parts(launches=waits)), times
 
 
+def operation_seconds(device: Device, operation: Operation) -> float:
+    """Returns the time of an operation that is not a message."""
+    if operation.kind == "product":
+        return device.product_seconds(operation.shape, operation.wide)
+    if operation.kind == "memory":
+        return operation.nbytes / device.bandwidth
+    length, head = operation.shape
+    return device.attention_seconds(
+        operation.flops, operation.nbytes, length, head, operation.backward
+    )
+
+
 def _parts(device: Device, operations: Sequence[Operation], link: LinkRate) -> _Parts:
-    """Returns the time of a layer's forward or backward."""
+    """Returns the time of a layer's forward or backward.
+
+    Messages run one after the other, each from its start or from the end of the previous one. An
+    operation after a wait begins when the message has ended. The rest of a message's time overlaps
+    with operations, and slows them.
+    """
     found = defaultdict[str, float](float)
     names = {"product": "products", "attention": "attention", "memory": "elementwise"}
-    for operation, then in zip(operations, [*operations[1:], None], strict=True):
-        if operation.kind != "message":
-            found[names[operation.kind]] += device.seconds(operation)
-            found["launches"] += device.gap_seconds(operation.launches)
-            continue
-        sent = link.seconds(operation.nbytes)
-        hidden = 0.0
-        if then is not None and then.kind == "product" and then.backward:
-            hidden = min(sent, device.seconds(then))
-        found["sent"] += sent
-        found["tensor"] += sent - hidden * (1 - INTERFERENCE)
+    now, waited, ends = 0.0, 0.0, list[float]()
+    for operation in operations:
+        if operation.kind == "message":
+            sent = link.seconds(operation.nbytes)
+            found["sent"] += sent
+            ends.append(max(now, ends[-1] if ends else 0.0) + sent)
+        elif operation.kind == "wait":
+            waits = max(0.0, ends[operation.number] - now)
+            now, waited = now + waits, waited + waits
+        else:
+            taken, gap = (
+                operation_seconds(device, operation),
+                device.gap_seconds(operation.launches),
+            )
+            found[names[operation.kind]] += taken
+            found["launches"] += gap
+            now += taken + gap
+    found["tensor"] = waited + INTERFERENCE * (found["sent"] - waited)
     return _Parts(**found)
 
 

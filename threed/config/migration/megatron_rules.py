@@ -97,11 +97,7 @@ class Given:
     @property
     def data_ranks(self) -> int:
         """Number of data-parallel ranks, at least 1."""
-        names = (
-            "tensor-model-parallel-size",
-            "pipeline-model-parallel-size",
-            "context-parallel-size",
-        )
+        names = [f"{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "context")]
         return max(1, self.world_size // math.prod(map(self.integer, names)))
 
     @property

@@ -1,4 +1,5 @@
-"""Rates of GPUs and of the links between them, for the predicted time of a step.
+"""Rates of GPUs and of the links between them: for the predicted time of a step, and for the number of
+chunks of a product that overlaps with a collective.
 
     gpu = find("h100")                        # or by product name, "NVIDIA H100 80GB HBM3"
     gpu.product_seconds((8192, 6144, 2048))   # a matrix product
@@ -17,7 +18,6 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from threed.core.device import Specification
-from threed.pipeline.operations import Operation
 
 GIB = 2**30
 # (rows, columns, share of the rate of the largest tile) of tiles of the output of a product.
@@ -26,7 +26,7 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (6
 # Share of the peak that a product with large tiles reaches, and seconds for its beginning and end.
 # Measured: with these two values, 27 of 30 single products deviate by at most 5 %; those of the
 # vocabulary of Llama-3 run at the clock of `sustained`.
-_PRODUCT_SHARE, _PRODUCT_S = 0.845, 6e-6
+_PRODUCT_SHARE, PRODUCT_S = 0.845, 6e-6
 # Rate of a product that is added in fp32, divided by the rate of the same product in bf16.
 # Measured: 0.957 to 0.971.
 _WIDE = 0.965
@@ -47,7 +47,9 @@ _HOST_S = 65e-6
 # Bandwidth of a collective, divided by the nominal bandwidth of the link. Assumption, by published
 # figures of nccl-tests: about 0.75 to 0.8 over NVLink and over InfiniBand.
 _LINK_SHARE = 0.77
-_LINK_S, _NETWORK_S = 20e-6, 40e-6  # seconds of a collective of few bytes. Assumption.
+# Seconds of a collective of few bytes. Assumption. NCCL's tuning table has 7 to 23 µs for 8 ranks
+# on NVLink, by protocol.
+_LINK_S, _NETWORK_S = 12e-6, 40e-6
 # While a collective overlaps with computation, it slows it by this share, because NCCL's kernels
 # occupy multiprocessors (16 to 24 of 132) and memory bandwidth. Assumption.
 INTERFERENCE = 0.15
@@ -99,17 +101,21 @@ class Device:
         """Bytes that kernels read and write per second."""
         return self.tb_per_s * 1e12 * _COPY_SHARE * _KERNEL_SHARE
 
-    def seconds(self, operation: Operation) -> float:
-        """Returns the time of an operation that is not a message."""
-        if operation.kind == "product":
-            return self.product_seconds(operation.shape, operation.wide)
-        at_memory = operation.nbytes / self.bandwidth
-        if operation.kind == "memory":
-            return at_memory
-        share, half = _ATTENTION_BACKWARD if operation.backward else _ATTENTION
-        length, head = operation.shape
+    def attention_seconds(
+        self, flops: float, nbytes: float, length: int, head: int, backward: bool
+    ) -> float:
+        """Returns the time of fused attention.
+
+        Args:
+            flops: executed FLOPs, without the masked half of causal attention.
+            nbytes: bytes read and written.
+            length: number of positions.
+            head: head size.
+            backward: whether it is the backward.
+        """
+        share, half = _ATTENTION_BACKWARD if backward else _ATTENTION
         share *= length / (length + half) * min(1.0, head / _HEAD) * self.sustained
-        return max(at_memory, operation.flops / (self.peak * 1e12 * share))
+        return max(nbytes / self.bandwidth, flops / (self.peak * 1e12 * share))
 
     def product_seconds(self, shape: Sequence[int], wide: bool = False) -> float:
         """Returns the time of a product of 16-bit matrices.
@@ -128,7 +134,7 @@ class Device:
             waves = ceil(ceil(m / rows) * ceil(n / columns) / self.processors)
             best = min(best, waves * 2 * rows * columns * k / (rate * share))
         nbytes = 2 * (m * k + n * k) + (8 if wide else 2) * m * n
-        return max(best / (_WIDE if wide else 1), nbytes / self.bandwidth) + _PRODUCT_S
+        return max(best / (_WIDE if wide else 1), nbytes / self.bandwidth) + PRODUCT_S
 
     def gap_seconds(self, launches: int, host: bool = False) -> float:
         """Returns the time between kernels; with `host`, the host's time for launching them."""
