@@ -36,6 +36,9 @@ CASES = [
     Case(model="gpt", tp=2, sequence=True, recompute="full"),
     Case(model="gemma2", tp=2, sequence=True),
     Case(model="mistral", tp=2),
+    Case(model="gpt", cp=2, cp_heads=1),
+    Case(model="phi3", cp=2, cp_heads=2, recompute="full"),
+    Case(model="gemma2", cp=2, cp_heads=1, tp=2, sequence=True, zero=3),
     Case(model="gpt", pp=2, schedule="zb-h1", microbatches=4),
     Case(model="llama", pp=2, recompute="full"),
     Case(model="mistral", pp=2, schedule="zb-h1", recompute="selective", microbatches=4),
@@ -138,20 +141,20 @@ def _positions() -> Iterator[None]:
         yield
 
 
-def _joined(numbers: Tensor) -> Iterator[tuple[int, int, int]]:
+def _joined(numbers: Tensor) -> attention.Borders:
     """The last two documents of each row as one."""
     last = numbers.amax(1, keepdim=True)
     return _borders(torch.where(numbers == last, last - 1, numbers))
 
 
-_borders = attention._borders
+_borders = attention.borders
 FAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "none": nullcontext,
     "positions that go on": _positions,
     "labels across borders": lambda: mock.patch.object(
         Batches, "_end_documents", return_value=None
     ),
-    "a mask that leaks": lambda: mock.patch.object(attention, "_borders", _joined),
+    "a mask that leaks": lambda: mock.patch.object(attention, "borders", _joined),
 }
 
 
@@ -167,8 +170,8 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_packed_documents_train_as_if_alone(truths: str) -> None:
     wrong = list[str]()
-    for shape in sorted({(case.pp, case.dp, case.tp) for case in CASES}):
-        mine = [case for case in CASES if (case.pp, case.dp, case.tp) == shape]
+    for shape in sorted({(case.pp, case.dp, case.cp, case.tp) for case in CASES}):
+        mine = [case for case in CASES if (case.pp, case.dp, case.cp, case.tp) == shape]
         for found in run_ranks(mine[0].world, compare, mine, truths, timeout=600):
             wrong += found
     assert not wrong, "\n".join(wrong)
