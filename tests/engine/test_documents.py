@@ -37,7 +37,7 @@ CASES = [
     Case(model="gemma2", tp=2, sequence=True),
     Case(model="mistral", tp=2),
     Case(model="gpt", cp=2, cp_heads=1),
-    Case(model="phi3", cp=2, cp_heads=2, recompute="full"),
+    Case(model="llama", cp=2, cp_heads=2, recompute="full"),
     Case(model="gemma2", cp=2, cp_heads=1, tp=2, sequence=True, zero=3),
     Case(model="gpt", pp=2, schedule="zb-h1", microbatches=4),
     Case(model="llama", pp=2, recompute="full"),
@@ -181,7 +181,17 @@ def test_packed_documents_train_as_if_alone(truths: str) -> None:
 @pytest.mark.parametrize("fault", list(FAULTS)[1:])
 def test_a_planted_fault_is_found(fault: str, model: str, truths: str) -> None:
     case = next(case for case in CASES if case.model == model and case.world == 2)
-    alone = replace(case, pp=1, dp=1, tp=1, sequence=False, schedule="1f1b", recompute="none")
+    alone = replace(
+        case,
+        pp=1,
+        dp=1,
+        tp=1,
+        cp=1,
+        cp_heads="auto",
+        sequence=False,
+        schedule="1f1b",
+        recompute="none",
+    )
     [found] = run_ranks(1, compare, [alone], truths, fault)
     assert any("loss" in line for line in found), found
     assert not run_ranks(1, compare, [alone], truths)[0]
