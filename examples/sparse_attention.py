@@ -35,7 +35,7 @@ class SparseModel:
         )
         function = layers.FunctionPattern(function=log_sparse, block=block)
         self.cores = (
-            layers.SparseAttention(fixed, heads=slicing.heads(config.heads)),
+            layers.SparseAttention(fixed, heads=slicing.core_heads(config.heads)),
             layers.SparseAttention(function),
         )
 

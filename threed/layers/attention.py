@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threed.layers.context import NEEDS_HEADS
 from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.norm import RMSNorm
 from threed.layers.recompute import Recompute
@@ -132,10 +133,7 @@ class Attention(nn.Module):
                 f" {u} context ranks: use another --parallel.cp-heads"
             )
         if context.ring.size > 1 and not isinstance(core, Causal):
-            raise ValueError(
-                f"{name}: a custom core sees full sequences, so context parallelism can only divide its heads: use"
-                f" --parallel.cp-heads {context.size}"
-            )
+            raise ValueError(f"{name}: {NEEDS_HEADS.format(cp=context.size)}")
 
     def flops(self, tokens: int, seq: int) -> int | None:
         """Returns the FLOPs of the core's forward; masked pairs of positions are counted, too.

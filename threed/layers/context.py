@@ -33,6 +33,10 @@ from threed.ops.attention import Causal
 from threed.ops.positions import Block, Positions, blocks
 
 Core = Callable[..., Tensor]
+NEEDS_HEADS = (
+    "a custom core sees full sequences, so context parallelism can only divide its heads: use"
+    " --parallel.cp-heads {cp}"
+)
 Pieces = Iterator[tuple[slice, Block]]  # (rows of the batch, block of attention)
 
 
@@ -132,6 +136,9 @@ class Context:
 
         Returns:
             The output at this rank's positions, [s/c b a d] or [s/c b (a d)].
+
+        Raises:
+            ValueError: if the ring has several ranks, and the core is not a `Causal`.
         """
         given = {} if documents is None else {"documents": documents}
         if self.size == 1:
@@ -143,7 +150,8 @@ class Context:
         if self.ring.size == 1:
             y = core(q, k, v, **given)
         else:
-            assert isinstance(core, Causal)
+            if not isinstance(core, Causal):
+                raise ValueError(NEEDS_HEADS.format(cp=self.size))
             y = ring_attention(q, k, v, core, self.ring, documents)
         y = y if y.dim() == 4 else y.unflatten(2, (q.shape[2], -1))
         return conjugate.to_positions(self.heads, y)

@@ -35,7 +35,7 @@ class SparseAttention:
     Attributes:
         pattern: blocks of keys for each block of queries, and whether attention is causal.
         heads: global numbers of this rank's query heads, [first, last), as returned by
-            `slicing.heads(heads)`. Only required if the pattern has `different_layout_per_head`.
+            `slicing.core_heads(heads)`. Only required if the pattern has `different_layout_per_head`.
         softcap: c in c tanh(score / c), which replaces each score (arXiv 2408.00118). 0: no cap.
         scale: factor of the scores. Default: 1 / sqrt(d).
 
@@ -54,7 +54,7 @@ class SparseAttention:
         if self.heads is None and self.pattern.different_layout_per_head:
             raise ValueError(
                 "SparseAttention: the pattern has different_layout_per_head, so the core needs the global numbers of this"
-                " rank's heads: pass heads=slicing.heads(heads)"
+                " rank's heads: pass heads=slicing.core_heads(heads)"
             )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class SparseAttention:
         first, last = self.heads or (0, a)
         if last - first != a:
             raise ValueError(
-                f"SparseAttention: heads {first} to {last - 1} for a rank with {a} heads: pass heads=slicing.heads(heads)"
+                f"SparseAttention: heads {first} to {last - 1} for a rank with {a} heads: pass heads=slicing.core_heads(heads)"
             )
         queries, keys, values = map(_batch_first, (q, k, v))
         if q.is_meta:

@@ -1,6 +1,6 @@
 """Reads the key `sparse_attention` of a ds_config.
 
-core = layers.SparseAttention(block_pattern("ds_config.json"), heads=slicing.heads(heads))
+core = layers.SparseAttention(block_pattern("ds_config.json"), heads=slicing.core_heads(heads))
 """
 
 from __future__ import annotations
