@@ -38,6 +38,11 @@ LENGTH = 37  # no multiple of a block below
 FIRST = 4  # global number of the first head of the rank, for layouts that differ between heads
 
 
+def named(pattern: object) -> str:
+    """A name of a case that is the same in every process; pytest numbers equal names."""
+    return type(pattern).__name__
+
+
 def some_blocks(query: int, count: int) -> list[int]:
     """Lists without their own block, and an empty list."""
     return [] if query == 1 else [max(0, query - 2)] if query % 2 else [0, query]
@@ -285,7 +290,7 @@ FLEX: list[BlockPattern] = [
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("pattern", FLEX, ids=str)
+@pytest.mark.parametrize("pattern", FLEX, ids=named)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_flex_attention_is_dense_attention_under_the_mask(
     pattern: BlockPattern, dtype: torch.dtype
@@ -299,7 +304,7 @@ def test_flex_attention_is_dense_attention_under_the_mask(
                for line in attention_backends.described())  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern", FLEX, ids=str)
+@pytest.mark.parametrize("pattern", FLEX, ids=named)
 def test_the_lists_of_flex_attention_are_those_of_all_pairs(pattern: BlockPattern) -> None:
     """A block is listed if it has a visible pair, and full if all of its pairs are visible."""
     core, length = core_of(pattern), 300
@@ -330,7 +335,7 @@ def _dense(counts: Tensor, indices: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("pattern", patterns(16, "unidirectional"), ids=str)
+@pytest.mark.parametrize("pattern", patterns(16, "unidirectional"), ids=named)
 def test_a_trace_counts_the_listed_blocks(pattern: BlockPattern, device: str) -> None:
     seq, slicing = 80, Slicing()
     tokens = torch.empty(2, seq, dtype=torch.int64, device="meta")
