@@ -93,6 +93,8 @@ class Context:
 
     def positions(self, length: int) -> Positions:
         """Returns the positions of a sequence of `length` that this rank holds."""
+        if self.size == 1:
+            return Positions.all(length)
         ring, heads = self.ring, self.heads
         return _positions(length, ring.size, ring.index, heads.size, heads.index)
 

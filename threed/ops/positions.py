@@ -71,7 +71,8 @@ class Positions(NamedTuple):
             parts: number of parts, a divisor of the number of positions.
             index: index of the part.
         """
-        size, start, ranges = self.total // parts, 0, list[Range]()
+        ranges: list[Range] = []  # torch.compile does not support list[Range]()
+        size, start = self.total // parts, 0
         begin, end = index * size, (index + 1) * size
         for first, last in self.ranges:
             low, high = max(begin - start, 0), min(end - start, last - first)
