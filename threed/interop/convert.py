@@ -105,7 +105,7 @@ def _default_format(src: Path) -> str:
     """
     model = native.read_manifest(src)["config"]["model"]
     # A checkpoint of a plain module without token ids has a vocabulary size of 0.
-    return "safetensors" if names_model(str(model["arch"])) or model["vocab"] == 0 else "hf"
+    return "safetensors" if names_model(str(model["arch"])) or model.get("vocab") == 0 else "hf"
 
 
 def _config_of(path: Path, given: str | Path | None) -> Path:

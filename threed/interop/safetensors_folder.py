@@ -85,7 +85,7 @@ def _settings(checkpoint: Path, config: Mapping[str, Any]) -> str:
     """Returns the configuration of a checkpoint as TOML."""
     # A checkpoint of a module without token ids has a vocabulary size of 0, which is not a valid
     # value of the key. It is replaced by None ("not set").
-    model = {**config["model"], "vocab": config["model"]["vocab"] or None}
+    model = {**config["model"], "vocab": config["model"].get("vocab") or None}
     try:
         return to_toml(Config.model_validate({**config, "model": model}))
     except ValueError as error:
