@@ -48,6 +48,7 @@ STATE: dict[str, str] = {
     "core.device: _assumed": "the GPU that a forecast assumes; reset at the end of its block",
     "config.architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
     "interop.deepspeed.api.checkpointing: _configured": "whether the program has configured it, as in DeepSpeed",
+    "ops.attention: _BORDERS": "borders of documents, read from the device once per micro-batch",
     "ops.attention_backends: _checked": "a message is given once per process",
     "ops.attention_backends: _chosen": "torch's choice of a kernel, per combination of arguments",
     "ops.attention_backends: _described": "the kernels that have run in this process, for the log",

@@ -185,7 +185,7 @@ def check_command(words: list[str]) -> None:
     elif program == "hf":
         assert (rest[0], rest[1] in PUBLISHED.values()) == ("download", True), words
     elif program == "pip":
-        assert rest[0] == "install", words
+        assert rest[0] in ("install", "download"), words
     elif program == ".":
         assert rest == [".venv/bin/activate"], words
     elif program == "python" and rest[:2] == ["-m", "venv"]:

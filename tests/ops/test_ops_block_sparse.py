@@ -231,7 +231,7 @@ def test_layouts_of_other_heads_are_found() -> None:
 
 def test_different_layouts_need_the_heads_of_the_rank() -> None:
     pattern = BigBirdPattern(different_layout_per_head=True)
-    with pytest.raises(ValueError, match=r"pass heads=slicing.heads\(heads\)"):
+    with pytest.raises(ValueError, match=r"pass heads=slicing.core_heads\(heads\)"):
         SparseAttention(pattern)
     with pytest.raises(ValueError, match=r"heads 0 to 7 for a rank with 4 heads: pass heads="):
         SparseAttention(pattern, heads=(0, 8))(*heads())
