@@ -509,6 +509,8 @@ KERNEL = {
     "dp2 zero 2": Case(dp=2, zero=2, micro=1, microbatches=2, model=BIG),
     "dp2 zero 3": Case(dp=2, zero=3, micro=1, microbatches=2, model=BIG),
     "dp2 zero 3 by layer": Case(dp=2, zero=3, micro=1, microbatches=4, model=BIG, order="layer"),
+    "cp2 ring": Case(cp=2, micro=4, microbatches=2, model=BIG),
+    "cp4 2 x 2": Case(cp=4, heads=2, micro=4, microbatches=1, model=BIG),
     "dp4 zero 3 in pairs": Case(dp=4, zero=3, shard=2, micro=1, microbatches=1, model=BIG),
     "dp4 zero 3": Case(dp=4, zero=3, micro=1, microbatches=1, model=BIG),
     "2x2x2": Case(pp=2, dp=2, tp=2, sequence=True, micro=4, microbatches=1, model=BIG),

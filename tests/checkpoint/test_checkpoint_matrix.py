@@ -161,7 +161,7 @@ def load_all(
                     for key in want.keys() | found.keys()
                     if not torch.equal(want[key], found[key])
                 ]
-                facts = (other[:3], steps == STEPS, abs(loss - losses[source]) < 1e-9)
+                facts = (other[:3], steps == STEPS, abs(loss - losses[source]) < 1e-12)
                 wrong += (
                     [] if facts == ([], True, True) else [f"{model}: {source} to {target}: {facts}"]
                 )

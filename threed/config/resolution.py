@@ -142,12 +142,18 @@ def context_heads(config: Config) -> int:
 
 
 def context_multiple(config: Config) -> int:
-    """Returns the number of which sequence lengths must be multiples for context parallelism.
+    """Returns the number of which sequence lengths must be multiples for context parallelism."""
+    return context_chunks(config.parallel.cp, context_heads(config))
 
-    The ranks of a ring hold two chunks each.
+
+def context_chunks(cp: int, heads: int) -> int:
+    """Returns the number of chunks of a sequence that context ranks hold; two per rank of a ring.
+
+    Args:
+        cp: number of context ranks.
+        heads: number of ranks that exchange positions for heads.
     """
-    cp = config.parallel.cp
-    return cp if context_heads(config) == cp else 2 * cp
+    return cp if heads == cp else 2 * cp
 
 
 def context_fits(heads: int, kv_heads: int, cp: int, u: int) -> bool:

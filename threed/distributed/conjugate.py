@@ -130,7 +130,7 @@ def to_positions(axis: Axis, x: Tensor) -> Tensor:
     Returns:
         The heads of all ranks at this rank's positions, [s/u b u·n d].
     """
-    return _ToPositions.apply(axis, x) if axis.size > 1 else x
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, _to_positions, _to_heads)
 
 
 class _ToHeads(torch.autograd.Function):
@@ -142,17 +142,6 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *_swap_for_positions(ctx.axis, grads)
-
-
-class _ToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, x: Tensor) -> Tensor:
-        ctx.axis = axis
-        return _swap_for_positions(axis, (x,))[0]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        return None, _swap_for_heads(ctx.axis, (dy,))[0]
 
 
 def _swap_for_heads(axis: Axis, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -175,3 +164,11 @@ def _swap_for_positions(axis: Axis, tensors: tuple[Tensor, ...]) -> tuple[Tensor
         part.unflatten(3, x.shape[2:]).flatten(2, 3)
         for part, x in zip(columns, tensors, strict=True)
     )
+
+
+def _to_heads(x: Tensor, axis: Axis) -> Tensor:
+    return _swap_for_heads(axis, (x,))[0]
+
+
+def _to_positions(x: Tensor, axis: Axis) -> Tensor:
+    return _swap_for_positions(axis, (x,))[0]

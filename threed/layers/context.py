@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threed.config.resolution import context_chunks
 from threed.distributed import collectives, conjugate
 from threed.distributed.topology import Axis, Topology, alone
 from threed.ops import attention
@@ -89,7 +90,7 @@ class Context:
     @property
     def multiple(self) -> int:
         """The number of which the length of every sequence must be a multiple."""
-        return self.size * (2 if self.ring.size > 1 else 1)
+        return context_chunks(self.size, self.heads.size)
 
     def positions(self, length: int) -> Positions:
         """Returns the positions of a sequence of `length` that this rank holds."""
