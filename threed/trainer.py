@@ -53,6 +53,7 @@ from threed.training.checkpoints import Checkpoints
 from threed.training.evaluation import Evaluation
 from threed.training.profiling import PeakMemory, Profile
 from threed.training.provenance import provenance, tags
+from threed.training.expert_log import ExpertLog
 from threed.training.step_log import StepLog
 from threed.zero.setup import describe_rate
 
@@ -381,8 +382,8 @@ class Loop:
         self.checkpoints = Checkpoints(run, retention, memory, owner, self.bad_steps)
         self.step_log = StepLog(run, self.checkpoints.take_seconds)
         self.callbacks = [
-            Profile(run), self.peak, self.step_log, self.bad_steps, *callbacks, self.evaluation,
-            WriteRow(), self.checkpoints,
+            Profile(run), self.peak, self.step_log, ExpertLog(run.engine.blueprint), self.bad_steps,
+            *callbacks, self.evaluation, WriteRow(), self.checkpoints,
         ]  # fmt: skip
 
     def train(self) -> None:

@@ -98,7 +98,7 @@ def find_problems(
     for check in (*sizes, _check_sequence, _check_run, _check_export):
         problems += check(config)
     problems += find_model_problems(config.model)
-    for check_ranks in (_check_schedule, find_batch_problems, _check_shard_size, _check_replicas):
+    for check_ranks in (_check_schedule, find_batch_problems, _check_shard_size, _check_experts, _check_replicas):
         problems += check_ranks(config, dp)
     if machines is not None and not problems:
         problems += check_sizes(config, machines, local_world or 1)
@@ -122,6 +122,14 @@ def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
     if config.zero.stage and size != "all" and dp is not None and dp % size:
         given = f"--zero.shard-size {size} does not divide dp {dp}"
         yield f"{given}: use {listed(_divisors(dp))}, or all"
+
+
+def _check_experts(config: Config, dp: int | None) -> Iterator[str]:
+    p = config.parallel
+    ranks = p.cp * p.tp * (dp or 1)
+    if dp is not None and ranks % p.ep:
+        given = f"--parallel.ep {p.ep} does not divide dp {dp} × cp {p.cp} × tp {p.tp} = {ranks}"
+        yield f"{given}: use {listed(_divisors(ranks))}"
 
 
 def _check_drive(config: Config) -> Iterator[str]:

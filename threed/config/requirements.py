@@ -211,7 +211,6 @@ ASYNCHRONOUS = (
 
 
 REFUSALS = (
-    Refusal("parallel", "ep", (1,), "expert parallelism"),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
 )
 """Features that are not implemented yet. Delete a line when its feature is implemented."""
