@@ -200,7 +200,10 @@ def config_of(case: Case) -> Config:
         },
         "precision": {"dtype": case.dtype},
         "recompute": RECOMPUTE[case.recompute],
-        "model": {"layers": case.layers, "hidden": 32, "seq": SEQ, "dropout": case.dropout, **(MODELS | EXPERT_MODELS)[case.model]},
+        "model": {
+            "layers": case.layers, "hidden": 32, "seq": SEQ, "dropout": case.dropout,
+            **(MODELS | EXPERT_MODELS)[case.model],
+        },
         "train": {"global_batch": rows, "micro_batch": rows // case.dp // count, "steps": 10, "grad_clip": 0.5},
         # Adam amplifies rounding errors if a gradient is near zero: in fp32 with eps 1e-8, two valid orders of summation
         # differ by 7e-5 in a weight. Hence the larger eps in fp32.

@@ -43,9 +43,7 @@ class Softmax:
             if index in self.dense
             else self.mixture(f"{name}.mlp")
         )
-        return layers.Block(
-            name, (norms[0], norms[1]), attention, mlp, slicing, dropout=c.dropout
-        )
+        return layers.Block(name, (norms[0], norms[1]), attention, mlp, slicing, dropout=c.dropout)
 
     def mixture(self, name: str) -> MixtureOfExperts:
         """Returns the experts of a block."""
@@ -59,9 +57,7 @@ class Biased(Softmax):
     """As in DeepSeek-V3: a dense block first, sigmoid, groups, selection biases, a shared expert."""
 
     dense = (0,)
-    routing = Routing(
-        "sigmoid", scale=2.5, groups=4, groups_per_token=2, bias=True, epsilon=1e-20
-    )
+    routing = Routing("sigmoid", scale=2.5, groups=4, groups_per_token=2, bias=True, epsilon=1e-20)
     shared = 20
     losses = LossFactors(aux=0.02)
 

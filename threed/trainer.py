@@ -51,9 +51,9 @@ from threed.training.bad_steps import BadSteps
 from threed.training.callback import Callback, Run, Start
 from threed.training.checkpoints import Checkpoints
 from threed.training.evaluation import Evaluation
+from threed.training.expert_log import ExpertLog
 from threed.training.profiling import PeakMemory, Profile
 from threed.training.provenance import provenance, tags
-from threed.training.expert_log import ExpertLog
 from threed.training.step_log import StepLog
 from threed.zero.setup import describe_rate
 

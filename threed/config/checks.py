@@ -98,7 +98,13 @@ def find_problems(
     for check in (*sizes, _check_sequence, _check_run, _check_export):
         problems += check(config)
     problems += find_model_problems(config.model)
-    for check_ranks in (_check_schedule, find_batch_problems, _check_shard_size, _check_experts, _check_replicas):
+    for check_ranks in (
+        _check_schedule,
+        find_batch_problems,
+        _check_shard_size,
+        _check_experts,
+        _check_replicas,
+    ):
         problems += check_ranks(config, dp)
     if machines is not None and not problems:
         problems += check_sizes(config, machines, local_world or 1)

@@ -404,9 +404,7 @@ def all_to_all(parts: Tensor, axis: Axis) -> Tensor:
     return done(out, work).wait()
 
 
-def exchange_rows(
-    x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]
-) -> Tensor:
+def exchange_rows(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
     """Sends a different number of rows to each rank of an axis. Collective.
 
     Args:

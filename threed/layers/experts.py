@@ -38,6 +38,9 @@ from threed.ops import grouped
 from threed.ops.matmul import WIDE
 
 
+SOFTMAX, NO_LOSSES = Routing(), LossFactors()
+
+
 @dataclass(frozen=True, eq=False)
 class Routes:
     """Where the tokens of a rank go, n tokens with k experts each.
@@ -97,7 +100,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(
         self, name: str, hidden: int, ffn: int, experts: int, per_token: int, slicing: Slicing, *,
-        routing: Routing = Routing(), shared_ffn: int = 0, losses: LossFactors = LossFactors(),
+        routing: Routing = SOFTMAX, shared_ffn: int = 0, losses: LossFactors = NO_LOSSES,
         activation: Callable[[Tensor], Tensor] = F.silu, std: float = 0.02, out_std: float = 0.02,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -124,9 +127,7 @@ class MixtureOfExperts(nn.Module):
                 at = (2 * i + j) * numel
                 up.append(matrix(f"{prefix}.{part}.weight", (ffn, hidden), 0, (0, ffn), std, at))
             shape = (hidden, ffn)
-            down.append(
-                matrix(f"{prefix}.down.weight", shape, 0, (0, hidden), out_std, i * numel)
-            )
+            down.append(matrix(f"{prefix}.down.weight", shape, 0, (0, hidden), out_std, i * numel))
         alike = None if over else slicing.replicated  # without expert ranks, tensor ranks hold all
         self.gate_up = parameter(
             ShardSpec(tuple(up), alike, alike, over=over), (len(own), 2 * ffn, hidden)
@@ -223,7 +224,10 @@ class MixtureOfExperts(nn.Module):
                 shares = self._shares(experts, scores, divided)
         incoming = collectives.all_to_all(counts.view(axis.size, -1), axis)  # [ep e/ep]
         sends, matrix = self._read(counts, incoming, len(flat))
-        receives, sizes = [sum(row) for row in matrix], [sum(column) for column in zip(*matrix)]
+        receives, sizes = (
+            [sum(row) for row in matrix],
+            [sum(column) for column in zip(*matrix, strict=True)],
+        )
         by_expert = None
         if axis.size > 1:
             numbers = torch.arange(incoming.shape[1], device=device).repeat(axis.size)
@@ -233,9 +237,7 @@ class MixtureOfExperts(nn.Module):
                 by_expert = numbers.argsort(stable=True)
             else:
                 by_expert = torch.empty(sum(receives), dtype=torch.int64, device=device)
-        return Routes(
-            experts, order, place, counts, shares, sends, receives, sizes, by_expert
-        )
+        return Routes(experts, order, place, counts, shares, sends, receives, sizes, by_expert)
 
     def _read(
         self, counts: Tensor, incoming: Tensor, total: int
@@ -324,7 +326,9 @@ def _check(name: str, experts: int, per_token: int, routing: Routing, ranks: int
             f"{name}: {experts} experts cannot be divided over --parallel.ep {ranks}: it must divide them"
         )
     if experts % routing.groups:
-        raise ValueError(f"{name}: {experts} experts cannot be divided into {routing.groups} groups")
+        raise ValueError(
+            f"{name}: {experts} experts cannot be divided into {routing.groups} groups"
+        )
     if per_token > experts // routing.groups * routing.groups_per_token:
         raise ValueError(
             f"{name}: {routing.groups_per_token} of {routing.groups} groups have fewer than {per_token} experts"
@@ -369,7 +373,9 @@ class _Product(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("torch.autograd.grad with create_graph=True, through experts")
         dy, dw = dy.contiguous(), None
-        dx = grouped.product(dy, weights.transpose(1, 2), sizes) if ctx.needs_input_grad[0] else None
+        dx = (
+            grouped.product(dy, weights.transpose(1, 2), sizes) if ctx.needs_input_grad[0] else None
+        )
         if param.requires_grad:
             sink = sink_of(param)
             if sink is None:

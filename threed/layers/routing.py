@@ -59,7 +59,9 @@ class Routing:
         scores = scores.detach() if bias is None else scores.detach() + bias.detach()
         if self.groups > 1:
             parts = scores.unflatten(-1, (self.groups, -1))
-            best = parts.topk(min(2 if self.group_score == "two" else 1, parts.shape[-1]), -1).values
+            best = parts.topk(
+                min(2 if self.group_score == "two" else 1, parts.shape[-1]), -1
+            ).values
             groups = _best(best.sum(-1), self.groups_per_token)
             mask = torch.ones_like(parts[..., 0], dtype=torch.bool).scatter_(-1, groups, False)
             scores = parts.masked_fill(mask.unsqueeze(-1), -torch.inf).flatten(-2)

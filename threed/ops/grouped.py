@@ -35,9 +35,7 @@ def product(x: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
     return out
 
 
-def add_products_(
-    out: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], *, fresh: bool
-) -> None:
+def add_products_(out: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], *, fresh: bool) -> None:
     """Computes out[i] += dy_i^T x_i for the rows of each group i, or out[i] = dy_i^T x_i if `fresh`.
 
     Args:

@@ -225,8 +225,8 @@ class Blueprint:
         axes = {name for names in shard_axes for name in names if name}
         if _overlaps(pipeline, topology):
             slicing = model.slicing
-            layered = ("tp", *Context.names(topology.cp, slicing.context.heads.size))
-            layered += (slicing.experts.name,)
+            context = Context.names(topology.cp, slicing.context.heads.size)
+            layered = ("tp", *context, slicing.experts.name)
             axes |= {name + SECOND for name in layered if name}
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], stages.links)
         configure(config, layers)
@@ -423,7 +423,9 @@ def _set_up_experts(config: Config, layers: Sequence[nn.Module], overs: set[str]
         raise ConfigError([f"--parallel.ep {ep}: this model has no experts; use --parallel.ep 1"])
     if any(factors) and not found:
         raise ConfigError(
-            ["--experts.aux-loss and --experts.z-loss: this model has no layers.MixtureOfExperts; leave them out"]
+            [
+                "--experts.aux-loss and --experts.z-loss: this model has no layers.MixtureOfExperts; leave them out"
+            ]
         )
     for mixture in found if any(factors) else ():
         mixture.set_losses(factors)

@@ -114,7 +114,12 @@ def configured(config: Config, parsed: dict[str, int]) -> Config:
         rows = f"--train.global-batch {config.train.global_batch}"
         parts = f"micro-batches of {micro} on {sizes['dp']} data ranks"
         raise ConfigError([f"{rows} cannot be split into {parts}"])
-    parallel = {**sizes, "ep": parsed.get("ep", 1), "sequence": "seq" in parsed, "cp_heads": parsed.get("heads", "auto")}
+    parallel = {
+        **sizes,
+        "ep": parsed.get("ep", 1),
+        "sequence": "seq" in parsed,
+        "cp_heads": parsed.get("heads", "auto"),
+    }
     found = config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update=parallel),

@@ -48,7 +48,9 @@ class ExpertLog(Callback):
             bias = torch.zeros(()) if mixture.bias is None else mixture.bias.detach().abs().max()
             share = loads / loads.mean()
             own.append([float(x) for x in (share.max(), share.min(), *(losses / tokens), bias)])
-        found = [layer for stage in collectives.exchange(own, topology.axis("pp")) for layer in stage]
+        found = [
+            layer for stage in collectives.exchange(own, topology.axis("pp")) for layer in stage
+        ]
         most, least, aux, z, bias_max = zip(*found, strict=True)
         return {
             "moe/load_max": max(most), "moe/load_min": min(least), "moe/bias_max": max(bias_max),
@@ -57,4 +59,6 @@ class ExpertLog(Callback):
 
 
 def _mixtures(layers: Sequence[nn.Module]) -> list[MixtureOfExperts]:
-    return [part for layer in layers for part in layer.modules() if isinstance(part, MixtureOfExperts)]
+    return [
+        part for layer in layers for part in layer.modules() if isinstance(part, MixtureOfExperts)
+    ]

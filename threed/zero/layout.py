@@ -638,7 +638,11 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
         part = share // holders.size
         own = slice(first + shard.index * share, first + (shard.index + 1) * share)
         portion = slice(holders.index * part, (holders.index + 1) * part)
-        storage = params(share, policy.dtype(group.key.options)) if group.sliced else InMemory(group.params[own])
+        storage = (
+            params(share, policy.dtype(group.key.options))
+            if group.sliced
+            else InMemory(group.params[own])
+        )
         grad = optimizer(share, policy.grad_dtype) if apart else InMemory(group.grads[own])
         yield Bucket(
             group, first, last, own.start, own.stop, own.start + portion.start, own.start + portion.stop,
