@@ -297,15 +297,15 @@ def test_a_bad_file_is_refused_with_its_fix(tmp_path: Path, text: str, parts: li
 
 def test_all_problems_come_at_once_and_without_noise() -> None:
     found = problems(
-        "--parallel.tpp 3 --model.hidden x --optim.lr 0 --parallel.ep 3 --train.global-batch 10",
+        "--parallel.tpp 3 --model.hidden x --optim.lr 0 --precision.dtype fp8 --train.global-batch 10",
         world_size=8,
     )
     assert [text.split(":")[0] for text in found] == [
         "--parallel.tpp",
         "--model.hidden x",
         "--optim.lr 0",
+        "--precision.dtype fp8",
         "--train.global-batch 10 is not divisible by --train.micro-batch 2 × dp 8 = 16",
-        "--parallel.ep 3 does not divide dp 8 × cp 1 × tp 1 = 8",
     ]
     report = format_problems(found)
     assert report.startswith("threed: 5 problems")

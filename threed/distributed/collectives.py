@@ -395,13 +395,8 @@ def all_to_all(parts: Tensor, axis: Axis) -> Tensor:
     Returns:
         The parts that the ranks sent to this rank, in rank order, [size ...].
     """
-    if axis.size == 1:
-        return parts
-    parts = parts.contiguous()
-    out = torch.empty_like(parts)
-    sent = _nbytes(parts) // axis.size * (axis.size - 1)
-    work = _start(dist.all_to_all_single, axis, sent, out.view(-1), parts.view(-1))
-    return done(out, work).wait()
+    each = [1] * axis.size
+    return start_exchange(parts, axis, each, each).wait()
 
 
 def start_exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Pending:
