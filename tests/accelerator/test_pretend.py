@@ -246,6 +246,24 @@ def test_block_sparse_attention_reads_nothing_once_its_lists_are_made(flexible: 
     assert device.faults == device.waits == []
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_sizes_of_experts_are_read_once_per_layer_and_forward(recompute: str) -> None:
+    """With ep > 1. Otherwise nothing is read, if a kernel computes all groups."""
+    case = Case(model="Biased", dtype="bf16", microbatches=2, layers=3, recompute=recompute)
+    reads = []
+    for ep in (1, 2):
+        config = config_of(replace(case, dp=ep, ep=ep))
+        with pretending(0, ep) as device:
+            engine = device.engine(config)
+            device.step(engine)
+            device.faults.clear()
+            device.step(engine)
+        assert {fault.kind for fault in device.faults} <= {HOST_READ}, summary(device.faults)
+        assert device.waits == []
+        reads.append(len(device.faults))
+    assert reads == [0, 2 * 2]  # two micro-batches, two layers with experts
+
+
 def test_metrics_may_be_read_after_the_step() -> None:
     with pretending() as device:
         metrics = device.step(device.engine(config_of(Case(dtype="bf16"))))
