@@ -318,7 +318,7 @@ def read_sizes(sent: Tensor, received: Tensor, total: int) -> Sizes:
         total: number of rows of this rank.
     """
     if sent.is_meta:
-        return even_sizes(*sent.shape, total)
+        return even_sizes(len(sent), sent.shape[1], total)
     ranks = len(sent)
     numbers = torch.cat((sent.sum(1), received.sum(1), received.sum(0))).cpu().tolist()
     return Sizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
