@@ -349,6 +349,7 @@ def find_model_problems(model: ModelConfig) -> Iterator[str]:
     yield from _check_pairs(model)
     yield from _check_keys(model)
     yield from _check_positions(model)
+    yield from _check_experts(model)
 
 
 def _check_pairs(model: ModelConfig) -> Iterator[str]:
@@ -387,6 +388,21 @@ def _check_positions(model: ModelConfig) -> Iterator[str]:
                 f"--model.rope-scaling with {counted(len(numbers), 'number')} of {key_name(name)}"
             )
             yield f"{given}: a head turns {counted(pairs, 'pair')}; give {counted(pairs, 'number')}"
+
+
+def _check_experts(model: ModelConfig) -> Iterator[str]:
+    """Yields a problem if a token cannot have its experts, or if no block has experts."""
+    keys = dict(model) | model.record.resolved(dict(model))
+    experts, each = keys["experts"], keys["experts_per_token"]
+    if experts is None:
+        return
+    if each is not None and each > experts:
+        given = f"--model.experts-per-token {each} with --model.experts {experts}"
+        yield f"{given}: use at most {experts}"
+    dense, every = model.dense_layers, model.expert_every
+    if model.layers // every * every <= dense:
+        given = f"--model.dense-layers {dense} and --model.expert-every {every}"
+        yield f"{given} with --model.layers {model.layers}: no block has experts; use smaller numbers"
 
 
 def _check_export(config: Config) -> Iterator[str]:

@@ -75,6 +75,21 @@ class ModelConfig(Group):
     """bound on logits, by tanh; 0: no bound; if not set, 30 for gemma2, else no bound"""
     query_pre_attn_scalar: Positive | None = None
     """attention scores are divided by the square root of this number; if not set, the head size"""
+    experts: Count | None = None
+    """experts of a block, in place of its MLP; if not set, 8 for mixtral and qwen3_moe, else the MLPs
+    are dense"""
+    experts_per_token: Count | None = None
+    """experts that compute each token; if not set, 2, or 1 of 1"""
+    expert_ffn: Count | None = None
+    """inner width of an expert; if not set, ffn"""
+    shared_ffn: Natural = 0
+    """inner width of an additional expert that computes every token; 0: no such expert"""
+    dense_layers: Natural = 0
+    """number of first blocks with a dense MLP instead of experts"""
+    expert_every: Count = 1
+    """every n-th block has experts, the others have a dense MLP"""
+    normalize_experts: Switch = True
+    """divide the weights of a token's experts by their sum"""
 
     @property
     def record(self) -> architectures.Architecture:
