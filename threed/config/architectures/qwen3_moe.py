@@ -39,7 +39,7 @@ record.register(
         ),
         keys=record.decoder_keys(
             Key("attention_bias", "bias", False),
-            Key("num_experts", "experts", 128),
+            Key("num_experts", "experts", 128, other="num_local_experts"),
             Key("num_experts_per_tok", "experts_per_token", 8),
             Key("moe_intermediate_size", "expert_ffn", 768),
             Key("norm_topk_prob", "normalize_experts", False),

@@ -59,6 +59,7 @@ class Key:
         read: function from the Hugging Face value to the model key's; raises ValueError for a value
             that is not supported.
         write: the inverse of `read`.
+        other: another name of the Hugging Face key, which is read, but not written.
     """
 
     hf: str
@@ -66,6 +67,7 @@ class Key:
     absent: Any = ...
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any], Any] = lambda value: value
+    other: str = ""
 
 
 Window = Literal["none", "all", "layer_types", "max_window_layers"]

@@ -78,7 +78,8 @@ class _Reader:
 
     def read(self) -> dict[str, Any]:
         for key in self.record.keys:
-            value = self._get(key.hf, key.absent)
+            absent = self._get(key.other, key.absent) if key.other else key.absent
+            value = self._get(key.hf, absent)
             if value is ...:
                 self.problems.append(f"{key.hf} is missing")
                 continue
