@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -59,6 +60,7 @@ class Case:
     order: str = "micro"
     cp: int = 1
     cp_heads: int | str = "auto"
+    ep: int = 1
     pad: int = 0  # vocabulary tables are padded to a multiple of this; 0: usual padding
 
     @property
@@ -84,6 +86,7 @@ class Case:
             tp=1,
             cp=1,
             cp_heads="auto",
+            ep=1,
             sequence=False,
             zero=0,
             schedule="1f1b",
@@ -171,6 +174,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+EXPERT_MODELS: dict[str, dict[str, Any]] = {
+    name: {"arch": f"{Path(__file__).parent}/expert_models.py:{name}", "heads": 4}
+    for name in ("Softmax", "Biased", "Chosen", "Single")
+}
+
+
 def config_of(case: Case) -> Config:
     """Returns the resolved configuration of a case."""
     rows = -case.microbatches if case.microbatches < 0 else case.rows
@@ -178,7 +187,7 @@ def config_of(case: Case) -> Config:
     places = (case.offload_optimizer, case.offload_params, case.recompute)
     config = Config.model_validate({
         "parallel": {
-            "tp": case.tp, "pp": case.pp, "cp": case.cp, "cp_heads": case.cp_heads, "sequence": case.sequence,
+            "tp": case.tp, "pp": case.pp, "cp": case.cp, "cp_heads": case.cp_heads, "ep": case.ep, "sequence": case.sequence,
             "schedule": "1f1b" if case.schedule in looping.OWN else case.schedule,
             "partition": case.partition,
         },
@@ -191,7 +200,10 @@ def config_of(case: Case) -> Config:
         },
         "precision": {"dtype": case.dtype},
         "recompute": RECOMPUTE[case.recompute],
-        "model": {"layers": case.layers, "hidden": 32, "seq": SEQ, "dropout": case.dropout, **MODELS[case.model]},
+        "model": {
+            "layers": case.layers, "hidden": 32, "seq": SEQ, "dropout": case.dropout,
+            **(MODELS | EXPERT_MODELS)[case.model],
+        },
         "train": {"global_batch": rows, "micro_batch": rows // case.dp // count, "steps": 10, "grad_clip": 0.5},
         # Adam amplifies rounding errors if a gradient is near zero: in fp32 with eps 1e-8, two valid orders of summation
         # differ by 7e-5 in a weight. Hence the larger eps in fp32.

@@ -32,7 +32,8 @@ EVERYWHERE = {
     "step", "train/loss", "train/lr", "train/grad_norm", "train/tokens", "train/skipped_steps", "perf/tokens_per_s",
     "perf/tokens_per_s_per_device", "perf/tflops_per_device", "perf/step_s", "perf/data_s", "perf/fwd_bwd_s",
     "perf/dp_comm_s", "perf/optim_s", "perf/ckpt_s", "mem/peak_rss_gib", "comm/tp_gib", "comm/pp_gib", "comm/dp_gib",
-    "comm/cp_gib", "run/restarts", "pp/bubble_measured", "pp/bubble_predicted", "pp/bubble_ideal", "pp/slowest_stage",
+    "comm/cp_gib", "comm/ep_gib", "run/restarts", "pp/bubble_measured", "pp/bubble_predicted", "pp/bubble_ideal",
+    "pp/slowest_stage",
 }  # fmt: skip
 
 

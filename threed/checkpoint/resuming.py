@@ -77,6 +77,7 @@ RULES = (
         "recompute", "mode ops every partition offload loss-chunks mlp-chunks gathered arena", "free",
         "recomputed activations are identical",
     ),
+    Rule("experts", "aux-loss z-loss bias-rate", "applied", "routers are trained by other losses or steps"),
     Rule("precision", "dtype", "applied", "results are rounded differently; the master weights are unchanged"),
     Rule("precision", "grad-dtype reduce-dtype", "applied", "gradients are rounded differently"),
     Rule("precision", "cast-inputs", "applied", "rounding of floating-point inputs changes from here on"),

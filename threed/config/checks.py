@@ -98,7 +98,13 @@ def find_problems(
     for check in (*sizes, _check_sequence, _check_run, _check_export):
         problems += check(config)
     problems += find_model_problems(config.model)
-    for check_ranks in (_check_schedule, find_batch_problems, _check_shard_size, _check_replicas):
+    for check_ranks in (
+        _check_schedule,
+        find_batch_problems,
+        _check_shard_size,
+        _check_experts,
+        _check_replicas,
+    ):
         problems += check_ranks(config, dp)
     if machines is not None and not problems:
         problems += check_sizes(config, machines, local_world or 1)
@@ -122,6 +128,18 @@ def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
     if config.zero.stage and size != "all" and dp is not None and dp % size:
         given = f"--zero.shard-size {size} does not divide dp {dp}"
         yield f"{given}: use {listed(_divisors(dp))}, or all"
+
+
+def _check_experts(config: Config, dp: int | None) -> Iterator[str]:
+    p = config.parallel
+    ranks = p.cp * p.tp * (dp or 1)
+    if dp is not None and ranks % p.ep:
+        given = f"--parallel.ep {p.ep} does not divide dp {dp} × cp {p.cp} × tp {p.tp} = {ranks}"
+        yield f"{given}: use {listed(_divisors(ranks))}"
+    experts = (dict(config.model) | config.model.record.resolved(dict(config.model)))["experts"]
+    if experts is not None and experts % p.ep:
+        given = f"--parallel.ep {p.ep} does not divide --model.experts {experts}"
+        yield f"{given}: use {listed(_divisors(experts))}"
 
 
 def _check_drive(config: Config) -> Iterator[str]:
@@ -349,7 +367,7 @@ def find_model_problems(model: ModelConfig) -> Iterator[str]:
     yield from _check_pairs(model)
     yield from _check_keys(model)
     yield from _check_positions(model)
-    yield from _check_experts(model)
+    yield from _check_choices(model)
 
 
 def _check_pairs(model: ModelConfig) -> Iterator[str]:
@@ -390,7 +408,7 @@ def _check_positions(model: ModelConfig) -> Iterator[str]:
             yield f"{given}: a head turns {counted(pairs, 'pair')}; give {counted(pairs, 'number')}"
 
 
-def _check_experts(model: ModelConfig) -> Iterator[str]:
+def _check_choices(model: ModelConfig) -> Iterator[str]:
     """Yields a problem if a token cannot have its experts, or if no block has experts."""
     keys = dict(model) | model.record.resolved(dict(model))
     experts, each = keys["experts"], keys["experts_per_token"]

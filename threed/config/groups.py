@@ -78,7 +78,7 @@ class ParallelConfig(Group):
     """context-parallel ranks that exchange positions for attention heads; the other factor of cp is
     a ring between which keys travel; auto: the factor that sends the fewest bytes"""
     ep: Count = 1
-    """expert-parallel ranks (not supported yet: only 1)"""
+    """expert-parallel ranks: blocks of dp × cp × tp ranks, each of which holds other experts"""
     dp: Count | None = None
     """data-parallel ranks; if not set, the world size divided by tp × pp × cp"""
     sequence: Switch | None = None
@@ -177,6 +177,17 @@ class PrecisionConfig(Group):
     cast_inputs: Switch = False
     """cast floating-point tensors of the batches of step and evaluate to dtype; false: pass them
     unchanged"""
+
+
+class ExpertsConfig(Group):
+    """Training of mixtures of experts."""
+
+    aux_loss: NonNegative = 0.0
+    """coefficient of the loss that balances the load of experts within each sequence; 0: none"""
+    z_loss: NonNegative = 0.0
+    """coefficient of the mean squared log-sum-exp of the router's logits; 0: none"""
+    bias_rate: Positive = 1e-3
+    """step size of the selection biases of models that balance experts by biases"""
 
 
 class TrainConfig(Group):
@@ -352,6 +363,7 @@ class Config(BaseModel):
     recompute: RecomputeConfig = RecomputeConfig()
     precision: PrecisionConfig = PrecisionConfig()
     model: ModelConfig = ModelConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     data: DataConfig = DataConfig()

@@ -210,8 +210,5 @@ ASYNCHRONOUS = (
 """Requirements of an asynchronous schedule (2BW): steps overlap, and updates are one step late."""
 
 
-REFUSALS = (
-    Refusal("parallel", "ep", (1,), "expert parallelism"),
-    Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
-)
+REFUSALS = (Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),)
 """Features that are not implemented yet. Delete a line when its feature is implemented."""

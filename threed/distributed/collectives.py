@@ -395,10 +395,35 @@ def all_to_all(parts: Tensor, axis: Axis) -> Tensor:
     Returns:
         The parts that the ranks sent to this rank, in rank order, [size ...].
     """
+    if axis.size == 1:
+        return parts
     parts = parts.contiguous()
     out = torch.empty_like(parts)
     sent = _nbytes(parts) // axis.size * (axis.size - 1)
     work = _start(dist.all_to_all_single, axis, sent, out.view(-1), parts.view(-1))
+    return done(out, work).wait()
+
+
+def exchange_rows(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    """Sends a different number of rows to each rank of an axis. Collective.
+
+    Args:
+        x: the rows for each rank, in rank order, [n ...].
+        axis: the ranks.
+        sends: number of rows for each rank.
+        receives: number of rows that each rank sends to this one.
+
+    Returns:
+        The received rows, in rank order, [m ...].
+    """
+    if axis.size == 1:
+        return x
+    x = x.contiguous()
+    out = x.new_empty(sum(receives), *x.shape[1:])
+    row = x.shape[1:].numel()
+    sent = (sum(sends) - sends[axis.index]) * row * x.element_size()
+    sizes = [[rows * row for rows in per_rank] for per_rank in (receives, sends)]
+    work = _start(dist.all_to_all_single, axis, sent, out.view(-1), x.view(-1), *sizes)
     return done(out, work).wait()
 
 

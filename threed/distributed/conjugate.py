@@ -9,7 +9,7 @@ In each pair, the backward of one function is the forward of the other (Megatron
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,67 @@ def scatter_to(x: Tensor, axis: Axis) -> Tensor:
         if axis.size == 1
         else _Conjugate.apply(x, axis, collectives.reduce_scatter, collectives.all_gather)
     )
+
+
+def part_of(x: Tensor, axis: Axis) -> Tensor:
+    """Returns this rank's part of x; the backward all-gathers the gradient. Collective.
+
+    Args:
+        x: tensor that is equal on all ranks, [s ...]; s is a multiple of t.
+        axis: the t ranks.
+
+    Returns:
+        This rank's part, [s/t ...].
+    """
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, _part, collectives.all_gather)
+
+
+def join_parts(x: Tensor, axis: Axis) -> Tensor:
+    """Returns the concatenation of x over ranks; the inverse of `part_of`. Collective.
+
+    Unlike the backward of `gather_from`, the backward sums nothing: the gradient of the result must
+    be equal on all ranks.
+
+    Args:
+        x: this rank's part, [s/t ...].
+        axis: the t ranks.
+
+    Returns:
+        The parts of all ranks, [s ...].
+    """
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, collectives.all_gather, _part)
+
+
+def _part(x: Tensor, axis: Axis) -> Tensor:
+    return x.chunk(axis.size)[axis.index].contiguous()
+
+
+def exchange_rows(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    """Sends rows of x to the ranks of an axis; the backward sends gradients back. Collective.
+
+    Args:
+        x: the rows for each rank, in rank order, [n h].
+        axis: the ranks.
+        sends: number of rows for each rank.
+        receives: number of rows that each rank sends to this one.
+
+    Returns:
+        The received rows, in rank order, [m h].
+    """
+    return x if axis.size == 1 else _ExchangeRows.apply(x, axis, sends, receives)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]
+    ) -> Tensor:
+        ctx.arguments = axis, receives, sends
+        return collectives.exchange_rows(x, axis, sends, receives)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return collectives.exchange_rows(dy, *ctx.arguments), None, None, None
 
 
 def to_heads(axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:

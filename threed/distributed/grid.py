@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from threed.core.messages import counted
 
 AXES = ("pp", "dp", "cp", "tp")
-_NAME = re.compile(r"((?:pp|dp|cp|tp)(?:\*(?:pp|dp|cp|tp))*)(?:([/%])(\d+))?(?:@\w+)?")
+_NAME = re.compile(r"((?:pp|dp|cp|tp)(?:\*(?:pp|dp|cp|tp))*)(?:([/%])(\d+))?(?:@\w+)*")
 
 
 @functools.cache
@@ -164,6 +164,18 @@ class Grid:
         return (
             line[index % width :: width] if kind == "%" else line[index // width * width :][:width]
         )
+
+    def expert_axis(self, ep: int) -> str:
+        """Returns the name of the axis of `ep` ranks that hold different experts.
+
+        The ranks of one pipeline stage are divided into blocks of `ep` neighbors.
+
+        Args:
+            ep: number of expert-parallel ranks, a divisor of dp × cp × tp.
+        """
+        axes = [name for name in AXES if name != "pp" and self.sizes[name] > 1] or ["dp"]
+        name = "*".join(axes)
+        return name if ep == self.world // self.pp else f"{name}/{ep}"
 
     def stage_ranks(self, rank: int, stages: Sequence[int]) -> tuple[int, ...]:
         """Returns the ranks that are on given stages and otherwise have the coordinates of `rank`.

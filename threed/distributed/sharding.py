@@ -82,10 +82,13 @@ class ShardSpec:
             parameter is a tile of a larger matrix (`layers.tiled`); otherwise (0, 1).
         padding: number of elements that belong to no global tensor. They must stay zero: code that
             computes with them must give them zero gradients. Checkpoints omit them.
-        over: axis of data ranks that have different pieces (`Topology.data_name`, or blocks of it
-            such as "dp/2"), or None if all data ranks have the same pieces. The layer exchanges its
-            inputs and outputs over that axis, so the gradient on each rank already includes the
-            samples of all ranks of the axis.
+        over: axis of ranks with different tokens that have different pieces: `Topology.data_name`
+            or its product with "tp", or blocks of them such as "dp/2"; None if all data ranks have
+            the same pieces. The layer exchanges its inputs and outputs over that axis, so the
+            gradient on each rank already includes the tokens of all ranks of the axis.
+        rule: name of the update rule ("balance", see `ops.balance`); None for the optimizer's. A
+            parameter with a rule of its own is kept in fp32 at least, and its gradient neither
+            counts in the gradient norm nor is clipped.
     """
 
     pieces: tuple[Piece, ...]
@@ -95,6 +98,7 @@ class ShardSpec:
     tile: tuple[int, int] = (0, 1)
     padding: int = 0
     over: str | None = None
+    rule: str | None = None
 
     @property
     def numel(self) -> int:

@@ -132,6 +132,8 @@ def everyone() -> Axis:
 TIMEOUT = timedelta(minutes=10)
 # `axis + SECOND` is the name of an axis with the same ranks as `axis` but its own communicator.
 SECOND = "@second"
+# `axis@ep` has the ranks of `axis` and its own communicator, over which tokens travel to experts.
+EXPERTS = "ep"
 
 
 def start(
@@ -414,7 +416,8 @@ class Topology:
         """
         self._align_group_counts()
         for name in sorted(set(blocks) - set(self._axes)):
-            self._axes[name] = self._make_axis(parse(name)[0][0], self.grid.ranks(self.rank, name))
+            label = EXPERTS if EXPERTS in name.split("@") else parse(name)[0][0]
+            self._axes[name] = self._make_axis(label, self.grid.ranks(self.rank, name))
         for stages in sorted(set(ties) - set(self._ties)):
             self._ties[stages] = self._make_axis("pp", self.grid.stage_ranks(self.rank, stages))
         self._link(links)

@@ -23,11 +23,13 @@ from threed.layers.block import Block, Embedding
 from threed.layers.contract import PipelineLayer
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
+from threed.layers.experts import MixtureOfExperts
 from threed.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from threed.layers.loss import LanguageModelHead
 from threed.layers.mlp import MLP, GatedMLP, gelu
 from threed.layers.norm import LayerNorm, RMSNorm
 from threed.layers.recompute import Recompute
+from threed.layers.routing import LossFactors, Routing
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.ops.attention import Causal, attend
 from threed.ops.block_sparse import SparseAttention
@@ -39,5 +41,5 @@ __all__ = [
     "LongformerPattern", "FunctionPattern", "rotate", "MLP", "GatedMLP", "gelu", "LayerNorm", "RMSNorm", "Dropout",
     "VocabEmbedding", "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec",
     "Piece", "Init", "parameter", "matrix", "vector", "attach", "copy_to", "reduce_from", "gather_from", "scatter_to",
-    "split",
+    "split", "MixtureOfExperts", "Routing", "LossFactors",
 ]  # fmt: skip

@@ -34,12 +34,17 @@ CAUSAL = Causal()
 
 def takes_documents(function: Callable[..., Any]) -> bool:
     """Returns whether a function or a module's forward has a parameter `documents`."""
+    return takes(function, "documents")
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Returns whether a function or a module's forward has a parameter of this name."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()
     except ValueError:  # a builtin function without a signature
         return False
-    return any(parameter.name == "documents" for parameter in parameters)
+    return any(parameter.name == name for parameter in parameters)
 
 
 class Attention(nn.Module):

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from threed.layers.attention import takes_documents
+from threed.layers.attention import takes, takes_documents
 from threed.layers.contract import PipelineLayer
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
@@ -91,7 +91,8 @@ class Block(PipelineLayer):
         norms: the norm before attention and the norm before the MLP.
         attention: module [s b h] -> [s b h]. If its forward has a parameter `documents`, it is
             called with the micro-batch's documents, if there are any.
-        mlp: module [s b h] -> [s b h].
+        mlp: module [s b h] -> [s b h]. If its forward has a parameter `micro`, it is called with the
+            micro-batch.
         slicing: parallel layout and seed of dropout.
         dropout: probability of zeroing an element of a branch's output.
         post_norms: norms of the outputs of attention and MLP, before the residual addition.
@@ -99,7 +100,6 @@ class Block(PipelineLayer):
     """
 
     recompute = Recompute()
-    compilable = True
     documents = True
 
     def __init__(
@@ -110,7 +110,7 @@ class Block(PipelineLayer):
         self.name = name
         self.attention_norm, self.mlp_norm = norms
         self.attention, self.mlp = attention, mlp
-        self._takes_documents = takes_documents(attention)
+        self._takes_documents, self._takes_micro = takes_documents(attention), takes(mlp, "micro")
         self.attention_dropout, self.mlp_dropout = (
             Dropout(f"{name}.{branch}.dropout", dropout, slicing) if dropout else None
             for branch in ("attention", "mlp")
@@ -122,6 +122,11 @@ class Block(PipelineLayer):
     def context(self) -> bool:  # type: ignore[override]
         """Whether attention and MLP state that they support context parallelism."""
         return all(getattr(part, "context", False) for part in (self.attention, self.mlp))
+
+    @property
+    def compilable(self) -> bool:  # type: ignore[override]
+        """Whether torch.compile can compile the forward; not if the MLP reads the micro-batch."""
+        return not self._takes_micro
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         """Returns the output of the block.
@@ -139,7 +144,7 @@ class Block(PipelineLayer):
         drop = self.attention_dropout
         terms = (y, x) if drop is None else (drop(y, micro, x),)
         x, y = self._normed(self.mlp_norm, *terms)
-        y = self._post(self.mlp_post_norm, self.mlp(y))
+        y = self._post(self.mlp_post_norm, self.mlp(y, micro) if self._takes_micro else self.mlp(y))
         return x + y if self.mlp_dropout is None else self.mlp_dropout(y, micro, x)
 
     def _attend(self, y: Tensor, documents: Tensor | None) -> Tensor:

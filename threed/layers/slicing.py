@@ -14,11 +14,48 @@ from threed.config import Config
 from threed.config.resolution import context_heads
 from threed.distributed import conjugate
 from threed.distributed.sharding import Piece, ShardSpec
-from threed.distributed.topology import Axis, Topology, alone
+from threed.distributed.topology import EXPERTS, Axis, Topology, alone
 from threed.layers.context import Context
-from threed.ops import launch, sums
+from threed.ops import grouped, launch, sums
 from threed.ops.matmul import NATIVE, Matmul
 from threed.ops.positions import Positions
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRanks:
+    """The ranks that hold different experts.
+
+    Attributes:
+        axis: the ranks, with a communicator of their own.
+        over: `ShardSpec.over` of the experts' parameters. Blocks of one rank, such as "dp*tp/1", if
+            every rank holds all experts; None if they are also not divided over tensor ranks.
+    """
+
+    axis: Axis = field(default_factory=lambda: alone(EXPERTS))
+    over: str | None = None
+
+    @classmethod
+    def of(cls, topology: Topology, ep: int) -> ExpertRanks:
+        """Returns the expert ranks of this rank. Collective over the world if ep > 1.
+
+        Args:
+            topology: the process topology.
+            ep: number of ranks that hold different experts.
+
+        Raises:
+            ValueError: if ep does not divide the ranks of a pipeline stage.
+        """
+        over = topology.grid.expert_axis(ep)
+        if ep == 1:  # over blocks of one rank, so that ZeRO shards also over tensor ranks
+            return cls(over=over if topology.tp > 1 else None)
+        name = f"{over}@{EXPERTS}"
+        topology.prepare([name])
+        return cls(topology.axis(name), over)
+
+    @property
+    def name(self) -> str:
+        """The name of `axis`; "" if every rank holds all experts."""
+        return f"{self.over}@{EXPERTS}" if self.axis.size > 1 else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +70,7 @@ class Slicing:
         seed: seed of dropout.
         tile: number of tiles of every linear layer (see `layers.tiled`).
         context: ranks over which every sequence is split (context parallelism).
+        experts: ranks that hold different experts (expert parallelism).
     """
 
     tp: Axis = field(default_factory=alone)
@@ -40,12 +78,13 @@ class Slicing:
     seed: int = 1234
     tile: int = 1
     context: Context = field(default_factory=Context)
+    experts: ExpertRanks = field(default_factory=ExpertRanks)
     # represents `tp` in a graph of torch.compile (`layers.compiled`)
     opaque: Any = field(default=None, init=False)
 
     @classmethod
     def of(cls, topology: Topology, config: Config) -> Slicing:
-        """Returns the layout that a configuration asks for. Collective over the world if cp > 1.
+        """Returns the layout that a configuration asks for. Collective over the world if cp > 1 or ep > 1.
 
         Args:
             topology: the process topology.
@@ -53,7 +92,8 @@ class Slicing:
         """
         sequence, seed = bool(config.parallel.sequence), config.train.seed
         context = Context.of(topology, context_heads(config))
-        return cls(topology.axis("tp"), sequence, seed, config.zero.tile, context)
+        experts = ExpertRanks.of(topology, config.parallel.ep)
+        return cls(topology.axis("tp"), sequence, seed, config.zero.tile, context, experts)
 
     def __deepcopy__(self, memo: object) -> Slicing:
         return self
@@ -243,6 +283,9 @@ class MicroBatch:
         documents: number of each token's document, int64 [b s], not decreasing along s. It always
             covers the full sequences, also with sequence parallelism. None: each sequence is one
             document.
+        memo: results that a layer's second forward reuses, by name, if the layer runs again in the
+            backward (`--recompute.mode full`); else None. A layer stores choices here that a second
+            forward must not make differently, such as the experts of each token.
     """
 
     tokens: Tensor | None = None
@@ -254,6 +297,7 @@ class MicroBatch:
     inputs: Mapping[str, Any] | None = None
     loss_chunks: int = 1
     documents: Tensor | None = None
+    memo: dict[str, Any] | None = None
 
 
 class Flag:
@@ -328,6 +372,15 @@ class GradSink(Protocol):
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows[i] to row index[i] of the accumulated gradient: rows [n h], index [n]."""
+
+    def add_groups(self, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> None:
+        """Adds the product of each group of rows, dy^T x, to one matrix of the accumulated gradient.
+
+        Args:
+            dy: gradient of the output, [n out]; the groups follow each other.
+            x: input, [n in].
+            sizes: number of rows of each group.
+        """
 
     def memory(self) -> tuple[Tensor, bool] | None:
         """Returns (buffer, add): the gradient's buffer, in the parameter's shape, and a flag.
@@ -491,6 +544,11 @@ class SummedSink:
         if not add:
             out.zero_()
         out.index_add_(0, index, rows.to(out.dtype))
+        self.mark_added()
+
+    def add_groups(self, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> None:
+        out, add = self.memory()
+        grouped.add_products_(out, dy, x, sizes, fresh=not add)
         self.mark_added()
 
     def in_forward(self) -> bool:

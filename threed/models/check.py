@@ -27,7 +27,7 @@ from torch import nn
 
 from threed.core.messages import counted
 from threed.distributed import collectives
-from threed.distributed.grid import same_place
+from threed.distributed.grid import parse, same_place
 from threed.distributed.sharding import ModelError, ShardSpec, check_dense, intersect, is_managed
 from threed.distributed.topology import Topology
 from threed.layers.contract import contract, title
@@ -61,7 +61,7 @@ class Use:
             "global shape": [piece.shape for piece in spec.pieces],
             "initial values": [asdict(piece.init) for piece in spec.pieces],
             "replicated": spec.replicated, "partial": spec.partial, "decay": spec.decay, "tiles": spec.tile[1],
-            "requires_grad": self.param.requires_grad, "over": spec.over,
+            "requires_grad": self.param.requires_grad, "over": spec.over, "update rule": spec.rule,
         }  # fmt: skip
 
 
@@ -107,10 +107,10 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> 
                     f"{name}: parameter {path} has a gradient hook, which would be lost, because the engine"
                     " replaces parameters on the meta device: register hooks after creating the engine"
                 )
-            if spec is not None and spec.over and spec.over.split("/")[0] != topology.data_name:
+            if spec is not None and spec.over and not _divides_tokens(spec.over, topology):
                 problems.append(
-                    f"{name}: parameter {path} is sharded over {spec.over!r}: this must be {topology.data_name!r} or"
-                    f" blocks of it, such as '{topology.data_name}/2'"
+                    f"{name}: parameter {path} is sharded over {spec.over!r}: this must be {topology.data_name!r},"
+                    f" '{topology.data_name}*tp', or blocks of them, such as '{topology.data_name}/2'"
                 )
             if spec is not None:
                 uses.append(Use(name, path, param, spec))
@@ -127,10 +127,18 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> 
         own_differences = [] if world.index == 0 else _differences(first, description, world.index)
         results += [[found, ""] for found in collectives.exchange(own_differences, world)]
     found = list(dict.fromkeys(problem for theirs, _ in results for problem in theirs))
-    found = found or collectives.problems_of_all(_partition_faults(uses, topology), world)
+    if not found:
+        topology.prepare({use.spec.over for use in uses if use.spec.over})
+        found = collectives.problems_of_all(_partition_faults(uses, topology), world)
     if found:
         more = [f"... and {len(found) - MAX_LISTED} more"] if len(found) > MAX_LISTED else []
         raise ModelError("\n".join(found[:MAX_LISTED] + more))
+
+
+def _divides_tokens(over: str, topology: Topology) -> bool:
+    """Returns whether an axis name, without its blocks, contains all data ranks of a rank."""
+    axes = set(parse(over)[0])
+    return "pp" not in axes and axes >= {name for name in ("dp", "cp") if topology.sizes[name] > 1}
 
 
 def find_missing_records(layers: Sequence[nn.Module]) -> Iterator[str]:
@@ -178,6 +186,7 @@ def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
     Either no rank holds some elements of the tensor, or several ranks hold the same elements,
     although the tensor's record does not mark them as replicated. Collective.
     """
+    # If `over` contains the tensor axis, t is 0: each rank of `over` has a row of its own.
     # The boxes that this rank holds: axis `ShardSpec.over` ("" if None) -> tensor name -> boxes.
     boxes: dict[str, dict[str, list[Part]]] = {}
     where: dict[str, Use] = {}
@@ -192,7 +201,8 @@ def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
     # on the axis `over` and index t on the tensor axis. If `over` is "", only i = 0 exists.
     ranks: dict[str, list[Any]] = {}
     for over, own in sorted(boxes.items()):
-        row = collectives.exchange(own, topology.axis("tp"))
+        alone = over and "tp" in parse(over)[0]
+        row = [own] if alone else collectives.exchange(own, topology.axis("tp"))
         ranks[over] = collectives.exchange(row, topology.axis(over)) if over else [row]
     for name, use in where.items():
         shape = next(piece.shape for piece in use.spec.pieces if piece.name == name)

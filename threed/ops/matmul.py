@@ -139,3 +139,27 @@ class Matmul:
 
 
 NATIVE = Matmul()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(_wide(x), _wide(weight), None if bias is None else _wide(bias))
+
+
+def _wide_input_gradient(rows: Tensor, weight: Tensor) -> Tensor:
+    return input_gradient(rows, _wide(weight)).to(weight.dtype)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    return product(a, _wide(b)).to(b.dtype)
+
+
+def _add_wide_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
+    add_product_(out, a, _wide(b), fresh=fresh)
+
+
+# Computes a layer's products in fp32 at least, and returns its output in that dtype.
+WIDE = Matmul(_wide_linear, _wide_input_gradient, _wide_product, _add_wide_product_)

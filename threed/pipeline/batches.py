@@ -200,7 +200,8 @@ class Batches:
         names = ("tokens", "labels", "samples", "documents")
         return [
             MicroBatch(
-                **{name: part.pop(name, None) for name in names}, weight=weight, step=step,
+                **{name: part.pop(name, None) for name in names},  # type: ignore[arg-type]
+                weight=weight, step=step,
                 training=training, inputs=part or None, loss_chunks=self.loss_chunks,
             )
             for part in parts

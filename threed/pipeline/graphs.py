@@ -55,6 +55,7 @@ from threed.distributed import topology as topologies
 from threed.distributed.sharding import spec_of
 from threed.distributed.topology import Topology
 from threed.layers.contract import contract, title
+from threed.layers.experts import MixtureOfExperts
 from threed.layers.slicing import Flag, MicroBatch, has_gradient_hooks
 from threed.models import Model, Wrapped, options_of
 from threed.pipeline.boundary import signature
@@ -122,7 +123,9 @@ def _find_problems(model: Model, layers: Sequence[nn.Module], topology: Topology
     for number, layer in enumerate(layers):
         if contract(layer).runs_vary:
             yield f"{given}: {title(layer, number)} runs a data-dependent number of times (`runs_vary`); {fix}"
-        elif any(spec_of(param).over is not None for param in layer.parameters()):
+        elif any(isinstance(part, MixtureOfExperts) for part in layer.modules()) or any(
+            spec_of(param).over is not None for param in layer.parameters()
+        ):
             yield f"{given}: {title(layer, number)} has experts, which get a varying number of tokens; {fix}"
 
 

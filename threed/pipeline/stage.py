@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -344,7 +344,7 @@ class Stage:
         """
         store = self.recomputed.store
         assert store is not None
-        rng, given = RngState(store.device), tensors(x)
+        rng, given, micro = RngState(store.device), tensors(x), replace(micro, memo={})
         versions = [part._version for part in given]
         with torch.no_grad():
             y = self._call(self._layer(unit), unit, x, micro)

@@ -27,6 +27,8 @@ from threed.core.messages import counted
 from threed.distributed.sharding import spec_of
 from threed.distributed.topology import SECOND, Topology
 from threed.layers.context import Context
+from threed.layers.experts import MixtureOfExperts
+from threed.layers.routing import LossFactors
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
 from threed.models.measured_partition import Division, stage_costs, times_by_flops
@@ -218,11 +220,14 @@ class Blueprint:
         wrapped, stages = model if isinstance(model, Wrapped) else None, pipeline.layout
         ties = stages.ties([names(layer) for layer in layers])
         overs = set() if wrapped else dealt_over(layers)
+        _set_up_experts(config, layers, overs)
         shard_axes = [setup.shard_axes(config, topology, over) for over in (None, *overs)]
         axes = {name for names in shard_axes for name in names if name}
         if _overlaps(pipeline, topology):
-            context = Context.names(topology.cp, model.slicing.context.heads.size)
-            axes |= {name + SECOND for name in ("tp", *context) if name}
+            slicing = model.slicing
+            context = Context.names(topology.cp, slicing.context.heads.size)
+            layered = ("tp", *context, slicing.experts.name)
+            axes |= {name + SECOND for name in layered if name}
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], stages.links)
         configure(config, layers)
         parts = stages.chunks(topology.axis("pp").index)
@@ -399,6 +404,31 @@ class Blueprint:
         return math.ceil(
             simulation.peak_activations(self.pipeline.plan, self.topology.axis("pp").index)
         )
+
+
+def _set_up_experts(config: Config, layers: Sequence[nn.Module], overs: set[str]) -> None:
+    """Sets the losses of all routers.
+
+    Args:
+        config: the configuration, with the keys `experts` and `parallel.ep`.
+        layers: all layers of the model.
+        overs: all values of `ShardSpec.over` in the model.
+
+    Raises:
+        ConfigError: if keys ask for experts that the model does not have.
+    """
+    factors, ep = LossFactors(config.experts.aux_loss, config.experts.z_loss), config.parallel.ep
+    found = [p for layer in layers for p in layer.modules() if isinstance(p, MixtureOfExperts)]
+    if ep > 1 and not overs:
+        raise ConfigError([f"--parallel.ep {ep}: this model has no experts; use --parallel.ep 1"])
+    if any(factors) and not found:
+        raise ConfigError(
+            [
+                "--experts.aux-loss and --experts.z-loss: this model has no layers.MixtureOfExperts; leave them out"
+            ]
+        )
+    for mixture in found if any(factors) else ():
+        mixture.set_losses(factors)
 
 
 def _overlaps(pipeline: Pipeline, topology: Topology) -> bool:

@@ -3,6 +3,7 @@
 tpN ppN dpN   tensor, pipeline and data ranks
 cpN  cpNhM    context ranks, M of which exchange positions for heads (by default, the number with
               which a rank sends the fewest bytes)
+epN           expert ranks, N of which hold different experts
 seq           sequence parallelism over the tensor ranks
 zeroN         ZeRO stage (0 by default)
 recompute     full recompute of every layer
@@ -25,7 +26,7 @@ DEFAULT = (
 )  # fmt: skip
 RANKS = 8  # maximum number of ranks of a topology
 _WORD = re.compile(
-    r"(tp|pp|dp|micro)([1-9]\d*)|(zero)([0-3])|(seq|recompute|offload)"
+    r"(tp|pp|dp|ep|micro)([1-9]\d*)|(zero)([0-3])|(seq|recompute|offload)"
     r"|(cp)([1-9]\d*)(?:h([1-9]\d*))?"
 )
 
@@ -60,7 +61,7 @@ def words(name: str) -> dict[str, int]:
     return parsed
 
 
-_LIST = "tp2, pp2, dp2, cp2, cp2h2 (any number), seq, zero0 to zero3, recompute, offload, micro1 (any number)"
+_LIST = "tp2, pp2, dp2, ep2, cp2, cp2h2 (any number), seq, zero0 to zero3, recompute, offload, micro1 (any number)"
 
 
 def ranks_of(parsed: dict[str, int]) -> int:
@@ -103,6 +104,9 @@ def configured(config: Config, parsed: dict[str, int]) -> Config:
     place = "cpu" if "offload" in parsed else "none"
     params = place if stage == 3 else "none"
     zero = {"stage": stage, "offload_optimizer": place, "offload_params": params}
+    holders = math.prod(sizes[axis] for axis in ("dp", "cp", "tp"))
+    if holders % parsed.get("ep", 1):
+        raise ConfigError([f"ep{parsed['ep']}: it does not divide the {holders} ranks of a stage"])
     mode = "full" if "recompute" in parsed else "none"
     micro = parsed.get("micro", config.train.micro_batch)
     share, rest = divmod(config.train.global_batch, sizes["dp"])
@@ -110,7 +114,12 @@ def configured(config: Config, parsed: dict[str, int]) -> Config:
         rows = f"--train.global-batch {config.train.global_batch}"
         parts = f"micro-batches of {micro} on {sizes['dp']} data ranks"
         raise ConfigError([f"{rows} cannot be split into {parts}"])
-    parallel = {**sizes, "sequence": "seq" in parsed, "cp_heads": parsed.get("heads", "auto")}
+    parallel = {
+        **sizes,
+        "ep": parsed.get("ep", 1),
+        "sequence": "seq" in parsed,
+        "cp_heads": parsed.get("heads", "auto"),
+    }
     found = config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update=parallel),

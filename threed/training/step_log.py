@@ -107,7 +107,7 @@ class StepLog(Callback):
         row = {"mem/peak_rss_gib": max(rank["rss"] for rank in ranks) / GIB}
         if topology.device.type == "cuda":
             row["mem/peak_alloc_gib"] = max(rank["alloc"] for rank in ranks) / GIB
-        for axis in ("tp", "pp", "dp", "cp"):
+        for axis in ("tp", "pp", "dp", "cp", "ep"):
             row[f"comm/{axis}_gib"] = sum(rank["traffic"].get(axis, 0) for rank in ranks) / GIB
         return row
 

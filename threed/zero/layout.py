@@ -61,11 +61,14 @@ class GroupOptions:
         rule: update rule.
         rate: index of the group's learning rate in `Rates`.
         decay: weight decay.
+        own_rule: whether the record of the parameters names the rule (`ShardSpec.rule`). Then they
+            are kept in fp32 at least, and their gradient does not count in the gradient norm.
     """
 
     rule: Rule = field(default_factory=Adam)
     rate: int = 0
     decay: float = 0.0
+    own_rule: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,11 @@ class Policy:
     delayed: bool = False
     trains: bool = True
     dealt: Mapping[str, DataAxes] = field(default_factory=dict)
+
+    def dtype(self, options: GroupOptions) -> torch.dtype:
+        """Returns the dtype of the parameters of a group with these options."""
+        wide = torch.promote_types(self.param_dtype, torch.float32)
+        return wide if options.own_rule else self.param_dtype
 
     def axes(self, over: str | None) -> DataAxes:
         """Returns the data axes of parameters with this `ShardSpec.over`."""
@@ -401,11 +409,13 @@ class Group:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank counts the group in the gradient norm and saves it in checkpoints.
-
-        If several ranks hold replicas of the same portions, only the first of these ranks does so.
-        """
+        """Whether this rank saves the group in checkpoints: the first of the ranks with replicas."""
         return all(axis.index == 0 for axis in self.copies)
+
+    @property
+    def in_norm(self) -> bool:
+        """Whether this rank counts the group in the gradient norm."""
+        return self.owned and not self.key.options.own_rule
 
     @property
     def sliced(self) -> bool:
@@ -581,7 +591,7 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     group = Group(key, slots, numel, *axes, granule, *buffers)
     for slot in slots:
         if group.sliced:
-            slot.placeholder = _placeholder(slot, policy.param_dtype, topology.device)
+            slot.placeholder = _placeholder(slot, policy.dtype(key.options), topology.device)
             slot.bind(slot.placeholder)
         else:
             slot.bind(group.view(slot, group.params))
@@ -594,7 +604,7 @@ def _buffers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocates `params`, `previous` and `grads` of a group."""
     unsharded = numel if key.units is None else 0
-    params = torch.zeros(unsharded, dtype=policy.param_dtype, device=device)
+    params = torch.zeros(unsharded, dtype=policy.dtype(key.options), device=device)
     twice = key.trainable and policy.versions > 1
     previous = torch.zeros_like(params) if twice else params
     full = numel if key.trainable and not policy.slices_gradients else 0
@@ -628,7 +638,11 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
         part = share // holders.size
         own = slice(first + shard.index * share, first + (shard.index + 1) * share)
         portion = slice(holders.index * part, (holders.index + 1) * part)
-        storage = params(share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
+        storage = (
+            params(share, policy.dtype(group.key.options))
+            if group.sliced
+            else InMemory(group.params[own])
+        )
         grad = optimizer(share, policy.grad_dtype) if apart else InMemory(group.grads[own])
         yield Bucket(
             group, first, last, own.start, own.stop, own.start + portion.start, own.start + portion.stop,

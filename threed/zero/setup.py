@@ -18,6 +18,7 @@ from threed.memory.io import Disk
 from threed.memory.sizes import drive_buffers, update_buffers
 from threed.memory.tiers import Drive, MetaDrive, Tier, memory_tier
 from threed.ops.adam import Adam
+from threed.ops.balance import Balance
 from threed.ops.lion import Lion
 from threed.ops.precision import LossScale, dtype
 from threed.ops.quantize import Int8Blocks
@@ -111,7 +112,7 @@ def policy(
     return Policy(
         stage=config.zero.stage, data=axes(), bucket_bytes=int(config.zero.bucket_mib * 2**20),
         param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
-        resident=config.zero.resident, options=group_options(config.optim), arena=config.recompute.arena,
+        resident=config.zero.resident, options=group_options(config), arena=config.recompute.arena,
         params_tier=params, optimizer_tier=optimizer, host=host,
         states_once=ways > 1 and params is None and optimizer is None,
         versions=1 + is_asynchronous(config.parallel.schedule), early=is_early(config),
@@ -160,13 +161,14 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         drive.size_buffers(largest * width, drive_buffers(gather_buffers, buffers, waiting))
 
 
-def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
+def group_options(config: Config) -> Callable[[ShardSpec], GroupOptions]:
     """Returns a function from a parameter's `ShardSpec` to its options.
 
     The first group of `optim.groups` whose pattern matches the parameter's name overrides the
-    optimizer's options.
+    optimizer's options. They do not apply to a parameter with a rule of its own.
     """
-    groups = optim.groups
+    optim, groups = config.optim, config.optim.groups
+    balance = GroupOptions(Balance(config.experts.bias_rate), own_rule=True)
 
     def of_name(name: str, decays: bool) -> GroupOptions:
         found = ((n, group) for n, group in enumerate(groups, 1) if group.matches(name))
@@ -178,6 +180,8 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
         )  # fmt: skip
 
     def of(spec: ShardSpec) -> GroupOptions:
+        if spec.rule is not None:
+            return balance
         found = {of_name(piece.name, spec.decay) for piece in spec.pieces}
         if len(found) > 1:
             names = ", ".join(piece.name for piece in spec.pieces)

@@ -234,7 +234,8 @@ def sum_of_squares(
     If several ranks hold the same portion of a bucket, only the owner (`Group.owned`) adds the
     portion's squares to the norm. The owner is the first of these ranks; for a tied weight, it is
     on the first stage with this weight. The other ranks only check that the portion is finite.
-    Padding is zero, so it does not change the norm.
+    Padding is zero, so it does not change the norm. Gradients of parameters with a rule of their own
+    (`ShardSpec.rule`) are only checked.
 
     Args:
         parts: per bucket, the sum of squares of this rank's portion, a scalar tensor.
@@ -248,7 +249,7 @@ def sum_of_squares(
     total, replicas = torch.zeros(2, dtype=torch.float64, device=device).unbind()
     for part, bucket in zip(_to_device(device, parts), buckets, strict=True):
         total, replicas = (
-            (total + part, replicas) if bucket.group.owned else (total, replicas + part)
+            (total + part, replicas) if bucket.group.in_norm else (total, replicas + part)
         )
     return torch.stack((total, (~torch.isfinite(total + replicas)).double()))
 

@@ -1,0 +1,86 @@
+"""Mixtures of experts give the losses, gradient norms and weights of one process, with all experts.
+
+A set of cases in which every value of every setting occurs always runs. `pytest -m grid` runs sets
+with every pair of values.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.configs import EXPERT_MODELS, RECOMPUTE, Case
+from tests.covering import Space, Values
+from tests.test_equivalence import CHUNKS, RANKS, run_all
+
+SETTINGS: dict[str, list[object]] = {
+    "ep": [1, 2, 4],
+    "pp": [1, 2],
+    "dp": [1, 2, 4],
+    "tp": [1, 2],
+    "cp": [1, 2],
+    "cp_heads": [1, 2],
+    "model": list(EXPERT_MODELS),
+    "sequence": [True, False],
+    "zero": [0, 1, 2, 3],
+    "schedule": [
+        "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera",
+        "dualpipe", "dualpipev",
+    ],
+    "microbatches": [1, 3, 8],
+    "dropout": [0.0, 0.1],
+    "dtype": ["fp64", "fp32"],
+    "recompute": list(RECOMPUTE),
+    "offload_optimizer": ["none", "cpu", "nvme"],
+    "offload_params": ["none", "cpu", "nvme"],
+    "bucket_mib": [64.0, 0.03],
+    "tile": [1, 3],
+    "shard": ["all", 2],
+}  # fmt: skip
+TWO_WAY = ("chimera", "dualpipe", "dualpipev")
+
+
+def make(values: Values) -> Case | None:
+    """Returns the case of some settings; None if it needs too many ranks, or ep does not divide them."""
+    ep, pp, dp, tp, cp = (int(str(values[name])) for name in ("ep", "pp", "dp", "tp", "cp"))
+    if pp * dp * tp * cp > RANKS or dp * tp * cp % ep:
+        return None
+    v = dict(values)
+    v["cp_heads"] = v["cp_heads"] if cp > 1 else "auto"
+    v["sequence"] = v["sequence"] and tp > 1
+    v["schedule"] = v["schedule"] if pp > 1 else "1f1b"
+    if v["schedule"] in TWO_WAY:
+        v["microbatches"] = 8
+    offload = v["zero"] == 3 and v["offload_params"] != "none"
+    v["offload_params"] = v["offload_params"] if offload else "none"
+    v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
+    v["tile"] = v["tile"] if v["zero"] == 3 else 1
+    v["shard"] = v["shard"] if v["zero"] and dp * cp % 2 == 0 else "all"
+    several = v["schedule"] in (*CHUNKS, "v-half", "v-min", "dualpipev")
+    v["layers"] = 6 if several else 2
+    if v["recompute"] == "sliced" and (tp == 1 or v["sequence"]):
+        v["recompute"] = "half"
+    return Case(**v)  # type: ignore[arg-type]
+
+
+def cost(case: Case) -> float:
+    """Returns the cost of a case: the work of all ranks, which share the processors."""
+    return case.world * (6 + case.layers * (3 + case.microbatches * 2))
+
+
+SPACE = Space(
+    SETTINGS, make, cost=cost, shape=lambda case: (case.ep, case.cp, case.tp, case.pp > 1)
+)
+
+
+def test_every_setting_equals_one_process() -> None:
+    cases = SPACE.touching(0)
+    for name, options in SETTINGS.items():
+        assert {getattr(case, name) for case in cases} >= set(options)
+    run_all(cases)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(2))
+def test_every_pair_of_settings_equals_one_process(seed: int) -> None:
+    run_all(SPACE.covering(seed))

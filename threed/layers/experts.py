@@ -1,0 +1,390 @@
+"""A mixture of experts: each token goes to a few of many MLPs, which are divided over ranks.
+
+    mlp = MixtureOfExperts("blocks.0.mlp", hidden=512, ffn=256, experts=64, per_token=4, slicing=slicing)
+
+Each rank routes its own tokens. It sorts a copy of each token per chosen expert by expert, and sends
+the copies to the ranks that hold the experts (all-to-all with exact sizes). These ranks run each
+expert on its rows, and send the results back, where they are added with the router's weights, in the
+order of the choices. No token is dropped.
+
+The ranks of a pipeline stage, dp × cp × tp, are divided into blocks of ep neighbors (`Slicing.experts`).
+Each rank of a block holds experts/ep of the experts, and ranks at the same place in their blocks hold
+the same experts. If tensor ranks hold the same tokens, because there is no sequence parallelism, each
+one routes its part of them.
+
+The host reads the number of rows per rank and expert once per forward. A second forward in the
+backward (`--recompute.mode full`) uses the choices of the first (`MicroBatch.memo`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threed.distributed import collectives, conjugate
+from threed.distributed.collectives import split
+from threed.distributed.sharding import ShardSpec, matrix, parameter, vector
+from threed.layers.linear import ReplicatedLinear
+from threed.layers.mlp import GatedMLP, gated
+from threed.layers.recompute import Recompute
+from threed.layers.routing import LossFactors, Routing, WithGradients, losses
+from threed.layers.slicing import MicroBatch, Slicing, for_autograd, sink_of
+from threed.ops import grouped
+from threed.ops.matmul import WIDE
+
+SOFTMAX, NO_LOSSES = Routing(), LossFactors()
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Where the tokens of a rank go, n tokens with k experts each.
+
+    Attributes:
+        experts: the experts of each token, [... k].
+        order: the choices, numbered token · k + choice, sorted by expert: int64 [n k].
+        place: the inverse of `order`.
+        counts: number of this rank's tokens per expert, int64 [e].
+        shares: see `routing.losses`.
+        sends: number of rows for each expert rank.
+        receives: number of rows from each expert rank.
+        sizes: number of rows for each expert of this rank.
+        by_expert: the received rows, sorted by expert: int64 [m]; None if they arrive in this order.
+    """
+
+    experts: Tensor
+    order: Tensor
+    place: Tensor
+    counts: Tensor
+    shares: Tensor | None
+    sends: list[int]
+    receives: list[int]
+    sizes: list[int]
+    by_expert: Tensor | None
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and gated MLPs, of which a few run for each token: x [s b h] -> [s b h].
+
+    With sequence parallelism x is [s/t b h]. The parameters are named as in files of Hugging Face,
+    one by one: `name`.router.weight, `name`.experts.3.gate.weight, and so on. The losses of the router
+    are added to the gradients, not to the loss that is returned.
+
+    Args:
+        name: global name, the prefix of the parameters' names.
+        hidden: hidden width h.
+        ffn: number of inner features of an expert.
+        experts: number of experts, a multiple of the number of expert ranks.
+        per_token: number of experts that run for a token.
+        slicing: parallel layout.
+        routing: how experts are chosen. Default: softmax, with normalized weights.
+        shared_ffn: number of inner features of an MLP that runs for every token; 0: none.
+        losses: coefficients of the router's losses, which `--experts.aux-loss` and
+            `--experts.z-loss` replace.
+        activation: activation of the gates.
+        std: standard deviation of the initial weights of router, gates and `up`.
+        out_std: standard deviation of the initial weights of `down`.
+
+    Raises:
+        ValueError: if the experts cannot be divided over the ranks or into the groups, or fewer
+            experts exist than a token needs.
+    """
+
+    recompute = Recompute()
+    context = True
+
+    def __init__(
+        self, name: str, hidden: int, ffn: int, experts: int, per_token: int, slicing: Slicing, *,
+        routing: Routing = SOFTMAX, shared_ffn: int = 0, losses: LossFactors = NO_LOSSES,
+        activation: Callable[[Tensor], Tensor] = F.silu, std: float = 0.02, out_std: float = 0.02,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        axis, over = slicing.experts.axis, slicing.experts.over
+        _check(name, experts, per_token, routing, axis.size)
+        self.name, self.slicing, self.axis, self.routing = name, slicing, axis, routing
+        self.experts, self.per_token, self.losses = experts, per_token, losses
+        self.activation = activation
+        self._sums: Tensor | None = None
+        # each tensor rank routes its own tokens, so gradients of the router are partial
+        self.router = ReplicatedLinear(
+            f"{name}.router", hidden, experts, slicing, tiles=1, std=std, bias=False, partial=True
+        )
+        self.router.matmul = WIDE
+        self.bias: nn.Parameter | None = None
+        if routing.bias:
+            spec = slicing.shared(vector(f"{name}.router.balance", experts), partial=True)
+            self.bias = parameter(replace(spec, rule="balance"), (experts,))
+        own, numel = range(*split(experts, axis.size, axis.index)), ffn * hidden
+        up, down = [], []
+        for i, expert in enumerate(own):
+            prefix = f"{name}.experts.{expert}"
+            for j, part in enumerate(("gate", "up")):
+                at = (2 * i + j) * numel
+                up.append(matrix(f"{prefix}.{part}.weight", (ffn, hidden), 0, (0, ffn), std, at))
+            shape = (hidden, ffn)
+            down.append(matrix(f"{prefix}.down.weight", shape, 0, (0, hidden), out_std, i * numel))
+        alike = None if over else slicing.replicated  # without expert ranks, tensor ranks hold all
+        self.gate_up = parameter(
+            ShardSpec(tuple(up), alike, alike, over=over), (len(own), 2 * ffn, hidden)
+        )
+        self.down = parameter(
+            ShardSpec(tuple(down), alike, alike, over=over), (len(own), hidden, ffn)
+        )
+        self.shared = (
+            GatedMLP(
+                f"{name}.shared", hidden, shared_ffn, slicing, std=std, out_std=out_std,
+                activation=activation,
+            ) if shared_ffn else None
+        )  # fmt: skip
+
+    def set_losses(self, losses: LossFactors) -> None:
+        """Sets the coefficients of the router's losses."""
+        self.losses = losses
+
+    def take_sums(self) -> Tensor | None:
+        """Returns sums over this rank's tokens since the last call, fp64 [e + 2]; None without tokens.
+
+        The sums are the number of tokens per expert, and both losses of the router without their
+        coefficients. Sums over all ranks of a pipeline stage describe the step.
+        """
+        sums, self._sums = self._sums, None
+        return sums
+
+    def _add(self, first: int, values: Tensor) -> None:
+        """Adds values to the sums that begin with number `first`."""
+        if self._sums is None:
+            self._sums = torch.zeros(self.experts + 2, dtype=torch.float64, device=values.device)
+        self._sums[first : first + len(values)] += values
+
+    def flops(self, tokens: int, seq: int) -> int:
+        """Returns the FLOPs of this rank's experts in a forward, if all have equally many tokens.
+
+        Args:
+            tokens: number of tokens of the micro-batch.
+            seq: sequence length.
+        """
+        _, inner, hidden = self.gate_up.shape
+        return 3 * inner * hidden * tokens * self.per_token // self.slicing.tp.size
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        """Returns the weighted sum of the experts' outputs. Collective.
+
+        Args:
+            x: [s b h]; with sequence parallelism [s/t b h].
+            micro: the micro-batch; its weight multiplies the router's losses.
+
+        Raises:
+            ValueError: if the tokens of a training step cannot be divided over tensor ranks.
+        """
+        tp = self.slicing.tp
+        divided = not self.slicing.sequence_parallel and tp.size > 1 and len(x) % tp.size == 0
+        if micro.training and not (divided or self.slicing.sequence_parallel or tp.size == 1):
+            raise ValueError(
+                f"{self.name}: a sequence of {len(x)} tokens cannot be divided over tp {tp.size}, whose ranks route a"
+                " part each: pad the batch"
+            )
+        own = conjugate.part_of(x, tp) if divided else x
+        logits = self.router(own)
+        scores = self.routing.scores(logits)
+        routes = self._routes(scores, micro, divided)
+        y = self._run(own, self.routing.weights(logits, scores, routes.experts), routes)
+        y = self._with_gradients(y, logits, scores, routes, micro)
+        y = conjugate.join_parts(y, tp) if divided else y
+        return y if self.shared is None else y + self.shared(x)
+
+    def _routes(self, scores: Tensor, micro: MicroBatch, divided: bool) -> Routes:
+        """Returns the routes of this rank's tokens, with scores [n b e]. Collective."""
+        if micro.memo is not None and self.name in micro.memo:
+            found: Routes = micro.memo.pop(self.name)
+            return found
+        with torch.no_grad():
+            routes = self._new_routes(scores, micro, divided)
+        if micro.memo is not None:
+            micro.memo[self.name] = routes
+        return routes
+
+    def _new_routes(self, scores: Tensor, micro: MicroBatch, divided: bool) -> Routes:
+        axis, device = self.axis, scores.device
+        experts = self.routing.choose(scores, self.bias, self.per_token)
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        rows = torch.arange(len(order), device=device)
+        place = torch.empty_like(order).scatter_(0, order, rows)
+        counts = torch.zeros(self.experts, dtype=torch.int64, device=device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        shares = None
+        if micro.training:
+            self._add(0, counts)
+            if self.losses.aux:
+                shares = self._shares(experts, scores, divided)
+        incoming = collectives.all_to_all(counts.view(axis.size, -1), axis)  # [ep e/ep]
+        sends, matrix = self._read(counts, incoming, len(flat))
+        receives, sizes = (
+            [sum(row) for row in matrix],
+            [sum(column) for column in zip(*matrix, strict=True)],
+        )
+        by_expert = None
+        if axis.size > 1:
+            numbers = torch.arange(incoming.shape[1], device=device).repeat(axis.size)
+            if not incoming.is_meta:
+                total = sum(receives)
+                numbers = numbers.repeat_interleave(incoming.flatten(), output_size=total)
+                by_expert = numbers.argsort(stable=True)
+            else:
+                by_expert = torch.empty(sum(receives), dtype=torch.int64, device=device)
+        return Routes(experts, order, place, counts, shares, sends, receives, sizes, by_expert)
+
+    def _read(
+        self, counts: Tensor, incoming: Tensor, total: int
+    ) -> tuple[list[int], list[list[int]]]:
+        """Returns (rows to each expert rank, rows from each rank to each expert) on the host.
+
+        On the meta device, all experts get equally many rows.
+        """
+        ranks, own = incoming.shape
+        if counts.is_meta:
+            each = [stop - start for start, stop in (split(total, ranks, i) for i in range(ranks))]
+            spread = [[b - a for a, b in (split(n, own, i) for i in range(own))] for n in each]
+            return each, spread
+        if ranks == 1:
+            return [total], [counts.tolist()]
+        numbers = torch.cat((counts.view(ranks, own).sum(1), incoming.flatten())).tolist()
+        return numbers[:ranks], [
+            numbers[ranks + i * own : ranks + (i + 1) * own] for i in range(ranks)
+        ]
+
+    def _shares(self, experts: Tensor, scores: Tensor, divided: bool) -> Tensor:
+        """Returns the share of the choices of each sequence that each expert gets, [b e].
+
+        It is relative to an equal share. Collective over the ranks that hold parts of a sequence.
+        """
+        chosen = torch.zeros_like(scores).scatter_(-1, experts, 1.0).sum(0)
+        axes = [self.slicing.context.axis]
+        axes += [self.slicing.tp] if divided or self.slicing.sequence_parallel else []
+        length = len(scores)
+        for axis in axes:
+            chosen, length = collectives.all_reduce(chosen, axis), length * axis.size
+        return chosen * (self.experts / (self.per_token * length))
+
+    def _run(self, x: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        """Returns the weighted sum of the outputs of each token's experts. Collective.
+
+        Args:
+            x: [n b h].
+            weights: [n b k].
+            routes: routes of these tokens.
+        """
+        k, order, place = self.per_token, routes.order, routes.place
+        rows = _Take.apply(x.flatten(0, -2), order // k, place, k)
+        rows = conjugate.exchange_rows(rows, self.axis, routes.sends, routes.receives)
+        by_expert, back = routes.by_expert, None
+        if by_expert is not None:
+            back = torch.empty_like(by_expert)
+            back.scatter_(0, by_expert, torch.arange(len(back), device=back.device))
+            rows = _Take.apply(rows, by_expert, back, 1)
+        inner = _product(rows, self.gate_up, routes.sizes)
+        inner = self.recompute.run("activation", self._activate, inner)
+        rows = _product(inner, self.down, routes.sizes)
+        if back is not None:
+            rows = _Take.apply(rows, back, by_expert, 1)
+        rows = conjugate.exchange_rows(rows, self.axis, routes.receives, routes.sends)
+        outputs = _Take.apply(rows, place, order, 1).view(*weights.shape, -1)
+        return (outputs * weights.unsqueeze(-1).to(outputs.dtype)).sum(-2)
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        return gated(self.activation, gate_up)
+
+    def _with_gradients(
+        self, y: Tensor, logits: Tensor, scores: Tensor, routes: Routes, micro: MicroBatch
+    ) -> Tensor:
+        """Returns y; its backward starts the gradients of the losses and of the bias."""
+        if not micro.training:
+            return y
+        loss = excess = None
+        if any(self.losses) and micro.weight is not None:
+            loss, sums = losses(self.losses, logits, scores, routes.shares, micro.weight)
+            if torch.is_grad_enabled():  # not in the first of two forwards
+                self._add(self.experts, sums)
+        if self.bias is not None:
+            excess = routes.counts.to(self.bias.dtype) - routes.order.numel() / self.experts
+        if loss is None and excess is None:
+            return y
+        out: Tensor = WithGradients.apply(y, loss, self.bias, excess)
+        return out
+
+
+def _check(name: str, experts: int, per_token: int, routing: Routing, ranks: int) -> None:
+    if per_token > experts:
+        raise ValueError(f"{name}: {per_token} experts per token, but only {experts} experts")
+    if experts % ranks:
+        raise ValueError(
+            f"{name}: {experts} experts cannot be divided over --parallel.ep {ranks}: it must divide them"
+        )
+    if experts % routing.groups:
+        raise ValueError(
+            f"{name}: {experts} experts cannot be divided into {routing.groups} groups"
+        )
+    if per_token > experts // routing.groups * routing.groups_per_token:
+        raise ValueError(
+            f"{name}: {routing.groups_per_token} of {routing.groups} groups have fewer than {per_token} experts"
+        )
+
+
+class _Take(torch.autograd.Function):
+    """Returns x[index]: x [n h] -> [m h].
+
+    inverse: the rows of the result that are copies of row 0 of x, then of row 1, and so on; each row
+        of x has `copies` copies.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.inverse, ctx.copies = inverse, copies
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        dx = dy.index_select(0, ctx.inverse)
+        return dx if ctx.copies == 1 else dx.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """Multiplies the rows of each expert by its matrix: x [n in], weights [e out in] -> [n out].
+
+    tracked: the weights, as in `layers.linear._Linear`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, sizes: list[int], tracked: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.param, ctx.sizes = weights, sizes
+        return grouped.product(x, weights, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weights), param, sizes = ctx.saved_tensors, ctx.param, ctx.sizes
+        if torch.is_grad_enabled():
+            raise RuntimeError("torch.autograd.grad with create_graph=True, through experts")
+        dy, dw = dy.contiguous(), None
+        dx = (
+            grouped.product(dy, weights.transpose(1, 2), sizes) if ctx.needs_input_grad[0] else None
+        )
+        if param.requires_grad:
+            sink = sink_of(param)
+            if sink is None:
+                dw = torch.empty_like(weights)
+                grouped.add_products_(dw, dy, x, sizes, fresh=True)
+            else:
+                sink.add_groups(dy, x, sizes)
+        return dx, None, None, dw
+
+
+def _product(x: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
+    y: Tensor = _Product.apply(x, weights, sizes, *for_autograd(x, weights))
+    return y
