@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import threed
 from threed import Config, Topology
+from threed.layers.slicing import ExpertRanks
 from threed.testing.ranks import preload
 
 VOCAB, LENGTH, ROWS, STEPS = 61, 12, 4, 3
@@ -57,7 +58,18 @@ PLANNED = [
     "ministral", "ministral3", "mistral", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi", "phi3", "qwen2", "qwen3",
     "qwen3_5_text", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 ]  # fmt: skip
-REBUILT = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"]
+REBUILT = [
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "mixtral",
+    "qwen3_moe",
+]
 preload(
     "tests.hf_decoders",
     *(
@@ -89,6 +101,7 @@ def make(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     for key, value in vars(config).items():
         if ("dropout" in key or "pdrop" in key) and isinstance(value, float) and key not in changes:
             setattr(config, key, 0.0)
+    config._experts_implementation = "eager"  # torch has no grouped product of fp64 matrices
     torch.manual_seed(0)
     with casts(dtype):
         model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -182,7 +195,8 @@ def engine_of(
     **groups: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Returns an engine of `from_transformers` of a model."""
-    slicing = threed.Slicing(topology.axis("tp"), sequence)
+    experts = ExpertRanks.of(topology, groups.get("parallel", {}).get("ep", 1))
+    slicing = threed.Slicing(topology.axis("tp"), sequence, experts=experts)
     with casts(dtype):
         model = threed.from_transformers(make(kind, dtype), slicing, plan=plan)
     return threed.Engine(model, topology, config_of(model, dtype, topology, **groups))
