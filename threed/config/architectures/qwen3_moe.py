@@ -47,7 +47,7 @@ record.register(
             Key("mlp_only_layers", "dense_layers", (), _count, lambda count: list(range(count))),
             num_key_value_heads=4,
         ),
-        fixed=record.SILU_GATES | {"use_sliding_window": False},
+        fixed={**record.SILU_GATES, "use_sliding_window": False},
         written={"sliding_window": None},
         accepted=record.ROUTER_LOSS | {"max_window_layers"},
         takes=record.ROTARY
