@@ -8,7 +8,7 @@ from threed import layers
 from threed.config import ModelConfig
 from threed.layers import LossFactors, MixtureOfExperts, Routing, Slicing
 
-STD = 0.3  # so that the scores of experts differ
+STD, OUT = 0.3, 0.05  # STD: so that the scores of experts differ
 
 
 class Softmax:
@@ -36,10 +36,10 @@ class Softmax:
         c, h, slicing, name = self.config, self.hidden, self.slicing, f"blocks.{index}"
         norms = [layers.RMSNorm(f"{name}.{part}_norm", h, slicing) for part in ("attention", "mlp")]
         attention = layers.Attention(
-            f"{name}.attention", h, c.heads, slicing, kv_heads=2, rotary=1e4, std=STD
+            f"{name}.attention", h, c.heads, slicing, kv_heads=2, rotary=1e4, std=OUT, out_std=OUT
         )
         mlp: nn.Module = (
-            layers.GatedMLP(f"{name}.mlp", h, 40, slicing, std=STD)
+            layers.GatedMLP(f"{name}.mlp", h, 40, slicing, std=OUT, out_std=OUT)
             if index in self.dense
             else self.mixture(f"{name}.mlp")
         )
@@ -49,7 +49,7 @@ class Softmax:
         """Returns the experts of a block."""
         return MixtureOfExperts(
             name, self.hidden, 12, self.experts, self.per_token, self.slicing, routing=self.routing,
-            shared_ffn=self.shared, losses=self.losses, std=STD, out_std=STD,
+            shared_ffn=self.shared, losses=self.losses, std=STD, out_std=OUT,
         )  # fmt: skip
 
 

@@ -1,16 +1,22 @@
 """Mixtures of experts give the losses, gradient norms and weights of one process, with all experts.
 
 A set of cases in which every value of every setting occurs always runs. `pytest -m grid` runs sets
-with every pair of values.
+with every pair of values. All are in fp64: in fp32 a topology may choose another expert for a token
+whose scores are within rounding. `GAP` is asserted for the scores of every case on one process.
 """
 
 from __future__ import annotations
 
-import pytest
+from unittest.mock import patch
 
-from tests.configs import EXPERT_MODELS, RECOMPUTE, Case
+import pytest
+from torch import Tensor
+
+from tests.configs import EXPERT_MODELS, RECOMPUTE, Case, train
 from tests.covering import Space, Values
+from tests.harness import run_ranks
 from tests.test_equivalence import CHUNKS, RANKS, run_all
+from threed.layers import Routing
 
 SETTINGS: dict[str, list[object]] = {
     "ep": [1, 2, 4],
@@ -28,7 +34,7 @@ SETTINGS: dict[str, list[object]] = {
     ],
     "microbatches": [1, 3, 8],
     "dropout": [0.0, 0.1],
-    "dtype": ["fp64", "fp32"],
+    "dtype": ["fp64"],
     "recompute": list(RECOMPUTE),
     "offload_optimizer": ["none", "cpu", "nvme"],
     "offload_params": ["none", "cpu", "nvme"],
@@ -36,6 +42,7 @@ SETTINGS: dict[str, list[object]] = {
     "tile": [1, 3],
     "shard": ["all", 2],
 }  # fmt: skip
+GAP = 1e-9  # smallest difference between the scores of the last chosen expert and of the next one
 TWO_WAY = ("chimera", "dualpipe", "dualpipev")
 
 
@@ -72,15 +79,39 @@ SPACE = Space(
 )
 
 
+def smallest_gap(cases: list[Case]) -> float:
+    """Returns the smallest gap of scores in the training of some cases."""
+    gaps, real = [1.0], Routing.choose
+
+    def choose(self: Routing, scores: Tensor, bias: Tensor | None, count: int) -> Tensor:
+        if count < scores.shape[-1]:
+            shifted = scores if bias is None else scores + bias
+            best = shifted.detach().sort(dim=-1, descending=True).values
+            gaps.append(float((best[..., count - 1] - best[..., count]).min()))
+        return real(self, scores, bias, count)
+
+    with patch.object(Routing, "choose", choose):
+        for case in cases:
+            train(case)
+    return min(gaps)
+
+
+def compare(cases: list[Case]) -> None:
+    gap = run_ranks(1, smallest_gap, list(dict.fromkeys(case.truth for case in cases)))[0]
+    print(f"smallest gap of scores: {gap:.1e}")
+    assert gap > GAP
+    run_all(cases)
+
+
 def test_every_setting_equals_one_process() -> None:
     cases = SPACE.touching(0)
     for name, options in SETTINGS.items():
         assert {getattr(case, name) for case in cases} >= set(options)
-    run_all(cases)
+    compare(cases)
 
 
 @pytest.mark.grid
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(2))
 def test_every_pair_of_settings_equals_one_process(seed: int) -> None:
-    run_all(SPACE.covering(seed))
+    compare(SPACE.covering(seed))

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.configs import EXPERT_MODELS, SEQ, VOCAB, batch, share, topology_of
 from tests.configs import MODELS as BUILT_IN
-from tests.configs import SEQ, VOCAB, batch, share, topology_of
 from tests.harness import run_ranks
 from tests.users_models import MODELS as USERS
 from threed import models
@@ -74,11 +74,19 @@ PLACES = {
     "cp4 heads zero3": Place(cp=4, zero=3, parallel={"cp_heads": 4}, sharing=SMALL),
     "cp2 tp2 zero2": Place(cp=2, tp=2, zero=2, parallel={"cp_heads": 1, "sequence": True}),
     "cp4 zero1 nvme": Place(cp=4, parallel={"cp_heads": 2}, sharing={"offload_optimizer": "nvme"}),
+    "dp4 ep4 zero1": Place(dp=4, parallel={"ep": 4}, sharing=SMALL),
+    "dp2 tp2 ep2 zero3": Place(dp=2, tp=2, zero=3, parallel={"ep": 2, "sequence": True}, sharing=SMALL),
+    "dp4 ep2 zero2": Place(dp=4, zero=2, parallel={"ep": 2}),
+    "pp2 tp2 ep2": Place(2, 1, 2, count=2, parallel={"ep": 2}),
     "tp4": Place(tp=4, count=2, parallel={"sequence": True}, recompute={"mode": "full"}),
 }  # fmt: skip
 NAMES = list(PLACES)
-OURS = {"gpt": 0.1, "qwen-tied": 0.0}  # with dropout, whose masks are those of the step
-MODELS = ["gpt", "qwen-tied", "three-way-tie", "frozen-middle"]
+OURS = {
+    "gpt": 0.1,
+    "qwen-tied": 0.0,
+    "Biased": 0.1,
+}  # with dropout, whose masks are those of the step
+MODELS = ["gpt", "qwen-tied", "three-way-tie", "frozen-middle", "Biased"]
 
 
 def config_of(model: str, place: Place) -> Config:
@@ -86,9 +94,10 @@ def config_of(model: str, place: Place) -> Config:
     sharing["nvme_path"] = tempfile.gettempdir() if "nvme" in place.sharing.values() else None
     shape: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 4, "seq": SEQ}
     if model in OURS:
-        shape |= {**BUILT_IN[model], "dropout": OURS[model]}
+        shape |= {**(BUILT_IN | EXPERT_MODELS)[model], "dropout": OURS[model]}
+    ep = place.parallel.get("ep", 1) if model in EXPERT_MODELS else 1
     config = Config.model_validate({
-        "parallel": {"pp": place.pp, "tp": place.tp, "cp": place.cp, "sequence": False, **place.parallel},
+        "parallel": {"pp": place.pp, "tp": place.tp, "cp": place.cp, "sequence": False, **place.parallel, "ep": ep},
         "zero": sharing,
         "precision": {"dtype": "fp64"},
         "recompute": place.recompute,
@@ -201,6 +210,22 @@ def test_every_topology_goes_to_another(tmp_path: Path, model: str, first: int) 
     """Each place is once a source and once a target, half of them with each model."""
     pairs = [(name, NAMES[(i + 5) % len(NAMES)]) for i, name in enumerate(NAMES)]
     compare(tmp_path, model, pairs[first::2])
+
+
+def test_experts_go_from_any_rank_to_any_other(tmp_path: Path) -> None:
+    places = [
+        "alone",
+        "dp4 ep4 zero1",
+        "dp4 ep2 zero2",
+        "tp2",
+        "pp2 dp2 zero1",
+        "dp2 tp2 ep2 zero3",
+        "pp2 tp2 ep2",
+    ]
+    pairs = [
+        (name, places[(i + step) % len(places)]) for i, name in enumerate(places) for step in (1, 3)
+    ]
+    compare(tmp_path, "Biased", pairs)
 
 
 @pytest.mark.grid

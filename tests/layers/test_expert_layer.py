@@ -343,7 +343,7 @@ def test_another_order_of_ties_is_found() -> None:
 @contextmanager
 def counted_rows(found: list[int]) -> Iterator[None]:
     """Context in which the bytes that experts' exchanges should send are added up."""
-    real_rows, real_counts = collectives.exchange_rows, collectives.all_to_all
+    real_rows, real_counts = collectives.start_exchange, collectives.all_to_all
 
     def rows(x: Tensor, axis: Any, sends: Any, receives: Any) -> Tensor:
         others = sum(n for i, n in enumerate(sends) if i != axis.index)
@@ -356,7 +356,7 @@ def counted_rows(found: list[int]) -> Iterator[None]:
         return real_counts(parts, axis)
 
     with (
-        patch.object(collectives, "exchange_rows", rows),
+        patch.object(collectives, "start_exchange", rows),
         patch.object(collectives, "all_to_all", counts),
     ):
         yield

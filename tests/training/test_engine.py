@@ -30,7 +30,6 @@ from threed.zero.step_metrics import BadStepsError
 @pytest.mark.parametrize(
     ("group", "changes", "named"),
     [
-        ("parallel", {"ep": 2}, "--parallel.ep 2"),
         ("precision", {"dtype": "fp8"}, "--precision.dtype fp8"),
     ],
 )

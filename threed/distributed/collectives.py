@@ -395,36 +395,29 @@ def all_to_all(parts: Tensor, axis: Axis) -> Tensor:
     Returns:
         The parts that the ranks sent to this rank, in rank order, [size ...].
     """
-    if axis.size == 1:
-        return parts
-    parts = parts.contiguous()
-    out = torch.empty_like(parts)
-    sent = _nbytes(parts) // axis.size * (axis.size - 1)
-    work = _start(dist.all_to_all_single, axis, sent, out.view(-1), parts.view(-1))
-    return done(out, work).wait()
+    each = [1] * axis.size
+    return start_exchange(parts, axis, each, each).wait()
 
 
-def exchange_rows(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-    """Sends a different number of rows to each rank of an axis. Collective.
+def start_exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+    """Starts to send a different number of rows to each rank of an axis. Collective.
 
     Args:
-        x: the rows for each rank, in rank order, [n ...].
+        x: the rows for each rank, in rank order, [n ...]. They must not change until `wait`.
         axis: the ranks.
         sends: number of rows for each rank.
         receives: number of rows that each rank sends to this one.
 
     Returns:
-        The received rows, in rank order, [m ...].
+        A `Pending`, whose result are the received rows, in rank order, [m ...].
     """
     if axis.size == 1:
-        return x
-    x = x.contiguous()
+        return done(x)
+    x, row = x.contiguous(), x.shape[1:].numel()
     out = x.new_empty(sum(receives), *x.shape[1:])
-    row = x.shape[1:].numel()
     sent = (sum(sends) - sends[axis.index]) * row * x.element_size()
     sizes = [[rows * row for rows in per_rank] for per_rank in (receives, sends)]
-    work = _start(dist.all_to_all_single, axis, sent, out.view(-1), x.view(-1), *sizes)
-    return done(out, work).wait()
+    return done(out, _start(dist.all_to_all_single, axis, sent, out.view(-1), x.view(-1), *sizes))
 
 
 def start_shift(x: Tensor, axis: Axis) -> Pending:
@@ -437,13 +430,9 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
     Returns:
         A `Pending`, whose result is the previous rank's tensor.
     """
-    x = x.contiguous()
-    out, count = torch.empty_like(x), x.numel()
     sends, receives = [0] * axis.size, [0] * axis.size
-    sends[(axis.index + 1) % axis.size] = receives[axis.index - 1] = count
-    flat = out.view(-1), x.view(-1)
-    work = _start(dist.all_to_all_single, axis, _nbytes(x), *flat, receives, sends)
-    return done(out, work)
+    sends[(axis.index + 1) % axis.size] = receives[axis.index - 1] = len(x)
+    return start_exchange(x, axis, sends, receives)
 
 
 def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:

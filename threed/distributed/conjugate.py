@@ -160,11 +160,11 @@ class _ExchangeRows(torch.autograd.Function):
         ctx: Any, x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]
     ) -> Tensor:
         ctx.arguments = axis, receives, sends
-        return collectives.exchange_rows(x, axis, sends, receives)
+        return collectives.start_exchange(x, axis, sends, receives).wait()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return collectives.exchange_rows(dy, *ctx.arguments), None, None, None
+        return collectives.start_exchange(dy, *ctx.arguments).wait(), None, None, None
 
 
 def to_heads(axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:

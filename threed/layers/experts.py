@@ -110,10 +110,9 @@ class MixtureOfExperts(nn.Module):
         self.activation = activation
         self._sums: Tensor | None = None
         # each tensor rank routes its own tokens, so gradients of the router are partial
-        self.router = ReplicatedLinear(
+        self.router = _Router(
             f"{name}.router", hidden, experts, slicing, tiles=1, std=std, bias=False, partial=True
         )
-        self.router.matmul = WIDE
         self.bias: nn.Parameter | None = None
         if routing.bias:
             spec = slicing.shared(vector(f"{name}.router.balance", experts), partial=True)
@@ -315,6 +314,12 @@ class MixtureOfExperts(nn.Module):
             return y
         out: Tensor = WithGradients.apply(y, loss, self.bias, excess)
         return out
+
+
+class _Router(ReplicatedLinear):
+    """Computes logits in fp32 at least."""
+
+    matmul = WIDE
 
 
 def _check(name: str, experts: int, per_token: int, routing: Routing, ranks: int) -> None:

@@ -109,8 +109,8 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> 
                 )
             if spec is not None and spec.over and not _divides_tokens(spec.over, topology):
                 problems.append(
-                    f"{name}: parameter {path} is sharded over {spec.over!r}: this must be {topology.data_name!r},"
-                    f" '{topology.data_name}*tp', or blocks of them, such as '{topology.data_name}/2'"
+                    f"{name}: parameter {path} is sharded over {spec.over!r}: this must be {topology.data_name!r} or"
+                    f" blocks of it, such as '{topology.data_name}/2', or the same with '{topology.data_name}*tp'"
                 )
             if spec is not None:
                 uses.append(Use(name, path, param, spec))
