@@ -34,11 +34,16 @@ from tests.hf_decoders import (
 )
 from tests.models.test_models_families import ours
 from threed.config import Config
+from threed.config.arguments import load
 from threed.config.resolution import resolve
+from threed.distributed.grid import Grid
 from threed.interop.convert import convert
 from threed.interop.huggingface.export import export_hf
 from threed.interop.huggingface.folder import HFFolder
 from threed.interop.huggingface.layouts import config_of, entries, hf_to_state_dict, model_of
+from threed.models import build
+from threed.planner.forecast import Forecast
+from threed.planner.stages import Column
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -204,3 +209,39 @@ def test_training_equals_training_the_module_of_transformers() -> None:
     truths = {(kind, dtype): train_plainly(kind, dtype) for kind, dtype in cases}
     for rank in run_ranks(2, run_training, truths):
         assert max(rank.values()) < 1, rank
+
+
+# ---------------------------------------------------------------------------------------------------------- forecasts
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters", "active"),
+    [("mixtral-8x7b", 46_702_792_704, 12_879_925_248), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704)],
+)  # fmt: skip
+def test_published_models_have_their_numbers_of_parameters(
+    preset: str, parameters: int, active: int
+) -> None:
+    config = resolve(load(["--preset", preset])[0], 257, 1)
+    column = Column(config, Grid(), lambda slicing: build(config.model, slicing), 0)
+    assert (column.parameters, column.active) == (parameters, active)
+
+
+def test_a_forecast_counts_the_flops_of_the_experts_of_a_token() -> None:
+    found = {}
+    for experts, each, ep in ((8, 2, 1), (8, 2, 2), (8, 2, 4), (16, 2, 1), (8, 4, 1)):
+        model = {
+            "arch": "mixtral",
+            "layers": 2,
+            "ffn": 64,
+            "experts": experts,
+            "experts_per_token": each,
+            "vocab": 64,
+        }
+        config = Config.model_validate({"model": model, "parallel": {"ep": ep}})
+        made = Forecast.of(resolve(config, 64, 4), 4)
+        assert (made.ranks[0].sends["ep"] > 0) == (ep > 1)
+        found[experts, each, ep] = made.flops_per_token
+    expert = 6 * 2 * 3 * 256 * 64  # of forward and backward of one expert in two layers
+    assert found[8, 2, 1] == found[8, 2, 2] == found[8, 2, 4]
+    assert found[8, 4, 1] - found[8, 2, 1] == 2 * expert
+    assert found[16, 2, 1] - found[8, 2, 1] == 6 * 2 * 256 * 8  # of the router
