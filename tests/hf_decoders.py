@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import threed
 from threed import Config, Topology
+from threed.layers.slicing import ExpertRanks
 from threed.testing.ranks import preload
 
 VOCAB, LENGTH, ROWS, STEPS = 61, 12, 4, 3
@@ -39,7 +40,12 @@ KEYS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": None},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
     **{kind: {"layer_types": MIXED} for kind in ("olmo_hybrid", "qwen3_5_text")},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3": {**HEAD, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        **HEAD, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "youtu": {
         "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
@@ -52,7 +58,18 @@ PLANNED = [
     "ministral", "ministral3", "mistral", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi", "phi3", "qwen2", "qwen3",
     "qwen3_5_text", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 ]  # fmt: skip
-REBUILT = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"]
+REBUILT = [
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "mixtral",
+    "qwen3_moe",
+]
 preload(
     "tests.hf_decoders",
     *(
@@ -84,6 +101,7 @@ def make(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     for key, value in vars(config).items():
         if ("dropout" in key or "pdrop" in key) and isinstance(value, float) and key not in changes:
             setattr(config, key, 0.0)
+    config._experts_implementation = "eager"  # torch has no grouped product of fp64 matrices
     torch.manual_seed(0)
     with casts(dtype):
         model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -177,7 +195,8 @@ def engine_of(
     **groups: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Returns an engine of `from_transformers` of a model."""
-    slicing = threed.Slicing(topology.axis("tp"), sequence)
+    experts = ExpertRanks.of(topology, groups.get("parallel", {}).get("ep", 1))
+    slicing = threed.Slicing(topology.axis("tp"), sequence, experts=experts)
     with casts(dtype):
         model = threed.from_transformers(make(kind, dtype), slicing, plan=plan)
     return threed.Engine(model, topology, config_of(model, dtype, topology, **groups))

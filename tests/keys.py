@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "reference" / "configuration.md"
 HEAD = """# All keys
 
 All keys of the configuration, with their defaults and meanings. `threed train --help` prints the same.
-This page is generated from `threed/config/groups.py` by `python -m tests.keys`; a test fails if it is out of date.
+This page is generated from `threed/config/` by `python -m tests.keys`; a test fails if it is out of date.
 
 A key is `--group.key value` as a flag, and `key = value` under `[group]` in a TOML file (`--config FILE.toml`).
 Flags override the preset or file; the last of repeated flags applies. A table such as `[topology.8]` in a preset or file

@@ -76,6 +76,22 @@ def test_a_scaling_of_rotary_angles_is_a_flag_a_table_and_a_line_of_toml(tmp_pat
             "--model.query-pre-attn-scalar 9 is for --model.arch gemma2 or gemma3",
         ),
         ("--model.logit-softcap 9", "--model.logit-softcap 9 is for --model.arch gemma2 or gemma3"),
+        (
+            "--model.arch llama --model.experts 8",
+            "--model.experts 8 is for --model.arch mixtral or qwen3_moe: leave it out with llama",
+        ),
+        (
+            "--model.arch mixtral --model.expert-ffn 8",
+            "--model.expert-ffn 8 is for --model.arch qwen3_moe",
+        ),
+        (
+            "--model.arch mixtral --model.experts 4 --model.experts-per-token 5",
+            "--model.experts-per-token 5 with --model.experts 4: use at most 4",
+        ),
+        (
+            "--model.arch qwen3_moe --model.layers 3 --model.dense-layers 2 --model.expert-every 2",
+            "no block has experts",
+        ),
         ("--model.positions 9 --model.seq 12", "--model.positions 9 is less than --model.seq 12"),
         (
             "--model.arch llama --model.partial-rotary-factor 0.5",

@@ -21,8 +21,8 @@ _QWEN = {
     "vocab_size": 151936, "attention_bias": False,
 }  # fmt: skip
 # The keys with an influence on the model, of config.json in the repositories at huggingface.co:
-# meta-llama/Meta-Llama-3-8B and -70B, Qwen/Qwen3-8B-Base and Qwen3-32B, google/gemma-3-12b-pt
-# (text_config, with the defaults of its keys in transformers), mistralai/Mistral-7B-v0.3
+# meta-llama/Meta-Llama-3-8B and -70B, Qwen/Qwen3-8B-Base, Qwen3-32B and Qwen3-30B-A3B, google/gemma-3-12b-pt
+# (text_config, with the defaults of its keys in transformers), mistralai/Mistral-7B-v0.3 and Mixtral-8x7B-v0.1
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama3-8b": _LLAMA | {
         "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -51,6 +51,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None,
         "tie_word_embeddings": False, "vocab_size": 32768,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "qwen3-30b-a3b": _QWEN | {
+        "model_type": "qwen3_moe", "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
     },
 }  # fmt: skip
 

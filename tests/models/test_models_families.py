@@ -457,7 +457,11 @@ def test_other_names_of_an_activation_are_the_same_model(kind: str, key: str, na
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "qwen3_moe"}, "model_type qwen3_moe is not one of gpt2, llama, mistral"),
+    ({"model_type": "olmoe"}, "model_type olmoe is not one of gpt2, llama, mistral"),
+    ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, "mlp_only_layers [2]: only the first blocks can be"),
+    ({"model_type": "qwen3_moe", "use_sliding_window": True}, "use_sliding_window True, not False"),
+    ({"model_type": "mixtral", "num_local_experts": 1}, "--model.experts-per-token 2 with --model.experts 1: use at most 1"),
+    ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise 0.1, not 0.0"),
     ({"model_type": "gpt_oss"}, "model_type gpt_oss is not one of"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic: supported are linear, llama3, yarn"),
     ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type proportional"),

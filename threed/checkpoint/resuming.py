@@ -86,7 +86,8 @@ RULES = (
         "model",
         "arch layers hidden heads kv-heads head-dim ffn vocab tied bias mlp-bias norm-eps rope-theta rope-local-theta"
         " rope-scaling partial-rotary-factor qk-norm window layer-pattern attention-softcap logit-softcap"
-        " query-pre-attn-scalar",
+        " query-pre-attn-scalar experts experts-per-token expert-ffn shared-ffn dense-layers expert-every"
+        " normalize-experts",
         "refused", SHAPE,
     ),
     Rule("model", "seq", "applied", "the data are divided into different windows: some text is read twice, some later"),

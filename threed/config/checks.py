@@ -136,6 +136,10 @@ def _check_experts(config: Config, dp: int | None) -> Iterator[str]:
     if dp is not None and ranks % p.ep:
         given = f"--parallel.ep {p.ep} does not divide dp {dp} × cp {p.cp} × tp {p.tp} = {ranks}"
         yield f"{given}: use {listed(_divisors(ranks))}"
+    experts = (dict(config.model) | config.model.record.resolved(dict(config.model)))["experts"]
+    if experts is not None and experts % p.ep:
+        given = f"--parallel.ep {p.ep} does not divide --model.experts {experts}"
+        yield f"{given}: use {listed(_divisors(experts))}"
 
 
 def _check_drive(config: Config) -> Iterator[str]:
@@ -363,6 +367,7 @@ def find_model_problems(model: ModelConfig) -> Iterator[str]:
     yield from _check_pairs(model)
     yield from _check_keys(model)
     yield from _check_positions(model)
+    yield from _check_choices(model)
 
 
 def _check_pairs(model: ModelConfig) -> Iterator[str]:
@@ -401,6 +406,21 @@ def _check_positions(model: ModelConfig) -> Iterator[str]:
                 f"--model.rope-scaling with {counted(len(numbers), 'number')} of {key_name(name)}"
             )
             yield f"{given}: a head turns {counted(pairs, 'pair')}; give {counted(pairs, 'number')}"
+
+
+def _check_choices(model: ModelConfig) -> Iterator[str]:
+    """Yields a problem if a token cannot have its experts, or if no block has experts."""
+    keys = dict(model) | model.record.resolved(dict(model))
+    experts, each = keys["experts"], keys["experts_per_token"]
+    if experts is None:
+        return
+    if each is not None and each > experts:
+        given = f"--model.experts-per-token {each} with --model.experts {experts}"
+        yield f"{given}: use at most {experts}"
+    dense, every = model.dense_layers, model.expert_every
+    if model.layers // every * every <= dense:
+        given = f"--model.dense-layers {dense} and --model.expert-every {every}"
+        yield f"{given} with --model.layers {model.layers}: no block has experts; use smaller numbers"
 
 
 def _check_export(config: Config) -> Iterator[str]:

@@ -2,9 +2,10 @@
 
     config = Config(parallel=ParallelConfig(tp=2), train=TrainConfig(steps=100))
 
-This module declares the keys. `threed.config.arguments` reads their values from presets, TOML files
-and flags, `threed.config.checks` finds invalid combinations, and `threed.config.resolution` fills
-in derived values.
+This module declares the keys, except those of the model (`threed.config.model`).
+`threed.config.arguments` reads their values from presets, TOML files and flags,
+`threed.config.checks` finds invalid combinations, and `threed.config.resolution` fills in derived
+values.
 
 A key is `--group.key` on the command line and `key` under `[group]` in TOML, with hyphens; in
 Python the hyphens are underscores, and `async` is `async_`. The default None means "not set". On
@@ -15,21 +16,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from threed.config import architectures
-from threed.config.renames import renamed
+from threed.config.base import ConfigError as ConfigError
+from threed.config.base import Group, with_suggestions
+from threed.config.model import ModelConfig as ModelConfig
 from threed.config.schema import (
     BaseModel,
     ConfigDict,
     ModelWrapValidatorHandler,
-    PydanticCustomError,
     ValidationError,
     model_validator,
 )
 from threed.config.schema import key_name as key_name
 from threed.config.schema import python_name as python_name
-from threed.config.suggestions import suggest
 from threed.config.values import (
-    Architecture,
     AutoSwitch,
     Betas,
     ContextHeads,
@@ -37,8 +36,6 @@ from threed.config.values import (
     Duration,
     DurationOrNone,
     FolderName,
-    Fraction,
-    LayerPattern,
     LossScale,
     MemorySize,
     Natural,
@@ -50,7 +47,6 @@ from threed.config.values import (
     Positive,
     RecomputeOps,
     ResumeText,
-    Scaling,
     Schedule,
     ShardSize,
     Share,
@@ -63,81 +59,13 @@ from threed.config.values import (
     ZeroStage,
 )
 from threed.config.values import ParamGroup as ParamGroup
-from threed.core.errors import PicklableError
-from threed.core.messages import did_you_mean
-from threed.core.parse import plain
 
 DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 SumType = Literal["fp32", "bf16", "fp16", "fp64"]
 Place = Literal["none", "cpu", "nvme"]
 
 
-class ConfigError(PicklableError, ValueError):
-    """Raised for an invalid configuration, with all problems at once.
-
-    Args:
-        problems: one line per problem, which includes the fix.
-    """
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = [plain(problem, 4000) for problem in problems]
-        super().__init__("\n".join(self.problems))
-
-
-def _with_suggestions(kind: type[BaseModel], error: ValidationError) -> ValidationError:
-    """Returns an error with a suggestion for each unknown key or group.
-
-    Args:
-        kind: the class of the group that was validated, or `Config`.
-        error: the error of pydantic.
-    """
-    known = {name: type(group) for name, group in Config()}
-    group = next((name for name, other in known.items() if other is kind), "")
-    details: list[Any] = []
-    for detail in error.errors():
-        changed: dict[str, Any] = {**detail}
-        if detail["type"] == "extra_forbidden":
-            text = detail["msg"]  # of a group in a `Config`, which already has a suggestion
-            if len(detail["loc"]) == 1:
-                name = str(detail["loc"][0])
-                hint = suggest(f"{group}.{name}".removeprefix("."), known)[1]
-                hint = hint or ("" if group else did_you_mean(name, *known))
-                text = f"no such {'key' if group else 'group'}{hint}"
-            changed["type"] = PydanticCustomError("extra_forbidden", text)
-        details.append(changed)
-    return ValidationError.from_exception_data(kind.__name__, details)
-
-
-class _Group(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_none(cls, data: Any) -> Any:
-        """Replaces renamed keys and values by the current ones, and `none` by None.
-
-        `none` is replaced only in fields whose default is None.
-        """
-        optional = {name for name, field in cls.model_fields.items() if field.default is None}
-        if not isinstance(data, dict):
-            return data
-        data = renamed(cls.__name__.removesuffix("Config").lower(), data)
-        nones = {key: None for key in optional & data.keys() if data[key] == "none"}
-        return data | nones
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _suggest(cls, data: Any, validate: ModelWrapValidatorHandler[_Group]) -> _Group:
-        """Adds suggestions to errors about unknown names."""
-        try:
-            return validate(data)
-        except ValidationError as error:
-            raise _with_suggestions(cls, error) from None
-
-
-class ParallelConfig(_Group):
+class ParallelConfig(Group):
     """Sizes of the parallel axes, and the pipeline."""
 
     tp: Count = 1
@@ -171,7 +99,7 @@ class ParallelConfig(_Group):
     it; auto: if ranks of the schedule finish at different times and all state is on the device"""
 
 
-class ZeroConfig(_Group):
+class ZeroConfig(Group):
     """Sharding and offload of optimizer states, gradients and parameters."""
 
     stage: ZeroStage = 1
@@ -211,7 +139,7 @@ class ZeroConfig(_Group):
     """update on the host while the next step runs, so that each step uses weights one update old"""
 
 
-class RecomputeConfig(_Group):
+class RecomputeConfig(Group):
     """Activations to recompute in the backward, and storage of saved inputs."""
 
     mode: Literal["none", "selective", "full"] = "none"
@@ -234,7 +162,7 @@ class RecomputeConfig(_Group):
     """allocate gradient buffers and a buffer for all saved inputs once, and reuse them every step"""
 
 
-class PrecisionConfig(_Group):
+class PrecisionConfig(Group):
     """Number formats. Master weights and optimizer states are fp32 (fp64 when dtype is fp64)."""
 
     dtype: DType = "fp32"
@@ -251,80 +179,7 @@ class PrecisionConfig(_Group):
     unchanged"""
 
 
-class ModelConfig(_Group):
-    """Architecture and sizes of the transformer."""
-
-    arch: Architecture = "gpt"
-    """architecture of the transformer blocks"""
-    layers: Count = 6
-    """transformer blocks"""
-    hidden: Count = 256
-    """width of the residual stream"""
-    heads: Count = 8
-    """attention heads"""
-    kv_heads: Count | None = None
-    """key and value heads; if not set, as many as heads"""
-    head_dim: Count | None = None
-    """size of an attention head; if not set, hidden / heads"""
-    ffn: Count | None = None
-    """inner width of the MLP; if not set, 4 hidden (gpt) or 8/3 hidden (gated MLPs)"""
-    vocab: Count | None = None
-    """vocabulary size; if not set, the tokenizer's"""
-    seq: Count = 256
-    """sequence length of training samples, in tokens"""
-    positions: Count | None = None
-    """maximum sequence length: the number of learned positions, and the length that exports and
-    rope-scaling assume; if not set, seq"""
-    dropout: Share = 0.0
-    """dropout rate"""
-    tied: Switch | None = None
-    """share one weight between head and embedding; if not set, true for gpt and gemma, else false"""
-    bias: Switch | None = None
-    """biases in linear layers; if not set, true for gpt, else false"""
-    mlp_bias: Switch | None = None
-    """biases in the MLP; if not set, the value of bias for gpt and llama, else false"""
-    norm_eps: Positive = 1e-5
-    """added to the variance in norms"""
-    rope_theta: Positive = 10000.0
-    """base of the rotary frequencies"""
-    rope_local_theta: Positive | None = None
-    """base of the rotary frequencies in sliding-window layers (gemma3); if not set, 10000 for
-    gemma3"""
-    rope_scaling: Scaling | None = None
-    """rotary scaling for longer sequences: linear, llama3, yarn or longrope, with its keys"""
-    partial_rotary_factor: Fraction = 1.0
-    """fraction of each head that rotary positions rotate"""
-    qk_norm: Switch = False
-    """normalize queries and keys per head; only for llama, which becomes a Qwen3 model"""
-    window: Natural | None = None
-    """positions that a query attends to in sliding-window layers; 0: all; if not set, 4096 for
-    gemma, else all"""
-    layer_pattern: LayerPattern | None = None
-    """kinds of successive layers, repeated: s (sliding window), f (full attention); if not set, the
-    architecture's pattern, such as sf"""
-    attention_softcap: NonNegative | None = None
-    """bound on attention scores, by tanh; 0: no bound; if not set, 50 for gemma2, else no bound"""
-    logit_softcap: NonNegative | None = None
-    """bound on logits, by tanh; 0: no bound; if not set, 30 for gemma2, else no bound"""
-    query_pre_attn_scalar: Positive | None = None
-    """attention scores are divided by the square root of this number; if not set, the head size"""
-
-    @property
-    def record(self) -> architectures.Architecture:
-        """The properties of the architecture `arch`."""
-        return architectures.record_of(self.arch)
-
-    @property
-    def layout(self) -> architectures.Architecture:
-        """The architecture whose Hugging Face layout the model has.
-
-        It is Qwen3 for a Llama with `qk_norm`, else `record`.
-        """
-        name = "qwen3" if self.arch == "llama" and self.qk_norm else self.arch
-        return architectures.record_of(name)
-
-
-class ExpertsConfig(_Group):
+class ExpertsConfig(Group):
     """Training of mixtures of experts."""
 
     aux_loss: NonNegative = 0.0
@@ -335,7 +190,7 @@ class ExpertsConfig(_Group):
     """step size of the selection biases of models that balance experts by biases"""
 
 
-class TrainConfig(_Group):
+class TrainConfig(Group):
     """Length of the run, batch sizes, validation and skipped steps."""
 
     steps: Count = 200
@@ -366,7 +221,7 @@ class TrainConfig(_Group):
     if not set, no limit"""
 
 
-class OptimConfig(_Group):
+class OptimConfig(Group):
     """The optimizer and its learning rate."""
 
     name: Optimizer = "adamw"
@@ -394,7 +249,7 @@ class OptimConfig(_Group):
     the first matching pattern applies"""
 
 
-class DataConfig(_Group):
+class DataConfig(Group):
     """Training data and tokenizer."""
 
     path: PathText | None = None
@@ -412,7 +267,7 @@ class DataConfig(_Group):
     """train the documents of a window as if alone: attention stays inside, positions begin at 0"""
 
 
-class CheckpointConfig(_Group):
+class CheckpointConfig(Group):
     """Checkpoints: when to write them, which to keep, and which to resume from."""
 
     every: Natural = 0
@@ -437,7 +292,7 @@ class CheckpointConfig(_Group):
     """write a Hugging Face folder at the end"""
 
 
-class LogConfig(_Group):
+class LogConfig(Group):
     """Metrics, wandb and the profiler."""
 
     every: Count = 10
@@ -450,7 +305,7 @@ class LogConfig(_Group):
     """steps to record with torch.profiler, counted from 1; if not set, no profile"""
 
 
-class RunConfig(_Group):
+class RunConfig(Group):
     """Folder and name of the run, fault detection, compilation, and CUDA graphs."""
 
     dir: PathText | None = None
@@ -523,4 +378,4 @@ class Config(BaseModel):
         try:
             return validate(data)
         except ValidationError as error:
-            raise _with_suggestions(cls, error) from None
+            raise with_suggestions(cls, error) from None

@@ -38,6 +38,7 @@ PATTERNS = (
 
 # Repositories at huggingface.co with published tokenizers, by the vocabulary size of their models.
 PUBLISHED = {
+    32000: "mistralai/Mixtral-8x7B-v0.1",
     32768: "mistralai/Mistral-7B-v0.3",
     50257: "openai-community/gpt2",
     128256: "meta-llama/Meta-Llama-3-8B",

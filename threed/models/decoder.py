@@ -27,7 +27,9 @@ from threed.layers import (
     GatedMLP,
     LanguageModelHead,
     LayerNorm,
+    MixtureOfExperts,
     RMSNorm,
+    Routing,
     Slicing,
     gelu,
 )
@@ -86,7 +88,7 @@ class Decoder:
         )
         attention = self._attention(f"{name}.attention", self.record.has_window(dict(c), index))
         return Block(
-            name, norms, attention, self._mlp(f"{name}.mlp"), self.slicing, dropout=c.dropout,
+            name, norms, attention, self._mlp(f"{name}.mlp", index), self.slicing, dropout=c.dropout,
             post_norms=post_norm_names and (self._norm(post_norm_names[0]), self._norm(post_norm_names[1])),
         )  # fmt: skip
 
@@ -100,10 +102,17 @@ class Decoder:
             core=self._core(window), std=STD, out_std=self._out_std(),
         )  # fmt: skip
 
-    def _mlp(self, name: str) -> nn.Module:
+    def _mlp(self, name: str, index: int) -> nn.Module:
         c, record = self.config, self.record
         kind = GatedMLP if record.gated else MLP
         activation: Callable[[Tensor], Tensor] = F.silu if record.activation == "silu" else gelu
+        if record.has_experts(dict(c), index):
+            sizes = (c.expert_ffn or 0, c.experts or 0, c.experts_per_token or 0)  # resolved
+            return MixtureOfExperts(
+                name, c.hidden, *sizes, self.slicing,
+                routing=Routing(normalize=c.normalize_experts), shared_ffn=c.shared_ffn, activation=activation,
+                std=STD, out_std=self._out_std(),
+            )  # fmt: skip
         assert c.ffn is not None
         return kind(
             name, c.hidden, c.ffn, self.slicing, bias=bool(c.mlp_bias), std=STD, out_std=self._out_std(),

@@ -21,7 +21,7 @@ from threed.core.device import Specification, assume, memory_bytes
 from threed.core.device import name as device_name
 from threed.core.messages import counted
 from threed.distributed.grid import AXES, Grid
-from threed.distributed.topology import default_device
+from threed.distributed.topology import EXPERTS, default_device
 from threed.layers import Slicing
 from threed.memory.sizes import regime
 from threed.models import Model, options_of
@@ -51,7 +51,8 @@ class RankForecast:
         label: coordinates of the rank, such as 'pp0 dp1'.
         layers: for each chunk of the rank, the indices of its layers.
         bytes: bytes by kind, and `peak`; see `Footprint`.
-        sends: bytes sent per step, by axis: tp, pp, dp and cp.
+        sends: bytes sent per step, by axis: tp, pp, dp, cp and ep. Those of ep are for equal
+            numbers of tokens per expert.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class Forecast:
         model: name of the model.
         sizes: number of ranks per axis.
         parameters: number of parameters of the model.
+        active: number of parameters that compute a token, without experts that it is not sent to.
         microbatches: number of micro-batches per step and data rank.
         bubble: idle fraction of one pipeline rank between its first and its last action. The rank
             is the one with the longest time between these actions (arXiv 2401.10241).
@@ -98,6 +100,7 @@ class Forecast:
     model: str
     sizes: dict[str, int]
     parameters: int
+    active: int
     microbatches: int
     bubble: float
     idle: float
@@ -160,7 +163,8 @@ class Forecast:
         )
         config, flops, pipeline = stages.config, stages.flops, stages.pipeline
         division = division or pipeline.division
-        unsharded = columns[0] if shares == 1 else Column(config, Grid(), build, 0)
+        alone = config.model_copy(update={"parallel": p.model_copy(update={"ep": 1})})
+        unsharded = columns[0] if shares * p.ep == 1 else Column(alone, Grid(), build, 0)
         ranks = []
         for rank in range(world):
             position = grid.coordinates(rank)
@@ -178,6 +182,7 @@ class Forecast:
         custom_costs = options_of(unsharded.model).costs is not None
         gpu = device_name(default_device())
         rates, missing, time = gpu_rates.find(gpu), unmodelled(config), None
+        missing += ["mixtures of experts"] if unsharded.active < unsharded.parameters else []
         if division or not any(cost.operations[0] for cost in unsharded.costs):
             rates = None
         if rates is not None and not missing:
@@ -188,8 +193,8 @@ class Forecast:
                 rates, grid, same, stages.blueprints[first], stages.footprints[first], work
             )
         return cls(
-            config, name, grid.sizes, unsharded.parameters, pipeline.plan.microbatches, timeline.bubble,
-            fmean(simulation.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
+            config, name, grid.sizes, unsharded.parameters, unsharded.active, pipeline.plan.microbatches,
+            timeline.bubble, fmean(simulation.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
             step_flops=None if division or custom_costs else timeline.makespan / grid.tp,
             measured_s=timeline.makespan if division and not unsharded_times else None,
             device=gpu, note=columns[0].note, time=time, unmodelled=missing if rates else (), stages=stages,
@@ -294,6 +299,7 @@ class Forecast:
             " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1)
             or "one rank"
         )
+        grid += f", experts over {c.parallel.ep}" if c.parallel.ep > 1 else ""
         widths, moments = _widths(c), len(state_names(c.optim))
         dp = self.sizes["dp"] * self.sizes["cp"]
         shards = dp if c.zero.shard_size == "all" or c.zero.stage == 0 else int(c.zero.shard_size)
@@ -301,10 +307,10 @@ class Forecast:
         states = regime(
             *widths, c.zero.stage, shards, replicas=dp // shards, moments=moments, resident=small
         )
-        sends = {axis: max(rank.sends[axis] for rank in self.ranks) for axis in AXES}
+        sends = {axis: max(rank.sends[axis] for rank in self.ranks) for axis in (*AXES, EXPERTS)}
         sent = " + ".join(f"{axis} {_gib(size)}" for axis, size in sends.items() if size)
         lines = [
-            f"model      {self.model}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
+            f"model      {self.model}, {self._parameters_text()}, {c.precision.dtype}",
             f"states     {states}{_ways_text(c, self.ways)}",
             *([f"versions   {_VERSIONS}"] if registry.is_asynchronous(c.parallel.schedule) else []),
             f"ranks      {grid}",
@@ -329,6 +335,12 @@ class Forecast:
             *_lines(self.ranks),
         ]
         return "\n".join(lines)
+
+    def _parameters_text(self) -> str:
+        text = f"{self.parameters / 1e6:.2f} M parameters"
+        if self.active == self.parameters:
+            return text
+        return f"{text} ({self.active / 1e6:.2f} M compute each token)"
 
     def _time_text(self, seconds: float) -> str:
         tokens = self.config.train.global_batch * self.config.model.seq / seconds

@@ -27,7 +27,7 @@ from threed.distributed import collectives
 from threed.distributed.codecs import EXACT
 from threed.distributed.grid import AXES
 from threed.distributed.sharding import spec_of
-from threed.distributed.topology import Topology, default_device
+from threed.distributed.topology import EXPERTS, Topology, default_device
 from threed.layers import MicroBatch
 from threed.layers.contract import contract
 from threed.models import Model, Wrapped, options_of
@@ -61,7 +61,7 @@ class Footprint:
             checkpoints) and `copies` (in-memory checkpoints). `peak` is the sum of these kinds.
             `offloaded` is not included in `peak`: it is the number of bytes on a drive and, if the
             device is a GPU, in host memory. It is missing if this number is 0.
-        sends: bytes sent per step, by axis: tp, pp, dp and cp.
+        sends: bytes sent per step, by axis: tp, pp, dp, cp and ep.
         gathers: part of the bytes sent over dp that gathers of parameters send.
     """
 
@@ -185,7 +185,7 @@ class Fixed:
         self.gathered = _gather(blueprint)
         self.gathers = traffic["dp"] - before["dp"]
         self.reductions = Reductions(blueprint, states)
-        self.sends = {axis: traffic[axis] - before[axis] for axis in AXES}
+        self.sends = {axis: traffic[axis] - before[axis] for axis in (*AXES, EXPERTS)}
         self.bytes = _state_bytes(blueprint, states)
 
 

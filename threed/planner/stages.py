@@ -12,7 +12,7 @@ from threed.config import Config, ConfigError
 from threed.distributed.grid import AXES, Grid
 from threed.distributed.sharding import spec_of
 from threed.distributed.topology import Topology, default_device
-from threed.layers import Slicing
+from threed.layers import MixtureOfExperts, Slicing
 from threed.models import Model, options_of
 from threed.models.check import find_missing_records
 from threed.models.measured_partition import Division, LayerBytes, stage_costs, times_by_flops
@@ -96,6 +96,17 @@ class Column:
             spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()
         }
         return sum(found.values())
+
+    @property
+    def active(self) -> int:
+        """The number of `parameters` that compute a token, without experts that it is not sent to."""
+        parts = (part for layer in self.layers for part in layer.modules())
+        idle = (
+            (one.gate_up.numel() + one.down.numel()) * (one.experts - one.per_token) // one.experts
+            for one in parts
+            if isinstance(one, MixtureOfExperts)
+        )
+        return self.parameters - sum(idle)
 
     def at(self, config: Config) -> Column:
         """Returns a column of the same model with another configuration."""

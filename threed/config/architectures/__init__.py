@@ -22,6 +22,8 @@ from threed.config.architectures import qwen3 as qwen3
 from threed.config.architectures import phi3 as phi3
 from threed.config.architectures import gemma2 as gemma2
 from threed.config.architectures import gemma3 as gemma3
+from threed.config.architectures import mixtral as mixtral
+from threed.config.architectures import qwen3_moe as qwen3_moe
 # isort: on
 
 from threed.config.architectures.record import REGISTERED as REGISTERED

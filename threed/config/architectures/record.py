@@ -21,10 +21,10 @@ Keys = Mapping[str, Any]  # values of a `ModelConfig`, by field name
 class Rule:
     """One tensor of a Hugging Face layout, and the native tensors that it consists of.
 
-    In names, {i} is the block number. In shapes, each word is a dimension, the product of its
+    In names, {i} is the block number, and {e} the number of an expert. In shapes, each word is a dimension, the product of its
     letters: h is the hidden size, a the number of query heads, k the number of key/value heads, d
-    the head dimension, f the MLP width, v the vocabulary size, and p the number of learned
-    positions. So "ad h" is the shape [a·d h].
+    the head dimension, f the MLP width, e the number of experts, x the width of an expert, v the
+    vocabulary size, and p the number of learned positions. So "ad h" is the shape [a·d h].
 
     Attributes:
         hf: the name of the Hugging Face tensor.
@@ -35,6 +35,9 @@ class Rule:
             "" if every model has them.
         zeros: whether the Hugging Face layout also has the tensor, filled with zeros, in models
             without the property.
+        live: the parameter of the model in memory that contains the tensor, if it is another than
+            `hf`. Tensors with the same parameter are concatenated along dimension 0, expert by
+            expert.
     """
 
     hf: str
@@ -42,6 +45,7 @@ class Rule:
     transposed: bool = False
     needs: str = ""
     zeros: bool = False
+    live: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,18 @@ class Key:
         hf: the key in Hugging Face's configuration.
         native: the model key.
         absent: the value if the Hugging Face key is missing; ... (Ellipsis) if the key is required.
+        read: function from the Hugging Face value to the model key's; raises ValueError for a value
+            that is not supported.
+        write: the inverse of `read`.
+        other: another name of the Hugging Face key, which is read, but not written.
     """
 
     hf: str
     native: str
     absent: Any = ...
+    read: Callable[[Any], Any] = lambda value: value
+    write: Callable[[Any], Any] = lambda value: value
+    other: str = ""
 
 
 Window = Literal["none", "all", "layer_types", "max_window_layers"]
@@ -161,15 +172,17 @@ class Architecture:
                 found[key] = value({**keys, **found}) if callable(value) else value
         return found
 
-    def properties(self, keys: Keys) -> dict[str, bool]:
-        """Returns which properties (`Rule.needs`) a model has; they determine its tensors.
+    def properties(self, keys: Keys, block: int) -> dict[str, bool]:
+        """Returns which properties (`Rule.needs`) a block has; they determine its tensors.
 
         Args:
             keys: resolved model keys.
+            block: number of the block. Properties of the model are the same in all blocks.
         """
-        bias = bool(keys["bias"])
+        bias, experts = bool(keys["bias"]), self.has_experts(keys, block)
         return {
-            "": True, "untied": not keys["tied"], "qk_norm": self.qk_norm or keys["qk_norm"], "bias": bias,
+            "": True, "experts": experts, "dense": not experts,
+            "untied": not keys["tied"], "qk_norm": self.qk_norm or keys["qk_norm"], "bias": bias,
             "qkv_bias": bias or self.qkv_bias, "mlp_bias": bool(keys["mlp_bias"]),
         }  # fmt: skip
 
@@ -182,6 +195,16 @@ class Architecture:
         """
         pattern = keys["layer_pattern"] or self.layer_pattern
         return bool(pattern[block % len(pattern)] == "s")
+
+    def has_experts(self, keys: Keys, block: int) -> bool:
+        """Returns whether a block has experts instead of a dense MLP.
+
+        Args:
+            keys: resolved model keys.
+            block: number of the block.
+        """
+        later = block >= keys["dense_layers"] and (block + 1) % keys["expert_every"] == 0
+        return keys["experts"] is not None and later
 
 
 def _gated_ffn(keys: Keys) -> int:
@@ -205,6 +228,11 @@ HEAD_SIZE = {
     "query_pre_attn_scalar": lambda keys: keys["head_dim"] or keys["hidden"] // keys["heads"]
 }
 ROTARY = frozenset({"rope_theta", "rope_scaling"})
+EXPERTS: Keys = {
+    "experts": 8,
+    "experts_per_token": lambda keys: min(2, keys["experts"]),
+    "expert_ffn": lambda keys: keys["ffn"],
+}
 GEMMA = frozenset({"window", "layer_pattern", "bias", "query_pre_attn_scalar"})
 REGISTERED: dict[str, Architecture] = {}
 
@@ -244,6 +272,8 @@ def decoder_keys(*more: Key, **absent: Any) -> tuple[Key, ...]:
     )
 
 
+# Training with `transformers` reads these keys of models with experts; inference does not.
+ROUTER_LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 SILU_GATES: Keys = {"hidden_act": "silu", "attention_dropout": 0.0}
 GEMMA_KEYS = decoder_keys(
     Key("attention_bias", "bias", False),
@@ -332,6 +362,36 @@ GATED_MLP = (
     *linear(f"{HF_BLOCK}.mlp.up_proj", {f"{MLP}.up": "f"}, "h", bias="mlp_bias"),
     *linear(f"{HF_BLOCK}.mlp.down_proj", {f"{MLP}.down": "h"}, "f", bias="mlp_bias"),
 )
+DENSE_MLP = tuple(replace(rule, needs="dense") for rule in GATED_MLP if not rule.needs)
+
+
+def experts(hf: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Returns the rules of a block's experts and their router.
+
+    Args:
+        hf: the name of the Hugging Face module.
+        gate: the name of an expert's gate projection.
+        up: the name of an expert's up projection.
+        down: the name of an expert's down projection.
+    """
+    live = f"{HF_BLOCK}.mlp"
+
+    def expert(name: str, native: str, shape: str, packed: str) -> Rule:
+        own = ((f"{MLP}.experts.{{e}}.{native}.weight", shape),)
+        where = f"{live}.experts.{packed}"
+        return Rule(f"{hf}.experts.{{e}}.{name}.weight", own, needs="experts", live=where)
+
+    return (
+        replace(
+            one(f"{hf}.gate.weight", f"{MLP}.router.weight", "e h", "experts"),
+            live=f"{live}.gate.weight",
+        ),
+        expert(gate, "gate", "x h", "gate_up_proj"),
+        expert(up, "up", "x h", "gate_up_proj"),
+        expert(down, "down", "h x", "down_proj"),
+    )
+
+
 HEAD = (
     one("model.norm.weight", "head.norm.weight", "h"),
     one("lm_head.weight", "head.weight", "v h", "untied"),

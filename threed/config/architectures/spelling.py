@@ -78,10 +78,16 @@ class _Reader:
 
     def read(self) -> dict[str, Any]:
         for key in self.record.keys:
-            value = self._get(key.hf, key.absent)
+            absent = self._get(key.other, key.absent) if key.other else key.absent
+            value = self._get(key.hf, absent)
             if value is ...:
                 self.problems.append(f"{key.hf} is missing")
-            elif self.keys.setdefault(key.native, value) != value:
+                continue
+            try:
+                value = key.read(value)
+            except ValueError as error:
+                self.problems.append(f"{key.hf} {_shortened(value)}: {error}")
+            if self.keys.setdefault(key.native, value) != value:
                 self.problems.append(
                     f"{key.hf} {value}, but an equivalent key has {self.keys[key.native]}"
                 )
@@ -262,7 +268,7 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
     # vocabulary, and would not train the embedding of this id.
     table["pad_token_id"] = None
     for key in record.keys:
-        table[key.hf] = _hf_value(key.native, keys[key.native])
+        table[key.hf] = key.write(_hf_value(key.native, keys[key.native]))
     if not record.learned_positions:
         table |= _rope(record, keys)
     if record.window == "layer_types" and not keys["window"]:

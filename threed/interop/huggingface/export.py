@@ -31,7 +31,6 @@ from threed.checkpoint.reading import Reader
 from threed.config import ModelConfig
 from threed.config.resolution import resolve_model
 from threed.core.atomic import publish, write_text
-from threed.core.messages import counted
 from threed.data.tokenizer import Tokenizer
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.layouts import (
@@ -40,6 +39,7 @@ from threed.interop.huggingface.layouts import (
     config_of,
     entries,
     native_shapes,
+    too_large,
 )
 from threed.ops.precision import DTYPES
 from threed.zero.records import WEIGHT
@@ -157,16 +157,13 @@ def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
     checkpoint has tensors.
     """
     try:
-        model = ModelConfig.model_validate(saved)
-        # The caller builds a table of all tensors of the model. If a malformed configuration has a
-        # huge number of layers, this table would fill the memory.
-        if model.layers <= len(reader.shapes):
-            return resolve_model(model)
+        model = resolve_model(ModelConfig.model_validate(saved))
     except ValueError as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"the model's configuration is not valid: {text}") from None
-    what = f"the model's configuration has {counted(model.layers, 'layer')}"
-    raise CheckpointError(f"{what}, but there are fewer tensors")
+    if what := too_large(model, len(reader.shapes)):
+        raise CheckpointError(f"the model's configuration has {what}, but there are fewer tensors")
+    return model
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:

@@ -26,7 +26,6 @@ from torch import Tensor
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import LazyTensor, Shape, read_slabs
 from threed.checkpoint.manifest import MANIFEST
-from threed.core.messages import counted
 from threed.core.parse import ParseError, read_json
 from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
 from threed.distributed.sharding import slices
@@ -37,6 +36,7 @@ from threed.interop.huggingface.layouts import (
     model_of,
     name_problems,
     native_shapes,
+    too_large,
 )
 from threed.zero.records import WEIGHT
 
@@ -87,12 +87,8 @@ class HFTensors(ABC):
         except CheckpointError as error:
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_files()
-        # Checked before the table of all tensors of the model is built, because this table would
-        # fill the memory if a malformed configuration had a huge number of layers.
-        if self.model.layers > len(names):
-            raise CheckpointError(
-                f"{path}: its configuration has {counted(self.model.layers, 'layer')}, but it has fewer tensors"
-            )
+        if what := too_large(self.model, len(names)):
+            raise CheckpointError(f"{path}: its configuration has {what}, but it has fewer tensors")
         self.table = entries(self.model)
         self.shapes = native_shapes(self.table)
         self.parts: dict[str, Sequence[str]] = dict.fromkeys(self.shapes, (WEIGHT,))

@@ -23,7 +23,7 @@ from threed.data.tokenizer import Tokenizer
 # some of them, for example to select the class of the tokenizer.
 KEPT = (
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class", "transformers_version",
-    "_name_or_path", "initializer_range", "use_cache",
+    "_name_or_path", "initializer_range", "use_cache", "router_aux_loss_coef", "output_router_logits",
 )  # fmt: skip
 GENERATION = "generation_config.json"
 

@@ -11,16 +11,24 @@ other decoder is sliced by the plans in its configuration (`planned`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import MemoryTensor, read_box
 from threed.config import ConfigError
 from threed.distributed.sharding import Piece, initial
-from threed.interop.huggingface.layouts import default_seq, entries, model_of, state_dict_to_hf
+from threed.interop.huggingface.layouts import (
+    Entry,
+    default_seq,
+    entries,
+    model_of,
+    state_dict_to_hf,
+)
 from threed.interop.huggingface.live_weights import LiveModel
 from threed.interop.huggingface.planned import PlannedDecoder
 from threed.layers import Slicing
@@ -88,21 +96,46 @@ class RebuiltDecoder(Decoder, LiveModel):
         model = model_of(json.loads(module.config.to_json_string()))
         Decoder.__init__(self, model.model_copy(update={"seq": default_seq(model)}), slicing)
         LiveModel.__init__(self, module)
-        self._entries = {name: entry for entry in entries(self.config) for name, _ in entry.native}
-        _refuse(module, {entry.name for entry in self._entries.values()})
+        table = entries(self.config)
+        self._entries = {name: entry for entry in table for name, _ in entry.native}
+        self._places = _places(table, module)
+        _refuse(module, {name for name, _ in self._places.values()})
 
     def initial(self, piece: Piece, seed: int) -> Tensor:
         """Returns the initial values of a piece, [*piece.size]. See `ModelOptions`."""
         entry = self._entries[piece.name]
-        value = self.module.get_parameter(entry.name).detach()
+        name, first = self._places[entry.name]
+        value = self.module.get_parameter(name).detach()
         if value.is_meta:
             return initial(piece, seed)
+        value = value.reshape(-1, *entry.shape[1:])[first : first + entry.shape[0]]
         native = entry.native_part(piece.name, MemoryTensor(value))
         return read_box(native, piece.start, piece.size)
 
     def named_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns weights under the names of `transformers`, in its layout."""
-        return state_dict_to_hf(weights, self.config)
+        shapes = {name: param.shape for name, param in self.module.named_parameters()}
+        joined: dict[str, list[Tensor]] = {}
+        for name, value in state_dict_to_hf(weights, self.config).items():
+            joined.setdefault(self._places[name][0], []).append(value)
+        return {
+            name: values[0] if len(values) == 1 else torch.cat(values).view(shapes[name])
+            for name, values in joined.items()
+        }
+
+
+def _places(table: Sequence[Entry], module: nn.Module) -> dict[str, tuple[str, int]]:
+    """Returns the place of each Hugging Face tensor: (parameter of the module, first row in it).
+
+    The parameters of experts have a dimension of experts in front, which is merged with the rows.
+    """
+    params = dict(module.named_parameters(remove_duplicate=False))
+    found, rows = dict[str, tuple[str, int]](), Counter[str]()
+    for entry in table:
+        name = entry.live if entry.live in params else entry.name
+        found[entry.name] = name, rows[name]
+        rows[name] += entry.shape[0]
+    return found
 
 
 def _refuse(module: nn.Module, names: set[str]) -> None:

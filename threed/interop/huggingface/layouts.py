@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
@@ -40,6 +40,7 @@ from threed.config.architectures.record import Architecture, Rule
 from threed.config.checks import find_model_problems
 from threed.config.resolution import resolve_model
 from threed.config.schema import ValidationError, reason
+from threed.core.messages import counted
 from threed.core.parse import plain
 
 HEAD = "lm_head.weight"
@@ -59,12 +60,14 @@ class Entry:
         native: (name, shape) of each native tensor, in the order of their concatenation.
         in_model: whether the model has the native tensors. If not, the Hugging Face tensor is
             filled with zeros.
+        live: the parameter of the model in memory that contains the tensor (see `Rule.live`).
     """
 
     rule: Rule
     name: str
     native: tuple[tuple[str, Shape], ...]
     in_model: bool
+    live: str
 
     @property
     def shape(self) -> Shape:
@@ -134,33 +137,60 @@ def entries(model: ModelConfig) -> list[Entry]:
         raise CheckpointError(
             f"the Hugging Face layout of {record.title} cannot express {'; nor '.join(limits)}"
         )
-    has, letters = record.properties(keys), _letters(model)
-    out = []
+    letters, out = _letters(model), []
     for blocked, rules in groupby(record.rules, lambda rule: "{i}" in rule.hf):
         block = list(rules)
-        out += [
-            _at(rule, i, letters, has)
-            for i in range(model.layers if blocked else 1)
-            for rule in block
-        ]
+        for i in range(model.layers if blocked else 1):
+            has = record.properties(keys, i)
+            out += [_at(rule, i, e, letters, has) for e, rule in _by_expert(block, model.experts)]
     return [entry for entry in out if entry.in_model or entry.rule.zeros]
 
 
-def _at(rule: Rule, block: int, letters: Mapping[str, int], has: Mapping[str, bool]) -> Entry:
-    native = [
-        (name.replace("{i}", str(block)), _shape(shape, letters)) for name, shape in rule.native
-    ]
-    return Entry(rule, rule.hf.replace("{i}", str(block)), tuple(native), has[rule.needs])
+def _by_expert(rules: Sequence[Rule], experts: int | None) -> Iterator[tuple[int, Rule]]:
+    """Yields (number of the expert, rule): successive rules of experts, for one expert after another."""
+    for repeated, group in groupby(rules, lambda rule: "{e}" in rule.hf):
+        same = list(group)
+        yield from ((e, rule) for e in range(experts or 0 if repeated else 1) for rule in same)
+
+
+def _at(
+    rule: Rule, block: int, expert: int, letters: Mapping[str, int], has: Mapping[str, bool]
+) -> Entry:
+    def name(pattern: str) -> str:
+        return pattern.replace("{i}", str(block)).replace("{e}", str(expert))
+
+    native = [(name(pattern), _shape(shape, letters)) for pattern, shape in rule.native]
+    hf, live = name(rule.hf), name(rule.live or rule.hf)
+    return Entry(rule, hf, tuple(native), has[rule.needs], live)
 
 
 def _letters(m: ModelConfig) -> dict[str, int]:
     heads, d = m.heads, m.head_dim or m.hidden // m.heads
     k, f, v, p = m.kv_heads or heads, m.ffn or 0, m.vocab or 0, m.positions or m.seq
-    return {"p": p, "h": m.hidden, "a": heads, "k": k, "d": d, "f": f, "v": v}
+    sizes = {"p": p, "h": m.hidden, "a": heads, "k": k, "d": d, "f": f, "v": v}
+    return {**sizes, "e": m.experts or 0, "x": m.expert_ffn or 0}
 
 
 def _shape(words: str, letters: Mapping[str, int]) -> Shape:
     return tuple(math.prod(letters[letter] for letter in word) for word in words.split())
+
+
+def too_large(model: ModelConfig, tensors: int) -> str:
+    """Returns the size of a model if it has more layers or experts than tensors, else "".
+
+    It is called before the table of all tensors of the model is built, because this table would
+    fill the memory if a malformed configuration had a huge number of layers or experts.
+
+    Args:
+        model: the resolved model configuration.
+        tensors: number of tensors in the files.
+    """
+    keys, blocks = dict(model), range(min(model.layers, tensors + 1))
+    experts = (model.experts or 0) * sum(model.record.has_experts(keys, i) for i in blocks)
+    if max(model.layers, experts) <= tensors:
+        return ""
+    layers = counted(model.layers, "layer")
+    return f"{layers} with {counted(model.experts, 'expert')}" if model.experts else layers
 
 
 def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str) -> None:

@@ -1,0 +1,247 @@
+"""Mixtral and Qwen3 with experts against `transformers`: logits, folders, configurations and training.
+
+The weights come from `transformers`, which draws them at random. A router's choice changes only if two scores nearly
+agree, so the tests of logits print the smallest difference between the last chosen and the first other score.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import threed
+from tests import configs
+from tests.harness import run_ranks
+from tests.hf_decoders import (
+    LENGTH,
+    ROWS,
+    VOCAB,
+    batch,
+    casts,
+    difference,
+    engine_of,
+    make,
+    train,
+    train_plainly,
+)
+from tests.models.test_models_families import ours
+from threed.config import Config
+from threed.config.arguments import load
+from threed.config.resolution import resolve
+from threed.distributed.grid import Grid
+from threed.interop.convert import convert
+from threed.interop.huggingface.export import export_hf
+from threed.interop.huggingface.folder import HFFolder
+from threed.interop.huggingface.layouts import config_of, entries, hf_to_state_dict, model_of
+from threed.models import build
+from threed.planner.forecast import Forecast
+from threed.planner.stages import Column
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {}),
+    "mixtral window": ("mixtral", {"sliding_window": 5, "num_local_experts": 8, "head_dim": 6}),
+    "qwen3_moe": ("qwen3_moe", {"attention_bias": True}),
+    "qwen3_moe mixed": (
+        "qwen3_moe",
+        {"num_hidden_layers": 5, "mlp_only_layers": [0, 1], "decoder_sparse_step": 2, "norm_topk_prob": False},
+    ),
+}  # fmt: skip
+TOKENS = batch(0)["tokens"]
+SHAPES: list[dict[str, int]] = [
+    {"ep": 1},
+    {"ep": 2},
+    {"pp": 2, "dp": 1},
+    {"tp": 2, "dp": 1},
+]  # on two ranks
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+def theirs(name: str, dtype: torch.dtype) -> Any:
+    """Returns the model of `transformers`, with weights for which every part changes the logits."""
+    kind, changes = FAMILIES[name]
+    module, draw = make(kind, dtype, **changes), torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for key, param in module.named_parameters():
+            if param.dim() > 1:
+                std = 0.3 if "embed" in key else 1.2 / param.shape[-1] ** 0.5
+                param.normal_(0.0, std, generator=draw)
+    return module.eval()
+
+
+def logits_and_gap(module: Any) -> tuple[Tensor, float]:
+    """Returns the logits [b s v], and the smallest gap between scores that decides a choice."""
+    config = module.config
+    with torch.no_grad(), casts(module.dtype):
+        out = module(input_ids=TOKENS, output_router_logits=True)
+    scores = [layer.softmax(-1).sort(-1, descending=True).values for layer in out.router_logits]
+    k = config.num_experts_per_tok
+    return out.logits, min(float((s[:, k - 1] - s[:, k]).min()) for s in scores)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Returns all tensors of a folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Checks names, dtypes and bits."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_configuration_are_those_of_transformers(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    module = theirs(name, dtype)
+    module.save_pretrained(tmp_path)
+    model = model_of(json.loads((tmp_path / "config.json").read_text()))
+    weights = hf_to_state_dict(tensors(tmp_path), model)
+    want, gap = logits_and_gap(module)
+    print(f"{name}: smallest gap of scores {gap:.1e}")
+    assert gap > 1e-5
+    assert want.std() > 0.5
+    with casts(dtype):
+        found = ours(model, weights, TOKENS)
+    torch.testing.assert_close(found, want, rtol=0, atol=TOLERANCE[dtype])
+    assert model_of(config_of(model)) == model
+    assert model_of(type(module.config)(**config_of(model)).to_dict()) == model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_folders_are_converted_both_ways_without_a_change(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    module = theirs(name, torch.float32).to(dtype)
+    module.config.router_aux_loss_coef = 0.02
+    module.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    native = convert(tmp_path / "theirs", tmp_path / "native")
+    back = convert(native, tmp_path / "back")
+    assert_same(tensors(back), tensors(tmp_path / "theirs"))
+    one = convert(tmp_path / "theirs", tmp_path / "one", to="hf")
+    assert_same(tensors(one), tensors(tmp_path / "theirs"))
+    before, after, copied = (
+        json.loads((path / "config.json").read_text()) for path in (tmp_path / "theirs", back, one)
+    )
+    assert copied == before | {"torch_dtype": before["dtype"]}
+    assert after["router_aux_loss_coef"] == 0.02
+    assert model_of(after) == model_of(before)
+    if "qwen3" in name:  # the key of published folders and of `transformers` 4
+        assert (after["num_experts"], "num_local_experts" in after) == (6, False)
+    loaded, info = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+    assert not any(info.values()), info
+    assert_same(dict(loaded.state_dict()), dict(module.state_dict()))
+
+
+def test_a_rebuilt_model_has_the_weights_in_memory() -> None:
+    for kind in ("mixtral", "qwen3_moe"):
+        module = make(kind, torch.float32)
+        model = threed.from_transformers(module, plan=False)
+        names = {name for entry in entries(model.config) for name, _ in entry.native}
+        engine = engine_of(kind, False, torch.float32, threed.Topology())
+        weights = engine.full_state_dict()
+        assert weights.keys() == names
+        assert_same(model.hf_state_dict(weights), dict(module.state_dict()))
+
+
+def load_and_save(place: Path, out: Path) -> list[Tensor | None]:
+    """Loads folders into engines of several topologies, and saves them. Returns this rank's logits."""
+    logits = []
+    for name, (number, sizes) in itertools.product(FAMILIES, enumerate(SHAPES)):
+        config = Config.model_validate({
+            "parallel": {"dp": 2, **sizes}, "model": dict(HFFolder(place / name).model) | {"seq": LENGTH},
+            "train": {"global_batch": ROWS, "micro_batch": 1},
+        })  # fmt: skip
+        engine = configs.engine_of(resolve(config, VOCAB, 2))
+        engine.load(place / name)
+        engine.save(out / f"{name} {number}")
+        with torch.no_grad():
+            logits.append(engine.logits(TOKENS) if "tp" not in sizes else None)
+    return logits
+
+
+def test_folders_load_into_every_topology_and_are_exported_without_a_change(tmp_path: Path) -> None:
+    for name in FAMILIES:
+        theirs(name, torch.float32).save_pretrained(tmp_path / name)
+    found = run_ranks(2, load_and_save, tmp_path, tmp_path / "saved")
+    for logits, (name, (number, _)) in zip(
+        zip(*found, strict=True), itertools.product(FAMILIES, enumerate(SHAPES)), strict=True
+    ):
+        out = export_hf(tmp_path / "saved" / f"{name} {number}", tmp_path / "out")
+        assert_same(tensors(out), tensors(tmp_path / name))
+        want, _ = logits_and_gap(theirs(name, torch.float32))
+        for value in logits:
+            if value is not None:
+                torch.testing.assert_close(value[..., :VOCAB], want, rtol=0, atol=2e-5)
+
+
+def run_training(truths: dict[Any, Any]) -> dict[str, float]:
+    """Trains both families on these ranks. Returns differences from one process, over tolerances."""
+    found = {}
+    for (kind, dtype), sizes in itertools.product(truths, SHAPES):
+        parallel = dict(sizes)
+        ep, topology = parallel.pop("ep", 1), threed.Topology(**parallel)
+        engine = engine_of(kind, False, dtype, topology, "tp" in sizes, parallel={"ep": ep})
+        worst = difference(train(engine, dtype), truths[kind, dtype])
+        found[f"{kind} {dtype} {sizes}"] = worst / TOLERANCE[dtype]
+    return found
+
+
+def test_training_equals_training_the_module_of_transformers() -> None:
+    cases = itertools.product(("mixtral", "qwen3_moe"), TOLERANCE)
+    truths = {(kind, dtype): train_plainly(kind, dtype) for kind, dtype in cases}
+    for rank in run_ranks(2, run_training, truths):
+        assert max(rank.values()) < 1, rank
+
+
+# ---------------------------------------------------------------------------------------------------------- forecasts
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters", "active"),
+    [("mixtral-8x7b", 46_702_792_704, 12_879_925_248), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704)],
+)  # fmt: skip
+def test_published_models_have_their_numbers_of_parameters(
+    preset: str, parameters: int, active: int
+) -> None:
+    config = resolve(load(["--preset", preset])[0], 257, 1)
+    column = Column(config, Grid(), lambda slicing: build(config.model, slicing), 0)
+    assert (column.parameters, column.active) == (parameters, active)
+
+
+def test_a_forecast_counts_the_flops_of_the_experts_of_a_token() -> None:
+    found = {}
+    for experts, each, ep in ((8, 2, 1), (8, 2, 2), (8, 2, 4), (16, 2, 1), (8, 4, 1)):
+        model = {
+            "arch": "mixtral",
+            "layers": 2,
+            "ffn": 64,
+            "experts": experts,
+            "experts_per_token": each,
+            "vocab": 64,
+        }
+        config = Config.model_validate({"model": model, "parallel": {"ep": ep}})
+        made = Forecast.of(resolve(config, 64, 4), 4)
+        assert (made.ranks[0].sends["ep"] > 0) == (ep > 1)
+        found[experts, each, ep] = made.flops_per_token
+    expert = 6 * 2 * 3 * 256 * 64  # of forward and backward of one expert in two layers
+    assert found[8, 2, 1] == found[8, 2, 2] == found[8, 2, 4]
+    assert found[8, 4, 1] - found[8, 2, 1] == 2 * expert
+    assert found[16, 2, 1] - found[8, 2, 1] == 6 * 2 * 256 * 8  # of the router
