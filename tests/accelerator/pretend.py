@@ -197,7 +197,7 @@ class Pretend(Watching):
     def engine(self, config: Config, model: Callable[[Slicing], Model] | None = None) -> Engine:
         """The engine of a configuration, of one of threed's own models unless another is made of a slicing."""
         p = config.parallel
-        topology = Topology(pp=p.pp, tp=p.tp, device=self.where)
+        topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, device=self.where)
         slicing = Slicing.of(topology, config)
         built = models.build(config.model, slicing) if model is None else model(slicing)
         with warnings.catch_warnings():
@@ -205,7 +205,7 @@ class Pretend(Watching):
             engine = Engine(built, topology, config)
         if isinstance(engine.optimizer, OffloadedOptimizer) and engine.optimizer._thread:
             engine.optimizer._thread = AtOnce()  # another thread would not see these modes
-        length = config.model.seq // (topology.tp if slicing.sequence_parallel else 1)
+        length = config.model.seq // slicing.sequence_parts
         shape = (length, config.train.micro_batch, config.model.hidden)
         form = Form(None, (shape,), (dtype(config.precision.dtype),), (True,))
         engine.executor._receive_form = lambda source: form  # type: ignore[method-assign]  # no other stage tells it

@@ -288,12 +288,10 @@ FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (collectives_are_not_waited_for, Case(tp=2)),
     (Changed(f"{CONTEXT}:_Moving", "hops", "coming.wait()", "coming._finish()"), RING),
     (
-        Changed(
-            f"{CONTEXT}:_Ring", "backward", "part.add_(home.wait())", "part.add_(home._finish())"
-        ),
+        Changed(f"{CONTEXT}:_Ring", "steps", "part.add_(home.wait())", "part.add_(home._finish())"),
         RING,
     ),
-    (Changed(f"{CONTEXT}:_Ring", "backward", "split(home.wait())", "split(home._finish())"), RING),
+    (Changed(f"{CONTEXT}:_Ring", "steps", "split(home.wait())", "split(home._finish())"), RING),
     (
         Changed("threed.distributed.collectives", "all_to_all", "done(out, work).wait()", "out"),
         HEADS,

@@ -230,6 +230,18 @@ def test_a_step_without_a_planted_fault_has_none() -> None:
     assert device.faults == device.waits == []
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma2"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_context_parallelism_reads_and_mixes_nothing(heads: int, model: str) -> None:
+    """On the ring, with heads, and with both; gemma2 has a window and a soft cap."""
+    case = Case(
+        cp=4, cp_heads=heads, dp=2, model=model, dtype="bf16", zero=3, bucket_mib=0.03,
+        recompute="selective",
+    )  # fmt: skip
+    for rank in (0, 5):
+        check(config_of(case), case.world, rank, waits=False)
+
+
 @pytest.mark.parametrize("flexible", [True, False])
 def test_block_sparse_attention_reads_nothing_once_its_lists_are_made(flexible: bool) -> None:
     """With FlexAttention, whose lists are copied to the device in the first step, and without it."""
