@@ -15,11 +15,12 @@ A block is the attention of some queries to some keys (arXiv 2205.14135, 2310.01
 Here `causal` is a `Causal`, and `offset` is the position of the first query minus the position of
 the first key.
 
-A block is computed by torch's flash attention on CPUs in fp32 or fp64, and on GPUs in 16 bits if no
-pair is masked or if the block is square and causal (other kernels for GPUs return no log-sum-exp if
-a mask is given). The plain operations of this module compute all other blocks, for a bounded number
-of queries at a time: blocks in 16 bits on CPUs, blocks with soft caps, which flash attention does
-not have, and all other blocks on GPUs.
+Value heads may have another size than query and key heads. A block is computed by torch's flash
+attention, if both have the same size, on CPUs in fp32 or fp64, and on GPUs in 16 bits if no pair is
+masked or if the block is square and causal (other kernels for GPUs return no log-sum-exp if a mask
+is given). The plain operations of this module compute all other blocks, for a bounded number of
+queries at a time: blocks in 16 bits on CPUs, blocks with soft caps, which flash attention does not
+have, blocks with value heads of another size, and all other blocks on GPUs.
 """
 
 from __future__ import annotations
@@ -145,12 +146,14 @@ class Causal:
         """
         length, trace = q.shape[0], q.is_meta and not _on_cpu(q)
         window = self.window if self.window < length else 0
+        # On CPUs torch keeps the scores of all pairs if the heads of keys and values differ in size.
+        unequal = _on_cpu(q) and q.shape[-1] != v.shape[-1]
         # For a trace, torch's fused attention stands for FlexAttention, which saves the same.
-        if trace or not (window or self.softcap or documents is not None):
+        if trace or not (window or self.softcap or documents is not None or unequal):
             return attend(q, k, v, None, self.scale)
         if flex.fits(queries := _batch_first(q)):
             return self._flex(queries, _batch_first(k), _batch_first(v), window, documents)
-        chunked = documents is not None or self.softcap or 2 * window <= length
+        chunked = documents is not None or self.softcap or unequal or 2 * window <= length
         if chunked or not _on_cpu(q):
             self._record("chunks of threed", queries, _batch_first(k), window, documents)
             y: Tensor = _Chunked.apply(q, k, v, documents, window, self.softcap, self.scale)
