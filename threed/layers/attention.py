@@ -47,6 +47,27 @@ def _name_of(core: Core) -> str:
     return getattr(core, "__name__", type(core).__name__)
 
 
+def check_context(name: str, heads: int, kv_heads: int, core: Core, slicing: Slicing) -> None:
+    """Raises ValueError if attention cannot be split over the context ranks.
+
+    Args:
+        name: global name of the layer.
+        heads: number of query heads per tensor rank.
+        kv_heads: number of key/value heads per tensor rank.
+        core: the core of the layer.
+        slicing: parallel layout.
+    """
+    context = slicing.context
+    u = context.heads.size
+    if heads % u or (kv_heads % u and u % kv_heads):
+        raise ValueError(
+            f"{name}: {heads} heads and {kv_heads} key/value heads of a tensor rank cannot be divided over"
+            f" {u} context ranks: use another --parallel.cp-heads"
+        )
+    if context.ring.size > 1 and not isinstance(core, Causal):
+        raise ValueError(f"{name}: {NEEDS_HEADS.format(cp=context.size)}")
+
+
 class Attention(nn.Module):
     """Self-attention: x [s b h] -> [s b h] (with sequence parallelism both are [s/t b h]).
 
@@ -110,7 +131,7 @@ class Attention(nn.Module):
                 f"{name}: the core {_name_of(core)} does not support attention sinks: give it a parameter `sinks` ([a]), or"
                 " use sinks=False"
             )
-        self._check_context(name, heads // t, max(k // t, 1), core, slicing)
+        check_context(name, heads // t, max(k // t, 1), core, slicing)
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
         self.name, self._core_takes_documents = name, takes(core, "documents")
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
@@ -137,19 +158,6 @@ class Attention(nn.Module):
         self.out = RowLinear(
             f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d
         )
-
-    @staticmethod
-    def _check_context(name: str, heads: int, kv_heads: int, core: Core, slicing: Slicing) -> None:
-        """Raises ValueError if attention cannot be split over the context ranks."""
-        context = slicing.context
-        u = context.heads.size
-        if heads % u or (kv_heads % u and u % kv_heads):
-            raise ValueError(
-                f"{name}: {heads} heads and {kv_heads} key/value heads of a tensor rank cannot be divided over"
-                f" {u} context ranks: use another --parallel.cp-heads"
-            )
-        if context.ring.size > 1 and not isinstance(core, Causal):
-            raise ValueError(f"{name}: {NEEDS_HEADS.format(cp=context.size)}")
 
     def flops(self, tokens: int, seq: int) -> int | None:
         """Returns the FLOPs of the core's forward; masked pairs of positions are counted, too.

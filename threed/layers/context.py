@@ -133,7 +133,7 @@ class Context:
             core: the core. If the ring has several ranks, a `Causal`.
             q: queries at this rank's positions, [s/c b a d].
             k: keys at this rank's positions, [s/c b k d].
-            v: values at this rank's positions, [s/c b k d].
+            v: values at this rank's positions, [s/c b k d]; their heads may have another size.
             documents: number of each token's document in the full sequences, int64 [b s], for a
                 core with this parameter. Default: each sequence is one document.
             sinks: attention sinks [a], for a core with this parameter. Default: none.

@@ -20,11 +20,12 @@ Here `causal` is a `Causal`, and `offset` is the position of the first query min
 the first key. `Blockwise` runs these functions for all blocks of a plan (`Plan`): chunks of queries
 (`Causal`), the hops of a ring (`layers.context`), or lists of blocks (`ops.block_sparse`).
 
-A block is computed by torch's flash attention on CPUs in fp32 or fp64, and on GPUs in 16 bits if no
-pair is masked or if the block is square and causal (other kernels for GPUs return no log-sum-exp if
-a mask is given). The plain operations of this module compute all other blocks, for a bounded number
-of queries at a time: blocks in 16 bits on CPUs, blocks with soft caps, which flash attention does
-not have, and all other blocks on GPUs.
+Value heads may have another size than query and key heads. A block is computed by torch's flash
+attention, if both have the same size, on CPUs in fp32 or fp64, and on GPUs in 16 bits if no pair is
+masked or if the block is square and causal (other kernels for GPUs return no log-sum-exp if a mask
+is given). The plain operations of this module compute all other blocks, for a bounded number of
+queries at a time: blocks in 16 bits on CPUs, blocks with soft caps, which flash attention does not
+have, blocks with value heads of another size, and all other blocks on GPUs.
 """
 
 from __future__ import annotations
@@ -154,7 +155,9 @@ class Causal:
         """
         length, trace = q.shape[0], q.is_meta and not _on_cpu(q)
         window = self.window if self.window < length else 0
-        plain = not (window or self.softcap or documents is not None)
+        # On CPUs torch keeps the scores of all pairs if the heads of keys and values differ in size.
+        unequal = _on_cpu(q) and q.shape[-1] != v.shape[-1]
+        plain = not (window or self.softcap or documents is not None or unequal)
         if sinks is None and (trace or plain):
             return attend(q, k, v, None, self.scale)
         queries, keys, values = _batch_first(q), _batch_first(k), _batch_first(v)
@@ -168,7 +171,8 @@ class Causal:
                 self._record("FlexAttention", queries, keys, window, documents, sinks)
                 how = (window, self.softcap, self.scale, documents, sinks)
                 return _seq_first(flex.attend(queries, keys, values, *how))
-        chunked = sinks is not None or documents is not None or self.softcap or 2 * window <= length
+        several = sinks is not None or documents is not None or self.softcap or unequal
+        chunked = several or 2 * window <= length
         if chunked or not _on_cpu(q):
             self._record("chunks of threed", queries, keys, window, documents, sinks)
             chunks = Chunks(Causal(window, self.softcap, self.scale), documents)
