@@ -443,7 +443,9 @@ def test_counted_bytes_are_the_formulas(name: str) -> None:
 def test_every_setting_is_in_a_case_that_runs_always() -> None:
     everyday = [case for name, case in CASES.items() if name not in GRID]
     for field in fields(Case):
-        values = [{getattr(case, field.name) for case in some} for some in (everyday, CASES.values())]
+        values = [
+            {getattr(case, field.name) for case in some} for some in (everyday, CASES.values())
+        ]
         assert values[0] == values[1], field.name
 
 
