@@ -257,7 +257,7 @@ FAULTS: list[tuple[Plant, Case]] = [
     (batches_share_a_page_locked_buffer, Case()),
 ]  # fmt: skip
 OVERLAP = "threed.pipeline.overlap:Overlap"
-PAIRS = Case(pp=2, schedule="dualpipev", layers=6, microbatches=8)
+PAIRS = Case(pp=2, schedule="dualpipev", layers=2, microbatches=8)
 IN_BUCKETS = Case(dp=2, zero=2, bucket_mib=0.03, **DEEP)
 STREAM = "threed.zero.reduction_stream:ReductionStream"
 BOTH_WAYS = Case(pp=2, schedule="chimera", layers=2)
