@@ -236,7 +236,7 @@ def test_block_sparse_attention_reads_nothing_once_its_lists_are_made(flexible: 
     """With FlexAttention, whose lists are copied to the device in the first step, and without it."""
     fits = patch.object(flex, "fits", return_value=flexible)
     with fits, pretending() as device:
-        config = config_of(Case(dtype="bf16", microbatches=1))
+        config = config_of(Case(dtype="bf16", microbatches=1, layers=1))
         engine = device.engine(
             config, lambda s: example("sparse_attention:SparseModel")(config.model, s)
         )
