@@ -82,7 +82,7 @@ def trained(case: Case) -> tuple[Engine, list[StepMetrics]]:
 def test_every_setting_equals_one_process_without_chunks() -> None:
     cases = SPACE.touching(0)
     for name, options in SETTINGS.items():
-        assert {getattr(case, name) for case in cases} == set(options), name
+        assert {getattr(case, name) for case in cases} >= set(options), name
     equivalence.run_all(cases, trained)
 
 
