@@ -254,9 +254,10 @@ def sinks_of_the_first_rank() -> Iterator[None]:
     """Context ranks that exchange positions for heads all use the sinks of the first one's heads."""
     real = Context.attend
 
-    def attend(self: Context, *args: Any, sinks: Tensor, **more: Any) -> Tensor:
+    def attend(self: Context, *args: Any) -> Tensor:
+        *rest, sinks = args
         u = self.heads.size
-        return real(self, *args, sinks=torch.cat([sinks.chunk(u)[0]] * u), **more)
+        return real(self, *rest, torch.cat([sinks.chunk(u)[0]] * u))
 
     with sinking(), patch(Context, "attend", attend):
         yield

@@ -299,7 +299,7 @@ def output(
 
 def gradients(
     plan: Plan, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, y: Tensor, lse: Tensor
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns the gradients of q, k, v and the sinks (None without sinks).
 
     Args:
