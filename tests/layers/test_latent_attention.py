@@ -301,7 +301,7 @@ SPACE = Space(
     SETTINGS,
     make,
     cost=lambda case: case.world * (6 + case.layers * (3 + case.microbatches * 2)),
-    shape=lambda case: (case.cp, case.cp_heads, case.tp, case.pp > 1),
+    shape=lambda case: (case.cp > case.cp_heads, case.cp_heads > 1, case.tp > 1),
 )
 
 
