@@ -145,11 +145,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """Excludes the objects of all imported modules from garbage collection.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Names the test modules that the parent of all ranks imports, and freezes objects.
 
-    They exist until the end, and a collection that visits them takes most of a second.
+    Otherwise each rank would import the module of its test, which takes up to 60 ms. The objects of
+    all imported modules are excluded from garbage collection: they exist until the end, and a
+    collection that visits them takes most of a second.
     """
+    tests = (item for item in session.items if isinstance(item, pytest.Function))
+    files = {str(item.path): None for item in tests if hasattr(item.module, "run_ranks")}
+    os.environ["TESTS_WITH_RANKS"] = os.pathsep.join(files)
     gc.freeze()
 
 

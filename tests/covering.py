@@ -3,6 +3,8 @@
 space = Space(SETTINGS, make, cost)
 cases = space.covering(seed=0)        # contain every pair of values
 cases = space.touching(seed=0)        # contain every value; for tests whose pairs other tests cover
+
+@pytest.mark.parametrize(("shape", "bias"), in_turns(3, SHAPES, (False, True)))    # a third of all runs always
 """
 
 from __future__ import annotations
@@ -14,11 +16,28 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import pytest
 
 Case = TypeVar("Case")
 Values = Mapping[str, object]
 Pair = tuple[object, ...]
+
+
+def in_turns(step: int, *options: Sequence[object]) -> list[Any]:
+    """Returns all combinations of options as parameters of a test.
+
+    Every `step`-th combination runs always, the others only with the grid.
+
+    Raises:
+        AssertionError: if a value occurs in no combination that runs always.
+    """
+    every = list(itertools.product(*options))
+    for values, *seen in zip(options, *every[::step], strict=True):
+        assert all(value in seen for value in values), f"choose another step than {step}"
+    marks = [() if number % step == 0 else pytest.mark.grid for number in range(len(every))]
+    return [pytest.param(*values, marks=mark) for values, mark in zip(every, marks, strict=True)]
 
 
 @dataclass(frozen=True)

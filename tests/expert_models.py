@@ -16,7 +16,7 @@ class Softmax:
 
     dense = ()
     routing = Routing()
-    experts, per_token, shared = 8, 2, 0
+    experts, per_token, shared, ffn = 8, 2, 0, 12
     losses = LossFactors(0.02, 0.01)
 
     def __init__(self, config: ModelConfig, slicing: Slicing) -> None:
@@ -48,7 +48,7 @@ class Softmax:
     def mixture(self, name: str) -> MixtureOfExperts:
         """Returns the experts of a block."""
         return MixtureOfExperts(
-            name, self.hidden, 12, self.experts, self.per_token, self.slicing, routing=self.routing,
+            name, self.hidden, self.ffn, self.experts, self.per_token, self.slicing, routing=self.routing,
             shared_ffn=self.shared, losses=self.losses, std=STD, out_std=OUT,
         )  # fmt: skip
 
@@ -58,7 +58,7 @@ class Biased(Softmax):
 
     dense = (0,)
     routing = Routing("sigmoid", scale=2.5, groups=4, groups_per_token=2, bias=True, epsilon=1e-20)
-    shared = 20
+    shared, ffn = 20, 16
     losses = LossFactors(aux=0.02)
 
 

@@ -15,7 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import threed
 from threed import Config, Topology
+from threed.layers.context import Context
 from threed.layers.slicing import ExpertRanks
+from threed.ops.positions import in_documents
 from threed.testing.ranks import preload
 
 VOCAB, LENGTH, ROWS, STEPS = 61, 12, 4, 3
@@ -150,8 +152,17 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def train_plainly(kind: str, dtype: torch.dtype) -> Trained:
-    """Trains the unmodified model with torch's AdamW on one process."""
+def documents(step: int) -> Tensor:
+    """Returns the documents [b s] of a step's batch."""
+    draw = torch.Generator().manual_seed(200 + step)
+    return (torch.rand(ROWS, LENGTH, generator=draw) < 0.3).cumsum(1)
+
+
+def train_plainly(kind: str, dtype: torch.dtype, packed: bool = False) -> Trained:
+    """Trains the unmodified model with torch's AdamW on one process.
+
+    With `packed`, rows are packed documents: transformers keeps them apart by their positions.
+    """
     model = make(kind, dtype).train()
     params = list(model.parameters())
     groups = [
@@ -161,9 +172,13 @@ def train_plainly(kind: str, dtype: torch.dtype) -> Trained:
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=EPS[dtype])
     losses, norms = [], []
     for step in range(STEPS):
-        data = batch(step)
+        data, more = batch(step), {}
+        if packed:
+            numbers = documents(step)
+            more["position_ids"] = in_documents(numbers)[0].t()
+            data["labels"][:, :-1][numbers[:, 1:] != numbers[:, :-1]] = -100
         with casts(dtype):
-            logits = model(input_ids=data["tokens"]).logits
+            logits = model(input_ids=data["tokens"], **more).logits
         loss = F.cross_entropy(logits.flatten(0, 1), data["labels"].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -177,9 +192,13 @@ def config_of(
     model: Any, dtype: torch.dtype, topology: Topology, **groups: dict[str, Any]
 ) -> Config:
     """Returns the resolved configuration of a training run; `groups` overrides its keys."""
+    cp, heads = topology.cp, model.slicing.context.heads.size
     values: dict[str, dict[str, Any]] = {
         "model": {**dict(model.config), "seq": LENGTH},
-        "parallel": {"tp": topology.tp, "pp": topology.pp, "dp": topology.dp, "sequence": model.slicing.sequence},
+        "parallel": {
+            "tp": topology.tp, "pp": topology.pp, "dp": topology.dp, "sequence": model.slicing.sequence,
+            "cp": cp, **({"cp_heads": heads} if cp > 1 else {}),
+        },
         "precision": {"dtype": "fp64" if dtype == torch.float64 else "fp32"},
         "zero": {"resident": 0},
         "train": {"global_batch": ROWS, "micro_batch": 1, "steps": STEPS, "grad_clip": 0.5},
@@ -192,24 +211,27 @@ def config_of(
 
 def engine_of(
     kind: str, plan: bool, dtype: torch.dtype, topology: Topology, sequence: bool = False,
-    **groups: dict[str, Any],
+    cp_heads: int = 1, **groups: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Returns an engine of `from_transformers` of a model."""
     experts = ExpertRanks.of(topology, groups.get("parallel", {}).get("ep", 1))
-    slicing = threed.Slicing(topology.axis("tp"), sequence, experts=experts)
+    context = Context.of(topology, cp_heads)
+    slicing = threed.Slicing(topology.axis("tp"), sequence, context=context, experts=experts)
     with casts(dtype):
         model = threed.from_transformers(make(kind, dtype), slicing, plan=plan)
     return threed.Engine(model, topology, config_of(model, dtype, topology, **groups))
 
 
-def train(engine: Any, dtype: torch.dtype) -> Trained:
+def train(engine: Any, dtype: torch.dtype, packed: bool = False) -> Trained:
     """Trains an engine of `engine_of`. Collective."""
     losses, norms = [], []
     topology = engine.topology
     for step in range(STEPS):
         own = {
             key: value.chunk(topology.dp)[topology.axis("dp").index]
-            for key, value in batch(step).items()
+            for key, value in (
+                batch(step) | ({"documents": documents(step)} if packed else {})
+            ).items()
         }
         with casts(dtype):
             metrics = engine.step(own)

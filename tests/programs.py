@@ -42,7 +42,7 @@ from threed.testing.ranks import _context, preload
 # If there is a process group, torch.testing.assert_close imports DTensor, which takes a second.
 preload(
     "tests.configs", "pytest", "hypothesis", "torch.distributed.tensor", "threed.trainer", "einops", "tests.warm",
-    "tests.programs", "torch.distributed.run"
+    "tests.programs", "torch.distributed.run", "matplotlib.backends.backend_svg", "matplotlib.figure",
 )  # fmt: skip
 
 # output files of the programs from which this one was forked; they would write their buffers when they are freed

@@ -29,8 +29,10 @@ import functools
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -385,14 +387,28 @@ CASES = {
 }
 
 
+# Their settings occur in other cases too; these run only with `-m grid`.
+GRID = {
+    "tp4 sequence fp64", "tp4, two shared kv heads, whole sequences", "dp3 zero 2", "2x2x2 zero 0, whole sequences",
+    "2x2x2 llama bf16", "2x2x2 zero 3 sums in bf16", "dp4 zero 2 in pairs, bf16", "dp4 zero 3 by layer in pairs",
+    "tp2 dp2 zero 3 by layer", "tp2 dp2 zero 2", "pp2 dp2 zero 3", "pp3 dp2 zero 3", "cp2 ring tp2, fp64",
+    "cp2 ring dp2 zero 2 in pairs",
+}  # fmt: skip
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Returns parameters of a test; those in GRID have the mark."""
+    return [pytest.param(name, marks=pytest.mark.grid if name in GRID else ()) for name in names]
+
+
 def sent_in(name: str) -> list[Sent]:
-    """Returns the bytes that every rank sent in a case; all cases of a world run together."""
-    return results(tuple(case for case in CASES.values() if case.world == CASES[name].world))[
-        CASES[name]
-    ]
+    """Returns the bytes that every rank sent in a case.
 
-
-WIDEST = "tp4 sequence fp64"  # takes as long as three other cases
+    All cases of a world run together, except that those in GRID run separately.
+    """
+    case = CASES[name]
+    together = (n for n in CASES if (n in GRID) == (name in GRID))
+    return results(tuple(CASES[n] for n in together if CASES[n].world == case.world))[case]
 
 
 @functools.cache
@@ -401,9 +417,7 @@ def planned_in(name: str) -> list[dict[str, int]]:
     return [rank.sends for rank in Forecast.of(config_of(CASES[name]), CASES[name].world).ranks]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.grid if n == WIDEST else ()) for n in CASES]
-)
+@pytest.mark.parametrize("name", marked(CASES))
 def test_counted_bytes_are_the_formulas(name: str) -> None:
     """They are equal on every rank and axis.
 
@@ -426,6 +440,15 @@ def test_counted_bytes_are_the_formulas(name: str) -> None:
             )
 
 
+def test_every_setting_is_in_a_case_that_runs_always() -> None:
+    everyday = [case for name, case in CASES.items() if name not in GRID]
+    for field in fields(Case):
+        values = [
+            {getattr(case, field.name) for case in some} for some in (everyday, CASES.values())
+        ]
+        assert values[0] == values[1], field.name
+
+
 def exact_without_messages(sent: Sent, label: str) -> int:
     return sent.exact[label] - sent.messages[label]
 
@@ -437,7 +460,7 @@ UNPADDED = {
 UNPADDED = {n: c for n, c in UNPADDED.items() if c.model == WIDE or c.tp == 1 or c.data == 1}
 
 
-@pytest.mark.parametrize("name", UNPADDED)
+@pytest.mark.parametrize("name", marked(UNPADDED))
 def test_the_planner_is_exact_where_nothing_is_padded(name: str) -> None:
     for sent, planned in zip(sent_in(name), planned_in(name), strict=True):
         assert sent.padding == 0

@@ -22,7 +22,7 @@ SETTINGS: dict[str, list[object]] = {
     "model": list(MODELS),
     "sequence": [True, False],
     "zero": [0, 1, 2, 3],
-    "schedule": ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev"],
+    "schedule": ["1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe", "dualpipev"],
     "microbatches": [1, 3, 8],
     "dropout": [0.0, 0.1],
     "dtype": ["fp64", "fp32"],
@@ -33,6 +33,7 @@ SETTINGS: dict[str, list[object]] = {
     "tile": [1, 3],
     "shard": ["all", 2],
 }
+BOTH_WAYS = ("chimera", "dualpipe", "dualpipev")  # need an even number of micro-batches
 
 
 def make(values: Values) -> Case | None:
@@ -45,7 +46,7 @@ def make(values: Values) -> Case | None:
     v = dict(values)
     v["sequence"] = v["sequence"] and tp > 1
     v["schedule"] = v["schedule"] if pp > 1 else "1f1b"
-    if v["schedule"] == "dualpipev":
+    if v["schedule"] in BOTH_WAYS:
         v["microbatches"] = 8
     offload = v["zero"] == 3 and v["offload_params"] != "none"
     v["offload_params"] = v["offload_params"] if offload else "none"
@@ -53,7 +54,7 @@ def make(values: Values) -> Case | None:
     v["tile"] = v["tile"] if v["zero"] == 3 else 1
     v["shard"] = v["shard"] if v["zero"] else "all"
     few = pp == 1 and v["zero"] != 3 and v["model"] != "gemma3"
-    v["layers"] = 6 if v["schedule"] in (*CHUNKS, "dualpipev") else 2 if few else 3
+    v["layers"] = 6 if v["schedule"] in (*CHUNKS, *BOTH_WAYS) else 2 if few else 3
     if v["recompute"] == "sliced" and (tp == 1 or v["sequence"]):
         v["recompute"] = "half"
     return Case(**v)  # type: ignore[arg-type]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+# tuples: `isinstance` with a union takes several times as long, and the checks look at a million nodes
+FUNCTIONS, PARTS = (ast.FunctionDef, ast.AsyncFunctionDef), (ast.Subscript, ast.Attribute)
 
 OTHER = "an object of another library, whose interface is this field"
 PARAMETER = "a parameter carries what belongs to it, wherever the program refers to it"
@@ -64,15 +67,22 @@ CHANGES = {
 }  # fmt: skip
 
 
-def sources(root: Path) -> Iterator[tuple[str, ast.Module]]:
-    """Yields every module of the package, with its name without `threed.`."""
+@functools.cache
+def sources(root: Path) -> list[tuple[str, ast.Module]]:
+    """Returns every module of the package, with its name without `threed.`."""
+    found = []
     for path in sorted((root / "threed").rglob("*.py")):
         parts = path.relative_to(root / "threed").with_suffix("").parts
-        yield ".".join(part for part in parts if part != "__init__"), ast.parse(path.read_text())
+        name = ".".join(part for part in parts if part != "__init__")
+        found.append((name, ast.parse(path.read_text())))
+    return found
 
 
-def functions(tree: ast.AST) -> list[Function]:
-    return [node for node in ast.walk(tree) if isinstance(node, Function)]
+def functions(tree: ast.AST) -> Iterator[tuple[Any, list[ast.AST]]]:
+    """Yields every function, with all its nodes."""
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS):
+            yield node, list(ast.walk(node))
 
 
 def stored(node: ast.AST) -> list[ast.expr]:
@@ -80,8 +90,10 @@ def stored(node: ast.AST) -> list[ast.expr]:
     targets: list[ast.expr] = []
     if isinstance(node, ast.Assign):
         targets = node.targets
-    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
         targets = [node.target]
+    else:
+        return []
     return [
         part
         for target in targets
@@ -103,11 +115,11 @@ def fields(tree: ast.Module) -> set[str]:
     return found
 
 
-def made(function: Function) -> set[str]:
+def made(nodes: list[ast.AST]) -> set[str]:
     """Returns the names of objects that a function creates."""
     return {
         target.id
-        for node in ast.walk(function)
+        for node in nodes
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
         for target in node.targets
         if isinstance(target, ast.Name)
@@ -120,9 +132,9 @@ def foreign_fields(tree: ast.Module) -> set[str]:
     These objects are neither of this module's classes nor created by the function.
     """
     own, found = fields(tree), set[str]()
-    for function in functions(tree):
-        mine = {"self", "cls", "ctx"} | made(function)
-        set_here = (target for node in ast.walk(function) for target in stored(node))
+    for _, nodes in functions(tree):
+        mine = {"self", "cls", "ctx"} | made(nodes)
+        set_here = (target for node in nodes for target in stored(node))
         found |= {
             ast.unparse(target)
             for target in set_here
@@ -143,20 +155,17 @@ def module_state(tree: ast.Module) -> set[str]:
         if isinstance(name, ast.Name)
     }
     found = set[str]()
-    for function in functions(tree):
-        replaced = {
-            n for node in ast.walk(function) if isinstance(node, ast.Global) for n in node.names
-        }
+    for function, nodes in functions(tree):
+        replaced = {n for node in nodes if isinstance(node, ast.Global) for n in node.names}
         arguments = function.args
         local = {a.arg for a in (*arguments.args, *arguments.kwonlyargs, *arguments.posonlyargs)}
         local |= {
             n.id
-            for n in ast.walk(function)
+            for n in nodes
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
         } - replaced  # fmt: skip
-        found |= replaced | {
-            name for name in map(changed, ast.walk(function)) if name in names - local
-        }
+        names_of_others = names - local
+        found |= replaced | {name for name in map(changed, nodes) if name in names_of_others}
     return found
 
 
@@ -168,9 +177,7 @@ def changed(node: ast.AST) -> str | None:
         and node.func.attr in CHANGES
     ):
         node = node.func.value
-    elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(
-        node.ctx, ast.Store | ast.Del
-    ):
+    elif isinstance(node, PARTS) and not isinstance(node.ctx, ast.Load):
         node = node.value
     else:
         return None

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from tests.configs import MODELS, RECOMPUTE, Case, Result, train, trained
+from tests.configs import MODELS, RECOMPUTE, Case, Result, trained
 from tests.covering import Space, Values
 from tests.harness import run_ranks
 from threed.engine import Engine, StepMetrics
-from threed.testing import differences
+from threed.testing import differences, results_of
 
 # fp64: only the order of sums differs. fp32: the same, with relative roundings of 1e-7 and two Adam steps.
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -134,26 +134,26 @@ def name_of(case: Case) -> str:
     return f"{hashlib.sha256(repr(case).encode()).hexdigest()}.pt"
 
 
-def write_truths(cases: list[Case], folder: str) -> None:
+def write_truths(cases: list[Case], folder: str, work: Work = trained) -> None:
     """Writes the results of cases on one process."""
     for case in cases:
-        torch.save(vars(train(case)), f"{folder}/{name_of(case)}")
+        torch.save(vars(results_of(*work(case))), f"{folder}/{name_of(case)}")
 
 
-def run_all(cases: Sequence[Case], work: Work = trained) -> None:
+def run_all(cases: Sequence[Case], work: Work = trained, alone: Work = trained) -> None:
     """Runs the cases, in one world per shape.
 
     Args:
         cases: the cases.
         work: trains a case on its ranks.
+        alone: trains a case on one process.
     """
     worlds, wrong = defaultdict(list), list[str]()
     for case in cases:
         worlds[case.pp, case.dp, case.cp, case.tp].append(case)
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(
-            1, write_truths, list(dict.fromkeys(case.truth for case in cases)), folder, timeout=1200
-        )
+        truths = list(dict.fromkeys(case.truth for case in cases))
+        run_ranks(1, write_truths, truths, folder, alone, timeout=1200)
         for mine in worlds.values():
             wrong += itertools.chain(
                 *run_ranks(mine[0].world, run_cases, mine, folder, work, timeout=3600)

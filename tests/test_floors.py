@@ -7,6 +7,7 @@ from the source, so lazy ones and those under TYPE_CHECKING count too.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,9 @@ FILE_LINES, FUNCTION_LINES = (
 )  # limits: for a file without docstrings; for a function with its docstring
 
 
+parse = functools.cache(ast.parse)
+
+
 def find_violations(root: Path) -> list[str]:
     """Returns every violation in `threed/` and `pretrain/` under `root`, as `module: problem`."""
     sources = {
@@ -78,7 +82,7 @@ def find_violations(root: Path) -> list[str]:
     graph: dict[str, set[str]] = {}
     problems: list[str] = []
     texts = {module: path.read_text(encoding="utf-8") for module, path in sources.items()}
-    trees = {module: ast.parse(text) for module, text in texts.items()}
+    trees = {module: parse(text) for module, text in texts.items()}
     exports = {
         name: module
         for package in trees.keys() - {"threed"}
@@ -144,16 +148,19 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
             )
             base = ".".join([*parents, *([node.module] if node.module else [])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "importlib.import_module",
-            "import_module",
-            "__import__",
-        ):
+        elif isinstance(node, ast.Call) and _function(node) in ("import_module", "__import__"):
             yield from (
                 arg.value
                 for arg in node.args[:1]
                 if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
             )
+
+
+def _function(call: ast.Call) -> str:
+    """Returns the name of a called function, without that of its module."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
 def _home(name: str, sources: dict[str, Path]) -> str:
@@ -196,7 +203,9 @@ def _check_distributed(module: str, tree: ast.Module, imported: set[str]) -> Ite
         name == "torch.distributed" or name.startswith("torch.distributed.") for name in imported
     )
     used = any(
-        isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+        isinstance(node, ast.Attribute)
+        and node.attr == "distributed"
+        and ast.unparse(node) == "torch.distributed"
         for node in ast.walk(tree)
     )
     if named or used:
@@ -261,7 +270,7 @@ def test_nothing_below_imports_interop_but_for_the_engine() -> None:
     for path in (ROOT / "threed").rglob("*.py"):
         module = _module_name(ROOT, path)
         if not module.startswith("threed.interop") and module != "threed":
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            tree = parse(path.read_text(encoding="utf-8"))
             names = {n for n in _imports(tree, module) if n.startswith("threed.interop")}
             found |= {module.removeprefix("threed."): names} if names else {}
     assert found.keys() == USERS_OF_INTEROP

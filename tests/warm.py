@@ -1,5 +1,10 @@
 """Work that the parent of all ranks does once, when it imports this module."""
 
+import importlib
+import os
+import sys
+from pathlib import Path
+
 from torch._dynamo import list_backends
 
 from threed.core import native
@@ -8,3 +13,7 @@ from threed.core import native
 native.library("cpu")
 # Each rank that names a backend of torch.compile would otherwise import all backends.
 list_backends()
+# The test modules whose functions ranks call (tests/conftest.py); pytest has imported them without an error.
+for file in map(Path, filter(None, os.environ.get("TESTS_WITH_RANKS", "").split(os.pathsep))):
+    sys.path.append(str(file.parent))
+    importlib.import_module(file.stem)

@@ -46,7 +46,7 @@ from threed.core import rng
 from threed.distributed import collectives
 from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
-from threed.layers import Slicing
+from threed.layers import Slicing, experts
 from threed.memory import pool
 from threed.models import Model
 from threed.models import check as model_check
@@ -119,6 +119,12 @@ def _doors(watch: Watching) -> Iterator[None]:
         (rng.normal, normal),
         (launch.on_gpu, lambda x: x.device.type == NAME),
         (launch.available, lambda x: x.device.type == NAME),  # the kernels of csrc/cuda, as shapes
+        (
+            experts.read_sizes,
+            lambda sent, _, total: (
+                watch.fault(HOST_READ, "sizes") or experts.even_sizes(*sent.shape, total)
+            ),
+        ),
         (flex.problem, lambda _: ""),
         (flex.attend, lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
         (
@@ -191,17 +197,15 @@ class Pretend(Watching):
     def engine(self, config: Config, model: Callable[[Slicing], Model] | None = None) -> Engine:
         """The engine of a configuration, of one of threed's own models unless another is made of a slicing."""
         p = config.parallel
-        topology = Topology(pp=p.pp, tp=p.tp, device=self.where)
-        slicing = Slicing(
-            topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile
-        )
+        topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, device=self.where)
+        slicing = Slicing.of(topology, config)
         built = models.build(config.model, slicing) if model is None else model(slicing)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             engine = Engine(built, topology, config)
         if isinstance(engine.optimizer, OffloadedOptimizer) and engine.optimizer._thread:
             engine.optimizer._thread = AtOnce()  # another thread would not see these modes
-        length = config.model.seq // (topology.tp if slicing.sequence_parallel else 1)
+        length = config.model.seq // slicing.sequence_parts
         shape = (length, config.train.micro_batch, config.model.hidden)
         form = Form(None, (shape,), (dtype(config.precision.dtype),), (True,))
         engine.executor._receive_form = lambda source: form  # type: ignore[method-assign]  # no other stage tells it

@@ -79,9 +79,9 @@ def check(case: Case) -> Device:
     "case",
     [
         Case(),
-        Case(microbatches=1, zero=0),
-        Case(model="llama", dtype="bf16", microbatches=3),
-        Case(dropout=0.2, model="gpt-untied"),
+        Case(microbatches=1, zero=0, layers=1),
+        Case(model="llama", dtype="bf16", microbatches=3, layers=1),
+        Case(dropout=0.2, model="gpt-untied", layers=1),
     ],
     ids=str,
 )
@@ -211,12 +211,12 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_replay_is_found(wrong: str) -> None:
     with WRONG[wrong], pytest.raises((AssertionError, ConfigError, RuntimeError)):
-        check(Case(dropout=0.2))
+        check(Case(dropout=0.2, layers=1))
 
 
 def run_planted(wrong: Any, graphs: Any = True, steps: int = 4) -> None:
     """Steps of a GPT with a layer that does something wrong, on the device with values."""
-    config = config_of(Case(), graphs)
+    config = config_of(Case(layers=1), graphs)
     with late(1):
         topology = configs.topology_of(1, 1)
         model = faults_of_steps.PlantedModel(config, Slicing(), wrong)
@@ -263,7 +263,7 @@ def test_a_layer_that_cannot_be_captured_is_refused_by_name(wrong: Any) -> None:
 
 def test_documents_are_refused_without_flex_attention() -> None:
     """Attention then reads their borders on the host."""
-    config = config_of(Case(microbatches=1))
+    config = config_of(Case(microbatches=1, layers=1))
     numbers = torch.arange(SEQ).div(3, rounding_mode="floor").expand(8, -1).contiguous()
     batch = {**configs.batch(0, 8), "documents": numbers}
     with late(1):

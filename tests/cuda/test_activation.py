@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.covering import in_turns
 from tests.cuda.cases import (
     assert_close,
     assert_close_in_bf16,
@@ -64,11 +65,13 @@ def test_gated(name: str, rows: int, f: int) -> None:
     assert_close_in_bf16(gradient, torch.autograd.grad(y, x, dout.double())[0])
 
 
-@pytest.mark.parametrize(("rows", "f"), SHAPES)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("bias_gradient", [None, False, True])
-def test_gelu(rows: int, f: int, with_bias: bool, bias_gradient: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("shape", "bias_gradient", "with_bias"),
+    in_turns(5, SHAPES, (None, False, True), (False, True)),
+)
+def test_gelu(shape: tuple[int, int], bias_gradient: bool | None, with_bias: bool) -> None:
     """bias_gradient: whether it is added to what is there; None: not asked for."""
+    rows, f = shape
     x, dout = wide(rows, f), bf16(rows, f, seed=1)
     bias = bf16(f, seed=2) if with_bias else None
     held = normal(f, seed=3)

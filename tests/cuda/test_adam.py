@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import in_turns
 from tests.cuda.cases import (
     assert_close,
     assert_coalesced,
@@ -46,10 +47,12 @@ def update(
     adam.call_cuda(*arrays, g, out, *scalars, rule.beta1, rule.beta2, rule.eps, decay, **more)
 
 
-@pytest.mark.parametrize("n", [4, 12, 1020, 4096, 100_000])
-@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("with_out", [True, False])
-@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    ("n", "gradient", "with_out", "step"),
+    in_turns(
+        3, (4, 12, 1020, 4096, 100_000), (torch.float32, torch.bfloat16), (True, False), (1, 1000)
+    ),
+)
 def test_update(n: int, gradient: torch.dtype, with_out: bool, step: int) -> None:
     rule, decay = Adam(0.9, 0.95, 1e-8), 0.1
     p = normal(n, seed=0)
@@ -98,10 +101,12 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert not out.any()
 
 
-@pytest.mark.parametrize("n", [4, 12, 1020, 100_000])
-@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("with_out", [True, False])
-@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize(
+    ("n", "gradient", "with_out", "skip"),
+    in_turns(
+        3, (4, 12, 1020, 100_000), (torch.float32, torch.bfloat16), (True, False), (False, True)
+    ),
+)
 def test_lion(n: int, gradient: torch.dtype, with_out: bool, skip: bool) -> None:
     p, m, g, at = normal(n, seed=0), 0.1 * normal(n, seed=1), normal(n, seed=2), now(skip=skip)
     g = (g + g.sign()).to(gradient)  # with m it never gives nearly 0, whose sign would be chance

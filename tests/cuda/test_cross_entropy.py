@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import in_turns
 from tests.cuda.cases import (
     BF16_ULP,
     assert_coalesced,
@@ -86,9 +87,9 @@ def test_whole_rows(rows: int, columns: int, multiple: int) -> None:
     assert not x[:, columns:].any()
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_shards(rows: int, columns: int, ranks: int) -> None:
+@pytest.mark.parametrize(("shape", "ranks"), in_turns(2, SHAPES, (1, 2, 3)))
+def test_shards(shape: tuple[int, int], ranks: int) -> None:
+    rows, columns = shape
     logits = bf16(rows, columns, scale=3.0)
     targets = targets_of(rows, columns)
     weight = torch.tensor(0.37)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import in_turns
 from tests.cuda.cases import (
     assert_close_in_bf16,
     assert_coalesced,
@@ -47,13 +48,12 @@ def test_the_step_may_be_a_number_of_the_device() -> None:
     assert torch.equal(replace(what, step=at).mask(x), what.mask(x))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("with_bias", "with_residual"), [(False, False), (True, False), (True, True), (False, True)]
+    ("shape", "p", "with_bias", "with_residual"),
+    in_turns(5, SHAPES, (0.0, 0.1, 0.75), (False, True), (False, True)),
 )
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.75])
 def test_dropout(
-    shape: tuple[int, int, int], with_bias: bool, with_residual: bool, p: float
+    shape: tuple[int, int, int], p: float, with_bias: bool, with_residual: bool
 ) -> None:
     length, sequences, h = shape
     x, what = bf16(*shape) + 2, draw(sequences, p, (3, 3 + length))

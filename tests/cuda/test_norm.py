@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import in_turns
 from tests.cuda.cases import (
     assert_close,
     assert_close_in_bf16,
@@ -60,10 +61,12 @@ def vectors(h: int, layer: bool) -> tuple[Tensor, Tensor | None]:
     return (1 + bf16(h, seed=8, scale=0.2)), bf16(h, seed=9) if layer else None
 
 
-@pytest.mark.parametrize("layer", [False, True])
-@pytest.mark.parametrize("added", ["", "residual", "before", "residual before"])
-@pytest.mark.parametrize(("rows", "h"), SHAPES)
-def test_forward(rows: int, h: int, layer: bool, added: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "added", "layer"),
+    in_turns(3, SHAPES, ("", "residual", "before", "residual before"), (False, True)),
+)
+def test_forward(shape: tuple[int, int], added: str, layer: bool) -> None:
+    rows, h = shape
     x, (weight, bias) = bf16(rows, h) + 3, vectors(h, layer)
     residual = bf16(rows, h, seed=1) if "residual" in added else None
     before = bf16(h, seed=2) if "before" in added else None
@@ -102,11 +105,11 @@ def test_forward(rows: int, h: int, layer: bool, added: str) -> None:
         assert_close(means[0], rounded.mean(-1), 1e-6)
 
 
-@pytest.mark.parametrize("layer", [False, True])
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize(("rows", "h"), SHAPES)
-def test_backward(rows: int, h: int, layer: bool, add: bool, with_residual: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "layer", "add", "with_residual"), in_turns(3, SHAPES, *[(False, True)] * 3)
+)
+def test_backward(shape: tuple[int, int], layer: bool, add: bool, with_residual: bool) -> None:
+    rows, h = shape
     x, dy, (weight, bias) = bf16(rows, h) + 1, bf16(rows, h, seed=3), vectors(h, layer)
     residual = bf16(rows, h, seed=4) if with_residual else None
     held = normal(2, h, seed=5)

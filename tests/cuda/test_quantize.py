@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import in_turns
 from tests.cuda.cases import (
     assert_close,
     assert_close_in_bf16,
@@ -51,9 +52,9 @@ def test_quantize(blocks: int, bits: int) -> None:
     assert ((back - x.double().view(-1, 256)).abs() <= 0.5001 * truth.view(-1, 1)).all()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5, 8, 9, 17])
-@pytest.mark.parametrize("blocks", [1, 9, 40])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("ranks", "blocks", "bits"), in_turns(5, (1, 2, 5, 8, 9, 17), (1, 9, 40), (8, 4))
+)
 def test_dequantize(ranks: int, blocks: int, bits: int) -> None:
     with emulated():
         both = [quantize.quantize(numbers(blocks, seed), bits) for seed in range(ranks)]

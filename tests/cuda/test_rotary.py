@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import in_turns
 from tests.cuda.cases import (
     assert_close_in_bf16,
     assert_coalesced,
@@ -62,8 +63,9 @@ def test_heads_turn(case: tuple[int, int, int, int, int]) -> None:
         assert torch.equal(got.view_as(heads_of)[:, :, heads:].double(), heads_of[:, :, heads:])
 
 
-@pytest.mark.parametrize("case", CASES[:5])
-@pytest.mark.parametrize("layout", ["s b n d", "b s n d", "b n s d", "odd"])
+@pytest.mark.parametrize(
+    ("case", "layout"), in_turns(3, CASES[:5], ("s b n d", "b s n d", "b n s d", "odd"))
+)
 def test_gradients_turn_back_into_packed_rows(
     case: tuple[int, int, int, int, int], layout: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -185,40 +186,32 @@ def test_a_process_alone_in_a_job_of_several_tasks_gets_a_note() -> None:
 # --------------------------------------------------------------------------------------------------- real processes
 
 
-def together(
-    words: Sequence[str], folder: Path, several: Sequence[Variables]
-) -> list[subprocess.CompletedProcess[str]]:
-    """Starts a process with each of these variables, as a launcher does; what each printed.
-
-    They are forked, unless LD_PRELOAD needs an interpreter of its own.
-    """
+def variables(folder: Path) -> Variables:
+    """The variables of every started process: without those of launchers."""
     clean = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(LAUNCHERS) and key not in NAMES
     }
-    clean |= {
+    return clean | {
         "PYTHONPATH": str(ROOT),
         "THREED_CACHE": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
     }
-    if "LD_PRELOAD" not in several[0]:
-        logs = [folder / f"{number}.log" for number in range(len(several))]
-        programs = [
-            Program(words, folder, {**clean, **own}, log, log)
-            for own, log in zip(several, logs, strict=True)
-        ]
-        return [
-            subprocess.CompletedProcess(program.args, program.wait(120), log.read_text())
-            for program, log in zip(programs, logs, strict=True)
-        ]
-    line = [sys.executable, *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": folder}
-    started = [subprocess.Popen(line, env={**clean, **own}, **pipes) for own in several]  # type: ignore[call-overload]
-    outs = [process.communicate(timeout=120)[0] for process in started]
+
+
+def together(
+    words: Sequence[str], folder: Path, several: Sequence[Variables]
+) -> list[subprocess.CompletedProcess[str]]:
+    """Starts a process with each of these variables, as a launcher does; what each printed."""
+    clean, logs = variables(folder), [folder / f"{number}.log" for number in range(len(several))]
+    programs = [
+        Program(words, folder, {**clean, **own}, log, log)
+        for own, log in zip(several, logs, strict=True)
+    ]
     return [
-        subprocess.CompletedProcess(line, p.returncode, out)
-        for p, out in zip(started, outs, strict=True)
+        subprocess.CompletedProcess(program.args, program.wait(120), log.read_text())
+        for program, log in zip(programs, logs, strict=True)
     ]
 
 
@@ -273,7 +266,15 @@ extern "C" int pthread_mutex_lock(pthread_mutex_t* mutex) {
 }
 """
 LOOP = """
+import json, os, sys
 import torch, torch.distributed as dist, threed
+for number, mine in enumerate(json.loads(sys.argv[1])):
+    if not os.fork():
+        break
+else:
+    codes = dict(os.wait() for _ in range(number + 1))
+    sys.exit(str(sorted(map(os.waitstatus_to_exitcode, codes.values()))))
+os.environ |= mine
 threed.Topology()
 groups = [dist.new_group([0, 1]) for _ in range(6)]
 def reduce():
@@ -288,16 +289,22 @@ print("end", flush=True)
 def test_a_program_that_just_ends_is_not_aborted(tmp_path: Path) -> None:
     """gloo's threads take 20 ms longer for each lock, so that they release tensors after the program's last line.
 
-    Without the function that `Topology` registers, a process of 9 in 12 pairs ended with exit code -6.
+    LD_PRELOAD needs an interpreter, from which the ranks of three pairs are forked. Each of them ends as an
+    interpreter does. Without the function that `Topology` registers, a process of 9 in 12 pairs ended with exit
+    code -6.
     """
     (tmp_path / "late.cpp").write_text(LATE)
     late = tmp_path / "late.so"
     subprocess.run(["g++", "-shared", "-fPIC", "-o", late, tmp_path / "late.cpp"], check=True)
     (tmp_path / "loop.py").write_text(LOOP)
-    for pair in range(3):
-        several = [
-            {**openmpi(rank, 2, rank, 2), "PMIX_NAMESPACE": f"late-{pair}-{os.getpid()}", "LD_PRELOAD": str(late)}
-            for rank in range(2)
-        ]  # fmt: skip
-        for done in together(["loop.py"], tmp_path, several):
-            assert (done.returncode, done.stdout) == (0, "end\n")
+    ranks = [
+        {**openmpi(rank, 2, rank, 2), "PMIX_NAMESPACE": f"late-{pair}-{os.getpid()}"}
+        for pair in range(3)
+        for rank in range(2)
+    ]
+    done = subprocess.run(
+        [sys.executable, "loop.py", json.dumps(ranks)], cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, env={**variables(tmp_path), "LD_PRELOAD": str(late)},
+    )  # fmt: skip
+    assert done.stderr.splitlines()[-1] == str([0] * 6), done.stderr
+    assert done.stdout == "end\n" * 6

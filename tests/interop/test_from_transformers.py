@@ -29,10 +29,12 @@ from tests.hf_decoders import (
 )
 from threed.config import ConfigError
 from threed.distributed.sharding import spec_of
+from threed.distributed.topology import Axis
 from threed.interop.huggingface.live_weights import random_values
 from threed.interop.huggingface.plan import Plan
 from threed.interop.huggingface.plan_arguments import LayerArguments
 from threed.interop.huggingface.plan_layers import SharedInput, Skeleton, sliced
+from threed.layers.context import Context
 from threed.zero.step_metrics import DataError
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -126,6 +128,27 @@ def test_few_families_equal_one_process_on_four_ranks(tmp_path: Path) -> None:
         assert loaded.state_dict().keys() == truth.weights.keys()
         for name, value in loaded.state_dict().items():
             torch.testing.assert_close(value, truth.weights[name], atol=1e-9, rtol=0)
+
+
+PACKED = ("llama", "gemma2")  # gemma2: a window and soft caps
+
+
+def run_rebuilt(truths: dict[str, Trained]) -> dict[str, float]:
+    """Trains rebuilt models, split over context ranks and packed. Returns the differences."""
+    out, topology = {}, threed.Topology(cp=2)
+    for kind in PACKED:
+        for heads in (1, 2):
+            engine = engine_of(kind, False, torch.float64, topology, cp_heads=heads)
+            name = f"{kind}, {heads} of 2 ranks exchange heads"
+            out[name] = difference(train(engine, torch.float64, True), truths[kind])
+    return out
+
+
+def test_rebuilt_models_split_sequences_and_keep_documents_apart() -> None:
+    """As transformers does by positions that begin at 0 in each document."""
+    truths = {kind: train_plainly(kind, torch.float64, packed=True) for kind in PACKED}
+    for rank in run_ranks(2, run_rebuilt, truths):
+        assert max(rank.values()) < 1e-9, rank
 
 
 def run_table(world: int, dtype: torch.dtype) -> dict[str, float]:
@@ -340,10 +363,13 @@ def test_what_cannot_be_sliced_is_refused(message: str, build: Any) -> None:
         threed.from_transformers(build(), pair(), plan=True)
 
 
-def test_sequence_parallelism_and_tiles_are_refused() -> None:
+def test_sequence_and_context_parallelism_and_tiles_are_refused() -> None:
     axis: Any = Tensors()
     with pytest.raises(ConfigError, match="no sequence parallelism: use"):
         threed.from_transformers(make("llama"), threed.Slicing(axis, sequence=True), plan=True)
+    context = Context(axis=Axis("cp", (0, 1), 0))
+    with pytest.raises(ConfigError, match="no context parallelism, because its attention needs"):
+        threed.from_transformers(make("llama"), threed.Slicing(context=context), plan=True)
     with pytest.raises(ConfigError, match="no tiles"):
         threed.from_transformers(make("llama"), threed.Slicing(tile=2), plan=True)
 

@@ -24,7 +24,12 @@ from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import FileTensor, read_all, read_box
 from threed.interop.pickles import pickle_reader
-from threed.interop.pickles.pickle_reader import PickledObject, PickleReader, number
+from threed.interop.pickles.pickle_reader import (
+    MOST_OBJECTS,
+    PickledObject,
+    PickleReader,
+    number,
+)
 
 
 class Call:
@@ -185,12 +190,14 @@ DAMAGE: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.parametrize("share", [100, pytest.param(1, marks=pytest.mark.grid)])
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_one_line(kind: str, tmp_path: Path) -> None:
+def test_damage_is_one_line(kind: str, share: int, tmp_path: Path) -> None:
+    """With a share of the limits, because reaching them takes up to 20 s; with all of them in the grid."""
     data, problem = DAMAGE[kind]
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(CheckpointError, match=problem):
-        read_bare(tmp_path / "x")
+        PickleReader(MOST_OBJECTS // share).bare(tmp_path / "x")
 
 
 def test_files_that_are_not_torchs_are_refused(tmp_path: Path) -> None:
@@ -283,20 +290,22 @@ BOMBS: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.grid)])
 @pytest.mark.parametrize("kind", BOMBS)
-def test_bombs_are_refused_within_bounds_of_memory(kind: str, tmp_path: Path) -> None:
+def test_bombs_are_refused_within_bounds_of_memory(kind: str, share: int, tmp_path: Path) -> None:
+    """With a share of the limits, as above."""
     data, problem = BOMBS[kind]
     (tmp_path / "x").write_bytes(data)
-    run_ranks(1, refused_within, tmp_path / "x", problem)
+    run_ranks(1, refused_within, tmp_path / "x", problem, share)
 
 
-def refused_within(path: Path, problem: str) -> None:
-    """Reads in a process with 2 GiB more address space than it has."""
+def refused_within(path: Path, problem: str, share: int) -> None:
+    """Reads in a process with 2 GiB more address space than it has; or a share of that, and 256 MiB for arenas."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + 2**31
+    most = pages * resource.getpagesize() + 2**31 // share + 2**28 * (share > 1)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     with pytest.raises(CheckpointError, match=problem):
-        read_bare(path)
+        PickleReader(MOST_OBJECTS // share).bare(path)
 
 
 def test_names_and_indexes_are_data(tmp_path: Path) -> None:

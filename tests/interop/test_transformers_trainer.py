@@ -31,6 +31,7 @@ EVERYDAY = (
     "peft-3", "reentrant-3", "smoothing", "fp16",
     "evaluated-3", "classifier-3", "sequences-3",
 )  # fmt: skip
+ON_ONE_RANK = ("resumed-3", "search-3")
 # loss and norm: rounding to bf16 in both programs, by autocast and by threed; and to fp16 in threed
 ROUGH = {"bf16": (1e-3, 1e-2), "fp16": (1e-3, 2e-3)}
 
@@ -40,7 +41,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All trainings: by plain PyTorch on one process, and by threed on two ranks."""
     out = tmp_path_factory.mktemp("trainer")
     save_models(out)
-    train(out, EVERYDAY)
+    run("trainer_runs", out, "plain", (*EVERYDAY, *ON_ONE_RANK[1:]))
+    run("trainer_runs", out, "threed", EVERYDAY)
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs_on_one_rank(runs: Path) -> Path:
+    """Further trainings by threed, together in one program, because its imports take seconds."""
+    out = runs / "on-one-rank"
+    (out / "threed").mkdir(parents=True)
+    for name in ("models", "plain", "threed/saves-3"):
+        (out / name).symlink_to(runs / name)
+    run("trainer_runs", out, "threed", ON_ONE_RANK, ranks=1)
     return out
 
 
@@ -75,23 +88,18 @@ def test_a_training_has_the_numbers_of_one_process(runs: Path, name: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_continues_on_one(runs: Path, tmp_path: Path) -> None:
-    for name in ("models", "threed", "plain"):
-        (tmp_path / name).symlink_to(runs / name)
-    moved = json.loads((runs / "threed" / "resumed-3.json").read_text())
-    (runs / "threed" / "resumed-3.json").unlink()
-    run("trainer_runs", tmp_path, "threed", ["resumed-3"], ranks=1)
-    again = json.loads((runs / "threed" / "resumed-3.json").read_text())
-    assert len(again) == len(moved)
-    compare(tmp_path, "resumed-3")
+def test_a_checkpoint_of_two_ranks_continues_on_one(runs: Path, runs_on_one_rank: Path) -> None:
+    two, one = (
+        json.loads((out / "threed" / "resumed-3.json").read_text())
+        for out in (runs, runs_on_one_rank)
+    )
+    assert len(one) == len(two)
+    compare(runs_on_one_rank, "resumed-3")
 
 
 @pytest.mark.slow
-def test_a_search_on_one_rank(tmp_path: Path) -> None:
-    save_models(tmp_path)
-    run("trainer_runs", tmp_path, "plain", ["search-3"])
-    run("trainer_runs", tmp_path, "threed", ["search-3"], ranks=1)
-    compare(tmp_path, "search-3")
+def test_a_search_on_one_rank(runs_on_one_rank: Path) -> None:
+    compare(runs_on_one_rank, "search-3")
 
 
 @pytest.mark.grid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.configs import Case, trained
+from tests.engine.test_documents import Largest
 from tests.harness import run_ranks
 from tests.test_equivalence import run_cases, write_truths
 from threed import layers, models
@@ -190,6 +192,27 @@ def test_bf16_on_eight_ranks_is_as_exact_as_one_kernel() -> None:
 
 def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
+
+
+def largest_of_a_ring(causal: Causal, documents: Tensor | None) -> int:
+    """Returns the number of elements of the largest tensor of a forward and backward."""
+    with patch(sys.modules[__name__], "LENGTH", LONG), Largest() as largest:
+        attend_in_a_ring(torch.float32, causal, 4, documents)
+    return largest.elements
+
+
+LONG = 8192
+PACKED = torch.repeat_interleave(torch.arange(4), torch.tensor([5500, 3, 189, 2500])).expand(2, -1)
+
+
+@pytest.mark.parametrize("documents", [None, PACKED], ids=["one document", "packed"])
+def test_no_tensor_of_a_ring_has_all_pairs_of_positions(documents: Tensor | None) -> None:
+    """Neither those of the sequence, nor those of a rank, nor those of one of its chunks."""
+    held = 2 * LONG // 2 * HEADS * SIZE  # elements of the queries of a rank
+    for causal in (Causal(), Causal(3000), Causal(0, 2.0), Causal(3000, 2.0)):
+        for largest in run_ranks(2, largest_of_a_ring, causal, documents):
+            # keys and values travel together; a mask has 512 queries and a chunk of keys
+            assert largest <= 2 * held < (LONG // 4) ** 2, causal
 
 
 # ------------------------------------------------------------------------------------- planted faults

@@ -105,6 +105,31 @@ def attention(
     return linear(w, "a.out", y.reshape(s, b, heads * d))
 
 
+def latent(w: Weights, x: Tensor, low_rank: bool) -> Tensor:
+    """Four heads: 3 elements without and 4 with rotary positions, values of 5, latent vectors of 6.
+
+    With a query of low rank, elements 0 and 1 form a pair, and 2 and 3, otherwise 0 and 2, 1 and 3.
+    """
+    s, b, _ = x.shape
+    if low_rank:
+        q = linear(w, "a.query_up", rms_norm(w, "a.query_norm", linear(w, "a.query_down", x)))
+    else:
+        q = linear(w, "a.query", x)
+    q, down = q.view(s, b, 4, 7), linear(w, "a.kv_down", x)
+    k, v = (
+        linear(w, "a.kv_up", rms_norm(w, "a.kv_norm", down[..., :6]))
+        .view(s, b, 4, 8)
+        .split([3, 5], -1)
+    )
+    order = [0, 2, 1, 3] if low_rank else [0, 1, 2, 3]
+    q_rope = rotary(q[..., 3:][..., order], 100.0)
+    k_rope = rotary(down[..., 6:][..., order].unsqueeze(2), 100.0).squeeze(2)
+    scores = torch.einsum("sbad,tbad->bast", q[..., :3], k)
+    scores = (scores + torch.einsum("sbad,tbd->bast", q_rope, k_rope)) / math.sqrt(7)
+    y = torch.einsum("bast,tbad->sbad", causal(scores).softmax(-1), v)
+    return linear(w, "a.out", y.flatten(2))
+
+
 def distance() -> Tensor:
     return torch.arange(S).view(-1, 1) - torch.arange(S)
 
@@ -291,6 +316,16 @@ def attention_case(
     )
 
 
+def latent_case(low_rank: bool) -> Case:
+    return Case(
+        lambda slicing: layers.LatentAttention(
+            "a", H, 4, slicing, kv_rank=6, nope_dim=3, rope_dim=4, value_dim=5, rotary=100.0, eps=1e-5,
+            query_rank=9 if low_rank else None, interleaved=low_rank, bias=low_rank,
+        ),
+        lambda w, x: latent(w, x, low_rank),
+    )  # fmt: skip
+
+
 def core_case(
     heads: int, kv: int, d: int, core: Callable[[Slicing], Callable[..., Tensor]],
     scores: Callable[[Weights, Tensor], Tensor], theta: float | None = None,
@@ -351,6 +386,8 @@ CASES = {
         8, 4, 3, lambda slicing: Slopes(8, slicing),
         lambda w, x: causal(x * w["a.heat"] + w["a.slopes"].view(-1, 1, 1) * distance()),
     ),
+    "latent attention": latent_case(low_rank=False),
+    "latent attention, query of low rank": latent_case(low_rank=True),
     "mlp, swish": Case(lambda slicing: layers.MLP("m", H, 22, slicing, activation=Swish(slicing)), with_swish),
     "gated mlp, relu": Case(lambda slicing: layers.GatedMLP("m", H, 22, slicing, activation=F.relu), with_relu),
     "mlp": Case(lambda slicing: layers.MLP("m", H, 22, slicing), mlp),

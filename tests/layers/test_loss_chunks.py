@@ -73,8 +73,21 @@ def compare(cases: list[Case]) -> None:
             assert norms == pytest.approx(want_norms, rel=10 * tolerance), case
 
 
+def test_every_setting_gives_the_same() -> None:
+    cases = SPACE.touching(0)
+    for name, options in SETTINGS.items():
+        assert {getattr(case, name) for case in cases} == set(options), name
+    compare_all(cases)
+
+
+@pytest.mark.grid
 def test_a_covering_set_gives_the_same() -> None:
-    cases = SPACE.covering(0)
+    """With every pair of values of two settings."""
+    compare_all(SPACE.covering(0))
+
+
+def compare_all(cases: list[Case]) -> None:
+    """On the ranks of one world per shape."""
     for shape in sorted({(c.pp, c.dp, c.tp) for c in cases}):
         mine = [case for case in cases if (case.pp, case.dp, case.tp) == shape]
         run_ranks(mine[0].world, compare, mine, timeout=900)

@@ -79,7 +79,17 @@ def trained(case: Case) -> tuple[Engine, list[StepMetrics]]:
     return engine, metrics
 
 
+def test_every_setting_equals_one_process_without_chunks() -> None:
+    cases = SPACE.touching(0)
+    for name, options in SETTINGS.items():
+        assert {getattr(case, name) for case in cases} >= set(options), name
+    equivalence.run_all(cases, trained)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(7200)
 def test_a_covering_set_equals_one_process_without_chunks() -> None:
+    """With every pair of values of two settings."""
     equivalence.run_all(SPACE.covering(0), trained)
 
 

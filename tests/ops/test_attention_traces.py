@@ -10,21 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threed.ops import attention
-from threed.ops.attention import CHUNKS_OF_A_TRACE, Causal, _chunks, attend
+from threed.ops.attention import CHUNKS_OF_A_TRACE, Causal, Chunks, attend
 
 
 def test_a_trace_of_a_long_sequence_has_few_chunks() -> None:
     on_meta, on_cpu = (
-        torch.empty(8192, 1, 16, 1, device=device) for device in (torch.device("meta"), "cpu")
+        torch.empty(1, 16, 8192, 1, device=device) for device in (torch.device("meta"), "cpu")
     )
 
     def queries(q: Tensor, window: int) -> list[slice]:
-        return [at for _, at, _ in _chunks(q, q, Causal(window), None)]
+        return [step.at[2] for step in Chunks(Causal(window)).steps(q, q, q)]
 
     traced, run = queries(on_meta, 1024), queries(on_cpu, 1024)
     assert len(traced) <= CHUNKS_OF_A_TRACE < len(run)
     assert [at.start for at in traced] == list(range(0, 8192, 128))
-    assert queries(on_meta[:256], 64) == queries(on_cpu[:256], 64)
+    assert queries(on_meta[:, :, :256], 64) == queries(on_cpu[:, :, :256], 64)
 
 
 @pytest.mark.parametrize(("device", "calls", "heads"), [("cuda", 4, 2), ("cpu", 1, 8)])

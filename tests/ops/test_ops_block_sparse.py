@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from tests.ops.test_ops_flex import assert_same, eager, gradients  # noqa: F401
 from threed import layers
 from threed.core import block_patterns
-from threed.core.block_patterns import Part
+from threed.core.block_patterns import Layout, Part
 from threed.layers import (
     BigBirdPattern,
     BlockPattern,
@@ -32,6 +33,7 @@ from threed.layers import (
     VariablePattern,
 )
 from threed.ops import attention, attention_backends, block_sparse, flex
+from threed.ops.attention import Step
 from threed.pipeline.trace import Tracer, stated_flops
 
 LENGTH = 37  # no multiple of a block below
@@ -237,6 +239,34 @@ def test_different_layouts_need_the_heads_of_the_rank() -> None:
         SparseAttention(pattern, heads=(0, 8))(*heads())
 
 
+@dataclass
+class Between:
+    """The plan of the listed blocks between some queries and some keys; heads are [b a s d]."""
+
+    core: SparseAttention
+    lists: Sequence[Layout]
+    merges = False
+
+    @property
+    def causal(self) -> layers.Causal:
+        return self.core.causal
+
+    def steps(
+        self, q: Tensor, k: Tensor, v: Tensor, sums: list[Tensor] | None = None
+    ) -> Iterator[Step]:
+        return block_sparse.steps(self.lists, self.causal, q, k, v)
+
+    def forward(self, *heads: Tensor) -> tuple[Tensor, Tensor]:
+        y, lse = attention.output(self, *(x.permute(2, 0, 1, 3) for x in heads))
+        return y.unflatten(2, (heads[0].shape[1], -1)).permute(1, 2, 0, 3), lse
+
+    def backward(self, dy: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        (*heads, y), lse = (x.permute(2, 0, 1, 3) for x in given[:-1]), given[-1]
+        dy, y = dy.permute(2, 0, 1, 3).flatten(2), y.flatten(2)
+        found = attention.gradients(self, dy, *heads, None, y, lse)[:3]
+        return tuple(x.permute(1, 2, 0, 3) for x in found if x is not None)
+
+
 def test_parts_of_the_keys_are_merged_to_attention_of_all() -> None:
     """Three ranges of positions as on ranks of a ring, each with the blocks between two of them."""
     q, k, v = (x.detach().permute(1, 2, 0, 3) for x in heads(2))
@@ -246,30 +276,27 @@ def test_parts_of_the_keys_are_merged_to_attention_of_all() -> None:
         core = core_of(pattern)
         numbers = core.heads or (0, count)
         between = {
-            (rows, keys): block_patterns.layouts(pattern, LENGTH, numbers, rows, keys)
+            (rows, keys): Between(
+                core, block_patterns.layouts(pattern, LENGTH, numbers, rows, keys)
+            )
             for rows in ranges
             for keys in ranges
         }
-        want, lse = block_sparse.forward(core.lists(LENGTH, count), core.causal, q, k, v)
-        grads = block_sparse.backward(
-            core.lists(LENGTH, count), core.causal, dy, q, k, v, want, lse
-        )
+        full = Between(core, core.lists(LENGTH, count))
+        want, lse = full.forward(q, k, v)
+        grads = full.backward(dy, q, k, v, want, lse)
         got = [torch.zeros_like(x) for x in (want, q, k, v)]
         for rows in ranges:
             at = slice(None), slice(None), slice(*rows)
             y, total = torch.zeros_like(q[at]), torch.full_like(lse[at], -torch.inf)
             for keys in ranges:
                 pair = [x[:, :, slice(*keys)] for x in (k, v)]
-                attention.merge_(
-                    y, total, *block_sparse.forward(between[rows, keys], core.causal, q[at], *pair)
-                )
+                attention.merge_(y, total, *between[rows, keys].forward(q[at], *pair))
             got[0][at] = y
             torch.testing.assert_close(total, lse[at], rtol=0, atol=1e-12)
             for keys in ranges:
                 of = slice(None), slice(None), slice(*keys)
-                parts = block_sparse.backward(
-                    between[rows, keys], core.causal, dy[at], q[at], k[of], v[of], y, total
-                )
+                parts = between[rows, keys].backward(dy[at], q[at], k[of], v[of], y, total)
                 for sums, part, place in zip(got[1:], parts, (at, of, of), strict=True):
                     sums[place] += part
         assert_same(tuple(got), (want, *grads))

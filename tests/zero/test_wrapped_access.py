@@ -321,9 +321,11 @@ EVERYTHING = [
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_uses_of_parameters(stage: int) -> None:
-    """Under stage 3 every action at every second moment, kinds of parameters in turns; else a third of that."""
+    """A third of the actions, moments and kinds of parameters in turns under stage 3, else a sixth of that."""
     in_turns = [case for n, case in enumerate(EVERYTHING) if (n // 3 + n // 18 + n) % 3 == 0]
-    check(in_turns[::2] if stage == 3 else in_turns[stage::3], stage)
+    below = {case.action for first in range(3) for case in in_turns[first::6]}
+    assert below == {case.action for case in in_turns[::3]} == {*ACTIONS}
+    check(in_turns[::3] if stage == 3 else in_turns[stage::6], stage)
 
 
 @pytest.mark.grid

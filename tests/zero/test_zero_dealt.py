@@ -160,7 +160,15 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
+# Every shape, every stage, and both sizes of shards
+OFTEN, OTHERS = ([FOUR[n] for n in some] for some in ((0, 3, 4, 6, 7, 8, 10), (1, 2, 5, 9)))
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(2, TWO), (4, OFTEN), pytest.param(4, OTHERS, marks=pytest.mark.grid)],
+    ids=["2", "4", "4, others"],
+)
 def test_dealt_parameters_train_and_resume_as_on_one_process(
     world: int, cases: list[Any], alone: tuple[Result, Path], tmp_path: Path
 ) -> None:

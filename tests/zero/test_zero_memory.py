@@ -68,7 +68,12 @@ def at_rest_all(world: int, dtype: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("world", "dtype"),
-    [(2, "fp32"), (4, "fp32"), pytest.param(8, "fp32", marks=pytest.mark.grid), (2, "bf16")],
+    [
+        (2, "fp32"),
+        (2, "bf16"),
+        pytest.param(4, "fp32", marks=pytest.mark.grid),
+        pytest.param(8, "fp32", marks=pytest.mark.grid),
+    ],
 )
 def test_model_states_take_what_the_formulas_say(world: int, dtype: str) -> None:
     """arXiv 1910.02054, section 3: within 3 %, buffers of constant size and padding included."""
@@ -133,7 +138,7 @@ def watch(reducer: Any, passes: int, look: Callable[[], None]) -> None:
 def test_gradient_buffers_do_not_grow_with_the_model(world: int, stage: int) -> None:
     """Eight times the blocks, as many buckets: two on their way, open ones of two kinds, what a step leaves."""
     case = Case(dp=world, zero=stage, dtype="fp32", microbatches=2)
-    for small, large in run_ranks(world, overheads, case, (4, 32), (53, 53)):
+    for small, large in run_ranks(world, overheads, case, (2, 16), (53, 53)):
         assert abs(large - small) < 2
         assert large < (4 if stage < 2 else 12)
 
@@ -213,8 +218,8 @@ def test_nothing_grows_over_1200_steps(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_storage_is_left_after_80_steps(stage: int) -> None:
-    for before, after, _ in run_ranks(2, check_no_leak, stage, 80):
+def test_no_storage_is_left_after_40_steps(stage: int) -> None:
+    for before, after, _ in run_ranks(2, check_no_leak, stage, 40):
         assert after == before
 
 

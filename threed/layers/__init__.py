@@ -24,6 +24,7 @@ from threed.layers.contract import PipelineLayer
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
 from threed.layers.experts import MixtureOfExperts
+from threed.layers.latent_attention import LatentAttention
 from threed.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from threed.layers.loss import LanguageModelHead
 from threed.layers.mlp import MLP, GatedMLP, gelu
@@ -36,10 +37,10 @@ from threed.ops.block_sparse import SparseAttention
 from threed.ops.rotary import rotate
 
 __all__ = [
-    "Slicing", "MicroBatch", "PipelineLayer", "Embedding", "Block", "LanguageModelHead", "Attention", "Causal",
-    "attend", "SparseAttention", "BlockPattern", "DensePattern", "FixedPattern", "VariablePattern", "BigBirdPattern",
-    "LongformerPattern", "FunctionPattern", "rotate", "MLP", "GatedMLP", "gelu", "LayerNorm", "RMSNorm", "Dropout",
-    "VocabEmbedding", "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec",
-    "Piece", "Init", "parameter", "matrix", "vector", "attach", "copy_to", "reduce_from", "gather_from", "scatter_to",
-    "split", "MixtureOfExperts", "Routing", "LossFactors",
+    "Slicing", "MicroBatch", "PipelineLayer", "Embedding", "Block", "LanguageModelHead", "Attention",
+    "LatentAttention", "Causal", "attend", "SparseAttention", "BlockPattern", "DensePattern", "FixedPattern",
+    "VariablePattern", "BigBirdPattern", "LongformerPattern", "FunctionPattern", "rotate", "MLP", "GatedMLP", "gelu",
+    "MixtureOfExperts", "Routing", "LossFactors", "LayerNorm", "RMSNorm", "Dropout", "VocabEmbedding",
+    "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec", "Piece", "Init",
+    "parameter", "matrix", "vector", "attach", "copy_to", "reduce_from", "gather_from", "scatter_to", "split",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threed.distributed.sharding import ShardSpec, parameter, vector
 from threed.layers.context import NEEDS_HEADS
 from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.norm import RMSNorm
@@ -32,11 +33,6 @@ Core = Callable[..., Tensor]
 CAUSAL = Causal()
 
 
-def takes_documents(function: Callable[..., Any]) -> bool:
-    """Returns whether a function or a module's forward has a parameter `documents`."""
-    return takes(function, "documents")
-
-
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Returns whether a function or a module's forward has a parameter of this name."""
     called = function.forward if isinstance(function, nn.Module) else function
@@ -45,6 +41,31 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     except ValueError:  # a builtin function without a signature
         return False
     return any(parameter.name == name for parameter in parameters)
+
+
+def _name_of(core: Core) -> str:
+    return getattr(core, "__name__", type(core).__name__)
+
+
+def check_context(name: str, heads: int, kv_heads: int, core: Core, slicing: Slicing) -> None:
+    """Raises ValueError if attention cannot be split over the context ranks.
+
+    Args:
+        name: global name of the layer.
+        heads: number of query heads per tensor rank.
+        kv_heads: number of key/value heads per tensor rank.
+        core: the core of the layer.
+        slicing: parallel layout.
+    """
+    context = slicing.context
+    u = context.heads.size
+    if heads % u or (kv_heads % u and u % kv_heads):
+        raise ValueError(
+            f"{name}: {heads} heads and {kv_heads} key/value heads of a tensor rank cannot be divided over"
+            f" {u} context ranks: use another --parallel.cp-heads"
+        )
+    if context.ring.size > 1 and not isinstance(core, Causal):
+        raise ValueError(f"{name}: {NEEDS_HEADS.format(cp=context.size)}")
 
 
 class Attention(nn.Module):
@@ -66,20 +87,24 @@ class Attention(nn.Module):
         qk_norm: whether every query and key head is normalized by an RMSNorm, as in Qwen3. One
             weight [d] is used for all heads.
         norm_offset: constant added to the weights of the query and key norms.
+        sinks: whether every query head has an attention sink (arXiv 2309.17453), as in gpt-oss: a
+            learned number, the parameter `name`.sinks [a], which is added to the scores of each
+            query like the score of one more key. The value of this key is 0.
         eps: constant added to the mean square in the query and key norms.
         core: function or module that computes attention for this rank's heads over full sequences,
             after norms and rotary positions: q [s b a/t d], k and v [s b k/t d] (a single head if
             k < t) -> [s b a/t d] or [s b (a/t d)]. Default: `Causal`. A core with a custom mask can
             call `attend`. If it has a parameter `documents`, it is called with the documents
-            [b s] of the micro-batch, if there are any. `slicing.core_heads(a)` returns the global
+            [b s] of the micro-batch, if there are any. With `sinks` it must have a parameter
+            `sinks`, the numbers [a/t] of its heads. `slicing.core_heads(a)` returns the global
             indices of the core's heads. Parameters of a core are either sharded by heads, or
             replicated with partial gradients (`slicing.shared(..., partial=True)`).
         std: standard deviation of the initial weights of query, key and value.
         out_std: standard deviation of the initial weights of the output projection.
 
     Raises:
-        ValueError: if the heads do not divide evenly, or rotary positions would rotate an odd
-            number of elements per head.
+        ValueError: if the heads do not divide evenly, rotary positions would rotate an odd number
+            of elements per head, or the core does not support sinks.
     """
 
     recompute = Recompute()
@@ -88,8 +113,8 @@ class Attention(nn.Module):
     def __init__(
         self, name: str, hidden: int, heads: int, slicing: Slicing, *, kv_heads: int | None = None,
         head_dim: int | None = None, bias: bool = True, out_bias: bool | None = None, rotary: Theta | None = None,
-        qk_norm: bool = False, norm_offset: float = 0.0, eps: float = 1e-5, core: Core = CAUSAL, std: float = 0.02,
-        out_std: float = 0.02,
+        qk_norm: bool = False, norm_offset: float = 0.0, eps: float = 1e-5, sinks: bool = False, core: Core = CAUSAL,
+        std: float = 0.02, out_std: float = 0.02,
     ) -> None:  # fmt: skip
         super().__init__()
         k, d, t = kv_heads or heads, head_dim or hidden // heads, slicing.tp.size
@@ -101,11 +126,16 @@ class Attention(nn.Module):
             raise ValueError(
                 f"{name}: heads of size {d}: rotary positions rotate pairs; use head_dim={d + 1}"
             )
-        self._check_context(name, heads // t, max(k // t, 1), core, slicing)
+        if sinks and not takes(core, "sinks"):
+            raise ValueError(
+                f"{name}: the core {_name_of(core)} does not support attention sinks: give it a parameter `sinks` ([a]), or"
+                " use sinks=False"
+            )
+        check_context(name, heads // t, max(k // t, 1), core, slicing)
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
-        self.name, self._core_takes_documents = name, takes_documents(core)
+        self.name, self._core_takes_documents = name, takes(core, "documents")
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
-        self.plain = core == CAUSAL and rotary is None and not qk_norm and k == heads
+        self.plain = core == CAUSAL and rotary is None and not (qk_norm or sinks) and k == heads
         shared = t // k if k < t else 1
         column = functools.partial(
             ColumnLinear, name, hidden, slicing=slicing, std=std, bias=bias, multiple=d
@@ -122,23 +152,12 @@ class Attention(nn.Module):
         )
         self.query_norm = norm(f"{name}.query_norm") if qk_norm else None
         self.key_norm = norm(f"{name}.key_norm") if qk_norm else None
+        numbers = ShardSpec((vector(f"{name}.sinks", heads, slicing.heads(heads)),), decay=False)
+        self.sinks = parameter(numbers, (heads // t,)) if sinks else None
         bias = bias if out_bias is None else out_bias
         self.out = RowLinear(
             f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d
         )
-
-    @staticmethod
-    def _check_context(name: str, heads: int, kv_heads: int, core: Core, slicing: Slicing) -> None:
-        """Raises ValueError if attention cannot be split over the context ranks."""
-        context = slicing.context
-        u = context.heads.size
-        if heads % u or (kv_heads % u and u % kv_heads):
-            raise ValueError(
-                f"{name}: {heads} heads and {kv_heads} key/value heads of a tensor rank cannot be divided over"
-                f" {u} context ranks: use another --parallel.cp-heads"
-            )
-        if context.ring.size > 1 and not isinstance(core, Causal):
-            raise ValueError(f"{name}: {NEEDS_HEADS.format(cp=context.size)}")
 
     def flops(self, tokens: int, seq: int) -> int | None:
         """Returns the FLOPs of the core's forward; masked pairs of positions are counted, too.
@@ -167,10 +186,9 @@ class Attention(nn.Module):
         attend: Callable[..., Tensor] = self.heads_attend
         if documents is not None:
             if not self._core_takes_documents:
-                core = getattr(self.core, "__name__", type(self.core).__name__)
                 raise ValueError(
-                    f"{self.name}: the core {core} does not support packed documents: give it a parameter `documents`"
-                    " (int64 [b s]), or leave out the batch's 'documents' and --data.packing"
+                    f"{self.name}: the core {_name_of(self.core)} does not support packed documents: give it a parameter"
+                    " `documents` (int64 [b s]), or leave out the batch's 'documents' and --data.packing"
                 )
             attend = functools.partial(attend, documents=documents)
         return self.out(self.recompute.run("attention", attend, *self._project(x)))
@@ -195,14 +213,10 @@ class Attention(nn.Module):
             projected: the results of `_project`.
             documents: as in `forward`.
         """
-        attend = self.slicing.context.attend
-        if documents is not None:
-            q, k, v = self._heads(*projected, documents=documents)
-            y = attend(self.core, q, k, v, documents)
-        elif self.plain and self._is_short(projected[0]):
+        if documents is None and self.plain and self._is_short(projected[0]):
             return short_attention.short_attention(projected[0], self.d)
-        else:
-            y = attend(self.core, *self._heads(*projected))
+        heads = self._heads(*projected, documents=documents)
+        y = self.slicing.context.attend(self.core, *heads, documents=documents, sinks=self.sinks)
         return y.flatten(2) if y.dim() == 4 else y
 
     def _is_short(self, qkv: Tensor) -> bool:

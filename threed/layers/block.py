@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from threed.layers.attention import takes, takes_documents
+from threed.layers.attention import takes
 from threed.layers.contract import PipelineLayer
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
@@ -110,7 +110,8 @@ class Block(PipelineLayer):
         self.name = name
         self.attention_norm, self.mlp_norm = norms
         self.attention, self.mlp = attention, mlp
-        self._takes_documents, self._takes_micro = takes_documents(attention), takes(mlp, "micro")
+        self._takes_documents = takes(attention, "documents")
+        self._takes_micro = takes(mlp, "micro")
         self.attention_dropout, self.mlp_dropout = (
             Dropout(f"{name}.{branch}.dropout", dropout, slicing) if dropout else None
             for branch in ("attention", "mlp")

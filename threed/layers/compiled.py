@@ -31,7 +31,7 @@ from threed.distributed.sharding import spec_of
 from threed.layers import linear, tiled
 from threed.layers.dropout import Dropout
 from threed.layers.slicing import Slicing, has_gradient_hooks, sink_of
-from threed.ops import block_sparse
+from threed.ops import attention, block_sparse
 from threed.ops.block_sparse import SparseAttention
 
 # Maximum number of graphs per function. torch compiles one graph for each combination of the kind
@@ -273,7 +273,7 @@ def _fake_flex_lists(q: Tensor, sizes: list[int], core: Opaque) -> list[Tensor]:
 
 _define(
     "block_sparse(Tensor q, Tensor k, Tensor v, Opaque core) -> (Tensor, Tensor)",
-    lambda q, k, v, core: block_sparse.output(core.value, q, k, v),
+    lambda q, k, v, core: attention.output(core.value, q, k, v),
     lambda q, k, v, core: (
         q.new_empty(*q.shape[:2], q.shape[2] * v.shape[3]),
         q.new_empty(
@@ -284,8 +284,8 @@ _define(
 _define(
     "block_sparse_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Opaque core)"
     " -> (Tensor, Tensor, Tensor)",
-    lambda dy, *saved: tuple(
-        x.contiguous() for x in block_sparse.gradients(saved[-1].value, dy, *saved[:-1])
+    lambda dy, q, k, v, y, lse, core: tuple(
+        x.contiguous() for x in attention.gradients(core.value, dy, q, k, v, None, y, lse)[:3]
     ),
     lambda dy, q, k, v, *_: tuple(map(_same, (q, k, v))),
 )

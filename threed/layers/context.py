@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from threed.config.resolution import context_chunks
 from threed.distributed import collectives, conjugate
 from threed.distributed.topology import Axis, Topology, alone
 from threed.ops import attention
-from threed.ops.attention import Causal
+from threed.ops.attention import Blockwise, Causal, Step
 from threed.ops.positions import Block, Positions, blocks
 
 Core = Callable[..., Tensor]
@@ -125,17 +124,19 @@ class Context:
         return x if self.size == 1 else self.positions(len(x)).rows(x)
 
     def attend(
-        self, core: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
-    ) -> Tensor:
+        self, core: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Returns the attention of a core that sees full sequences. Collective over cp.
 
         Args:
             core: the core. If the ring has several ranks, a `Causal`.
             q: queries at this rank's positions, [s/c b a d].
             k: keys at this rank's positions, [s/c b k d].
-            v: values at this rank's positions, [s/c b k d].
+            v: values at this rank's positions, [s/c b k d]; their heads may have another size.
             documents: number of each token's document in the full sequences, int64 [b s], for a
                 core with this parameter. Default: each sequence is one document.
+            sinks: attention sinks [a], for a core with this parameter. Default: none.
 
         Returns:
             The output at this rank's positions, [s/c b a d] or [s/c b (a d)].
@@ -143,10 +144,13 @@ class Context:
         Raises:
             ValueError: if the ring has several ranks, and the core is not a `Causal`.
         """
-        given = {} if documents is None else {"documents": documents}
+        u = self.heads.size
+        if sinks is not None and u > 1:
+            sinks = sinks.chunk(u)[self.heads.index]
+        named = {"documents": documents, "sinks": sinks}
+        given = {name: value for name, value in named.items() if value is not None}
         if self.size == 1:
             return core(q, k, v, **given)
-        u = self.heads.size
         if k.shape[2] < u:  # fewer key/value heads than ranks: each rank needs one
             k, v = (x.repeat_interleave(u // x.shape[2], 2) for x in (k, v))
         q, k, v = conjugate.to_heads(self.heads, q, k, v)
@@ -155,7 +159,7 @@ class Context:
         else:
             if not isinstance(core, Causal):
                 raise ValueError(NEEDS_HEADS.format(cp=self.size))
-            y = ring_attention(q, k, v, core, self.ring, documents)
+            y = ring_attention(q, k, v, core, self.ring, **given)
         y = y if y.dim() == 4 else y.unflatten(2, (q.shape[2], -1))
         return conjugate.to_positions(self.heads, y)
 
@@ -174,8 +178,9 @@ def _order(length: int, ring: int, heads: int, device: torch.device) -> Tensor:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis, documents: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis, documents: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns causal attention over sequences that are split over a ring. Collective over the ring.
 
     Args:
@@ -186,6 +191,7 @@ def ring_attention(
         ring: the r ranks.
         documents: number of each token's document in the full sequences, int64 [b s], not
             decreasing along s. Default: each sequence is one document.
+        sinks: attention sinks [a]. Default: none.
 
     Returns:
         The output at this rank's positions, [s/r b (a d)].
@@ -193,63 +199,45 @@ def ring_attention(
     if causal.window >= len(q) * ring.size:
         causal = replace(causal, window=0)
     found = None if documents is None else attention.borders(documents)
-    y: Tensor = _Ring.apply(q, k, v, causal, ring, found)
+    y: Tensor = Blockwise.apply(q, k, v, sinks, _Ring(causal, ring, found))
     return y
 
 
-class _Ring(torch.autograd.Function):
-    """Ring attention. The forward saves its inputs, its output and the log-sum-exp per query.
+@dataclass(frozen=True, eq=False)
+class _Ring:
+    """The plan of ring attention (`ops.attention.Plan`).
 
     In the backward the gradients of keys and values, in fp32 or wider, travel one hop behind the
     keys and values, so that after r hops they are back at their rank.
+
+    Attributes:
+        causal: window, soft cap and scale.
+        ring: the ranks of the ring.
+        borders: the documents of each row of the batch; None if each row is one document.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis,
-        borders: attention.Borders | None,
-    ) -> Tensor:  # fmt: skip
-        s, b, a, _ = q.shape
-        wide = torch.promote_types(q.dtype, torch.float32)
-        total = q.new_zeros(s, b, a, v.shape[-1], dtype=wide)
-        y, queries = (x.permute(1, 2, 0, 3) for x in (total, _for_blocks(q)))
-        lse = q.new_full((b, a, s), -torch.inf, dtype=wide)
-        moving = _Moving(ring, k, v)
-        for keys, values, pieces in moving.hops(s, causal.window, borders):
-            for row, (rows, columns, offset) in pieces:
-                at, of = (row, slice(None), slice(*rows)), (row, slice(None), slice(*columns))
-                part = attention.forward(offset, causal, queries[at], keys[of], values[of])
-                attention.merge_(y[at], lse[at], *part)
-        # not a view, because autograd forbids in-place changes of a view that was made in a Function
-        out: Tensor = torch.ops.aten._unsafe_view(total.to(q.dtype), (s, b, -1))
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.arguments = causal, ring, borders
-        return out
+    causal: Causal
+    ring: Axis
+    borders: attention.Borders | None
+    merges = True
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        causal, ring, borders = ctx.arguments
-        given = (q, out.view(*q.shape[:3], -1), dy.reshape(*q.shape[:3], -1))
-        queries, y, dy = (_for_blocks(x).permute(1, 2, 0, 3) for x in given)
-        dq = q.new_zeros(q.shape, dtype=lse.dtype)
-        grad = dq.permute(1, 2, 0, 3)
-        moving, home = _Moving(ring, k, v), None
-        for keys, values, pieces in moving.hops(q.shape[0], causal.window, borders):
-            part = torch.zeros_like(moving.flat, dtype=lse.dtype)
-            dk, dv = moving.split(part)
+    def steps(
+        self, q: Tensor, k: Tensor, v: Tensor, sums: list[Tensor] | None = None
+    ) -> Iterator[Step]:
+        """Yields the blocks of all hops, see `Plan.steps`."""
+        moving, home = _Moving(self.ring, k, v), None
+        for keys, values, pieces in moving.hops(q.shape[2], self.causal.window, self.borders):
+            if sums is not None:
+                part = torch.zeros_like(moving.flat, dtype=attention._wide(k))
+                sums[:] = moving.split(part)
             for row, (rows, columns, offset) in pieces:
                 at, of = (row, slice(None), slice(*rows)), (row, slice(None), slice(*columns))
-                more = attention.backward(
-                    offset, causal, dy[at], queries[at], keys[of], values[of], y[at], lse[at]
-                )
-                grad[at] += more[0]
-                dk[of] += more[1]
-                dv[of] += more[2]
-            home = collectives.start_shift(part if home is None else part.add_(home.wait()), ring)
-        assert home is not None
-        dk, dv = (x.permute(2, 0, 1, 3).to(k.dtype) for x in moving.split(home.wait()))
-        return dq.to(q.dtype), dk, dv, None, None, None
+                yield Step(at, offset, keys[of], values[of], (of,))
+            if sums is not None:
+                part = part if home is None else part.add_(home.wait())
+                home = collectives.start_shift(part, self.ring)
+        if sums is not None and home is not None:
+            sums[:] = moving.split(home.wait())
 
 
 def _pieces(
@@ -265,22 +253,13 @@ def _pieces(
                 yield slice(row, row + 1), block
 
 
-def _for_blocks(x: Tensor) -> Tensor:
-    """Returns x in the dtype in which blocks are computed.
-
-    On CPUs it is fp32 or wider. There the operations for blocks in 16 bits would round each block's
-    probabilities and output, and flash attention in fp32 is available.
-    """
-    return x if attention.on_gpu(x) else x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 class _Moving:
     """Keys and values that travel around a ring in one message.
 
     Args:
         ring: the ranks of the ring.
-        k: this rank's keys, [s b k d].
-        v: this rank's values, [s b k d].
+        k: this rank's keys, [b k s d].
+        v: this rank's values, [b k s d].
 
     Attributes:
         flat: keys and values that are at this rank now.
@@ -288,8 +267,8 @@ class _Moving:
 
     def __init__(self, ring: Axis, k: Tensor, v: Tensor) -> None:
         self._ring = ring
-        self._shapes = [(b, n, s, d) for s, b, n, d in (k.shape, v.shape)]
-        self.flat = torch.cat([x.permute(1, 2, 0, 3).reshape(-1) for x in (k, v)])
+        self._shapes = [k.shape, v.shape]
+        self.flat = torch.cat([x.reshape(-1) for x in (k, v)])
 
     def split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the parts of a message for keys and values, views [b k s d]."""
@@ -312,7 +291,7 @@ class _Moving:
         for hop in range(ring.size):
             coming = collectives.start_shift(self.flat, ring) if hop < ring.size - 1 else None
             source = Positions.zigzag(length, ring.size, (ring.index - hop) % ring.size)
-            keys, values = self.split(_for_blocks(self.flat))
+            keys, values = self.split(attention.for_steps(self.flat, True))
             if self.flat.is_meta:  # cost traces count all pairs of positions
                 pieces: Pieces = iter([(slice(None), Block((0, rows), (0, rows), length))])
             else:

@@ -12,7 +12,7 @@ Each rank of a block holds experts/ep of the experts, and ranks at the same plac
 the same experts. If tensor ranks hold the same tokens, because there is no sequence parallelism, each
 one routes its part of them.
 
-The host reads the number of rows per rank and expert once per forward. A second forward in the
+The host reads the numbers of rows once per forward; not if ep is 1 and a GPU computes in 16 bits. A second forward in the
 backward (`--recompute.mode full`) uses the choices of the first (`MicroBatch.memo`).
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,24 @@ from threed.layers.recompute import Recompute
 from threed.layers.routing import LossFactors, Routing, WithGradients, losses
 from threed.layers.slicing import MicroBatch, Slicing, for_autograd, sink_of
 from threed.ops import grouped
+from threed.ops.grouped import Groups
 from threed.ops.matmul import WIDE
 
 SOFTMAX, NO_LOSSES = Routing(), LossFactors()
+
+
+class Sizes(NamedTuple):
+    """Numbers of rows, on the host.
+
+    Attributes:
+        sends: for each expert rank.
+        receives: from each expert rank.
+        groups: for each expert of this rank; empty if no one needs them.
+    """
+
+    sends: list[int]
+    receives: list[int]
+    groups: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +65,8 @@ class Routes:
         place: the inverse of `order`.
         counts: number of this rank's tokens per expert, int64 [e].
         shares: see `routing.losses`.
-        sends: number of rows for each expert rank.
-        receives: number of rows from each expert rank.
-        sizes: number of rows for each expert of this rank.
+        sizes: the numbers of rows that travel.
+        groups: the rows of each expert of this rank.
         by_expert: the received rows, sorted by expert: int64 [m]; None if they arrive in this order.
     """
 
@@ -61,9 +75,8 @@ class Routes:
     place: Tensor
     counts: Tensor
     shares: Tensor | None
-    sends: list[int]
-    receives: list[int]
-    sizes: list[int]
+    sizes: Sizes
+    groups: Groups
     by_expert: Tensor | None
 
 
@@ -189,24 +202,24 @@ class MixtureOfExperts(nn.Module):
         own = conjugate.part_of(x, tp) if divided else x
         logits = self.router(own)
         scores = self.routing.scores(logits)
-        routes = self._routes(scores, micro, divided)
+        routes = self._routes(own, scores, micro, divided)
         y = self._run(own, self.routing.weights(logits, scores, routes.experts), routes)
         y = self._with_gradients(y, logits, scores, routes, micro)
         y = conjugate.join_parts(y, tp) if divided else y
         return y if self.shared is None else y + self.shared(x)
 
-    def _routes(self, scores: Tensor, micro: MicroBatch, divided: bool) -> Routes:
-        """Returns the routes of this rank's tokens, with scores [n b e]. Collective."""
+    def _routes(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Routes:
+        """Returns the routes of this rank's tokens x [n b h] with scores [n b e]. Collective."""
         if micro.memo is not None and self.name in micro.memo:
             found: Routes = micro.memo.pop(self.name)
             return found
         with torch.no_grad():
-            routes = self._new_routes(scores, micro, divided)
+            routes = self._new_routes(x, scores, micro, divided)
         if micro.memo is not None:
             micro.memo[self.name] = routes
         return routes
 
-    def _new_routes(self, scores: Tensor, micro: MicroBatch, divided: bool) -> Routes:
+    def _new_routes(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Routes:
         axis, device = self.axis, scores.device
         experts = self.routing.choose(scores, self.bias, self.per_token)
         flat = experts.flatten()
@@ -220,41 +233,19 @@ class MixtureOfExperts(nn.Module):
             self._add(0, counts)
             if self.losses.aux:
                 shares = self._shares(experts, scores, divided)
-        incoming = collectives.all_to_all(counts.view(axis.size, -1), axis)  # [ep e/ep]
-        sends, matrix = self._read(counts, incoming, len(flat))
-        receives, sizes = (
-            [sum(row) for row in matrix],
-            [sum(column) for column in zip(*matrix, strict=True)],
-        )
+        sent = counts.view(axis.size, -1)  # [ep e/ep]
+        received = collectives.all_to_all(sent, axis)
+        one_kernel = [grouped.in_one_kernel(x, weights) for weights in (self.gate_up, self.down)]
+        if axis.size == 1 and all(one_kernel):
+            sizes = Sizes([len(order)], [len(order)], [])  # no other size is needed on the host
+        else:
+            sizes = read_sizes(sent, received, len(order))
         by_expert = None
         if axis.size > 1:
-            numbers = torch.arange(incoming.shape[1], device=device).repeat(axis.size)
-            if not incoming.is_meta:
-                total = sum(receives)
-                numbers = numbers.repeat_interleave(incoming.flatten(), output_size=total)
-                by_expert = numbers.argsort(stable=True)
-            else:
-                by_expert = torch.empty(sum(receives), dtype=torch.int64, device=device)
-        return Routes(experts, order, place, counts, shares, sends, receives, sizes, by_expert)
-
-    def _read(
-        self, counts: Tensor, incoming: Tensor, total: int
-    ) -> tuple[list[int], list[list[int]]]:
-        """Returns (rows to each expert rank, rows from each rank to each expert) on the host.
-
-        On the meta device, all experts get equally many rows.
-        """
-        ranks, own = incoming.shape
-        if counts.is_meta:
-            each = [stop - start for start, stop in (split(total, ranks, i) for i in range(ranks))]
-            spread = [[b - a for a, b in (split(n, own, i) for i in range(own))] for n in each]
-            return each, spread
-        if ranks == 1:
-            return [total], [counts.tolist()]
-        numbers = torch.cat((counts.view(ranks, own).sum(1), incoming.flatten())).tolist()
-        return numbers[:ranks], [
-            numbers[ranks + i * own : ranks + (i + 1) * own] for i in range(ranks)
-        ]
+            by_expert = _by_expert(received, sum(sizes.receives))
+        ends = received.sum(0).cumsum(0).to(torch.int32)
+        groups = Groups(ends, sizes.groups)
+        return Routes(experts, order, place, counts, shares, sizes, groups, by_expert)
 
     def _shares(self, experts: Tensor, scores: Tensor, divided: bool) -> Tensor:
         """Returns the share of the choices of each sequence that each expert gets, [b e].
@@ -279,18 +270,18 @@ class MixtureOfExperts(nn.Module):
         """
         k, order, place = self.per_token, routes.order, routes.place
         rows = _Take.apply(x.flatten(0, -2), order // k, place, k)
-        rows = conjugate.exchange_rows(rows, self.axis, routes.sends, routes.receives)
+        rows = conjugate.exchange_rows(rows, self.axis, routes.sizes.sends, routes.sizes.receives)
         by_expert, back = routes.by_expert, None
         if by_expert is not None:
             back = torch.empty_like(by_expert)
             back.scatter_(0, by_expert, torch.arange(len(back), device=back.device))
             rows = _Take.apply(rows, by_expert, back, 1)
-        inner = _product(rows, self.gate_up, routes.sizes)
+        inner = _product(rows, self.gate_up, routes.groups)
         inner = self.recompute.run("activation", self._activate, inner)
-        rows = _product(inner, self.down, routes.sizes)
+        rows = _product(inner, self.down, routes.groups)
         if back is not None:
             rows = _Take.apply(rows, back, by_expert, 1)
-        rows = conjugate.exchange_rows(rows, self.axis, routes.receives, routes.sends)
+        rows = conjugate.exchange_rows(rows, self.axis, routes.sizes.receives, routes.sizes.sends)
         outputs = _Take.apply(rows, place, order, 1).view(*weights.shape, -1)
         return (outputs * weights.unsqueeze(-1).to(outputs.dtype)).sum(-2)
 
@@ -314,6 +305,49 @@ class MixtureOfExperts(nn.Module):
             return y
         out: Tensor = WithGradients.apply(y, loss, self.bias, excess)
         return out
+
+
+def read_sizes(sent: Tensor, received: Tensor, total: int) -> Sizes:
+    """Reads the numbers of rows that travel. The host waits for the device, unless it is "meta".
+
+    On the meta device, all experts get equally many rows.
+
+    Args:
+        sent: number of this rank's rows for each rank and expert, [ep e/ep].
+        received: number of rows from each rank for each expert of this rank, [ep e/ep].
+        total: number of rows of this rank.
+    """
+    if sent.is_meta:
+        return even_sizes(len(sent), sent.shape[1], total)
+    ranks = len(sent)
+    numbers = torch.cat((sent.sum(1), received.sum(1), received.sum(0))).cpu().tolist()
+    return Sizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
+
+
+def even_sizes(ranks: int, own: int, total: int) -> Sizes:
+    """Returns the numbers of rows if all experts get equally many.
+
+    Args:
+        ranks: number of expert ranks.
+        own: number of experts per rank.
+        total: number of rows of this rank.
+    """
+
+    def parts(number: int, count: int) -> list[int]:
+        ends = [split(number, count, i) for i in range(count)]
+        return [stop - start for start, stop in ends]
+
+    each = parts(total, ranks)
+    return Sizes(each, each, parts(sum(each), own))
+
+
+def _by_expert(received: Tensor, total: int) -> Tensor:
+    """Returns the received rows, which are sorted by rank and expert, sorted by expert: int64 [m]."""
+    if received.is_meta:
+        return torch.empty(total, dtype=torch.int64, device=received.device)
+    ranks, own = received.shape
+    experts = torch.arange(own, device=received.device).repeat(ranks)
+    return experts.repeat_interleave(received.flatten(), output_size=total).argsort(stable=True)
 
 
 class _Router(ReplicatedLinear):
@@ -365,31 +399,33 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, sizes: list[int], tracked: Tensor | None
+        ctx: Any, x: Tensor, weights: Tensor, groups: Groups, tracked: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weights)
-        ctx.param, ctx.sizes = weights, sizes
-        return grouped.product(x, weights, sizes)
+        ctx.param, ctx.groups = weights, groups
+        return grouped.product(x, weights, groups)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weights), param, sizes = ctx.saved_tensors, ctx.param, ctx.sizes
+        (x, weights), param, groups = ctx.saved_tensors, ctx.param, ctx.groups
         if torch.is_grad_enabled():
             raise RuntimeError("torch.autograd.grad with create_graph=True, through experts")
         dy, dw = dy.contiguous(), None
         dx = (
-            grouped.product(dy, weights.transpose(1, 2), sizes) if ctx.needs_input_grad[0] else None
+            grouped.product(dy, weights.transpose(1, 2), groups)
+            if ctx.needs_input_grad[0]
+            else None
         )
         if param.requires_grad:
             sink = sink_of(param)
             if sink is None:
                 dw = torch.empty_like(weights)
-                grouped.add_products_(dw, dy, x, sizes, fresh=True)
+                grouped.add_products_(dw, dy, x, groups, fresh=True)
             else:
-                sink.add_groups(dy, x, sizes)
+                sink.add_groups(dy, x, groups)
         return dx, None, None, dw
 
 
-def _product(x: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
-    y: Tensor = _Product.apply(x, weights, sizes, *for_autograd(x, weights))
+def _product(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    y: Tensor = _Product.apply(x, weights, groups, *for_autograd(x, weights))
     return y

@@ -532,11 +532,16 @@ class ReplicatedLinear(Product):
         bias: bool = True, partial: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        # the ranks among which the tokens are divided
+        self._parts = slicing.tp.size if partial is None and slicing.sequence_parallel else 1
         piece = matrix(f"{name}.weight", (outputs, inputs), 0, (0, outputs), std)
         spec = slicing.shared(piece, partial=partial, decay=True)
         tiled.add_weight(self, spec, (outputs, inputs), tiles or slicing.tile)
         spec = slicing.shared(vector(f"{name}.bias", outputs), partial=partial)
         self.bias = parameter(spec, (outputs,)) if bias else None
+
+    def flops(self, tokens: int, seq: int) -> int:
+        return super().flops(tokens // self._parts, seq)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the product of x [... in] and the full weight, [... out]."""

@@ -17,6 +17,7 @@ from threed.distributed.sharding import Piece, ShardSpec
 from threed.distributed.topology import EXPERTS, Axis, Topology, alone
 from threed.layers.context import Context
 from threed.ops import grouped, launch, sums
+from threed.ops.grouped import Groups
 from threed.ops.matmul import NATIVE, Matmul
 from threed.ops.positions import Positions
 
@@ -373,13 +374,13 @@ class GradSink(Protocol):
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows[i] to row index[i] of the accumulated gradient: rows [n h], index [n]."""
 
-    def add_groups(self, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> None:
+    def add_groups(self, dy: Tensor, x: Tensor, groups: Groups) -> None:
         """Adds the product of each group of rows, dy^T x, to one matrix of the accumulated gradient.
 
         Args:
             dy: gradient of the output, [n out]; the groups follow each other.
             x: input, [n in].
-            sizes: number of rows of each group.
+            groups: the groups of rows.
         """
 
     def memory(self) -> tuple[Tensor, bool] | None:
@@ -546,9 +547,9 @@ class SummedSink:
         out.index_add_(0, index, rows.to(out.dtype))
         self.mark_added()
 
-    def add_groups(self, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> None:
+    def add_groups(self, dy: Tensor, x: Tensor, groups: Groups) -> None:
         out, add = self.memory()
-        grouped.add_products_(out, dy, x, sizes, fresh=not add)
+        grouped.add_products_(out, dy, x, groups, fresh=not add)
         self.mark_added()
 
     def in_forward(self) -> bool:

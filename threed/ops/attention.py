@@ -2,6 +2,10 @@
 
     attend(q, k, v)                                    torch's fused attention, causal or masked
     Causal(window=4096, softcap=50.0)(q, k, v)         with a window, a soft cap or a custom scale
+    Causal()(q, k, v, sinks=sinks)                     with attention sinks
+
+A sink is a learned number per head (arXiv 2309.17453; gpt-oss). It acts like the score of one more
+key, which all queries attend to and whose value is 0.
 
 On GPUs, windows, soft caps and documents are computed by FlexAttention (`ops.flex`). Elsewhere
 every document is a sequence of its own, so no score is computed between two documents.
@@ -13,13 +17,15 @@ A block is the attention of some queries to some keys (arXiv 2205.14135, 2310.01
     dq, dk, dv = backward(offset, causal, dy, q, k, v, y, lse)  # y and lse: merged over all keys
 
 Here `causal` is a `Causal`, and `offset` is the position of the first query minus the position of
-the first key.
+the first key. `Blockwise` runs these functions for all blocks of a plan (`Plan`): chunks of queries
+(`Causal`), the hops of a ring (`layers.context`), or lists of blocks (`ops.block_sparse`).
 
-A block is computed by torch's flash attention on CPUs in fp32 or fp64, and on GPUs in 16 bits if no
-pair is masked or if the block is square and causal (other kernels for GPUs return no log-sum-exp if
-a mask is given). The plain operations of this module compute all other blocks, for a bounded number
-of queries at a time: blocks in 16 bits on CPUs, blocks with soft caps, which flash attention does
-not have, and all other blocks on GPUs.
+Value heads may have another size than query and key heads. A block is computed by torch's flash
+attention, if both have the same size, on CPUs in fp32 or fp64, and on GPUs in 16 bits if no pair is
+masked or if the block is square and causal (other kernels for GPUs return no log-sum-exp if a mask
+is given). The plain operations of this module compute all other blocks, for a bounded number of
+queries at a time: blocks in 16 bits on CPUs, blocks with soft caps, which flash attention does not
+have, blocks with value heads of another size, and all other blocks on GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +86,7 @@ def attend(
     q, k, v = _batch_first(q), _batch_first(k), _batch_first(v)
     if mask is not None and q.shape[1] != k.shape[1] and not _takes_groups(q, k, v, mask, scale):
         return _attend_by_group(q, k, v, mask, scale)
-    return _fused(q, k, v, mask, scale).permute(2, 0, 1, 3).flatten(2)
+    return _seq_first(_fused(q, k, v, mask, scale))
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -132,7 +138,10 @@ class Causal:
     softcap: float = 0.0
     scale: float | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Returns attention [s b (a d)].
 
         Args:
@@ -142,35 +151,44 @@ class Causal:
             documents: number of each position's document, [b s], not decreasing along s. A query
                 attends only to its own document. Default: each sequence is one document.
                 Without FlexAttention the host reads their borders.
+            sinks: attention sinks, one number per query head, [a]. Default: none.
         """
         length, trace = q.shape[0], q.is_meta and not _on_cpu(q)
         window = self.window if self.window < length else 0
-        # For a trace, torch's fused attention stands for FlexAttention, which saves the same.
-        if trace or not (window or self.softcap or documents is not None):
+        # On CPUs torch keeps the scores of all pairs if the heads of keys and values differ in size.
+        unequal = _on_cpu(q) and q.shape[-1] != v.shape[-1]
+        plain = not (window or self.softcap or documents is not None or unequal)
+        if sinks is None and (trace or plain):
             return attend(q, k, v, None, self.scale)
-        if flex.fits(queries := _batch_first(q)):
-            return self._flex(queries, _batch_first(k), _batch_first(v), window, documents)
-        chunked = documents is not None or self.softcap or 2 * window <= length
+        queries, keys, values = _batch_first(q), _batch_first(k), _batch_first(v)
+        if not (plain and _is_flash_on_gpu(0, self, queries, keys, values)):
+            # For a trace, torch's fused attention stands for FlexAttention, which saves the same.
+            if trace and sinks is not None:
+                y = _fused(queries, keys, values, None, self.scale)
+                lse = y.new_empty(y.shape[:3], dtype=_wide(y))
+                return _seq_first(flex.with_sinks(y, lse, sinks))
+            if flex.fits(queries):
+                self._record("FlexAttention", queries, keys, window, documents, sinks)
+                how = (window, self.softcap, self.scale, documents, sinks)
+                return _seq_first(flex.attend(queries, keys, values, *how))
+        several = sinks is not None or documents is not None or self.softcap or unequal
+        chunked = several or 2 * window <= length
         if chunked or not _on_cpu(q):
-            self._record("chunks of threed", queries, _batch_first(k), window, documents)
-            y: Tensor = _Chunked.apply(q, k, v, documents, window, self.softcap, self.scale)
-            return y
+            self._record("chunks of threed", queries, keys, window, documents, sinks)
+            chunks = Chunks(Causal(window, self.softcap, self.scale), documents)
+            out: Tensor = Blockwise.apply(q, k, v, sinks, chunks)
+            return out
         return attend(q, k, v, _mask((length, length), 0, window, q), self.scale)
 
-    def _flex(
-        self, q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None
-    ) -> Tensor:
-        self._record("FlexAttention", q, k, window, documents)
-        y = flex.attend(q, k, v, window, self.softcap, self.scale, documents)
-        return y.permute(2, 0, 1, 3).flatten(2)
-
     def _record(
-        self, kernel: str, q: Tensor, k: Tensor, window: int, documents: Tensor | None
-    ) -> None:
+        self, kernel: str, q: Tensor, k: Tensor, window: int, documents: Tensor | None,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
         """Records the kernel that computes attention of q [b a s d] and k [b k s d]."""
         if not torch.compiler.is_compiling():
             what = f"window {window}, soft cap {self.softcap:g}"
             what += "" if documents is None else ", documents"
+            what += "" if sinks is None else ", sinks"
             attention_backends.record(kernel, q, k, what)
 
     def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
@@ -185,70 +203,184 @@ class Causal:
         return 4 * tokens * seq * heads * size
 
 
-class _Chunked(torch.autograd.Function):
-    """Causal attention, computed for one chunk of queries at a time.
+class Step(NamedTuple):
+    """Attention of some queries to some keys, which is computed at once.
+
+    Attributes:
+        at: index of the queries in q [b a s d]: rows of the batch, heads and positions.
+        offset: position of the first query minus position of the first key.
+        keys: the keys, [b k m d]; valid until the next step.
+        values: the values, [b k m d]; valid until the next step.
+        of: for each range of the keys, its index in the sums of gradients [b k s d].
+    """
+
+    at: tuple[slice, slice, slice]
+    offset: int
+    keys: Tensor
+    values: Tensor
+    of: tuple[tuple[slice, slice, slice], ...]
+
+
+class Plan(Protocol):
+    """The steps in which `Blockwise` computes attention."""
+
+    @property
+    def causal(self) -> Causal:
+        """Window, soft cap and scale of every step."""
+
+    @property
+    def merges(self) -> bool:
+        """Whether a query is in several steps, so that their results must be merged."""
+
+    def steps(
+        self, q: Tensor, k: Tensor, v: Tensor, sums: list[Tensor] | None = None
+    ) -> Iterator[Step]:
+        """Yields the steps.
+
+        Args:
+            q: queries [b a s d].
+            k: keys [b k s d].
+            v: values [b k s d].
+            sums: in a backward, the sums of the gradients of keys and of values [b k s d], in fp32
+                or wider, to which the gradients of each step are added. A plan that merges gets an
+                empty list. It sets the sums before each step, and after the last step it sets the
+                gradients of k and v.
+        """
+
+
+class Blockwise(torch.autograd.Function):
+    """Attention computed step by step; the arguments are those of `output`.
 
     The forward saves its inputs, its output and the log-sum-exp per query and head.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *how: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan
     ) -> Tensor:
-        s, b, a, _ = q.shape
-        causal, y = Causal(*how), q.new_empty(s, b, a, v.shape[-1])
-        lse = q.new_empty(b, a, s, dtype=_wide(q))
-        ctx.causal, ctx.chunks = causal, list(_chunks(q, v, causal, documents))
-        for row, queries, keys in ctx.chunks:
-            parts = (_batch_first(x[at, row]) for x, at in ((q, queries), (k, keys), (v, keys)))
-            part, lse[row, :, queries] = forward(queries.start - keys.start, causal, *parts)
-            y[queries, row] = part.permute(2, 0, 1, 3)
-        # The result must not be a view, because autograd forbids in-place changes of a view that
-        # was made in a Function.
-        out: Tensor = torch.ops.aten._unsafe_view(y, (s, b, -1))
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = output(plan, q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, lse = ctx.saved_tensors
-        y = y.unflatten(2, (q.shape[2], -1))
-        dy = dy.reshape(*q.shape[:3], -1)
-        dq = torch.empty_like(q)
-        dk, dv = (_batch_first(torch.zeros_like(x, dtype=lse.dtype)) for x in (k, v))
-        for row, queries, keys in ctx.chunks:
-            given = ((dy, queries), (q, queries), (k, keys), (v, keys), (y, queries))
-            parts = (*(_batch_first(x[at, row]) for x, at in given), lse[row, :, queries])
-            part, more_dk, more_dv = backward(queries.start - keys.start, ctx.causal, *parts)
-            dq[queries, row] = part.permute(2, 0, 1, 3)
-            dk[row, :, keys] += more_dk
-            dv[row, :, keys] += more_dv
-        dk, dv = (x.to(k.dtype).permute(2, 0, 1, 3) for x in (dk, dv))
-        return dq, dk, dv, None, None, None, None
+        return *gradients(ctx.plan, dy, *ctx.saved_tensors), None
 
 
-def _chunks(
-    q: Tensor, v: Tensor, causal: Causal, documents: Tensor | None
-) -> Iterator[tuple[slice, slice, slice]]:
-    """Yields (rows, queries, keys): a chunk of queries, and the keys that the chunk attends to.
+def output(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns attention [s b (a d)], and the log-sum-exp [b a s].
 
     Args:
+        plan: the steps.
         q: queries [s b a d].
+        k: keys [s b k d].
         v: values [s b k d].
+        sinks: attention sinks [a], or None.
+    """
+    s, b, a, _ = q.shape
+    dtype, wide = q.dtype, _wide(q)
+    y = q.new_zeros(s, b, a, v.shape[-1], dtype=wide if plan.merges else dtype)
+    lse = q.new_full((b, a, s), -torch.inf, dtype=wide)
+    q, k, v, heads = map(_batch_first, (for_steps(q, plan.merges), k, v, y))
+    for at, offset, keys, values, _ in plan.steps(q, k, v):
+        part = forward(offset, plan.causal, q[at], keys, values)
+        if plan.merges:
+            merge_(heads[at], lse[at], *part)
+        else:
+            heads[at], lse[at] = part
+    if sinks is not None:
+        scores = sinks.to(wide).unsqueeze(1)
+        heads.mul_(torch.sigmoid(lse - scores).unsqueeze(-1))
+        lse = torch.logaddexp(lse, scores)
+    # The result must not be a view, because autograd forbids in-place changes of a view that was
+    # made in a Function.
+    out: Tensor = _ATEN._unsafe_view(y.to(dtype), (s, b, -1))
+    return out, lse
+
+
+def gradients(
+    plan: Plan, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, y: Tensor, lse: Tensor
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Returns the gradients of q, k, v and the sinks (None without sinks).
+
+    Args:
+        plan: the steps.
+        dy: gradient of the output [s b (a d)].
+        q: queries [s b a d].
+        k: keys [s b k d].
+        v: values [s b k d].
+        sinks: attention sinks [a], or None.
+        y: the output [s b (a d)].
+        lse: log-sum-exp [b a s], including the sinks.
+    """
+    dy, y = (x.unflatten(2, (q.shape[2], -1)) for x in (dy, y))
+    dq = torch.zeros_like(q, dtype=lse.dtype if plan.merges else q.dtype)
+    queries, dy, y = (_batch_first(for_steps(x, plan.merges)) for x in (q, dy, y))
+    k, v, grad = _batch_first(k), _batch_first(v), _batch_first(dq)
+    sums = [] if plan.merges else [torch.zeros_like(x, dtype=lse.dtype) for x in (k, v)]
+    for at, offset, keys, values, of in plan.steps(queries, k, v, sums):
+        inputs = dy[at], queries[at], keys, values, y[at], lse[at]
+        part, *more = backward(offset, plan.causal, *inputs)
+        if plan.merges:
+            grad[at] += part
+        else:
+            grad[at] = part
+        lengths = [place[2].stop - place[2].start for place in of]
+        for total, parts in zip(sums, more, strict=True):
+            for place, piece in zip(of, parts.split(lengths, 2), strict=True):
+                total[place] += piece
+    dk, dv = (x.to(k.dtype).permute(2, 0, 1, 3) for x in sums)
+    if sinks is None:
+        return dq.to(q.dtype), dk, dv, None
+    # The gradient of a score is its share of the softmax times dy (value - y); a sink's value is 0.
+    shares = torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse)
+    dsinks = -(shares * (dy * y).sum(-1, dtype=lse.dtype)).sum((0, 2))
+    return dq.to(q.dtype), dk, dv, dsinks.to(sinks.dtype)
+
+
+def for_steps(x: Tensor, merges: bool) -> Tensor:
+    """Returns x in the dtype in which steps are computed.
+
+    If results are merged, it is fp32 or wider on CPUs. There the operations for blocks in 16 bits
+    would round each block's probabilities and output, and flash attention in fp32 is available.
+    """
+    return x.to(_wide(x)) if merges and _on_cpu(x) else x
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The plan of attention within one rank: one chunk of queries at a time.
+
+    Attributes:
         causal: window, soft cap and scale.
         documents: number of each position's document [b s], or None.
     """
-    s, b, a, _ = q.shape
-    if documents is None:
-        yield from _chunks_of_document(slice(0, b), 0, s, a, causal, q)
-        return
-    for row, ranges in enumerate(borders(documents)):
-        for first, last in ranges:
-            windowed = 0 < causal.window < last - first
-            if _is_flash(q, v, causal) and not windowed:  # keeps no scores, so it needs no chunks
-                yield slice(row, row + 1), slice(first, last), slice(first, last)
-            else:
-                yield from _chunks_of_document(slice(row, row + 1), first, last, a, causal, q)
+
+    causal: Causal
+    documents: Tensor | None = None
+    merges = False
+
+    def steps(
+        self, q: Tensor, k: Tensor, v: Tensor, sums: list[Tensor] | None = None
+    ) -> Iterator[Step]:
+        """Yields the steps, see `Plan.steps`."""
+        (b, a, s, _), causal = q.shape, self.causal
+        # Flash attention keeps no scores, so it needs no chunks.
+        square = Causal(0, causal.softcap)
+        fused = _is_flash(q, v, causal) or _is_flash_on_gpu(0, square, q, k, v)
+        documents = (((0, s),),) if self.documents is None else borders(self.documents)
+        for number, ranges in enumerate(documents):
+            row = slice(0, b) if self.documents is None else slice(number, number + 1)
+            for first, last in ranges:
+                pairs = _chunks_of_document((row.stop - row.start) * a, first, last, causal, q)
+                if fused and not 0 < causal.window < last - first:
+                    pairs = iter([(slice(first, last), slice(first, last))])
+                for queries, keys in pairs:
+                    at, of = (row, slice(None), queries), (row, slice(None), keys)
+                    yield Step(at, queries.start - keys.start, k[of], v[of], (of,))
 
 
 def borders(documents: Tensor) -> Borders:
@@ -268,16 +400,22 @@ def borders(documents: Tensor) -> Borders:
 
 
 def _chunks_of_document(
-    rows: slice, start: int, end: int, heads: int, causal: Causal, q: Tensor
-) -> Iterator[tuple[slice, slice, slice]]:
-    """Yields the chunks of one document, which has the positions start ... end - 1.
+    sequences: int, start: int, end: int, causal: Causal, q: Tensor
+) -> Iterator[tuple[slice, slice]]:
+    """Yields chunks of the queries of a document, and the keys that each chunk attends to.
 
     The number of scores per chunk is bounded.
+
+    Args:
+        sequences: number of rows of the batch times number of heads.
+        start: first position of the document.
+        end: last position of the document plus 1.
+        causal: window, soft cap and scale.
+        q: queries, for their device.
     """
     s = end - start
     window = causal.window or s
     most = SCORES_ON_CPU if _on_cpu(q) else SCORES
-    sequences = (rows.stop - rows.start) * heads
     count = min(max(16, most // (sequences * min(s, 2 * window))), max(window, 64))
     # On the meta device memory does not limit the chunks, but each operation takes a fraction of a
     # millisecond to trace. Therefore every sequence is divided into at most CHUNKS_OF_A_TRACE
@@ -288,7 +426,7 @@ def _chunks_of_document(
         # Cost traces, which run on the meta device, count all pairs of positions, so they use all
         # keys.
         seen = max(start, first - window + 1)
-        yield rows, slice(first, last), slice(start, end) if q.is_meta else slice(seen, last)
+        yield slice(first, last), slice(start, end) if q.is_meta else slice(seen, last)
 
 
 # ------------------------------------------------------------------------------------------- blocks
@@ -514,6 +652,11 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
 def _batch_first(x: Tensor) -> Tensor:
     """Returns heads [s b a d] as a view [b a s d]. einops would take 5 microseconds per call."""
     return x.permute(1, 2, 0, 3)
+
+
+def _seq_first(y: Tensor) -> Tensor:
+    """Returns the heads of y [b a s d] side by side, [s b (a d)]."""
+    return y.permute(2, 0, 1, 3).flatten(2)
 
 
 def _scale(q: Tensor, causal: Causal) -> float:

@@ -3,9 +3,8 @@
     SparseAttention(FixedPattern(block=128))(q, k, v)
 
 The patterns are in `core.block_patterns`. On GPUs FlexAttention (`ops.flex`) computes them from the
-same lists. Otherwise the functions `forward` and `backward` below compute one list at a time by the
-functions of the same names in `ops.attention`. They have the same contract, so that the results for
-several ranges of keys can be merged by `ops.attention.merge_`.
+same lists. Otherwise one list is computed at a time: `SparseAttention` is the plan (`Plan`) of
+`ops.attention.Blockwise`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from threed.core.block_patterns import BlockPattern, Layout, Part, Range, layouts
 from threed.ops import attention, attention_backends, flex
-from threed.ops.attention import Causal
+from threed.ops.attention import Blockwise, Causal, Step
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class SparseAttention:
     scale: float | None = None
     # represents the core in a graph of torch.compile (`layers.compiled`)
     opaque: Any = field(default=None, init=False, repr=False, compare=False)
+    merges = False  # a query is in one step (`ops.attention.Plan`)
 
     def __post_init__(self) -> None:
         if self.heads is None and self.pattern.different_layout_per_head:
@@ -77,17 +77,19 @@ class SparseAttention:
             )
         queries, keys, values = map(_batch_first, (q, k, v))
         if q.is_meta:
-            return _seq_first(self._trace(queries, keys, values))
+            return attention._seq_first(self._trace(queries, keys, values))
         if flex.fits(queries):
             self._record("FlexAttention", queries, keys)
             mask = self._mask(s, (first, last), q)
-            return _seq_first(flex.compute(queries, keys, values, mask, self.softcap, self.scale))
+            return attention._seq_first(
+                flex.compute(queries, keys, values, mask, self.softcap, self.scale)
+            )
         self._record("lists of blocks of threed", queries, keys)
         out: Tensor
         if self.opaque is not None and torch.compiler.is_compiling():
             out, _ = torch.ops.threed.block_sparse(q, k, v, self.opaque)
         else:
-            out = _Listed.apply(q, k, v, self)
+            out = Blockwise.apply(q, k, v, None, self)
         return out
 
     def lists(self, seq: int, heads: int) -> tuple[Layout, ...]:
@@ -103,6 +105,12 @@ class SparseAttention:
     def causal(self) -> Causal:
         """Soft cap and scale, for `ops.attention`."""
         return Causal(0, self.softcap, self.scale)
+
+    def steps(
+        self, q: Tensor, k: Tensor, v: Tensor, sums: list[Tensor] | None = None
+    ) -> Iterator[Step]:
+        """Yields the steps for `ops.attention`, see `Plan.steps`."""
+        return steps(self.lists(q.shape[2], q.shape[1]), self.causal, q, k, v)
 
     def _mask(self, seq: int, heads: Range, q: Tensor) -> Any:
         if self.opaque is None or not torch.compiler.is_compiling():
@@ -148,66 +156,12 @@ class SparseAttention:
         return 4 * (tokens // seq) * self._pairs(seq, heads) * size
 
 
-class _Listed(torch.autograd.Function):
-    """Attention to listed blocks.
-
-    The forward saves its inputs, its output and the log-sum-exp per query and head.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: SparseAttention) -> Tensor:
-        out, lse = output(core, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.core = core
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients(ctx.core, dy, *ctx.saved_tensors), None
-
-
-def output(core: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns attention [s b (a d)], and the log-sum-exp [b a s].
-
-    Args:
-        core: the core.
-        q: queries [s b a d].
-        k: keys [s b k d].
-        v: values [s b k d].
-    """
-    lists = core.lists(q.shape[0], q.shape[2])
-    y, lse = forward(lists, core.causal, *map(_batch_first, (q, k, v)))
-    # The result must not be a view, because autograd forbids in-place changes of a view that was
-    # made in a Function.
-    out: Tensor = torch.ops.aten._unsafe_view(y.permute(2, 0, 1, 3), (*q.shape[:2], -1))
-    return out, lse
-
-
-def gradients(
-    core: SparseAttention, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
-) -> tuple[Tensor, ...]:
-    """Returns the gradients of q, k and v.
-
-    Args:
-        core: the core.
-        dy: gradient of the output [s b (a d)].
-        q: queries [s b a d].
-        k: keys [s b k d].
-        v: values [s b k d].
-        y: the output [s b (a d)].
-        lse: log-sum-exp [b a s].
-    """
-    lists = core.lists(q.shape[0], q.shape[2])
-    dy, y = (x.unflatten(2, (q.shape[2], -1)) for x in (dy, y))
-    dy, q, k, v, y = map(_batch_first, (dy, q, k, v, y))
-    found = backward(lists, core.causal, dy, q, k, v, y, lse)
-    return tuple(x.permute(2, 0, 1, 3) for x in found)
-
-
-def forward(
+def steps(
     lists: Sequence[Layout], causal: Causal, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Computes attention of some queries to the listed blocks of some keys.
+) -> Iterator[Step]:
+    """Yields the steps of attention of some queries to the listed blocks of some keys.
+
+    Fused attention computes a full part at once. Otherwise the number of scores is bounded.
 
     Args:
         lists: the listed blocks, see `core.block_patterns.layouts`.
@@ -215,54 +169,6 @@ def forward(
         q: queries [b a n d].
         k: keys [b k m d].
         v: values [b k m d].
-
-    Returns:
-        y [b a n d] and the log-sum-exp of each query's scores [b a n], as `attention.forward`.
-    """
-    b, a, n, _ = q.shape
-    y = q.new_zeros(n, b, a, v.shape[-1]).permute(1, 2, 0, 3)
-    lse = q.new_full((b, a, n), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for heads, _, rows, part, keys, values in _chunks(lists, causal, q, k, v):
-        at, offset = (slice(None), heads, rows), part.offset + rows.start - part.queries[0]
-        y[at], lse[at] = attention.forward(offset, causal, q[at], keys, values)
-    return y, lse
-
-
-def backward(
-    lists: Sequence[Layout], causal: Causal, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the contributions of some queries and the listed blocks to the gradients of q, k, v.
-
-    Args:
-        lists: as in `forward`.
-        causal: as in `forward`.
-        dy: gradient of the output [b a n d].
-        q: as in `forward`.
-        k: as in `forward`.
-        v: as in `forward`.
-        y: output of these queries over all their keys.
-        lse: log-sum-exp of these queries over all their keys.
-    """
-    dq = torch.zeros_like(q)
-    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-    for heads, groups, rows, part, keys, values in _chunks(lists, causal, q, k, v):
-        at, offset = (slice(None), heads, rows), part.offset + rows.start - part.queries[0]
-        inputs = dy[at], q[at], keys, values, y[at], lse[at]
-        dq[at], *grads = attention.backward(offset, causal, *inputs)
-        for total, grad in zip((dk, dv), grads, strict=True):
-            pieces = grad.split([last - first for first, last in part.keys], 2)
-            for (first, last), piece in zip(part.keys, pieces, strict=True):
-                total[:, groups, first:last] += piece
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _chunks(
-    lists: Sequence[Layout], causal: Causal, q: Tensor, k: Tensor, v: Tensor
-) -> Iterator[tuple[slice, slice, slice, Part, Tensor, Tensor]]:
-    """Yields (query heads, key heads, queries, part, keys, values) of each computation.
-
-    The keys and values [b k m d] are valid until the next iteration. Fused attention computes a
-    full part at once. Otherwise the number of scores is bounded.
     """
     fused = attention._is_flash(q, v, causal)
     most = attention.SCORES_ON_CPU if attention._on_cpu(q) else attention.SCORES
@@ -277,9 +183,10 @@ def _chunks(
                 scores = q.shape[0] * len(range(q.shape[1])[heads]) * part.key_count
                 first, last = part.queries
                 step = last - first if fused else max(16, most // scores)
-                for at in range(first, last, step):
-                    rows = slice(at, min(at + step, last))
-                    yield heads, groups, rows, part, keys, values
+                of = tuple((slice(None), groups, slice(*span)) for span in part.keys)
+                for row in range(first, last, step):
+                    at = slice(None), heads, slice(row, min(row + step, last))
+                    yield Step(at, part.offset + row - first, keys, values, of)
 
 
 def _gathered(part: Part, x: Tensor, space: Tensor) -> Tensor:
@@ -306,10 +213,6 @@ def _slices(heads: tuple[int, ...], a: int, k: int) -> Iterator[tuple[slice, sli
 
 def _batch_first(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
-
-
-def _seq_first(y: Tensor) -> Tensor:
-    return y.permute(2, 0, 1, 3).flatten(2)
 
 
 # ---------------------------------------------------------------------------------- FlexAttention

@@ -57,7 +57,7 @@ def problem(where: torch.device) -> str:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float, scale: float | None,
-    documents: Tensor | None = None,
+    documents: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns causal attention [b a s d].
 
@@ -70,14 +70,16 @@ def attend(
         scale: factor of the scores. Default: 1 / sqrt(d).
         documents: number of each position's document, [b s], not decreasing along s. A query
             attends only to its own document. Default: each sequence is one document.
+        sinks: attention sinks [a]. Default: none.
     """
     mask = block_mask(q.shape[2], window, q.device, documents)
-    return compute(q, k, v, mask, softcap, scale)
+    return compute(q, k, v, mask, softcap, scale, sinks)
 
 
 def compute(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, softcap: float, scale: float | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, softcap: float, scale: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns attention [b a s d] under a mask.
 
     Args:
@@ -87,10 +89,27 @@ def compute(
         mask: torch's `BlockMask`.
         softcap: as in `attend`.
         scale: as in `attend`.
+        sinks: as in `attend`.
     """
-    cap = _cap(softcap) if softcap else None
-    y: Tensor = _kernel()(q, k, v, cap, mask, scale, q.shape[1] != k.shape[1])
-    return y
+    how = (_cap(softcap) if softcap else None, mask, scale, q.shape[1] != k.shape[1])
+    if sinks is None:
+        y: Tensor = _kernel()(q, k, v, *how)
+        return y
+    from torch.nn.attention.flex_attention import AuxRequest  # imports torch's compiler
+
+    y, found = _kernel()(q, k, v, *how, return_aux=AuxRequest(lse=True))
+    return with_sinks(y, found.lse, sinks)
+
+
+def with_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns attention with sinks, [b a s d].
+
+    Args:
+        y: attention without sinks [b a s d].
+        lse: log-sum-exp [b a s].
+        sinks: attention sinks [a].
+    """
+    return (y * torch.sigmoid(lse - sinks.unsqueeze(1)).unsqueeze(-1)).to(y.dtype)
 
 
 def block_mask(length: int, window: int, device: torch.device, documents: Tensor | None) -> Any:

@@ -42,6 +42,8 @@ class Frequencies(NamedTuple):
         short: factors of longrope for sequences up to `original`.
         long: factors of longrope for longer sequences.
         scale: factor by which cosines and sines are multiplied.
+        mscale: mscale of yarn for the weight `mscale_all_dim`, by whose square latent attention
+            multiplies its scores; otherwise 1.
     """
 
     theta: float
@@ -54,6 +56,7 @@ class Frequencies(NamedTuple):
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     scale: float = 1.0
+    mscale: float = 1.0
 
 
 Theta = float | Frequencies
@@ -127,11 +130,13 @@ def _yarn(common: Frequencies, scaling: RopeScaling) -> Frequencies:
     if scaling.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, common.turned - 1)
+    of_all = mscale(scaling.mscale_all_dim) if scaling.mscale_all_dim else 1.0
     both = scaling.mscale and scaling.mscale_all_dim
-    scale = mscale(scaling.mscale) / mscale(scaling.mscale_all_dim) if both else mscale(1.0)  # type: ignore[arg-type]
+    scale = mscale(scaling.mscale) / of_all if both else mscale(1.0)  # type: ignore[arg-type]
     return common._replace(
-        low=low, high=high + 0.001 * (low == high), scale=scaling.attention_factor or scale
-    )
+        low=low, high=high + 0.001 * (low == high), scale=scaling.attention_factor or scale,
+        mscale=of_all,
+    )  # fmt: skip
 
 
 def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tensor:
@@ -182,6 +187,11 @@ def _by_wavelength(plain: Tensor, theta: Frequencies) -> Tensor:
 def scale_of(theta: Theta) -> float:
     """Returns the factor by which cosines and sines are multiplied."""
     return theta.scale if isinstance(theta, Frequencies) else 1.0
+
+
+def mscale_of(theta: Theta) -> float:
+    """Returns the number by whose square latent attention multiplies its scores."""
+    return theta.mscale if isinstance(theta, Frequencies) else 1.0
 
 
 def rotated_size(theta: Theta, size: int) -> int:

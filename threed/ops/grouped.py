@@ -1,6 +1,6 @@
 """Matrix products of groups of rows, each with a matrix of its own (a mixture of experts).
 
-    y = product(x, weights, sizes)         the first sizes[0] rows by weights[0], and so on
+    y = product(x, weights, groups)        the rows of each group times its matrix
 
 GPUs compute 16-bit products of all groups in one kernel (`torch._grouped_mm`). Elsewhere there is
 one product per group that has rows.
@@ -9,6 +9,7 @@ one product per group that has rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,59 +17,72 @@ from torch import Tensor
 from threed.ops import launch, matmul
 
 
-def product(x: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+class Groups(NamedTuple):
+    """The groups of consecutive rows.
+
+    Attributes:
+        ends: index after the last row of each group, on the device of the rows, int32 [e].
+        sizes: number of rows of each group; only used if `in_one_kernel` is False.
+    """
+
+    ends: Tensor
+    sizes: Sequence[int]
+
+
+def product(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     """Returns the product of each group of rows and its matrix, x w^T, without autograd.
 
     Args:
         x: the rows of all groups, in order of groups, [n in].
         weights: one matrix per group, [e out in], with any strides.
-        sizes: number of rows of each group; their sum is n.
+        groups: the groups, with n rows in all.
 
     Returns:
         [n out].
     """
-    if _in_one_kernel(x):
-        return torch._grouped_mm(x, weights.transpose(1, 2), offs=_ends(sizes, x.device))
+    if in_one_kernel(x, weights):
+        return torch._grouped_mm(x, weights.transpose(1, 2), offs=groups.ends)
     out = x.new_empty(len(x), weights.shape[1])
-    for group, rows in _groups(sizes):
+    for group, rows in _slices(groups, len(x)):
         torch.mm(x[rows], weights[group].t(), out=out[rows])
     return out
 
 
-def add_products_(out: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], *, fresh: bool) -> None:
+def add_products_(out: Tensor, dy: Tensor, x: Tensor, groups: Groups, *, fresh: bool) -> None:
     """Computes out[i] += dy_i^T x_i for the rows of each group i, or out[i] = dy_i^T x_i if `fresh`.
 
     Args:
         out: one matrix per group, [e out in], in the dtype of dy or a wider one.
         dy: the rows of all groups, [n out].
         x: the rows of all groups, [n in].
-        sizes: number of rows of each group.
+        groups: the groups, with n rows in all.
         fresh: whether to overwrite `out`; matrices of groups without rows become zero.
     """
-    if _in_one_kernel(x):
-        ends = _ends(sizes, x.device)
-        found = torch._grouped_mm(dy.t(), x, offs=ends)
+    if in_one_kernel(x, out):
+        found = torch._grouped_mm(dy.t(), x, offs=groups.ends)
         out.copy_(found) if fresh else out.add_(found)
         return
-    if fresh and 0 in sizes:
+    if fresh and 0 in groups.sizes:
         out.zero_()
-    for group, rows in _groups(sizes):
+    for group, rows in _slices(groups, len(x)):
         matmul.add_product_(out[group], dy[rows].t(), x[rows], fresh=fresh)
 
 
-def _in_one_kernel(x: Tensor) -> bool:
-    return launch.on_gpu(x) and x.dtype == torch.bfloat16 and len(x) > 0
+def in_one_kernel(x: Tensor, weights: Tensor) -> bool:
+    """Returns whether one kernel computes the products of all groups: x [n in], weights [e out in].
+
+    The kernel needs rows of a multiple of 16 bytes.
+    """
+    aligned = weights.shape[1] % 8 == weights.shape[2] % 8 == 0
+    return launch.on_gpu(x) and x.dtype == torch.bfloat16 and aligned
 
 
-def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Returns the index after the last row of each group, int32 [e]."""
-    return torch.tensor(sizes).cumsum(0).to(torch.int32).to(device, non_blocking=True)
-
-
-def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
+def _slices(groups: Groups, rows: int) -> Iterator[tuple[int, slice]]:
     """Yields (number of the group, its rows) for each group that has rows."""
     first = 0
-    for group, size in enumerate(sizes):
+    for group, size in enumerate(groups.sizes):
         if size:
             yield group, slice(first, first + size)
         first += size
+    if first != rows:
+        raise ValueError(f"groups of {first} rows for {rows} rows")

@@ -19,6 +19,9 @@ from torch import Tensor
 # Label of a token without a loss, as in torch's cross_entropy; all labels below 0 have this meaning.
 IGNORED = -100
 Range = tuple[int, int]  # (first, last): the positions first .. last - 1
+# Smallest and largest number of queries per block under a window. A mask has one element per query
+# and key of a block, so with the upper limit its size does not grow with the square of the window.
+QUERIES = (64, 512)
 
 
 class Positions(NamedTuple):
@@ -173,14 +176,13 @@ def blocks(
 def _rows(positions: Positions, window: int, inside: Range | None) -> list[tuple[int, Range]]:
     """Returns (first row, range) of each range; with a window, of chunks of about its size."""
     found, row = list[tuple[int, Range]](), 0
+    size = min(max(window, QUERIES[0]), QUERIES[1])
     for first, last in positions.ranges:
         low, high = (
             (first, last) if inside is None else (max(first, inside[0]), min(last, inside[1]))
         )
-        for at in range(low, high, max(window, 64) if window else max(high - low, 1)):
-            found.append(
-                (row + at - first, (at, min(at + max(window, 64), high) if window else high))
-            )
+        for at in range(low, high, size if window else max(high - low, 1)):
+            found.append((row + at - first, (at, min(at + size, high) if window else high)))
         row += last - first
     return found
 

@@ -1,9 +1,9 @@
 """Rotary positions (arXiv 2104.09864).
 
 As in Hugging Face, element i of a head's first half forms a pair with element i of its second half,
-and each pair is rotated. There are two implementations: plain operations, and an in-place kernel on
-GPUs (csrc/cuda/rotary.cu). In all functions `theta` is the base of the frequencies, or a result of
-`ops.frequencies.frequencies`.
+and each pair is rotated. In `rotate`, neighboring elements can form the pairs instead. There are
+two implementations: plain operations, and an in-place kernel on GPUs (csrc/cuda/rotary.cu). In all
+functions `theta` is the base of the frequencies, or a result of `ops.frequencies.frequencies`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def plain_table(
 
 
 def rotate(
-    x: Tensor, theta: Theta, positions: Positions | None = None, documents: Tensor | None = None
-) -> Tensor:
+    x: Tensor, theta: Theta, positions: Positions | None = None, documents: Tensor | None = None,
+    *, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
     """Applies rotary positions to heads x [s b a d], in plain operations.
 
     Args:
@@ -50,6 +51,8 @@ def rotate(
         documents: number of the document of every position of the full sequences, int64 [b s], not
             decreasing along s. Positions begin at 0 in each document. Default: each sequence is one
             document.
+        interleaved: whether elements 2i and 2i + 1 form a pair. In the result, the first elements
+            of all pairs precede the second elements; scores do not depend on this order.
 
     Returns:
         The rotated heads [s b a d].
@@ -58,6 +61,8 @@ def rotate(
     rest = None
     if (turned := rotated_size(theta, size := x.shape[-1])) < size:
         x, rest = x[..., :turned], x[..., turned:]
+    if interleaved:
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     if documents is None:
         y = _turn(x, *_table(positions, size, theta, x))
     else:

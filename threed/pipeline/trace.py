@@ -32,6 +32,7 @@ from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
 from threed.models.token_module import ForwardError
 from threed.ops import attention, grouped
+from threed.ops.grouped import Groups
 from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, gradients_of, tensors
@@ -264,8 +265,8 @@ class BufferSink:
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         self.target.index_add_(0, index, rows.to(self.target.dtype))
 
-    def add_groups(self, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> None:
-        grouped.add_products_(self.target, dy, x, sizes, fresh=False)
+    def add_groups(self, dy: Tensor, x: Tensor, groups: Groups) -> None:
+        grouped.add_products_(self.target, dy, x, groups, fresh=False)
 
     def memory(self) -> tuple[Tensor, bool]:
         return self.target, True

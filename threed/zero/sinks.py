@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from threed.distributed.sharding import is_managed
 from threed.layers.slicing import ForwardScope
 from threed.ops import grouped
+from threed.ops.grouped import Groups
 from threed.ops.matmul import NATIVE, Matmul
 from threed.zero.contributions import (
     Contributions,
@@ -173,16 +174,16 @@ class Sink:
             target.index_add_(0, index, rows.to(target.dtype))
         return self.mark_added()
 
-    def add_groups(self, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> None:
+    def add_groups(self, dy: Tensor, x: Tensor, groups: Groups) -> None:
         """Adds the product dy^T x of each group of rows; see `layers.slicing.GradSink`."""
         self._check_loss()
-        if self._try_defer(self.add_groups, dy, x, sizes):
+        if self._try_defer(self.add_groups, dy, x, groups):
             return None
         if self.is_late():
             full = dy.new_empty(self.slot.param.shape)
-            grouped.add_products_(full, dy, x, sizes, fresh=True)
+            grouped.add_products_(full, dy, x, groups, fresh=True)
             return self.add(full)
-        grouped.add_products_(self._target(), dy, x, sizes, fresh=not self.counts.added)
+        grouped.add_products_(self._target(), dy, x, groups, fresh=not self.counts.added)
         return self.mark_added()
 
     def memory(self) -> tuple[Tensor, bool] | None:

@@ -121,6 +121,11 @@ def find_problems(model: Any, plan: Plan, slicing: Slicing) -> Iterator[str]:
             "a model that is sliced by its own plan has no sequence parallelism: use --parallel.sequence false and"
             " Slicing(..., sequence=False)"
         )
+    if slicing.context.size > 1:
+        yield (
+            "a model that is sliced by its own plan has no context parallelism, because its attention needs full sequences:"
+            " use --parallel.cp 1 and a Slicing without `context`"
+        )
     if slicing.tile > 1:
         yield "a model that is sliced by its own plan has no tiles: use --zero.tile 1"
     yield from _head_problems(model.config, slicing.tp.size)
