@@ -285,7 +285,9 @@ _define(
     "block_sparse_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Opaque core)"
     " -> (Tensor, Tensor, Tensor)",
     lambda dy, q, k, v, y, lse, core: tuple(
-        x.contiguous() for x in attention.gradients(core.value, dy, q, k, v, None, y, lse)[:3]
+        x.contiguous()
+        for x in attention.gradients(core.value, dy, q, k, v, None, y, lse)[:3]
+        if x is not None
     ),
     lambda dy, q, k, v, *_: tuple(map(_same, (q, k, v))),
 )
