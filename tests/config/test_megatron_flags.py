@@ -389,7 +389,10 @@ def test_what_a_plan_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--from-megatron", "--bf16", "--from-megatron", "--lr 1"], "give it once"),
         (["plan", "gpt", "--from-megatron=--bf16"], "gpt: the flags of Megatron-LM determine the"),
         (["train", "--from-megatron", "--bf16"], "it is an option of threed plan"),
-        (["plan", "--from-megatron", "--num-experts 8 --bf16"], "--num-experts 8: threed has no"),
+        (
+            ["plan", "--from-megatron", "--num-experts 8 --bf16"],
+            "--num-experts 8: experts are not translated",
+        ),
     ):
         assert main(words) == 2
         assert part in capsys.readouterr().err

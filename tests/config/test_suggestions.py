@@ -398,7 +398,7 @@ def test_names_of_other_frameworks(table: Mapping[str, str], least: int) -> None
             "batch-size",
             " (Megatron-LM: not supported: use --micro-batch-size; in threed: --train.micro-batch)",
         ),
-        ("moe-anything", " (Megatron-LM: not supported: threed has no mixture of experts"),
+        ("moe-anything", " (Megatron-LM: not supported: experts are not translated; use"),
         ("tensor-model-paralel-size", " (Megatron-LM: use --parallel.tp)"),
         ("learning_rate", " (TrainingArguments: use --optim.lr)"),
         ("lerning_rate", " (TrainingArguments: use --optim.lr)"),

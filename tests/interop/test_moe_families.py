@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import threed
@@ -33,6 +34,7 @@ from tests.hf_decoders import (
     train_plainly,
 )
 from tests.models.test_models_families import ours
+from threed.checkpoint.files import CheckpointError
 from threed.config import Config
 from threed.config.arguments import load
 from threed.config.resolution import resolve
@@ -41,6 +43,7 @@ from threed.interop.convert import convert
 from threed.interop.huggingface.export import export_hf
 from threed.interop.huggingface.folder import HFFolder
 from threed.interop.huggingface.layouts import config_of, entries, hf_to_state_dict, model_of
+from threed.interop.huggingface.weights import model_differences
 from threed.models import build
 from threed.planner.forecast import Forecast
 from threed.planner.stages import Column
@@ -148,6 +151,34 @@ def test_folders_are_converted_both_ways_without_a_change(
     loaded, info = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
     assert not any(info.values()), info
     assert_same(dict(loaded.state_dict()), dict(module.state_dict()))
+
+
+REFUSED = {
+    "many experts": ({"num_local_experts": 10**9}, "", "3 layers with 1000000000 experts, but it has fewer tensors"),
+    "fewer experts": ({"num_local_experts": 2}, "", "layers.0.block_sparse_moe.experts.2.w1.weight is unexpected"),
+    "a missing expert": ({}, "model.layers.1.block_sparse_moe.experts.3.w3.weight", "experts.3.w3.weight is missing"),
+    "another width": ({"intermediate_size": 40}, "", "experts.0.w1.weight is [48, 32], not [40, 32]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_folders_that_do_not_fit_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    changes, dropped, problem = REFUSED[kind]
+    theirs("mixtral", torch.float32).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = {name: value for name, value in tensors(tmp_path).items() if name != dropped}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=re.escape(problem)):
+        convert(tmp_path, tmp_path / "out")
+
+
+def test_a_run_with_another_number_of_experts_is_refused(tmp_path: Path) -> None:
+    theirs("mixtral", torch.float32).save_pretrained(tmp_path)
+    saved = HFFolder(tmp_path).model
+    other = saved.model_copy(update={"experts": 8})
+    (problem,) = model_differences(tmp_path, saved, other)
+    assert problem == f"the model of {tmp_path} has experts = 4, this run has 8"
 
 
 def test_a_rebuilt_model_has_the_weights_in_memory() -> None:

@@ -385,6 +385,18 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         "max_position_embeddings": 32768, "rope_local_base_freq": 10000, "rope_theta": 1000000, "rope_scaling": None,
         "sliding_window": 512, "sliding_window_pattern": 6, "attn_logit_softcapping": None,
     }),
+    "Mixtral-8x7B-v0.1": (46_702_792_704, {
+        **_7B, "model_type": "mixtral", "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+        "max_position_embeddings": 32768, "sliding_window": None, "rope_theta": 1000000.0, "num_experts_per_tok": 2,
+        "output_router_logits": False, "router_aux_loss_coef": 0.02,
+    }),
+    "Qwen3-30B-A3B": (30_532_122_624, {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rope_theta": 1000000.0, "attention_bias": False, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "norm_topk_prob": True, "max_window_layers": 48, "sliding_window": None, "use_sliding_window": False,
+    }),
 }  # fmt: skip
 
 

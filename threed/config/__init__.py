@@ -34,14 +34,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from threed.config.arguments import to_toml
+    from threed.config.base import ConfigError
     from threed.config.checks import find_problems
     from threed.config.groups import (
         CheckpointConfig,
         Config,
-        ConfigError,
         DataConfig,
         LogConfig,
-        ModelConfig,
         OptimConfig,
         ParallelConfig,
         PrecisionConfig,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
         TrainConfig,
         ZeroConfig,
     )
+    from threed.config.model import ModelConfig
     from threed.config.program import program_config
     from threed.config.resolution import resolve
     from threed.config.values import ParamGroup
@@ -58,6 +58,8 @@ else:
         __name__,
         {
             **dict.fromkeys(__all__, "threed.config.groups"),
+            "ConfigError": "threed.config.base",
+            "ModelConfig": "threed.config.model",
             "ParamGroup": "threed.config.values",
             "program_config": "threed.config.program",
             "find_problems": "threed.config.checks",

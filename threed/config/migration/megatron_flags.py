@@ -241,7 +241,7 @@ _FP32 = "master weights and optimizer states are fp32"
 _STD = f"initial weights have a standard deviation of 0.02; {_CUSTOM}"
 # Flags of features that threed does not have, by what to use instead. Names are written as in `_UNUSED`.
 _REFUSED: Mapping[str, str] = {
-    "threed has no mixture of experts and no expert parallelism":
+    "experts are not translated; use --model.arch mixtral or qwen3_moe, --model.experts and --parallel.ep":
         "num-experts=N expert-model-parallel-size=N moe-* expert-tensor-* overlap-moe-expert-parallel-comm ep-*"
         " use-grouped-gemm-* overlap-dispatch-backward-with-experts-wgrad",
     "threed chooses how context ranks communicate, or takes --parallel.cp-heads N; use --context-parallel-size":
