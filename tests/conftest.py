@@ -117,6 +117,9 @@ LONGEST = (
 )  # fmt: skip
 # The files that start after those of LONGEST. They mark their slow tests themselves.
 NEXT = (
+    "test_custom_models", "test_documents", "test_context_parallel", "test_graphs", "test_zero_dealt", "test_order",
+    "test_sequence_chunks", "test_site", "test_pipeline_order", "test_planner_gathering", "test_adam", "test_floors",
+    "test_fuzz_inputs", "test_longest", "test_coupling", "test_zero_meta", "test_tensor_overlap", "test_docs",
     "test_checkpoint_beside", "test_bad_numbers", "test_faults_machines", "test_checkpoint_matrix",
     "test_faults_disks", "test_interop_pickles", "test_run_folder", "test_two_bw", "test_zero_early",
     "test_interop_hf_import", "test_checkpoint_load", "test_bad_data", "test_packages", "test_launcher",

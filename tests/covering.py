@@ -52,6 +52,8 @@ class Space(Generic[Case]):
         cost: returns the cost of a case, in any unit.
         shape: returns another property of a case; every value of it is covered too.
         together: number of settings whose combinations of values are covered; 2 means pairs.
+        paired: names of the settings whose combinations are covered; None means all. Of the other
+            settings, each value is covered.
     """
 
     settings: Mapping[str, Sequence[object]]
@@ -59,10 +61,14 @@ class Space(Generic[Case]):
     cost: Callable[[Case], float]
     shape: Callable[[Case], object] = lambda case: None
     together: int = 2
+    paired: Sequence[str] | None = None
 
     def pairs(self, case: Case) -> set[Pair]:
         """Returns the combinations of values that a case covers, and its shape."""
         items = [(name, getattr(case, name)) for name in self.settings]
+        single = [] if self.paired is None else items
+        if self.paired is not None:
+            items = [item for item in items if item[0] in self.paired]
         meeting = itertools.combinations(items, self.together)
         # the first way is much faster, and the usual one
         joined = (
@@ -70,7 +76,7 @@ class Space(Generic[Case]):
             if self.together == 2
             else (tuple(itertools.chain(*some)) for some in meeting)
         )
-        return {("shape", self.shape(case)), *joined}
+        return {("shape", self.shape(case)), *single, *joined}
 
     def drawn(self, draw: random.Random, fixed: Values, count: int) -> Iterator[Case]:
         """Yields up to `count` random cases, with given values of some settings.
@@ -106,7 +112,7 @@ class Space(Generic[Case]):
 
     def touching(self, seed: int) -> list[Case]:
         """Returns very few cases in which every value of every setting and every shape occurs."""
-        return replace(self, together=1).covering(seed)
+        return replace(self, together=1, paired=None).covering(seed)
 
     def covering(self, seed: int, count: int = 12, sample: int = 400) -> list[Case]:
         """Returns few and cheap cases that cover every pair that any case covers.

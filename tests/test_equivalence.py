@@ -1,7 +1,9 @@
 """Every parallel configuration gives the losses, gradient norms and weights of one process.
 
-A covering set always runs: every pair of values of two settings occurs in a case. `pytest -m grid`
-runs other covering sets, and every combination of the settings on which a plan depends.
+A covering set always runs: every value of every setting occurs in a case, and every pair of values
+of two settings in PAIRED, which decide who communicates with whom and when. `pytest -m grid` runs sets
+with every pair of values of any two settings, and every combination of the settings in PLAIN, on which
+a plan depends.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import random
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +57,7 @@ SETTINGS: dict[str, list[object]] = {
     "pad": [0, 8],
 }
 PLAIN = ("pp", "dp", "tp", "model", "sequence", "zero", "schedule", "microbatches", "dropout")
+PAIRED = ("pp", "dp", "tp", "sequence", "zero", "schedule")
 CHUNKS = ("interleaved", "zb-v")
 SHAPES = [shape for shape in itertools.product(SIZES, SIZES, SIZES) if math.prod(shape) <= RANKS]
 Work = Callable[[Case], tuple[Engine, list[StepMetrics]]]
@@ -113,6 +117,7 @@ SPACE = Space(
     cost=cost,
     shape=lambda case: (case.pp, case.dp, case.tp),
 )
+EVERYDAY = replace(SPACE, paired=PAIRED)
 
 
 def run_cases(cases: list[Case], folder: str, work: Work) -> list[str]:
@@ -161,12 +166,12 @@ def run_all(cases: Sequence[Case], work: Work = trained, alone: Work = trained) 
     assert not wrong, f"{len(wrong)} differences in {len(cases)} cases:\n" + "\n\n".join(wrong[:20])
 
 
-CHEAPEST = 2  # the cheapest of the first seeds
+CHEAPEST = 3  # the cheapest of the first seeds
 
 
 @pytest.fixture(scope="module")
 def covering() -> list[Case]:
-    return SPACE.covering(CHEAPEST)
+    return EVERYDAY.covering(CHEAPEST)
 
 
 def test_a_covering_set_of_configurations_equals_one_process(covering: list[Case]) -> None:
@@ -175,13 +180,14 @@ def test_a_covering_set_of_configurations_equals_one_process(covering: list[Case
 
 @pytest.mark.grid
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(2, 10))
+@pytest.mark.parametrize("seed", range(9))
 def test_another_covering_set_of_configurations_equals_one_process(seed: int) -> None:
     run_all(SPACE.covering(seed))
 
 
 def test_the_covering_set_covers_what_any_case_does(covering: list[Case]) -> None:
-    assert set().union(*map(SPACE.pairs, covering)) == set(SPACE.attained(random.Random(99), 24))
+    attained = EVERYDAY.attained(random.Random(99), 12)
+    assert set().union(*map(EVERYDAY.pairs, covering)) == set(attained)
     assert {(case.pp, case.dp, case.tp) for case in covering} == set(SHAPES)
     assert all(
         {getattr(case, name) for case in covering} == set(options)

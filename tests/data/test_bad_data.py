@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from tests.pipeline.test_step import data, same, with_
-from tests.reliability.test_bad_numbers import COVERING, bits
+from tests.reliability.test_bad_numbers import bits, often_and_in_the_grid
 from threed import layers
 from threed.distributed.topology import alone
 from threed.engine import Engine
@@ -104,10 +104,12 @@ def look_at_all(cases: Sequence[Case], folder: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:a step was skipped")
-@pytest.mark.parametrize("world", COVERING)
-def test_invalid_ids_and_batches_without_labels_change_nothing(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "cases"), often_and_in_the_grid())
+def test_invalid_ids_and_batches_without_labels_change_nothing(
+    world: int, cases: list[Case], tmp_path: Path
+) -> None:
     """Stages of ZeRO, offload, updates in the backward, delayed and optimistic ones, pipelines (2bw too), formats."""
-    cases = [*COVERING[world], Case(layers=2, dtype="fp16")] if world == 1 else COVERING[world]
+    cases = [*cases, Case(layers=2, dtype="fp16")] if world == 1 else cases
     for wrong in run_ranks(world, look_at_all, cases, str(tmp_path)):
         assert not wrong, "\n".join(wrong)
 

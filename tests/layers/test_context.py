@@ -27,7 +27,7 @@ from threed.layers import Slicing
 from threed.layers import context as context_module
 from threed.layers.context import ring_attention
 from threed.ops.attention import Causal
-from threed.ops.positions import Block, Positions, blocks
+from threed.ops.positions import QUERIES, Block, Positions, blocks
 from threed.pipeline import batches
 from threed.planner.forecast import Forecast
 
@@ -201,18 +201,18 @@ def largest_of_a_ring(causal: Causal, documents: Tensor | None) -> int:
     return largest.elements
 
 
-LONG = 8192
-PACKED = torch.repeat_interleave(torch.arange(4), torch.tensor([5500, 3, 189, 2500])).expand(2, -1)
+LONG = 4096
+PACKED = torch.repeat_interleave(torch.arange(4), torch.tensor([2750, 3, 93, 1250])).expand(2, -1)
 
 
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["one document", "packed"])
 def test_no_tensor_of_a_ring_has_all_pairs_of_positions(documents: Tensor | None) -> None:
     """Neither those of the sequence, nor those of a rank, nor those of one of its chunks."""
-    held = 2 * LONG // 2 * HEADS * SIZE  # elements of the queries of a rank
-    for causal in (Causal(), Causal(3000), Causal(0, 2.0), Causal(3000, 2.0)):
+    sent = 2 * LONG // 2 * 2 * HEADS * SIZE  # keys and values of a rank, in one message
+    for causal in (Causal(), Causal(1500), Causal(1500, 2.0)):
+        mask = QUERIES[1] * (causal.window + QUERIES[1])
         for largest in run_ranks(2, largest_of_a_ring, causal, documents):
-            # keys and values travel together; a mask has 512 queries and a chunk of keys
-            assert largest <= 2 * held < (LONG // 4) ** 2, causal
+            assert largest <= max(sent, mask) < (LONG // 4) ** 2, causal
 
 
 # ------------------------------------------------------------------------------------- planted faults

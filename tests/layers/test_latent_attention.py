@@ -123,12 +123,11 @@ def check(
 
 
 def _by_name(owner: nn.Module, grads: tuple[Tensor, ...]) -> list[Tensor]:
-    """Returns gradients in the order of the native names."""
-    names = [name.removesuffix("_0") for name, _ in owner.named_parameters()]
-    of_hf = not isinstance(owner, LatentAttention)
-    native = [_native(name)[2:] if of_hf else name for name in names]
-    native = [name.replace("query_up.", "query.") for name in native]
-    return [grad for _, grad in sorted(zip(native, grads, strict=True), key=lambda pair: pair[0])]
+    """Returns the gradients of a module's parameters, in the order of their names in the layer."""
+    names = [name for name, _ in owner.named_parameters()]
+    if not isinstance(owner, LatentAttention):
+        names = [_native(name).removeprefix("a.").replace("query_up", "query") for name in names]
+    return [grads[names.index(name)] for name in sorted(names)]
 
 
 CASES = {
@@ -301,7 +300,7 @@ SPACE = Space(
     SETTINGS,
     make,
     cost=lambda case: case.world * (6 + case.layers * (3 + case.microbatches * 2)),
-    shape=lambda case: (case.cp, case.cp_heads, case.tp, case.pp > 1),
+    shape=lambda case: (case.cp > case.cp_heads, case.cp_heads > 1, case.tp > 1),
 )
 
 
@@ -381,13 +380,14 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- forecasts, compile, errors
 
 
+@pytest.mark.parametrize("ops", [(), ("attention",), ("attention", "activation", "norm")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_memory_and_flops_are_as_traced(dtype: torch.dtype) -> None:
+def test_memory_and_flops_are_as_traced(dtype: torch.dtype, ops: tuple[str, ...]) -> None:
     model = LatentModel(config_of(Case(layers=2)).model, Slicing())
     data = configs.batch(0, 4)
     weight = torch.ones((), dtype=torch.float64)
     micro = MicroBatch(data["tokens"], data["labels"], torch.arange(4), weight)
-    check_on_the_cpu(model.layers(), micro, dtype)
+    check_on_the_cpu(model.layers(), micro, dtype, ops)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -424,7 +424,10 @@ def build(slicing: Slicing | None = None, **keys: Any) -> LatentAttention:
 def refused() -> Iterator[tuple[str, Callable[[], Any]]]:
     three = Axis("tp", (0, 1, 2), 0)
     heads = Context(Axis("cp", (0, 1, 2), 0), axis=Axis("cp", (0, 1, 2), 0))
-    yield r"a: 4 heads cannot be cut over tp 3", lambda: build(Slicing(three))
+    yield (
+        r"a: 4 heads cannot be divided over tp 3: use another --parallel.tp",
+        lambda: build(Slicing(three)),
+    )
     yield (
         r"a: rotary positions must rotate pairs of all 5 .* even rope_dim",
         lambda: build(rope_dim=5),

@@ -22,6 +22,7 @@ from tests.configs import RECOMPUTE, trained
 from tests.covering import Space, Values
 from tests.engine import test_documents
 from tests.harness import run_ranks
+from tests.pipeline.test_compile import compiled, steps
 from threed import layers
 from threed.distributed.sharding import Init, attach, spec_of
 from threed.engine import Engine, StepMetrics
@@ -209,6 +210,23 @@ def test_every_pair_of_settings_equals_one_process(tmp_path: Path) -> None:
     run_all(SPACE.covering(0), tmp_path)
 
 
+def compiled_differences() -> list[str]:
+    found = list[str]()
+    for model in ("llama", "gemma2"):
+        config = configs.config_of(Case(model=model, recompute="selective", layers=2))
+        with sinking():
+            (plain, weights), (traced, others) = steps(config), steps(compiled(config))
+        same = plain == traced and all(torch.equal(weights[name], others[name]) for name in others)
+        found += [] if same else [model]
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_every_bit() -> None:
+    """Through the backend without code generation, as in tests/pipeline/test_compile.py."""
+    assert run_ranks(1, compiled_differences, timeout=600) == [[]]
+
+
 # ------------------------------------------------------------------------------- planted faults
 
 
@@ -236,9 +254,10 @@ def sinks_of_the_first_rank() -> Iterator[None]:
     """Context ranks that exchange positions for heads all use the sinks of the first one's heads."""
     real = Context.attend
 
-    def attend(self: Context, *args: Any, sinks: Tensor, **more: Any) -> Tensor:
+    def attend(self: Context, *args: Any) -> Tensor:
+        *rest, sinks = args
         u = self.heads.size
-        return real(self, *args, sinks=torch.cat([sinks.chunk(u)[0]] * u), **more)
+        return real(self, *rest, torch.cat([sinks.chunk(u)[0]] * u))
 
     with sinking(), patch(Context, "attend", attend):
         yield

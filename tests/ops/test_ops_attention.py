@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.models.test_models_families import plain_attention
 from threed.layers import Causal
-from threed.ops import attention
+from threed.ops import attention, attention_costs
 from threed.ops.positions import Range
 
 ZIGZAG = (((0, 3), (14, 17)), ((3, 7), (10, 14)), ((7, 10),))  # of 17 positions, over three ranks
@@ -125,5 +125,5 @@ def test_a_query_that_sees_no_key_has_weight_zero(plain: bool) -> None:
 
 def test_flops_count_every_pair() -> None:
     q, k = (torch.empty(2, n, s, 8, device="meta") for n, s in ((4, 5), (2, 7)))
-    assert attention.kernel_flops(q, k, k[..., :6]) == 2 * 2 * 4 * 5 * 7 * (8 + 6)
-    assert Causal().flops(2 * 5, 5, 4, 8) == attention.kernel_flops(q, q, q)
+    assert attention_costs.kernel_flops(q, k, k[..., :6]) == 2 * 2 * 4 * 5 * 7 * (8 + 6)
+    assert Causal().flops(2 * 5, 5, 4, 8) == attention_costs.kernel_flops(q, q, q)

@@ -264,7 +264,7 @@ class Between:
         (*heads, y), lse = (x.permute(2, 0, 1, 3) for x in given[:-1]), given[-1]
         dy, y = dy.permute(2, 0, 1, 3).flatten(2), y.flatten(2)
         found = attention.gradients(self, dy, *heads, None, y, lse)[:3]
-        return tuple(x.permute(1, 2, 0, 3) for x in found if x is not None)
+        return tuple(x.permute(1, 2, 0, 3) for x in found)
 
 
 def test_parts_of_the_keys_are_merged_to_attention_of_all() -> None:

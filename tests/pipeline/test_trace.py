@@ -29,11 +29,13 @@ from threed.config.resolution import resolve
 from threed.distributed.grid import Grid
 from threed.distributed.topology import Topology
 from threed.layers import Block, MicroBatch, Slicing
+from threed.layers.recompute import Selective
 from threed.ops.precision import DTYPES
 from threed.pipeline import activation_checkpointing
+from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import like, tensors
 from threed.pipeline.stage import AlwaysGathered, Stage
-from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, stated_flops
+from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, for_layer_alone, stated_flops
 from threed.planner.memory_estimate import trace
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -316,9 +318,12 @@ def copied(x: Any) -> Any:
     )
 
 
-def really(layer: nn.Module, x: Any, micro: MicroBatch) -> tuple[int, Any]:
+def really(
+    layer: nn.Module, x: Any, micro: MicroBatch, recomputed: Recomputed | None = None
+) -> tuple[int, Any]:
     """Bytes of live storages that a forward on the CPU leaves behind, and what it gives."""
-    stage, live, kept = Stage([layer], AlwaysGathered()), Live(), [0]
+    alone = for_layer_alone(recomputed, layer)
+    stage, live, kept = Stage([layer], AlwaysGathered(), recomputed=alone), Live(), [0]
     with live:
         # the first time there are also tables that stay, and what is seen only now
         for number in range(3):
@@ -357,13 +362,21 @@ def on_meta(micro: MicroBatch) -> MicroBatch:
     )
 
 
-def check_on_the_cpu(layers: list[nn.Module], micro: MicroBatch, dtype: torch.dtype) -> None:
-    costs = Tracer(on_meta(micro), dtype, torch.float32, Counter()).trace(layers)
+def check_on_the_cpu(
+    layers: list[nn.Module], micro: MicroBatch, dtype: torch.dtype, ops: tuple[str, ...] = ()
+) -> None:
+    """ops: operations that are computed again in the backward, in all layers but the first and the last."""
+    again = (
+        Recomputed(frozenset(range(1, len(layers) - 1)), selective=Selective(ops))
+        if ops
+        else Recomputed()
+    )
+    costs = Tracer(on_meta(micro), dtype, torch.float32, Counter()).trace(layers, again)
     x: Any = None
-    for layer, cost in zip(layers, costs, strict=True):
+    for number, (layer, cost) in enumerate(zip(layers, costs, strict=True)):
         give_values(layer, dtype)
         assert cost.flops == flops_of(layer, x, micro), layer
-        kept, x = really(layer, x, micro)
+        kept, x = really(layer, x, micro, again if number in again.units else None)
         kept += fused(micro, layer) if isinstance(layer, Latent) else 0
         # its scale is another tensor each time: traced once, it is a table
         kept -= 8 * isinstance(layer, Running)

@@ -91,6 +91,13 @@ COVERING = {
 }  # fmt: skip
 
 
+# These run always, and all of COVERING with the grid.
+OFTEN = {
+    world: [COVERING[world][number] for number in numbers]
+    for world, numbers in {1: (1, 2), 2: (0, 1, 3, 5, 6), 4: (1, 2)}.items()
+}
+
+
 def bits(engine: Engine) -> list[torch.Tensor]:
     """All that steps change, once the last one is at its end."""
     engine.finish()
@@ -164,10 +171,16 @@ def look_at_all(cases: Sequence[Case]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", COVERING)
-def test_what_is_not_finite_is_skipped_alike_and_ends_a_run(world: int) -> None:
+def often_and_in_the_grid() -> list[Any]:
+    """Parameters: a world, and the cases of OFTEN, or those of COVERING with the grid."""
+    grid = [pytest.param(world, COVERING[world], marks=pytest.mark.grid) for world in COVERING]
+    return [*OFTEN.items(), *grid]
+
+
+@pytest.mark.parametrize(("world", "cases"), often_and_in_the_grid())
+def test_what_is_not_finite_is_skipped_alike_and_ends_a_run(world: int, cases: list[Case]) -> None:
     """Over stages of ZeRO, offload, delayed and optimistic updates, pipelines (2bw too), tensor ranks, formats."""
-    for wrong in run_ranks(world, look_at_all, COVERING[world]):
+    for wrong in run_ranks(world, look_at_all, cases):
         assert not wrong, "\n".join(wrong)
 
 

@@ -134,7 +134,10 @@ def watch(reducer: Any, passes: int, look: Callable[[], None]) -> None:
 
 
 # What gloo has not let go of comes on top: a bucket or so.
-@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [(2, 0), (2, 1), (2, 2), (2, 3), pytest.param(4, 1, marks=pytest.mark.grid)],
+)
 def test_gradient_buffers_do_not_grow_with_the_model(world: int, stage: int) -> None:
     """Eight times the blocks, as many buckets: two on their way, open ones of two kinds, what a step leaves."""
     case = Case(dp=world, zero=stage, dtype="fp32", microbatches=2)

@@ -10,8 +10,8 @@ positions. Its last `rope_dim` elements have them; for keys, these elements are 
                      -> rotary key [rope]
 
 The projections to latent vectors are small and replicated over tensor ranks. With sequence
-parallelism each rank applies them to its own positions, so what is gathered are the latent vectors,
-not x.
+parallelism each rank applies them to its own positions. The latent vectors are gathered, and x only
+if queries are computed from x.
 """
 
 from __future__ import annotations
@@ -72,50 +72,35 @@ class LatentAttention(nn.Module):
         eps: float = 1e-6, std: float = 0.02, out_std: float = 0.02,
     ) -> None:  # fmt: skip
         super().__init__()
-        t, size, self.core = slicing.tp.size, nope_dim + rope_dim, Causal()
+        t, size, mscale = slicing.tp.size, nope_dim + rope_dim, mscale_of(rotary)
+        self.core = Causal(scale=None if mscale == 1.0 else size**-0.5 * mscale * mscale)
         if heads % t:
-            raise ValueError(f"{name}: {heads} heads cannot be cut over tp {t}")
+            raise ValueError(
+                f"{name}: {heads} heads cannot be divided over tp {t}: use another --parallel.tp"
+            )
         if rope_dim % 2 or rotated_size(rotary, rope_dim) != rope_dim:
             raise ValueError(
                 f"{name}: rotary positions must rotate pairs of all {rope_dim} elements of rope_dim: use an even"
                 " rope_dim, and rotary=frequencies(theta, rope_dim)"
             )
         check_context(name, heads // t, heads // t, self.core, slicing)
-        if (mscale := mscale_of(rotary)) != 1.0:
-            self.core = Causal(scale=size**-0.5 * mscale * mscale)
-        self.slicing, self.heads, self.rotary, self.interleaved = (
-            slicing,
-            heads // t,
-            rotary,
-            interleaved,
-        )
-        self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim = (
-            kv_rank,
-            nope_dim,
-            rope_dim,
-            value_dim,
-        )
+        self.slicing, self.rotary, self.interleaved = slicing, rotary, interleaved
+        self.heads, self.kv_rank, self.value_dim = heads // t, kv_rank, value_dim
+        self.nope_dim, self.rope_dim = nope_dim, rope_dim
         column = functools.partial(ColumnLinear, name, slicing=slicing, std=std, bias=False)
         down = functools.partial(ReplicatedLinear, slicing=slicing, std=std, bias=bias)
+        norm = functools.partial(RMSNorm, slicing=slicing, eps=eps)
         self.query_down = down(f"{name}.query_down", hidden, query_rank) if query_rank else None
-        self.query_norm = (
-            RMSNorm(f"{name}.query_norm", query_rank, slicing, eps=eps) if query_rank else None
-        )
-        query = "query_up" if query_rank else "query"
-        self.query = column(query_rank or hidden, [(query, heads * size)], multiple=size)
+        self.query_norm = norm(f"{name}.query_norm", query_rank) if query_rank else None
+        query = ("query_up" if query_rank else "query", heads * size)
+        self.query = column(query_rank or hidden, [query], multiple=size)
         self.kv_down = down(f"{name}.kv_down", hidden, kv_rank + rope_dim)
-        self.kv_norm = RMSNorm(f"{name}.kv_norm", kv_rank, slicing, eps=eps)
+        self.kv_norm = norm(f"{name}.kv_norm", kv_rank)
         part = nope_dim + value_dim
         self.kv_up = column(kv_rank, [("kv_up", heads * part)], multiple=part, local=True)
         self.out = RowLinear(
-            f"{name}.out",
-            heads * value_dim,
-            hidden,
-            slicing,
-            std=out_std,
-            bias=bias,
-            multiple=value_dim,
-        )
+            f"{name}.out", heads * value_dim, hidden, slicing, std=out_std, bias=bias, multiple=value_dim
+        )  # fmt: skip
 
     def flops(self, tokens: int, seq: int) -> int:
         """Returns the FLOPs of the scores and of the sums of values; masked pairs are counted, too.

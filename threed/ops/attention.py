@@ -47,17 +47,12 @@ from threed.ops import attention_backends, flex
 from threed.ops.positions import Range
 
 _ATEN = torch.ops.aten
-_FLASH = _ATEN._scaled_dot_product_flash_attention_for_cpu
+FLASH = _ATEN._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
 _FLASH_GPU = _ATEN._scaled_dot_product_flash_attention
 _FLASH_GPU_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward
-_EFFICIENT = _ATEN._scaled_dot_product_efficient_attention
-FUSED = (
-    _FLASH,
-    _EFFICIENT,
-    _FLASH_GPU,
-    _ATEN._scaled_dot_product_cudnn_attention,
-)
+EFFICIENT = _ATEN._scaled_dot_product_efficient_attention
+FUSED = (FLASH, EFFICIENT, _FLASH_GPU, _ATEN._scaled_dot_product_cudnn_attention)
 # Maximum number of scores per chunk. In fp32 they take 128 MiB on a GPU, and on a CPU 2 MiB, which
 # fit into a cache.
 SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19
@@ -161,6 +156,7 @@ class Causal:
         if sinks is None and (trace or plain):
             return attend(q, k, v, None, self.scale)
         queries, keys, values = _batch_first(q), _batch_first(k), _batch_first(v)
+        given = {"documents": documents, "sinks": sinks}
         if not (plain and _is_flash_on_gpu(0, self, queries, keys, values)):
             # For a trace, torch's fused attention stands for FlexAttention, which saves the same.
             if trace and sinks is not None:
@@ -168,27 +164,25 @@ class Causal:
                 lse = y.new_empty(y.shape[:3], dtype=_wide(y))
                 return _seq_first(flex.with_sinks(y, lse, sinks))
             if flex.fits(queries):
-                self._record("FlexAttention", queries, keys, window, documents, sinks)
+                self._record("FlexAttention", queries, keys, window, **given)
                 how = (window, self.softcap, self.scale, documents, sinks)
                 return _seq_first(flex.attend(queries, keys, values, *how))
         several = sinks is not None or documents is not None or self.softcap or unequal
         chunked = several or 2 * window <= length
         if chunked or not _on_cpu(q):
-            self._record("chunks of threed", queries, keys, window, documents, sinks)
+            self._record("chunks of threed", queries, keys, window, **given)
             chunks = Chunks(Causal(window, self.softcap, self.scale), documents)
             out: Tensor = Blockwise.apply(q, k, v, sinks, chunks)
             return out
         return attend(q, k, v, _mask((length, length), 0, window, q), self.scale)
 
     def _record(
-        self, kernel: str, q: Tensor, k: Tensor, window: int, documents: Tensor | None,
-        sinks: Tensor | None,
-    ) -> None:  # fmt: skip
+        self, kernel: str, q: Tensor, k: Tensor, window: int, **given: Tensor | None
+    ) -> None:
         """Records the kernel that computes attention of q [b a s d] and k [b k s d]."""
         if not torch.compiler.is_compiling():
             what = f"window {window}, soft cap {self.softcap:g}"
-            what += "" if documents is None else ", documents"
-            what += "" if sinks is None else ", sinks"
+            what += "".join(f", {name}" for name, value in given.items() if value is not None)
             attention_backends.record(kernel, q, k, what)
 
     def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
@@ -303,7 +297,7 @@ def output(
 
 def gradients(
     plan: Plan, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, y: Tensor, lse: Tensor
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns the gradients of q, k, v and the sinks (None without sinks).
 
     Args:
@@ -369,8 +363,8 @@ class Chunks:
         """Yields the steps, see `Plan.steps`."""
         (b, a, s, _), causal = q.shape, self.causal
         # Flash attention keeps no scores, so it needs no chunks.
-        square = Causal(0, causal.softcap)
-        fused = _is_flash(q, v, causal) or _is_flash_on_gpu(0, square, q, k, v)
+        full = Causal(0, causal.softcap)
+        fused = _is_flash(q, v, causal) or _is_flash_on_gpu(0, full, q, k, v)
         documents = (((0, s),),) if self.documents is None else borders(self.documents)
         for number, ranges in enumerate(documents):
             row = slice(0, b) if self.documents is None else slice(number, number + 1)
@@ -458,7 +452,7 @@ def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tup
         y, lse = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True))
         return y, lse
     square, mask = _visible(q, k, offset, causal.window)
-    y, lse = _FLASH(q, k, v, 0.0, square, attn_mask=mask, scale=causal.scale)
+    y, lse = FLASH(q, k, v, 0.0, square, attn_mask=mask, scale=causal.scale)
     if mask is not None and _has_masked_query(q, k, offset, causal.window):
         # For queries that attend to no key, torch returns a log-sum-exp of 0, not minus infinity.
         lse = lse.masked_fill(mask.isneginf().all(-1), -torch.inf)
@@ -679,30 +673,3 @@ def on_gpu(q: Tensor) -> bool:
 
 def _on_cpu(q: Tensor) -> bool:
     return _device_type(q) == "cpu"
-
-
-# -------------------------------------------------------------------------------------------------------------- costs
-
-
-def kernel_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """Returns the FLOPs of a fused operator's forward, over all pairs of queries and keys."""
-    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-
-
-def on_meta(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """Computes torch's `scaled_dot_product_attention` of meta tensors by a fused operator.
-
-    For meta tensors torch itself would use its unfused implementation, so a cost trace would count
-    the memory of a score matrix that does not exist in a real run.
-    """
-    learned = attn_mask is not None and attn_mask.requires_grad
-    if query.shape[-1] == value.shape[-1] and not learned:
-        y: Tensor = _FLASH(query, key, value, 0.0, is_causal, attn_mask=attn_mask)[0]
-        return y
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    y = _EFFICIENT(query, key, value, attn_mask, True, 0.0, is_causal)[0]
-    return y

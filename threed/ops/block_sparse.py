@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from threed.core.block_patterns import BlockPattern, Layout, Part, Range, layouts
-from threed.ops import attention, attention_backends, flex
+from threed.ops import attention, attention_backends, attention_costs, flex
 from threed.ops.attention import Blockwise, Causal, Step
 
 
@@ -109,7 +109,14 @@ class SparseAttention:
     def steps(
         self, q: Tensor, k: Tensor, v: Tensor, sums: list[Tensor] | None = None
     ) -> Iterator[Step]:
-        """Yields the steps for `ops.attention`, see `Plan.steps`."""
+        """Yields the steps in which `ops.attention.Blockwise` computes attention.
+
+        Args:
+            q: queries [b a s d].
+            k: keys [b k s d].
+            v: values [b k s d].
+            sums: not used; in a backward, the sums of the gradients of keys and values.
+        """
         return steps(self.lists(q.shape[2], q.shape[1]), self.causal, q, k, v)
 
     def _mask(self, seq: int, heads: Range, q: Tensor) -> Any:
@@ -136,8 +143,10 @@ class SparseAttention:
         if rest:
             with torch.no_grad():  # the remaining pairs: `rest` queries of one head and one key
                 single = q[:, :1, :1].expand(-1, -1, rest, -1)
-                attention.on_meta(single, k[:, :1, :1], v[:, :1, :1])
-        return attention.on_meta(q, k[:, :, :each], v[:, :, :each], enable_gqa=a != k.shape[1])
+                attention_costs.on_meta(single, k[:, :1, :1], v[:, :1, :1])
+        return attention_costs.on_meta(
+            q, k[:, :, :each], v[:, :, :each], enable_gqa=a != k.shape[1]
+        )
 
     def _pairs(self, seq: int, heads: int) -> int:
         """Returns the number of pairs of positions in the listed blocks, summed over the heads."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from threed.distributed.journal import Journal
-from threed.ops import attention, launch
+from threed.ops import attention_costs, launch
 
 # Operations that launch no kernel, in addition to views.
 _FREE = {
@@ -164,7 +164,7 @@ def _attention(given: Mapping[str, Any], backward: bool) -> Operation:
         backward: whether it is the backward.
     """
     q, k, v = (given[name] for name in ("query", "key", "value"))
-    flops = attention.kernel_flops(q, k, v) * (5 if backward else 2) // 2
+    flops = attention_costs.kernel_flops(q, k, v) * (5 if backward else 2) // 2
     nbytes = (2 * q.nbytes + k.nbytes + v.nbytes) * (2 if backward else 1)
     shape = (k.shape[-2], q.shape[-1])
     return Operation(

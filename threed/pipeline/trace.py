@@ -31,7 +31,7 @@ from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
 from threed.models.token_module import ForwardError
-from threed.ops import attention, grouped
+from threed.ops import attention, attention_costs, grouped
 from threed.ops.grouped import Groups
 from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
@@ -137,7 +137,7 @@ def _formula(operation: Any) -> Callable[..., int] | None:
     in-place operation such as `addmm_`, the formula of `addmm` is used.
     """
     if operation in attention.FUSED:
-        return attention.kernel_flops
+        return attention_costs.kernel_flops
     plain = getattr(torch.ops.aten, operation.__name__.removesuffix("_"), operation)
     formula: Callable[..., int] | None = flop_registry.get(operation, flop_registry.get(plain))
     return formula
@@ -242,7 +242,7 @@ class _FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
-            func = attention.on_meta
+            func = attention_costs.on_meta
         return func(*args, **(kwargs or {}))
 
 
