@@ -177,6 +177,21 @@ MODELS: dict[str, dict[str, Any]] = {
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
     name: {"arch": f"{Path(__file__).parent}/expert_models.py:{name}", "heads": 4}
     for name in ("Softmax", "Biased", "Chosen", "Single")
+} | {
+    "mixtral": {"arch": "mixtral", "heads": 4, "kv_heads": 2, "ffn": 24, "experts": 4, "window": 5},
+    "qwen3_moe": {
+        "arch": "qwen3_moe",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 6,
+        "ffn": 40,
+        "experts": 8,
+        "experts_per_token": 3,
+        "expert_ffn": 12,
+        "shared_ffn": 20,
+        "dense_layers": 1,
+        "normalize_experts": False,
+    },
 }
 
 

@@ -18,6 +18,7 @@ from tests.configs import EXPERT_MODELS, Case, config_of, engine_of, trained
 from tests.harness import run_ranks
 from tests.test_equivalence import run_cases, write_truths
 from threed.config import Config
+from threed.config.architectures import REGISTERED
 from threed.config.checks import find_problems
 from threed.distributed import collectives
 from threed.distributed.sharding import attach, initial
@@ -478,4 +479,5 @@ def test_a_length_that_tensor_ranks_cannot_divide_is_refused() -> None:
 
 
 def test_all_models_are_those_of_the_covering_set() -> None:
-    assert set(EXPERT_MODELS) == {"Softmax", "Biased", "Chosen", "Single"}
+    families = {name for name, record in REGISTERED.items() if "experts" in record.takes}
+    assert set(EXPERT_MODELS) == {"Softmax", "Biased", "Chosen", "Single", *families}
