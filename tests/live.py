@@ -30,24 +30,24 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._look_at((args, out, kwargs.values() if kwargs else ()))
+        self._look_at((args, out, tuple(kwargs.values()) if kwargs else ()))
         return out
 
     def _look_at(self, values: Iterable[Any]) -> None:
         """Records the storages of tensors among arguments or results, and of tensors in lists."""
         for value in values:
             if isinstance(value, Tensor):
-                if value.device.type != "meta":
+                if not value.is_meta:
                     storage = value.untyped_storage()
                     key = storage._cdata
                     nbytes = storage.nbytes()
-                    known = self._seen.get(storage._cdata)
+                    known = self._seen.get(key)
                     if known is None or known.expired():
                         self._seen[key], self._size[key] = StorageWeakRef(storage), 0
                     # a storage's memory may have been freed and allocated again
                     self.made += max(0, nbytes - self._size[key])
                     self._size[key] = nbytes
-            elif not isinstance(value, str) and isinstance(value, Iterable):
+            elif isinstance(value, (list, tuple)):
                 self._look_at(value)
 
     def sizes(self) -> list[int]:

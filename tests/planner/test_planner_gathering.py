@@ -161,7 +161,7 @@ def forecast(world: int, **groups: dict[str, object]) -> Forecast:
 
 def test_a_forecast_passes_on_what_the_run_does() -> None:
     """pp 2 x dp 4 in groups of 2, bf16, gradients in fp32, two micro-batches, all parameters under the threshold."""
-    zero = {"stage": 3, "shard_size": 2, "prefetch": 2, "bucket_mib": 0.001}
+    zero = {"stage": 3, "shard_size": 2, "prefetch": 2, "bucket_mib": 0.01}
     run = forecast(8, zero=zero, parallel={"pp": 2}, optim={"name": "lion"})
     costs = transformer_costs(
         Decoder(
