@@ -42,7 +42,14 @@ class Routing:
     epsilon: float = 0.0
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Returns the score of each expert: logits [... e] -> [... e]."""
+        """Returns the score of each expert.
+
+        Args:
+            logits: [... e].
+
+        Returns:
+            [... e].
+        """
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
 
     def choose(self, scores: Tensor, bias: Tensor | None, count: int) -> Tensor:

@@ -167,14 +167,13 @@ class Causal:
                 self._record("FlexAttention", queries, keys, window, **given)
                 how = (window, self.softcap, self.scale, documents, sinks)
                 return _seq_first(flex.attend(queries, keys, values, *how))
-        several = sinks is not None or documents is not None or self.softcap or unequal
-        chunked = several or 2 * window <= length
-        if chunked or not _on_cpu(q):
-            self._record("chunks of threed", queries, keys, window, **given)
-            chunks = Chunks(Causal(window, self.softcap, self.scale), documents)
-            out: Tensor = Blockwise.apply(q, k, v, sinks, chunks)
-            return out
-        return attend(q, k, v, _mask((length, length), 0, window, q), self.scale)
+        more = sinks is not None or documents is not None or self.softcap or unequal
+        if not more and 2 * window > length and _on_cpu(q):
+            return attend(q, k, v, _mask((length, length), 0, window, q), self.scale)
+        self._record("chunks of threed", queries, keys, window, **given)
+        chunks = Chunks(Causal(window, self.softcap, self.scale), documents)
+        out: Tensor = Blockwise.apply(q, k, v, sinks, chunks)
+        return out
 
     def _record(
         self, kernel: str, q: Tensor, k: Tensor, window: int, **given: Tensor | None

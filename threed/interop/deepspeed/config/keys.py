@@ -344,7 +344,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = _by_name({
         "hybrid_engine": (OFF, "generate with the module itself"),
         "tensorboard wandb csv_monitor comet":
             (OFF, "log engine.metrics in the training loop, such as with torch.utils.tensorboard; Trainer: report_to"),
-        "expert_parallel": (OFF, "experts come with a later release"),
+        "expert_parallel": (OFF, "use layers.MixtureOfExperts and --parallel.ep"),
     },
     "zero_optimization": {
         "zenflow": ((), "every update uses all gradients of its step; remove the key"),
