@@ -34,7 +34,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -172,8 +172,7 @@ class Causal:
             return attend(q, k, v, _mask((length, length), 0, window, q), self.scale)
         self._record("chunks of threed", queries, keys, window, **given)
         chunks = Chunks(Causal(window, self.softcap, self.scale), documents)
-        out: Tensor = Blockwise.apply(q, k, v, sinks, chunks)
-        return out
+        return cast(Tensor, Blockwise.apply(q, k, v, sinks, chunks))
 
     def _record(
         self, kernel: str, q: Tensor, k: Tensor, window: int, **given: Tensor | None
