@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.configs import engine_of
+from tests.covering import in_turns
 from tests.harness import run_ranks
 from tests.runs import SEQ, configuration, open_text, run
 from threed.data import Data, open_data
@@ -61,10 +62,9 @@ def losses_of(world: int, folder: str, packing: bool) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("world", TOPOLOGIES)
+@pytest.mark.parametrize(("packing", "world"), in_turns(2, (False, True), list(TOPOLOGIES)))
 def test_each_label_counts_once_in_every_topology(
-    world: int, packing: bool, tmp_path: Path
+    packing: bool, world: int, tmp_path: Path
 ) -> None:
     """The data ranks, micro-batches and batches do not divide the number of windows."""
     [truth, *_] = run_ranks(1, one_by_one, str(tmp_path), packing)
