@@ -42,6 +42,11 @@ KEYS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": None},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
     **{kind: {"layer_types": MIXED} for kind in ("olmo_hybrid", "qwen3_5_text")},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
+        "v_head_dim": 5, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+        "moe_intermediate_size": 20, "first_k_dense_replace": 1, "num_mtp_layers": 0,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3": {**HEAD, "tie_word_embeddings": True},
     "qwen3_moe": {

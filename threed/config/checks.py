@@ -371,6 +371,11 @@ def find_model_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _check_pairs(model: ModelConfig) -> Iterator[str]:
+    if model.record.latent:
+        if (model.rope_dim or 0) % 2:
+            given = f"--model.rope-dim {model.rope_dim}"
+            yield f"{given}: rotary positions turn pairs; use --model.rope-dim {model.rope_dim + 1}"
+        return
     share = model.partial_rotary_factor
     turned = int((model.head_dim or model.hidden // model.heads) * share)
     known = model.head_dim or model.hidden % model.heads == 0
@@ -417,6 +422,13 @@ def _check_choices(model: ModelConfig) -> Iterator[str]:
     if each is not None and each > experts:
         given = f"--model.experts-per-token {each} with --model.experts {experts}"
         yield f"{given}: use at most {experts}"
+    groups, chosen = model.expert_groups, model.groups_per_token
+    if experts % groups:
+        given = f"--model.expert-groups {groups} does not divide --model.experts {experts}"
+        yield f"{given}: use {listed(_divisors(experts))}"
+    elif chosen > groups or (each or 0) > experts // groups * chosen:
+        given = f"--model.groups-per-token {chosen} of --model.expert-groups {groups}"
+        yield f"{given} cannot have {each} of {counted(experts, 'expert')}: use other numbers"
     dense, every = model.dense_layers, model.expert_every
     if model.layers // every * every <= dense:
         given = f"--model.dense-layers {dense} and --model.expert-every {every}"

@@ -82,14 +82,30 @@ class ModelConfig(Group):
     """experts that compute each token; if not set, 2, or 1 of 1"""
     expert_ffn: Count | None = None
     """inner width of an expert; if not set, ffn"""
-    shared_ffn: Natural = 0
-    """inner width of an additional expert that computes every token; 0: no such expert"""
+    shared_experts: Natural = 0
+    """experts of width expert-ffn that compute every token, in addition to the others"""
+    expert_groups: Count = 1
+    """groups of neighboring experts; a token's experts lie in groups-per-token of them"""
+    groups_per_token: Count = 1
+    """groups in which a token's experts lie"""
+    expert_scale: Positive = 1.0
+    """factor of the weights of a token's experts"""
     dense_layers: Natural = 0
     """number of first blocks with a dense MLP instead of experts"""
     expert_every: Count = 1
     """every n-th block has experts, the others have a dense MLP"""
     normalize_experts: Switch = True
     """divide the weights of a token's experts by their sum"""
+    kv_rank: Count | None = None
+    """size of the latent vector of keys and values (latent attention); if not set, hidden / 4"""
+    query_rank: Count | None = None
+    """size of the latent vector of queries; if not set, queries are computed from the input"""
+    nope_dim: Count | None = None
+    """elements of a query or key head without rotary positions; if not set, head-dim"""
+    rope_dim: Count | None = None
+    """elements of a query or key head with rotary positions; if not set, an even half of head-dim"""
+    value_dim: Count | None = None
+    """size of a value head; if not set, head-dim"""
 
     @property
     def record(self) -> architectures.Architecture:

@@ -26,6 +26,7 @@ from threed.layers import (
     Embedding,
     GatedMLP,
     LanguageModelHead,
+    LatentAttention,
     LayerNorm,
     MixtureOfExperts,
     RMSNorm,
@@ -94,6 +95,16 @@ class Decoder:
 
     def _attention(self, name: str, window: bool) -> nn.Module:
         c, record = self.config, self.record
+        if record.latent:
+            rope = c.rope_dim or 0  # resolved, as the other sizes
+            theta = frequencies(
+                c.rope_theta, rope, scaling=c.rope_scaling, positions=c.positions or c.seq
+            )
+            return LatentAttention(
+                name, c.hidden, c.heads, self.slicing, kv_rank=c.kv_rank or 0, nope_dim=c.nope_dim or 0,
+                rope_dim=rope, value_dim=c.value_dim or 0, query_rank=c.query_rank, rotary=theta, std=STD,
+                out_std=self._out_std(),
+            )  # fmt: skip
         return Attention(
             name, c.hidden, c.heads, self.slicing, kv_heads=c.kv_heads, head_dim=c.head_dim,
             bias=bool(c.bias) or record.qkv_bias, out_bias=bool(c.bias),
@@ -109,14 +120,21 @@ class Decoder:
         if record.has_experts(dict(c), index):
             sizes = (c.expert_ffn or 0, c.experts or 0, c.experts_per_token or 0)  # resolved
             return MixtureOfExperts(
-                name, c.hidden, *sizes, self.slicing,
-                routing=Routing(normalize=c.normalize_experts), shared_ffn=c.shared_ffn, activation=activation,
-                std=STD, out_std=self._out_std(),
+                name, c.hidden, *sizes, self.slicing, routing=self._routing(),
+                shared_ffn=c.shared_experts * sizes[0], activation=activation, std=STD, out_std=self._out_std(),
             )  # fmt: skip
         assert c.ffn is not None
         return kind(
             name, c.hidden, c.ffn, self.slicing, bias=bool(c.mlp_bias), std=STD, out_std=self._out_std(),
             activation=activation,
+        )  # fmt: skip
+
+    def _routing(self) -> Routing:
+        c, sigmoid = self.config, self.record.routing == "deepseek_v3"
+        return Routing(
+            "sigmoid" if sigmoid else "softmax", normalize=c.normalize_experts, scale=c.expert_scale,
+            groups=c.expert_groups, groups_per_token=c.groups_per_token, bias=sigmoid,
+            epsilon=1e-20 if sigmoid else 0.0,
         )  # fmt: skip
 
     def _head(self) -> nn.Module:

@@ -24,6 +24,7 @@ from threed.config.architectures import gemma2 as gemma2
 from threed.config.architectures import gemma3 as gemma3
 from threed.config.architectures import mixtral as mixtral
 from threed.config.architectures import qwen3_moe as qwen3_moe
+from threed.config.architectures import deepseek_v3 as deepseek_v3
 # isort: on
 
 from threed.config.architectures.record import REGISTERED as REGISTERED

@@ -18,8 +18,8 @@ def _count(blocks: Any) -> int:
 
 
 def _limits(keys: Keys) -> Iterator[str]:
-    if keys["shared_ffn"]:
-        yield f"--model.shared-ffn {keys['shared_ffn']}"
+    if keys["shared_experts"]:
+        yield f"--model.shared-experts {keys['shared_experts']}"
 
 
 record.register(
@@ -51,7 +51,7 @@ record.register(
         written={"sliding_window": None},
         accepted=record.ROUTER_LOSS | {"max_window_layers"},
         takes=record.ROTARY
-        | {"bias", "experts", "experts_per_token", "expert_ffn", "shared_ffn"}
+        | {"bias", "experts", "experts_per_token", "expert_ffn", "shared_experts"}
         | {"dense_layers", "expert_every", "normalize_experts"},
         defaults=record.EXPERTS,
         limits=_limits,

@@ -21,10 +21,14 @@ Keys = Mapping[str, Any]  # values of a `ModelConfig`, by field name
 class Rule:
     """One tensor of a Hugging Face layout, and the native tensors that it consists of.
 
-    In names, {i} is the block number, and {e} the number of an expert. In shapes, each word is a dimension, the product of its
-    letters: h is the hidden size, a the number of query heads, k the number of key/value heads, d
-    the head dimension, f the MLP width, e the number of experts, x the width of an expert, v the
-    vocabulary size, and p the number of learned positions. So "ad h" is the shape [a·d h].
+    In names, {i} is the block number, and {e} the number of an expert. In shapes, each word is a
+    dimension, the product of its letters: h is the hidden size, a the number of query heads, k the
+    number of key/value heads, d the head dimension, f the MLP width, e the number of experts, x the
+    width of an expert, s the width of all shared experts, v the vocabulary size, and p the number
+    of learned positions. So "ad h" is the shape [a·d h]. With latent attention, q is the size of a
+    query head, w that of a value head, u that of a head's key without rotary positions and its
+    value together, r the size of the queries' latent vector, c that of keys and values, and g = c +
+    the size of the rotary key.
 
     Attributes:
         hf: the name of the Hugging Face tensor.
@@ -101,6 +105,9 @@ class Architecture:
         activation: the activation of the MLP, "silu" or "gelu" (tanh approximation).
         gated: whether the MLP is gated.
         learned_positions: whether positions are learned embeddings, instead of rotary.
+        latent: whether attention is latent (`layers.LatentAttention`).
+        routing: how routers choose experts: by softmax, or as in DeepSeek-V3 (sigmoid, groups and
+            selection biases).
         qk_norm: whether every query and key head has a norm.
         qkv_bias: whether query, key and value have biases even if the model key `bias` is False.
         scaled_embedding: whether word embeddings are multiplied by sqrt(hidden).
@@ -139,6 +146,8 @@ class Architecture:
     activation: Literal["silu", "gelu"] = "silu"
     gated: bool = True
     learned_positions: bool = False
+    latent: bool = False
+    routing: Literal["softmax", "deepseek_v3"] = "softmax"
     qk_norm: bool = False
     qkv_bias: bool = False
     scaled_embedding: bool = False
@@ -182,6 +191,8 @@ class Architecture:
         bias, experts = bool(keys["bias"]), self.has_experts(keys, block)
         return {
             "": True, "experts": experts, "dense": not experts,
+            "shared_experts": experts and bool(keys["shared_experts"]),
+            "query_rank": keys["query_rank"] is not None, "no_query_rank": keys["query_rank"] is None,
             "untied": not keys["tied"], "qk_norm": self.qk_norm or keys["qk_norm"], "bias": bias,
             "qkv_bias": bias or self.qkv_bias, "mlp_bias": bool(keys["mlp_bias"]),
         }  # fmt: skip
@@ -232,6 +243,12 @@ EXPERTS: Keys = {
     "experts": 8,
     "experts_per_token": lambda keys: min(2, keys["experts"]),
     "expert_ffn": lambda keys: keys["ffn"],
+}
+LATENT: Keys = {
+    "kv_rank": lambda keys: -(-keys["hidden"] // 4),
+    "nope_dim": lambda keys: keys["head_dim"],
+    "rope_dim": lambda keys: max(keys["head_dim"] // 4, 1) * 2,
+    "value_dim": lambda keys: keys["head_dim"],
 }
 GEMMA = frozenset({"window", "layer_pattern", "bias", "query_pre_attn_scalar"})
 REGISTERED: dict[str, Architecture] = {}

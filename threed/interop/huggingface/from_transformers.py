@@ -29,7 +29,7 @@ from threed.interop.huggingface.layouts import (
     model_of,
     state_dict_to_hf,
 )
-from threed.interop.huggingface.live_weights import LiveModel
+from threed.interop.huggingface.live_weights import LiveModel, tensors_of
 from threed.interop.huggingface.planned import PlannedDecoder
 from threed.layers import Slicing
 from threed.models import Decoder
@@ -105,7 +105,7 @@ class RebuiltDecoder(Decoder, LiveModel):
         """Returns the initial values of a piece, [*piece.size]. See `ModelOptions`."""
         entry = self._entries[piece.name]
         name, first = self._places[entry.name]
-        value = self.module.get_parameter(name).detach()
+        value = tensors_of(self.module)[name].detach()
         if value.is_meta:
             return initial(piece, seed)
         value = value.reshape(-1, *entry.shape[1:])[first : first + entry.shape[0]]
@@ -114,7 +114,7 @@ class RebuiltDecoder(Decoder, LiveModel):
 
     def named_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns weights under the names of `transformers`, in its layout."""
-        shapes = {name: param.shape for name, param in self.module.named_parameters()}
+        shapes = {name: tensor.shape for name, tensor in tensors_of(self.module).items()}
         joined: dict[str, list[Tensor]] = {}
         for name, value in state_dict_to_hf(weights, self.config).items():
             joined.setdefault(self._places[name][0], []).append(value)
@@ -129,10 +129,10 @@ def _places(table: Sequence[Entry], module: nn.Module) -> dict[str, tuple[str, i
 
     The parameters of experts have a dimension of experts in front, which is merged with the rows.
     """
-    params = dict(module.named_parameters(remove_duplicate=False))
+    tensors = tensors_of(module)
     found, rows = dict[str, tuple[str, int]](), Counter[str]()
     for entry in table:
-        name = entry.live if entry.live in params else entry.name
+        name = entry.live if entry.live in tensors else entry.name
         found[entry.name] = name, rows[name]
         rows[name] += entry.shape[0]
     return found
@@ -140,11 +140,12 @@ def _places(table: Sequence[Entry], module: nn.Module) -> dict[str, tuple[str, i
 
 def _refuse(module: nn.Module, names: set[str]) -> None:
     """Raises CheckpointError if a module lacks some of the named parameters, or has frozen ones."""
-    params = dict(module.named_parameters(remove_duplicate=False))
-    if missing := sorted(names - params.keys()):
+    tensors = tensors_of(module)
+    if missing := sorted(names - tensors.keys()):
         text = f"it has no {missing[0]}: quantized models and adapters are not supported"
         raise CheckpointError(text)
-    if frozen := sorted(name for name in names if not params[name].requires_grad):
+    params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    if frozen := sorted(name for name in names & params if not tensors[name].requires_grad):
         raise CheckpointError(
             f"a rebuilt model has no frozen parameters, but {frozen[0]} is frozen"
         )

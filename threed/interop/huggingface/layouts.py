@@ -168,7 +168,14 @@ def _letters(m: ModelConfig) -> dict[str, int]:
     heads, d = m.heads, m.head_dim or m.hidden // m.heads
     k, f, v, p = m.kv_heads or heads, m.ffn or 0, m.vocab or 0, m.positions or m.seq
     sizes = {"p": p, "h": m.hidden, "a": heads, "k": k, "d": d, "f": f, "v": v}
-    return {**sizes, "e": m.experts or 0, "x": m.expert_ffn or 0}
+    sizes |= {
+        "e": m.experts or 0,
+        "x": m.expert_ffn or 0,
+        "s": m.shared_experts * (m.expert_ffn or 0),
+    }
+    nope, rope, value, rank = m.nope_dim or 0, m.rope_dim or 0, m.value_dim or 0, m.kv_rank or 0
+    latent = {"q": nope + rope, "w": value, "u": nope + value, "r": m.query_rank or 0, "c": rank}
+    return {**sizes, **latent, "g": rank + rope}
 
 
 def _shape(words: str, letters: Mapping[str, int]) -> Shape:

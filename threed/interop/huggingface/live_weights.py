@@ -13,6 +13,15 @@ import torch
 from torch import Tensor, nn
 
 
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters, under all of their names, and the buffers of a module.
+
+    Selection biases of experts are buffers in `transformers`.
+    """
+    named = module.named_parameters(remove_duplicate=False)
+    return {**dict(named), **dict(module.named_buffers())}
+
+
 class LiveModel(ABC):
     """Base class of models of pipeline layers with the initial weights of a module.
 
@@ -46,9 +55,9 @@ class LiveModel(ABC):
         if not weights:
             return {}
         named = self.named_weights(weights)
-        params = list(self.module.named_parameters(remove_duplicate=False))
-        first = {id(param): name for name, param in reversed(params) if name in named}
-        return {name: named[first[id(param)]] for name, param in params}
+        tensors = list(tensors_of(self.module).items())
+        first = {id(tensor): name for name, tensor in reversed(tensors) if name in named}
+        return {name: named[first[id(t)]] for name, t in tensors if id(t) in first}
 
     def save_pretrained(self, folder: str | Path, weights: Mapping[str, Tensor]) -> None:
         """Writes a Hugging Face folder with the module's configuration and other weights.
@@ -61,11 +70,11 @@ class LiveModel(ABC):
             weights: the result of `Engine.full_state_dict`.
         """
         if weights:
-            params = dict(self.module.named_parameters(remove_duplicate=False))
+            tensors = tensors_of(self.module)
             # The names of a tied weight get one tensor, which transformers then writes once.
             cast: dict[int, Tensor] = {}
             state = {
-                name: cast.setdefault(id(params[name]), value.to(params[name].dtype))
+                name: cast.setdefault(id(tensors[name]), value.to(tensors[name].dtype))
                 for name, value in self.hf_state_dict(weights).items()
             }
             self.module.save_pretrained(folder, state_dict=state)
