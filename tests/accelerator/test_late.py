@@ -263,6 +263,7 @@ STREAM = "threed.zero.reduction_stream:ReductionStream"
 BOTH_WAYS = Case(pp=2, schedule="chimera", layers=2)
 CONTEXT = "threed.layers.context"
 RING, HEADS = Case(cp=2, cp_heads=1, layers=2), Case(cp=2, cp_heads=2, layers=2)
+EXPERTS = Case(dp=2, ep=2, model="Biased", layers=2)
 FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (Changed(OVERLAP, "run_pair", "main.wait_stream(self._side)"), PAIRS),
     (Changed(OVERLAP, "run_pair", "self._side.wait_stream(main)"), PAIRS),
@@ -292,10 +293,8 @@ FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
         RING,
     ),
     (Changed(f"{CONTEXT}:_Ring", "steps", "split(home.wait())", "split(home._finish())"), RING),
-    (
-        Changed("threed.distributed.collectives", "all_to_all", "done(out, work).wait()", "out"),
-        HEADS,
-    ),
+    (Changed("threed.distributed.collectives", "all_to_all", ".wait()", "._finish()"), HEADS),
+    (Changed("threed.distributed.conjugate", "_exchange", ".wait()", "._finish()"), EXPERTS),
     (
         Changed("threed.pipeline.executor:Executor", "_wait_for_oldest_send", "part.wait()"),
         Case(pp=2, microbatches=8),
@@ -367,6 +366,7 @@ OF_RANKS = {
     "both ways": BOTH_WAYS,
     "context ranks in a ring": Case(cp=2, cp_heads=1, model="mistral", layers=2, recompute="full"),
     "context ranks that exchange heads": HEADS,
+    "expert ranks": EXPERTS,
     "parts of inputs, gathered": Case(tp=2, recompute="sliced"),
 }
 
@@ -429,7 +429,12 @@ def channels_of_pairs(config: Config, name: str) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize(("case", "name"), [(SLICED_PAIRS, "tp"), (RING_PAIRS, "cp")])
+EXPERT_PAIRS = Case(pp=2, dp=2, ep=2, model="Biased", schedule="dualpipev", layers=4, microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [(SLICED_PAIRS, "tp"), (RING_PAIRS, "cp"), (EXPERT_PAIRS, "dp@ep")]
+)
 def test_streams_of_a_pair_have_communicators_of_their_own(case: Case, name: str) -> None:
     """Else NCCL would run a backward's reductions after all of the forward that it runs with."""
     for (shared, own), *others in run_ranks(4, channels_of_pairs, config_of(case), name):

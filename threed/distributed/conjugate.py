@@ -154,17 +154,21 @@ def exchange_rows(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequenc
     return x if axis.size == 1 else _ExchangeRows.apply(x, axis, sends, receives)
 
 
+def _exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    return collectives.start_exchange(x, axis, sends, receives).wait()
+
+
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]
     ) -> Tensor:
         ctx.arguments = axis, receives, sends
-        return collectives.start_exchange(x, axis, sends, receives).wait()
+        return _exchange(x, axis, sends, receives)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return collectives.start_exchange(dy, *ctx.arguments).wait(), None, None, None
+        return _exchange(dy, *ctx.arguments), None, None, None
 
 
 def to_heads(axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:

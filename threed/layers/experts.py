@@ -343,11 +343,9 @@ def even_sizes(ranks: int, own: int, total: int) -> Sizes:
 
 def _by_expert(received: Tensor, total: int) -> Tensor:
     """Returns the received rows, which are sorted by rank and expert, sorted by expert: int64 [m]."""
-    if received.is_meta:
-        return torch.empty(total, dtype=torch.int64, device=received.device)
-    ranks, own = received.shape
-    experts = torch.arange(own, device=received.device).repeat(ranks)
-    return experts.repeat_interleave(received.flatten(), output_size=total).argsort(stable=True)
+    rows = torch.arange(total, device=received.device)
+    segments = torch.searchsorted(received.flatten().cumsum(0), rows, right=True)
+    return (segments % received.shape[1]).argsort(stable=True)
 
 
 class _Router(ReplicatedLinear):
