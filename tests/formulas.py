@@ -534,7 +534,7 @@ def communication_bytes(
             count, shards, param_bytes, reduce_bytes, zero_stage,
             replicas=replicas, microbatches=microbatches, gathered=gathered,
         ),
-        "cp": 0,
+        "cp": 0, "ep": 0,
     }  # fmt: skip
 
 

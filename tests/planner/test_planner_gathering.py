@@ -196,7 +196,7 @@ def test_a_forecast_passes_on_what_the_run_does() -> None:
 
 def test_tied_tables_are_summed_between_stages_only_where_they_have_copies() -> None:
     """With one stage the table is one tensor; with three the middle stage has none."""
-    assert forecast(1).ranks[0].sends == {"tp": 0, "pp": 0, "dp": 0, "cp": 0}
+    assert forecast(1).ranks[0].sends == {"tp": 0, "pp": 0, "dp": 0, "cp": 0, "ep": 0}
     first, middle, last = forecast(3, parallel={"pp": 3}).ranks
     message = 2 * 16 * 64 * 2 * 8
     assert middle.sends["pp"] == 2 * message
