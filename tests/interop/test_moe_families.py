@@ -247,7 +247,10 @@ def test_training_equals_training_the_module_of_transformers() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "parameters", "active"),
-    [("mixtral-8x7b", 46_702_792_704, 12_879_925_248), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704)],
+    [
+        ("mixtral-8x7b", 46_702_792_704, 12_879_925_248), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+        ("deepseek-v3", 671_026_419_200, 37_552_297_472),
+    ],
 )  # fmt: skip
 def test_published_models_have_their_numbers_of_parameters(
     preset: str, parameters: int, active: int

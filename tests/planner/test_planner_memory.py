@@ -422,7 +422,19 @@ def test_bytes_of_a_2x2x2_step_by_hand() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     for stage in (0, 3):
-        assert first(1, zero={"stage": stage}).sends == {"tp": 0, "pp": 0, "dp": 0, "cp": 0, "ep": 0}
+        assert first(1, zero={"stage": stage}).sends == {
+            "tp": 0,
+            "pp": 0,
+            "dp": 0,
+            "cp": 0,
+            "ep": 0,
+        }
     costs = transformer_costs(Decoder(hidden=16, heads=4, ffn=32, vocab=64, seq=8), 2)
-    assert communication_bytes(costs, microbatches=5) == {"tp": 0, "pp": 0, "dp": 0, "cp": 0, "ep": 0}
+    assert communication_bytes(costs, microbatches=5) == {
+        "tp": 0,
+        "pp": 0,
+        "dp": 0,
+        "cp": 0,
+        "ep": 0,
+    }
     assert block_cost(Decoder(hidden=16, heads=4, ffn=32, vocab=64, seq=8)).tp_bytes == 0

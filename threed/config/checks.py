@@ -372,7 +372,7 @@ def find_model_problems(model: ModelConfig) -> Iterator[str]:
 
 def _check_pairs(model: ModelConfig) -> Iterator[str]:
     if model.record.latent:
-        if (model.rope_dim or 0) % 2:
+        if model.rope_dim is not None and model.rope_dim % 2:
             given = f"--model.rope-dim {model.rope_dim}"
             yield f"{given}: rotary positions turn pairs; use --model.rope-dim {model.rope_dim + 1}"
         return

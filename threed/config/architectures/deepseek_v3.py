@@ -20,7 +20,7 @@ _HF = f"{HF_BLOCK}.self_attn"
 
 
 def _limits(keys: Keys) -> Iterator[str]:
-    if keys["kv_heads"] != keys["heads"]:
+    if keys["kv_heads"] not in (None, keys["heads"]):
         yield f"--model.kv-heads {keys['kv_heads']} with --model.heads {keys['heads']}"
     if not keys["shared_experts"]:
         yield "--model.shared-experts 0"
