@@ -48,17 +48,13 @@ def theirs(args: argparse.Namespace, how: str) -> nn.Module:
 
 def ours(args: argparse.Namespace, block: Any) -> MixtureOfExperts:
     """Returns the layer of threed with the weights of a block of transformers."""
-    layer = MixtureOfExperts(
-        "mlp", args.hidden, args.ffn, args.experts, args.per_token, Slicing()
-    )
+    layer = MixtureOfExperts("mlp", args.hidden, args.ffn, args.experts, args.per_token, Slicing())
     values = {"gate_up": block.experts.gate_up_proj, "down": block.experts.down_proj}
     for name, value in values.items():
         param = getattr(layer, name)
         setattr(layer, name, attach(nn.Parameter(value.detach().clone()), spec_of(param)))
     weight = layer.router.weight
-    layer.router.weight = attach(
-        nn.Parameter(block.gate.weight.detach().clone()), spec_of(weight)
-    )
+    layer.router.weight = attach(nn.Parameter(block.gate.weight.detach().clone()), spec_of(weight))
     return layer
 
 
