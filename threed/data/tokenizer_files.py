@@ -42,6 +42,7 @@ PUBLISHED = {
     32768: "mistralai/Mistral-7B-v0.3",
     50257: "openai-community/gpt2",
     128256: "meta-llama/Meta-Llama-3-8B",
+    129280: "deepseek-ai/DeepSeek-V3",
     151936: "Qwen/Qwen3-8B-Base",
     262208: "google/gemma-3-12b-pt",
 }
