@@ -176,7 +176,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
     name: {"arch": f"{Path(__file__).parent}/expert_models.py:{name}", "heads": 4}
-    for name in ("Softmax", "Biased", "Chosen", "Single")
+    for name in ("Softmax", "Biased", "Chosen", "Single", "Lopsided")
 } | {
     "mixtral": {"arch": "mixtral", "heads": 4, "kv_heads": 2, "ffn": 24, "experts": 4, "window": 5},
     "qwen3_moe": {

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from threed import layers
 from threed.config import ModelConfig
 from threed.layers import LossFactors, MixtureOfExperts, Routing, Slicing
 
 STD, OUT = 0.3, 0.05  # STD: so that the scores of experts differ
+
+
+class First(Routing):
+    """Chooses the first experts for every token."""
+
+    def choose(self, scores: Tensor, bias: Tensor | None, count: int) -> Tensor:
+        return torch.arange(count).expand(*scores.shape[:-1], count).contiguous()
 
 
 class Softmax:
@@ -76,3 +84,9 @@ class Single(Softmax):
 
     routing = Routing(normalize=False)
     experts, per_token = 4, 1
+
+
+class Lopsided(Softmax):
+    """All tokens go to the first experts; the others, and the ranks that hold them, have no token."""
+
+    routing = First()

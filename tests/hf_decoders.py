@@ -119,6 +119,19 @@ def make(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     return model.to(dtype)
 
 
+def randomized(module: Any) -> Any:
+    """Returns a module for evaluation, with weights and biases for which every part changes the logits."""
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.dim() > 1:
+                std = 0.3 if "embed" in key else 1.2 / tensor.shape[-1] ** 0.5
+                tensor.normal_(0.0, std, generator=draw)
+            elif "correction_bias" in key:
+                tensor.normal_(0.0, 0.1, generator=draw)
+    return module.eval()
+
+
 class Wide(TorchFunctionMode):
     """Replaces casts to fp32 by casts to fp64."""
 

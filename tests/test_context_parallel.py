@@ -10,7 +10,7 @@ import pytest
 
 from tests.configs import MODELS, RECOMPUTE, Case
 from tests.covering import Space, Values
-from tests.test_equivalence import CHUNKS, RANKS, run_all
+from tests.test_equivalence import BOTH_WAYS, CHUNKS, RANKS, run_all, settled
 from threed.config.resolution import context_fits
 
 SETTINGS: dict[str, list[object]] = {
@@ -33,7 +33,6 @@ SETTINGS: dict[str, list[object]] = {
     "tile": [1, 3],
     "shard": ["all", 2],
 }
-BOTH_WAYS = ("chimera", "dualpipe", "dualpipev")  # need an even number of micro-batches
 
 
 def make(values: Values) -> Case | None:
@@ -43,21 +42,10 @@ def make(values: Values) -> Case | None:
     heads, kv_heads = (model.get(name, model["heads"]) for name in ("heads", "kv_heads"))
     if pp * dp * tp * cp > RANKS or not context_fits(heads // tp, max(kv_heads // tp, 1), cp, u):
         return None
-    v = dict(values)
-    v["sequence"] = v["sequence"] and tp > 1
-    v["schedule"] = v["schedule"] if pp > 1 else "1f1b"
-    if v["schedule"] in BOTH_WAYS:
-        v["microbatches"] = 8
-    offload = v["zero"] == 3 and v["offload_params"] != "none"
-    v["offload_params"] = v["offload_params"] if offload else "none"
-    v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
-    v["tile"] = v["tile"] if v["zero"] == 3 else 1
-    v["shard"] = v["shard"] if v["zero"] else "all"
+    v = settled(values)
     few = pp == 1 and v["zero"] != 3 and v["model"] != "gemma3"
     v["layers"] = 6 if v["schedule"] in (*CHUNKS, *BOTH_WAYS) else 2 if few else 3
-    if v["recompute"] == "sliced" and (tp == 1 or v["sequence"]):
-        v["recompute"] = "half"
-    return Case(**v)  # type: ignore[arg-type]
+    return Case(**v)
 
 
 def cost(case: Case) -> float:

@@ -16,6 +16,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -59,37 +60,43 @@ SETTINGS: dict[str, list[object]] = {
 PLAIN = ("pp", "dp", "tp", "model", "sequence", "zero", "schedule", "microbatches", "dropout")
 PAIRED = ("pp", "dp", "tp", "sequence", "zero", "schedule")
 CHUNKS = ("interleaved", "zb-v")
+BOTH_WAYS = ("chimera", "dualpipe", "dualpipev")  # need an even number of micro-batches
 SHAPES = [shape for shape in itertools.product(SIZES, SIZES, SIZES) if math.prod(shape) <= RANKS]
 Work = Callable[[Case], tuple[Engine, list[StepMetrics]]]
 
 
-def make(values: Values) -> Case | None:
-    """Returns the case of some settings, or None if it needs too many ranks.
+def settled(values: Values) -> dict[str, Any]:
+    """Returns settings, with fixed values for those without effect, so that equal cases are recognized."""
+    v = dict(values)
+    v["sequence"] = v["sequence"] and v["tp"] != 1
+    v["schedule"] = v["schedule"] if v["pp"] != 1 else "1f1b"
+    if v["schedule"] in BOTH_WAYS:
+        v["microbatches"] = 8
+    v["offload_params"] = v["offload_params"] if v["zero"] == 3 else "none"
+    v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
+    v["tile"] = v["tile"] if v["zero"] == 3 else 1
+    v["shard"] = v["shard"] if v["zero"] else "all"
+    if v["recompute"] == "sliced" and (v["tp"] == 1 or v["sequence"]):
+        v["recompute"] = "half"
+    return v
 
-    Settings without effect are set to a fixed value, so that equal cases are recognized.
-    """
+
+def make(values: Values) -> Case | None:
+    """Returns the case of some settings, or None if it needs too many ranks."""
     pp, dp, tp = (int(str(values[name])) for name in ("pp", "dp", "tp"))
     if pp * dp * tp > RANKS:
         return None
-    v = dict(values)
-    v["sequence"] = v["sequence"] and tp > 1
-    v["schedule"], v["partition"] = (
-        (v["schedule"], v["partition"]) if pp > 1 else ("1f1b", "balanced")
-    )
-    offload = v["zero"] == 3 and v["offload_params"] != "none"
-    v["offload_params"] = v["offload_params"] if offload else "none"
-    v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
-    if dp == 1 and not offload and v["offload_optimizer"] == "none":
+    v = settled(values)
+    v["partition"] = v["partition"] if pp > 1 else "balanced"
+    if dp == 1 and v["offload_params"] == v["offload_optimizer"] == "none":
         v["zero"] = 1  # no other rank has slices, and nothing is offloaded
     v["tile"], v["prefetch"] = (v["tile"], v["prefetch"]) if v["zero"] == 3 else (1, 1)
-    v["shard"] = v["shard"] if dp == 4 and v["zero"] else "all"
+    v["shard"] = v["shard"] if dp == 4 else "all"
     # Six blocks, embedding and head are enough for two chunks on each of four ranks. With three blocks, one block has
     # two neighbors, which ZeRO-3, pipelines and Gemma 3 need; otherwise two are enough.
     few = pp == 1 and v["zero"] != 3 and v["model"] != "gemma3"
     v["layers"] = 6 if v["schedule"] in CHUNKS else 2 if few else 3
-    if v["recompute"] == "sliced" and (tp == 1 or v["sequence"]):
-        v["recompute"] = "half"
-    return Case(**v)  # type: ignore[arg-type]
+    return Case(**v)
 
 
 def grid() -> list[Case]:

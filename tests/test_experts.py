@@ -15,7 +15,8 @@ from torch import Tensor
 from tests.configs import EXPERT_MODELS, RECOMPUTE, Case, train
 from tests.covering import Space, Values
 from tests.harness import run_ranks
-from tests.test_equivalence import CHUNKS, RANKS, run_all
+from tests.test_context_parallel import cost
+from tests.test_equivalence import CHUNKS, RANKS, run_all, settled
 from threed.layers import Routing
 
 SETTINGS: dict[str, list[object]] = {
@@ -43,7 +44,6 @@ SETTINGS: dict[str, list[object]] = {
     "shard": ["all", 2],
 }  # fmt: skip
 GAP = 1e-9  # smallest difference between the scores of the last chosen expert and of the next one
-TWO_WAY = ("chimera", "dualpipe", "dualpipev")
 
 
 def make(values: Values) -> Case | None:
@@ -51,27 +51,12 @@ def make(values: Values) -> Case | None:
     ep, pp, dp, tp, cp = (int(str(values[name])) for name in ("ep", "pp", "dp", "tp", "cp"))
     if pp * dp * tp * cp > RANKS or dp * tp * cp % ep:
         return None
-    v = dict(values)
+    v = settled(values)
     v["cp_heads"] = v["cp_heads"] if cp > 1 else "auto"
-    v["sequence"] = v["sequence"] and tp > 1
-    v["schedule"] = v["schedule"] if pp > 1 else "1f1b"
-    if v["schedule"] in TWO_WAY:
-        v["microbatches"] = 8
-    offload = v["zero"] == 3 and v["offload_params"] != "none"
-    v["offload_params"] = v["offload_params"] if offload else "none"
-    v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
-    v["tile"] = v["tile"] if v["zero"] == 3 else 1
-    v["shard"] = v["shard"] if v["zero"] and dp * cp % 2 == 0 else "all"
+    v["shard"] = v["shard"] if dp * cp % 2 == 0 else "all"
     several = v["schedule"] in (*CHUNKS, "v-half", "v-min", "dualpipev")
     v["layers"] = 6 if several else 2
-    if v["recompute"] == "sliced" and (tp == 1 or v["sequence"]):
-        v["recompute"] = "half"
-    return Case(**v)  # type: ignore[arg-type]
-
-
-def cost(case: Case) -> float:
-    """Returns the cost of a case: the work of all ranks, which share the processors."""
-    return case.world * (6 + case.layers * (3 + case.microbatches * 2))
+    return Case(**v)
 
 
 SPACE = Space(

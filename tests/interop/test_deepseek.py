@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.hf_decoders import casts, difference, engine_of, make, train, train_plainly
+from tests.hf_decoders import casts, difference, engine_of, make, randomized, train, train_plainly
 from tests.interop.test_moe_families import TOKENS, TOLERANCE, assert_same, tensors
 from tests.models.test_models_families import ours
 from threed.checkpoint.files import CheckpointError
@@ -34,15 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def theirs(name: str, dtype: torch.dtype) -> Any:
     """Returns the model of `transformers`, with random selection biases."""
-    module, draw = make("deepseek_v3", dtype, **MODELS[name]), torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for key, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if tensor.dim() > 1:
-                std = 0.3 if "embed" in key else 1.2 / tensor.shape[-1] ** 0.5
-                tensor.normal_(0.0, std, generator=draw)
-            elif "correction_bias" in key:
-                tensor.normal_(0.0, 0.1, generator=draw)
-    return module.eval()
+    return randomized(make("deepseek_v3", dtype, **MODELS[name]))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -30,6 +30,7 @@ from tests.hf_decoders import (
     difference,
     engine_of,
     make,
+    randomized,
     train,
     train_plainly,
 )
@@ -72,13 +73,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 def theirs(name: str, dtype: torch.dtype) -> Any:
     """Returns the model of `transformers`, with weights for which every part changes the logits."""
     kind, changes = FAMILIES[name]
-    module, draw = make(kind, dtype, **changes), torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for key, param in module.named_parameters():
-            if param.dim() > 1:
-                std = 0.3 if "embed" in key else 1.2 / param.shape[-1] ** 0.5
-                param.normal_(0.0, std, generator=draw)
-    return module.eval()
+    return randomized(make(kind, dtype, **changes))
 
 
 def logits_and_gap(module: Any) -> tuple[Tensor, float]:

@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from tests.configs import EXPERT_MODELS, Case, config_of, engine_of, trained
 from tests.harness import run_ranks
 from tests.test_equivalence import run_cases, write_truths
+from threed import models
 from threed.config import Config
 from threed.config.architectures import REGISTERED
 from threed.config.checks import find_problems
 from threed.distributed import collectives
 from threed.distributed.sharding import attach, initial
+from threed.distributed.topology import Topology
+from threed.engine import Engine
 from threed.layers import MicroBatch, MixtureOfExperts, Routing, Slicing, routing
 from threed.layers import experts as experts_module
 from threed.ops import grouped
@@ -408,6 +411,19 @@ def biases(case: Case) -> tuple[Tensor, torch.dtype]:
     return bias.detach().clone(), bias.dtype
 
 
+def test_frozen_biases_stay_in_fp32() -> None:
+    """Otherwise a frozen layer would choose other experts than in training."""
+    config = config_of(Case(model="Biased", layers=2, dtype="bf16", zero=0))
+    model = models.build(config.model, Slicing())
+    layers = model.layers()
+    layers[2].requires_grad_(False)
+    with patch.object(type(model), "layers", lambda self: layers):
+        Engine(model, Topology(), config)
+    dtypes = {name: param.dtype for name, param in layers[2].named_parameters()}
+    assert dtypes.pop("mlp.bias") == torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+
+
 def in_bf16() -> AbstractContextManager[Any]:
     return patch.object(layout.Policy, "dtype", lambda self, options: self.param_dtype)
 
@@ -480,4 +496,4 @@ def test_a_length_that_tensor_ranks_cannot_divide_is_refused() -> None:
 
 def test_all_models_are_those_of_the_covering_set() -> None:
     families = {name for name, record in REGISTERED.items() if "experts" in record.takes}
-    assert set(EXPERT_MODELS) == {"Softmax", "Biased", "Chosen", "Single", *families}
+    assert set(EXPERT_MODELS) == {"Softmax", "Biased", "Chosen", "Single", "Lopsided", *families}

@@ -87,7 +87,7 @@ class ShardSpec:
             the same pieces. The layer exchanges its inputs and outputs over that axis, so the
             gradient on each rank already includes the tokens of all ranks of the axis.
         rule: name of the update rule ("balance", see `ops.balance`); None for the optimizer's. A
-            parameter with a rule of its own is kept in fp32 at least, and its gradient neither
+            parameter with such a rule is kept in fp32 at least, and its gradient neither
             counts in the gradient norm nor is clipped.
     """
 

@@ -62,12 +62,13 @@ class Routes:
     Attributes:
         experts: the experts of each token, [... k].
         order: the choices, numbered token · k + choice, sorted by expert: int64 [n k].
-        place: the inverse of `order`.
+        place: the inverse of `order`: the row of each choice.
         counts: number of this rank's tokens per expert, int64 [e].
         shares: see `routing.losses`.
         sizes: the numbers of rows that travel.
         groups: the rows of each expert of this rank.
         by_expert: the received rows, sorted by expert: int64 [m]; None if they arrive in this order.
+        back: the inverse of `by_expert`, or None.
     """
 
     experts: Tensor
@@ -78,6 +79,7 @@ class Routes:
     sizes: Sizes
     groups: Groups
     by_expert: Tensor | None
+    back: Tensor | None
 
 
 class MixtureOfExperts(nn.Module):
@@ -193,8 +195,9 @@ class MixtureOfExperts(nn.Module):
             ValueError: if the tokens of a training step cannot be divided over tensor ranks.
         """
         tp = self.slicing.tp
-        divided = not self.slicing.sequence_parallel and tp.size > 1 and len(x) % tp.size == 0
-        if micro.training and not (divided or self.slicing.sequence_parallel or tp.size == 1):
+        same = tp.size > 1 and not self.slicing.sequence_parallel  # x is equal on all tensor ranks
+        divided = same and len(x) % tp.size == 0
+        if micro.training and same and not divided:
             raise ValueError(
                 f"{self.name}: a sequence of {len(x)} tokens cannot be divided over tp {tp.size}, whose ranks route a"
                 " part each: pad the batch"
@@ -224,8 +227,6 @@ class MixtureOfExperts(nn.Module):
         experts = self.routing.choose(scores, self.bias, self.per_token)
         flat = experts.flatten()
         order = flat.argsort(stable=True)
-        rows = torch.arange(len(order), device=device)
-        place = torch.empty_like(order).scatter_(0, order, rows)
         counts = torch.zeros(self.experts, dtype=torch.int64, device=device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         shares = None
@@ -240,12 +241,13 @@ class MixtureOfExperts(nn.Module):
             sizes = Sizes([len(order)], [len(order)], [])  # no other size is needed on the host
         else:
             sizes = read_sizes(sent, received, len(order))
-        by_expert = None
+        by_expert = back = None
         if axis.size > 1:
             by_expert = _by_expert(received, sum(sizes.receives))
+            back = _inverse(by_expert)
         ends = received.sum(0).cumsum(0).to(torch.int32)
-        groups = Groups(ends, sizes.groups)
-        return Routes(experts, order, place, counts, shares, sizes, groups, by_expert)
+        rows = sizes, Groups(ends, sizes.groups), by_expert, back
+        return Routes(experts, order, _inverse(order), counts, shares, *rows)
 
     def _shares(self, experts: Tensor, scores: Tensor, divided: bool) -> Tensor:
         """Returns the share of the choices of each sequence that each expert gets, [b e].
@@ -271,15 +273,13 @@ class MixtureOfExperts(nn.Module):
         k, order, place = self.per_token, routes.order, routes.place
         rows = _Take.apply(x.flatten(0, -2), order // k, place, k)
         rows = conjugate.exchange_rows(rows, self.axis, routes.sizes.sends, routes.sizes.receives)
-        by_expert, back = routes.by_expert, None
+        by_expert, back = routes.by_expert, routes.back
         if by_expert is not None:
-            back = torch.empty_like(by_expert)
-            back.scatter_(0, by_expert, torch.arange(len(back), device=back.device))
             rows = _Take.apply(rows, by_expert, back, 1)
         inner = _product(rows, self.gate_up, routes.groups)
         inner = self.recompute.run("activation", self._activate, inner)
         rows = _product(inner, self.down, routes.groups)
-        if back is not None:
+        if by_expert is not None:
             rows = _Take.apply(rows, back, by_expert, 1)
         rows = conjugate.exchange_rows(rows, self.axis, routes.sizes.receives, routes.sizes.sends)
         outputs = _Take.apply(rows, place, order, 1).view(*weights.shape, -1)
@@ -346,6 +346,11 @@ def _by_expert(received: Tensor, total: int) -> Tensor:
     rows = torch.arange(total, device=received.device)
     segments = torch.searchsorted(received.flatten().cumsum(0), rows, right=True)
     return (segments % received.shape[1]).argsort(stable=True)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Returns the inverse of a permutation, int64 [n]."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class _Router(ReplicatedLinear):

@@ -1,8 +1,8 @@
 """Multi-head latent attention, with heads sharded over tensor ranks.
 
 See DeepSeek-V2, arXiv 2405.04434, section 2.1. The keys and values of all heads are computed from
-one small vector per position, the latent vector. Queries are computed from the input, or from a
-latent vector of their own. The first `nope_dim` elements of a query or key head have no rotary
+one small vector per position, the latent vector. Queries are computed from the input, or from
+another latent vector. The first `nope_dim` elements of a query or key head have no rotary
 positions. Its last `rope_dim` elements have them; for keys, these elements are shared by all heads.
 
     x [h] -> query_down -> query_norm -> query_up ------------> query [a (nope + rope)]

@@ -27,7 +27,7 @@ class ExpertRanks:
     """The ranks that hold different experts.
 
     Attributes:
-        axis: the ranks, with a communicator of their own.
+        axis: the ranks, with a separate communicator.
         over: `ShardSpec.over` of the experts' parameters. Blocks of one rank, such as "dp*tp/1", if
             every rank holds all experts; None if they are also not divided over tensor ranks.
     """
@@ -98,6 +98,12 @@ class Slicing:
 
     def __deepcopy__(self, memo: object) -> Slicing:
         return self
+
+    @property
+    def axes(self) -> list[str]:
+        """The names of the axes over which layers communicate."""
+        context = Context.names(self.context.size, self.context.heads.size)
+        return [name for name in ("tp", *context, self.experts.name) if name]
 
     @property
     def sequence_parallel(self) -> bool:

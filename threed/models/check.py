@@ -186,7 +186,7 @@ def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
     Either no rank holds some elements of the tensor, or several ranks hold the same elements,
     although the tensor's record does not mark them as replicated. Collective.
     """
-    # If `over` contains the tensor axis, t is 0: each rank of `over` has a row of its own.
+    # If `over` contains the tensor axis, t is 0: each rank of `over` has a separate row.
     # The boxes that this rank holds: axis `ShardSpec.over` ("" if None) -> tensor name -> boxes.
     boxes: dict[str, dict[str, list[Part]]] = {}
     where: dict[str, Use] = {}

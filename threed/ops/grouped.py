@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows, each with a matrix of its own (a mixture of experts).
+"""Matrix products of groups of rows, each multiplied by another matrix (a mixture of experts).
 
     y = product(x, weights, groups)        the rows of each group times its matrix
 

@@ -26,7 +26,6 @@ from threed.core.device import is_accelerator
 from threed.core.messages import counted
 from threed.distributed.sharding import spec_of
 from threed.distributed.topology import SECOND, Topology
-from threed.layers.context import Context
 from threed.layers.experts import MixtureOfExperts
 from threed.layers.routing import LossFactors
 from threed.layers.slicing import Flag
@@ -221,13 +220,12 @@ class Blueprint:
         ties = stages.ties([names(layer) for layer in layers])
         overs = set() if wrapped else dealt_over(layers)
         _set_up_experts(config, layers, overs)
-        shard_axes = [setup.shard_axes(config, topology, over) for over in (None, *overs)]
-        axes = {name for names in shard_axes for name in names if name}
+        axes = {
+            name for over in (None, *overs) for name in setup.shard_axes(config, topology, over)
+        }
         if _overlaps(pipeline, topology):
-            slicing = model.slicing
-            context = Context.names(topology.cp, slicing.context.heads.size)
-            layered = ("tp", *context, slicing.experts.name)
-            axes |= {name + SECOND for name in layered if name}
+            axes |= {name + SECOND for name in model.slicing.axes}
+        axes.discard("")
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], stages.links)
         configure(config, layers)
         parts = stages.chunks(topology.axis("pp").index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from threed.distributed import collectives
 from threed.engine import StepMetrics
@@ -37,25 +37,32 @@ class ExpertLog(Callback):
     def _metrics(self, run: Run) -> dict[str, float]:
         """Returns the metrics. Collective."""
         topology, own = run.engine.topology, list[list[float]]()
-        for mixture in self._own:
-            sums = mixture.take_sums()
-            if sums is None:
-                continue
+        taken = [(mixture, mixture.take_sums()) for mixture in self._own]
+        found = [(mixture, sums) for mixture, sums in taken if sums is not None]
+        if found:
+            flat = torch.cat([sums for _, sums in found])
             for axis in (topology.data, topology.axis("tp")):
-                sums = collectives.sum_of_scalars(sums, axis)
-            loads, losses = sums[:-2], sums[-2:]
-            tokens = loads.sum() / mixture.per_token
-            bias = torch.zeros(()) if mixture.bias is None else mixture.bias.detach().abs().max()
-            share = loads / loads.mean()
-            own.append([float(x) for x in (share.max(), share.min(), *(losses / tokens), bias)])
-        found = [
-            layer for stage in collectives.exchange(own, topology.axis("pp")) for layer in stage
-        ]
-        most, least, aux, z, bias_max = zip(*found, strict=True)
+                flat = collectives.sum_of_scalars(flat, axis)
+            parts = flat.cpu().split([len(sums) for _, sums in found])
+            own = [_row(mixture, sums) for (mixture, _), sums in zip(found, parts, strict=True)]
+        stages = collectives.exchange(own, topology.axis("pp"))
+        rows = [row for stage in stages for row in stage]
+        if not rows:
+            return {}
+        most, least, aux, z, bias_max = zip(*rows, strict=True)
         return {
             "moe/load_max": max(most), "moe/load_min": min(least), "moe/bias_max": max(bias_max),
             "moe/aux_loss": sum(aux) / len(aux), "moe/z_loss": sum(z) / len(z),
         }  # fmt: skip
+
+
+def _row(mixture: MixtureOfExperts, sums: Tensor) -> list[float]:
+    """Returns largest and smallest share, both losses, and the largest bias of a layer."""
+    loads, losses = sums[:-2], sums[-2:]
+    tokens = loads.sum() / mixture.per_token
+    shares = loads / loads.mean()
+    bias = 0.0 if mixture.bias is None else mixture.bias.detach().abs().max()
+    return [float(x) for x in (shares.max(), shares.min(), *(losses / tokens), bias)]
 
 
 def _mixtures(layers: Sequence[nn.Module]) -> list[MixtureOfExperts]:

@@ -544,7 +544,8 @@ def build(
         sliced = policy.slices_parameter(slot.param)
         tie = tied.get(spec.name)
         key = GroupKey(
-            policy.options(spec) if trainable else GroupOptions(), trainable, spec.replicated,
+            policy.options(spec) if trainable else GroupOptions(own_rule=spec.rule is not None),
+            trainable, spec.replicated,
             spec.partial if trainable else None, tie.stages if tie else (),
             tuple(sorted(set(slot.units))) if sliced else None, tie.layers if tie and sliced else (),
             spec.name if sliced and spec.tile[1] > 1 else None,

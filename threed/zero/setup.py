@@ -165,7 +165,7 @@ def group_options(config: Config) -> Callable[[ShardSpec], GroupOptions]:
     """Returns a function from a parameter's `ShardSpec` to its options.
 
     The first group of `optim.groups` whose pattern matches the parameter's name overrides the
-    optimizer's options. They do not apply to a parameter with a rule of its own.
+    optimizer's options. They do not apply to a parameter whose record names its rule.
     """
     optim, groups = config.optim, config.optim.groups
     balance = GroupOptions(Balance(config.experts.bias_rate), own_rule=True)

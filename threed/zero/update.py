@@ -234,8 +234,8 @@ def sum_of_squares(
     If several ranks hold the same portion of a bucket, only the owner (`Group.owned`) adds the
     portion's squares to the norm. The owner is the first of these ranks; for a tied weight, it is
     on the first stage with this weight. The other ranks only check that the portion is finite.
-    Padding is zero, so it does not change the norm. Gradients of parameters with a rule of their own
-    (`ShardSpec.rule`) are only checked.
+    Padding is zero, so it does not change the norm. Gradients of parameters whose record
+    names their rule (`ShardSpec.rule`) are only checked.
 
     Args:
         parts: per bucket, the sum of squares of this rank's portion, a scalar tensor.
