@@ -46,7 +46,7 @@ from threed.core import rng
 from threed.distributed import collectives
 from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
-from threed.layers import Slicing, experts
+from threed.layers import Slicing, dispatch
 from threed.memory import pool
 from threed.models import Model
 from threed.models import check as model_check
@@ -120,9 +120,9 @@ def _doors(watch: Watching) -> Iterator[None]:
         (launch.on_gpu, lambda x: x.device.type == NAME),
         (launch.available, lambda x: x.device.type == NAME),  # the kernels of csrc/cuda, as shapes
         (
-            experts.read_sizes,
+            dispatch.start_reading,
             lambda sent, _, total: (
-                watch.fault(HOST_READ, "sizes") or experts.even_sizes(*sent.shape, total)
+                lambda: watch.fault(HOST_READ, "sizes") or dispatch.even_sizes(*sent.shape, total)
             ),
         ),
         (flex.problem, lambda _: ""),

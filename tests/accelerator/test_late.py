@@ -294,7 +294,7 @@ FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     ),
     (Changed(f"{CONTEXT}:_Ring", "steps", "split(home.wait())", "split(home._finish())"), RING),
     (Changed("threed.distributed.collectives", "all_to_all", ".wait()", "._finish()"), HEADS),
-    (Changed("threed.distributed.conjugate", "_exchange", ".wait()", "._finish()"), EXPERTS),
+    (Changed("threed.distributed.conjugate:Exchange", "finish", ".wait()", "._finish()"), EXPERTS),
     (
         Changed("threed.pipeline.executor:Executor", "_wait_for_oldest_send", "part.wait()"),
         Case(pp=2, microbatches=8),

@@ -277,7 +277,7 @@ def recomputation_chooses_again_from_other_scores() -> AbstractContextManager[An
 
         return routes
 
-    return patch_method(MixtureOfExperts, "_routes", make)
+    return patch_method(MixtureOfExperts, "_choices", make)
 
 
 def loads_counted_twice_under_recomputation() -> AbstractContextManager[Any]:
@@ -351,11 +351,11 @@ def counted_rows(found: list[int]) -> Iterator[None]:
     """Context in which the bytes that experts' exchanges should send are added up."""
     real = collectives.start_exchange
 
-    def exchange(x: Tensor, axis: Any, sends: Any, receives: Any) -> Any:
+    def exchange(x: Tensor, axis: Any, sends: Any, receives: Any, *out: Any) -> Any:
         if axis.label == "ep":
             others = sum(n for i, n in enumerate(sends) if i != axis.index)
             found.append(others * x.shape[1:].numel() * x.element_size())
-        return real(x, axis, sends, receives)
+        return real(x, axis, sends, receives, *out)
 
     with patch.object(collectives, "start_exchange", exchange):
         yield

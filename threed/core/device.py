@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -245,6 +245,27 @@ def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | Non
     if values.device.type == "cpu" and is_accelerator(device):
         values = values.pin_memory()
     return values.to(device, dtype or values.dtype, non_blocking=True)
+
+
+def start_copy_out(values: Tensor) -> Callable[[], Tensor]:
+    """Starts to copy values to the host; returns a function that waits for the copy and returns it.
+
+    The function waits only for work that was queued on the current stream before the copy.
+
+    Args:
+        values: a tensor on any device. If it is on the CPU, it is returned itself.
+    """
+    if not is_accelerator(values.device):
+        return lambda: values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    event = current_stream(values.device).record_event()
+
+    def read() -> Tensor:
+        event.synchronize()
+        return host
+
+    return read
 
 
 def stream_address(device: torch.device) -> int | None:

@@ -399,7 +399,9 @@ def all_to_all(parts: Tensor, axis: Axis) -> Tensor:
     return start_exchange(parts, axis, each, each).wait()
 
 
-def start_exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+def start_exchange(
+    x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int], out: Tensor | None = None
+) -> Pending:
     """Starts to send a different number of rows to each rank of an axis. Collective.
 
     Args:
@@ -407,6 +409,7 @@ def start_exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequen
         axis: the ranks.
         sends: number of rows for each rank.
         receives: number of rows that each rank sends to this one.
+        out: memory of the received rows, [m ...]. Default: new memory. Unused if the axis has size 1.
 
     Returns:
         A `Pending`, whose result are the received rows, in rank order, [m ...].
@@ -414,7 +417,7 @@ def start_exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequen
     if axis.size == 1:
         return done(x)
     x, row = x.contiguous(), x.shape[1:].numel()
-    out = x.new_empty(sum(receives), *x.shape[1:])
+    out = x.new_empty(sum(receives), *x.shape[1:]) if out is None else out
     sent = (sum(sends) - sends[axis.index]) * row * x.element_size()
     sizes = [[rows * row for rows in per_rank] for per_rank in (receives, sends)]
     return done(out, _start(dist.all_to_all_single, axis, sent, out.view(-1), x.view(-1), *sizes))

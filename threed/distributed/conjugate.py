@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from threed.distributed import collectives
+from threed.distributed.collectives import Pending
 from threed.distributed.topology import Axis
 
 AxisFunction = Callable[[Tensor, Axis], Tensor]
@@ -139,36 +140,92 @@ def _part(x: Tensor, axis: Axis) -> Tensor:
     return x.chunk(axis.size)[axis.index].contiguous()
 
 
-def exchange_rows(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-    """Sends rows of x to the ranks of an axis; the backward sends gradients back. Collective.
+class Exchange:
+    """An exchange of rows between the ranks of an axis; the backward sends gradients back.
+
+        rows = exchange.start(rows)
+        ...                             # work that needs no rows runs at the same time
+        rows = exchange.wait(rows)
+
+    In the backward, `wait` starts to send the gradients of the received rows back, and `start` waits
+    for them. So what runs between the two calls runs at the same time in the backward, too.
 
     Args:
-        x: the rows for each rank, in rank order, [n h].
         axis: the ranks.
         sends: number of rows for each rank.
         receives: number of rows that each rank sends to this one.
-
-    Returns:
-        The received rows, in rank order, [m h].
     """
-    return x if axis.size == 1 else _ExchangeRows.apply(x, axis, sends, receives)
+
+    def __init__(self, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> None:
+        self.axis, self.sends, self.receives = axis, sends, receives
+        self.rows = 0  # number of rows that were passed to `start`
+        self.gradient: Tensor | None = None  # of these rows; complete after `finish`
+        self._pending: Pending | None = None
+
+    def start(self, x: Tensor) -> Tensor:
+        """Starts to send rows. Collective.
+
+        Args:
+            x: the rows for each rank, in rank order, [n h]. Rows behind them stay, and get no
+                defined gradient.
+
+        Returns:
+            Memory of the received rows, [m h], whose only use is `wait`.
+        """
+        return x if self.axis.size == 1 else _StartRows.apply(x, self)
+
+    def wait(self, rows: Tensor) -> Tensor:
+        """Waits for the rows.
+
+        Args:
+            rows: the result of `start`.
+
+        Returns:
+            The received rows, in rank order, [m h].
+        """
+        return rows if self.axis.size == 1 else _WaitForRows.apply(rows, self)
+
+    def launch(self, x: Tensor, rows: int, *, back: bool = False) -> Tensor:
+        """Starts to send rows of x, or gradients back; returns memory of `rows` rows. Collective."""
+        to, of = (self.receives, self.sends) if back else (self.sends, self.receives)
+        out = x.new_empty(rows, *x.shape[1:])
+        self._pending = collectives.start_exchange(x[: sum(to)], self.axis, to, of, out[: sum(of)])
+        return out
+
+    def finish(self) -> None:
+        """Waits until the rows of `launch` are complete."""
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
 
 
-def _exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-    return collectives.start_exchange(x, axis, sends, receives).wait()
-
-
-class _ExchangeRows(torch.autograd.Function):
+class _StartRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]
-    ) -> Tensor:
-        ctx.arguments = axis, receives, sends
-        return _exchange(x, axis, sends, receives)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, exchange.rows = exchange, len(x)
+        return exchange.launch(x, sum(exchange.receives))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(dy, *ctx.arguments), None, None, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        exchange: Exchange = ctx.exchange
+        exchange.finish()
+        dx, exchange.gradient = exchange.gradient, None
+        return dx, None
+
+
+class _WaitForRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        exchange.finish()
+        ctx.exchange = exchange
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        exchange: Exchange = ctx.exchange
+        exchange.gradient = exchange.launch(dy, exchange.rows, back=True)
+        # `start` returns the gradient; autograd would not accept its number of rows here
+        return dy, None
 
 
 def to_heads(axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:

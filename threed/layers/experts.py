@@ -18,9 +18,10 @@ backward (`--recompute.mode full`) uses the choices of the first (`MicroBatch.me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,57 +30,35 @@ from torch import Tensor, nn
 from threed.distributed import collectives, conjugate
 from threed.distributed.collectives import split
 from threed.distributed.sharding import ShardSpec, matrix, parameter, vector
+from threed.distributed.topology import Axis
+from threed.layers.dispatch import Limits, Routes, Table, open_routes, within_capacity
 from threed.layers.linear import ReplicatedLinear
 from threed.layers.mlp import GatedMLP, gated
 from threed.layers.recompute import Recompute
 from threed.layers.routing import LossFactors, Routing, WithGradients, losses
-from threed.layers.slicing import MicroBatch, Slicing, for_autograd, sink_of
+from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sink_of
 from threed.ops import grouped
 from threed.ops.grouped import Groups
 from threed.ops.matmul import WIDE
 
-SOFTMAX, NO_LOSSES = Routing(), LossFactors()
-
-
-class Sizes(NamedTuple):
-    """Numbers of rows, on the host.
-
-    Attributes:
-        sends: for each expert rank.
-        receives: from each expert rank.
-        groups: for each expert of this rank; empty if no one needs them.
-    """
-
-    sends: list[int]
-    receives: list[int]
-    groups: list[int]
+SOFTMAX, NO_LOSSES, NO_LIMITS = Routing(), LossFactors(), Limits()
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
-    """Where the tokens of a rank go, n tokens with k experts each.
+class Choices:
+    """The experts of a rank's tokens, n tokens with k experts each.
 
     Attributes:
         experts: the experts of each token, [... k].
-        order: the choices, numbered token · k + choice, sorted by expert: int64 [n k].
-        place: the inverse of `order`: the row of each choice.
-        counts: number of this rank's tokens per expert, int64 [e].
+        counts: number of this rank's tokens per expert, including those dropped: [e].
         shares: see `routing.losses`.
-        sizes: the numbers of rows that travel.
-        groups: the rows of each expert of this rank.
-        by_expert: the received rows, sorted by expert: int64 [m]; None if they arrive in this order.
-        back: the inverse of `by_expert`, or None.
+        routes: the rows that travel.
     """
 
     experts: Tensor
-    order: Tensor
-    place: Tensor
     counts: Tensor
     shares: Tensor | None
-    sizes: Sizes
-    groups: Groups
-    by_expert: Tensor | None
-    back: Tensor | None
+    routes: Routes
 
 
 class MixtureOfExperts(nn.Module):
@@ -123,6 +102,7 @@ class MixtureOfExperts(nn.Module):
         self.name, self.slicing, self.axis, self.routing = name, slicing, axis, routing
         self.experts, self.per_token, self.losses = experts, per_token, losses
         self.activation = activation
+        self.limits, self.data_flags = NO_LIMITS, tuple[Flag, ...]()
         self._sums: Tensor | None = None
         # each tensor rank routes its own tokens, so gradients of the router are partial
         self.router = _Router(
@@ -158,6 +138,15 @@ class MixtureOfExperts(nn.Module):
     def set_losses(self, losses: LossFactors) -> None:
         """Sets the coefficients of the router's losses."""
         self.losses = losses
+
+    def set_limits(self, limits: Limits) -> None:
+        """Sets the limits of the rows of experts. With a room, rows that do not fit set a flag."""
+        self.limits = limits
+        self.data_flags = (
+            (Flag(f"{self.name}: more rows for an expert rank than --experts.room", error=False),)
+            if limits.room
+            else ()
+        )
 
     def take_sums(self) -> Tensor | None:
         """Returns sums over this rank's tokens since the last call, fp64 [e + 2]; None without tokens.
@@ -205,152 +194,131 @@ class MixtureOfExperts(nn.Module):
         own = conjugate.part_of(x, tp) if divided else x
         logits = self.router(own)
         scores = self.routing.scores(logits)
-        routes = self._routes(own, scores, micro, divided)
-        y = self._run(own, self.routing.weights(logits, scores, routes.experts), routes)
-        y = self._with_gradients(y, logits, scores, routes, micro)
+        choices = self._choices(own, scores, micro, divided)
+        weights = self.routing.weights(logits, scores, choices.experts)
+        y, shared = self._run(own, weights, choices.routes, x)
+        y = self._with_gradients(y, logits, scores, choices, micro)
         y = conjugate.join_parts(y, tp) if divided else y
-        return y if self.shared is None else y + self.shared(x)
+        return y if shared is None else y + shared
 
-    def _routes(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Routes:
-        """Returns the routes of this rank's tokens x [n b h] with scores [n b e]. Collective."""
+    def _choices(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Choices:
+        """Returns the choices for this rank's tokens x [n b h] with scores [n b e]. Collective."""
         if micro.memo is not None and self.name in micro.memo:
-            found: Routes = micro.memo.pop(self.name)
+            found: Choices = micro.memo.pop(self.name)
             return found
         with torch.no_grad():
-            routes = self._new_routes(x, scores, micro, divided)
+            choices = self._new_choices(x, scores, micro, divided)
         if micro.memo is not None:
-            micro.memo[self.name] = routes
-        return routes
+            micro.memo[self.name] = choices
+        return choices
 
-    def _new_routes(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Routes:
-        axis, device = self.axis, scores.device
+    def _new_choices(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Choices:
         experts = self.routing.choose(scores, self.bias, self.per_token)
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)
-        counts = torch.zeros(self.experts, dtype=torch.int64, device=device)
-        counts.scatter_add_(0, flat, torch.ones_like(flat))
-        shares = None
+        one_kernel = all(grouped.in_one_kernel(x, w) for w in (self.gate_up, self.down))
+        room, capacity = self.limits if micro.training else NO_LIMITS
+        chosen = shares = kept = None
+        if capacity or (micro.training and self.losses.aux):
+            chosen = torch.zeros_like(scores).scatter_(-1, experts, 1.0)
+        if chosen is not None and capacity:
+            kept = self._kept(chosen, experts, capacity, divided)
+        routes, counts, overflow = open_routes(
+            experts, self.experts, self.axis, room=room, one_kernel=one_kernel, kept=kept
+        )
+        if overflow is not None:
+            self.data_flags[0].note(overflow)
+        if chosen is not None and kept is not None:
+            counts = chosen.sum((0, 1))
         if micro.training:
             self._add(0, counts)
-            if self.losses.aux:
-                shares = self._shares(experts, scores, divided)
-        sent = counts.view(axis.size, -1)  # [ep e/ep]
-        received = collectives.all_to_all(sent, axis)
-        one_kernel = [grouped.in_one_kernel(x, weights) for weights in (self.gate_up, self.down)]
-        if axis.size == 1 and all(one_kernel):
-            sizes = Sizes([len(order)], [len(order)], [])  # no other size is needed on the host
-        else:
-            sizes = read_sizes(sent, received, len(order))
-        by_expert = back = None
-        if axis.size > 1:
-            by_expert = _by_expert(received, sum(sizes.receives))
-            back = _inverse(by_expert)
-        ends = received.sum(0).cumsum(0).to(torch.int32)
-        rows = sizes, Groups(ends, sizes.groups), by_expert, back
-        return Routes(experts, order, _inverse(order), counts, shares, *rows)
+        if chosen is not None and self.losses.aux:
+            shares = self._shares(chosen.sum(0), len(scores), divided)
+        return Choices(experts, counts, shares, routes)
 
-    def _shares(self, experts: Tensor, scores: Tensor, divided: bool) -> Tensor:
+    def _sequence_axes(self, divided: bool) -> list[Axis]:
+        """Returns the axes of the ranks that route other parts of this rank's sequences."""
+        tp = [self.slicing.tp] if divided or self.slicing.sequence_parallel else []
+        return [self.slicing.context.axis, *tp]
+
+    def _shares(self, chosen: Tensor, length: int, divided: bool) -> Tensor:
         """Returns the share of the choices of each sequence that each expert gets, [b e].
 
         It is relative to an equal share. Collective over the ranks that hold parts of a sequence.
+
+        Args:
+            chosen: number of this rank's tokens of each sequence that chose an expert, [b e].
+            length: number of this rank's tokens of a sequence.
+            divided: whether tensor ranks route a part of the same tokens each.
         """
-        chosen = torch.zeros_like(scores).scatter_(-1, experts, 1.0).sum(0)
-        axes = [self.slicing.context.axis]
-        axes += [self.slicing.tp] if divided or self.slicing.sequence_parallel else []
-        length = len(scores)
-        for axis in axes:
+        for axis in self._sequence_axes(divided):
             chosen, length = collectives.all_reduce(chosen, axis), length * axis.size
         return chosen * (self.experts / (self.per_token * length))
 
-    def _run(self, x: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        """Returns the weighted sum of the outputs of each token's experts. Collective.
+    def _kept(self, chosen: Tensor, experts: Tensor, capacity: float, divided: bool) -> Tensor:
+        """Returns whether a choice is within the capacity of its expert, [n b k]. Collective."""
+        axes, context = self._sequence_axes(divided), self.slicing.context
+        ranks = math.prod(axis.size for axis in axes)
+        length = len(chosen) * ranks
+        positions = context.positions(length)
+        if len(axes) > 1:
+            positions = positions.part(axes[1].size, axes[1].index)
+        parts = context.multiple * (axes[1].size if len(axes) > 1 else 1)
+        size = length // parts
+        own = [at // size for first, last in positions.ranges for at in range(first, last, size)]
+        limit = math.ceil(capacity * self.per_token * length / self.experts)
+        return within_capacity(chosen, experts, limit, Table(parts, own, axes))
+
+    def _run(
+        self, x: Tensor, weights: Tensor, routes: Routes, shared_x: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the weighted sum of each token's experts, and the shared expert's output. Collective.
+
+        The shared expert runs while rows travel: its first product on their way to the experts, the
+        second one on the way back.
 
         Args:
             x: [n b h].
             weights: [n b k].
             routes: routes of these tokens.
+            shared_x: input of the shared expert.
         """
-        k, order, place = self.per_token, routes.order, routes.place
-        rows = _Take.apply(x.flatten(0, -2), order // k, place, k)
-        rows = conjugate.exchange_rows(rows, self.axis, routes.sizes.sends, routes.sizes.receives)
-        by_expert, back = routes.by_expert, routes.back
-        if by_expert is not None:
-            rows = _Take.apply(rows, by_expert, back, 1)
-        inner = _product(rows, self.gate_up, routes.groups)
+        rows = routes.take(x.flatten(0, -2))  # before the host waits for the sizes
+        arrival = routes.arrival
+        to, back = (
+            conjugate.Exchange(self.axis, *sizes)
+            for sizes in (arrival.sizes[:2], arrival.sizes[1::-1])
+        )
+        rows = to.start(rows)
+        finish = None if self.shared is None else self.shared.start(shared_x)
+        rows = arrival.sorted(to.wait(rows))
+        inner = _product(rows, self.gate_up, arrival.groups)
         inner = self.recompute.run("activation", self._activate, inner)
-        rows = _product(inner, self.down, routes.groups)
-        if by_expert is not None:
-            rows = _Take.apply(rows, back, by_expert, 1)
-        rows = conjugate.exchange_rows(rows, self.axis, routes.sizes.receives, routes.sizes.sends)
-        outputs = _Take.apply(rows, place, order, 1).view(*weights.shape, -1)
-        return (outputs * weights.unsqueeze(-1).to(outputs.dtype)).sum(-2)
+        rows = arrival.unsorted(_product(inner, self.down, arrival.groups))
+        rows = back.start(rows)
+        shared = None if finish is None else finish()
+        outputs = routes.collect(back.wait(rows)).view(*weights.shape, -1)
+        return (outputs * weights.unsqueeze(-1).to(outputs.dtype)).sum(-2), shared
 
     def _activate(self, gate_up: Tensor) -> Tensor:
         return gated(self.activation, gate_up)
 
     def _with_gradients(
-        self, y: Tensor, logits: Tensor, scores: Tensor, routes: Routes, micro: MicroBatch
+        self, y: Tensor, logits: Tensor, scores: Tensor, choices: Choices, micro: MicroBatch
     ) -> Tensor:
         """Returns y; its backward starts the gradients of the losses and of the bias."""
         if not micro.training:
             return y
         loss = excess = None
         if any(self.losses) and micro.weight is not None:
-            loss, sums = losses(self.losses, logits, scores, routes.shares, micro.weight)
+            loss, sums = losses(self.losses, logits, scores, choices.shares, micro.weight)
             if torch.is_grad_enabled():  # not in the first of two forwards
                 self._add(self.experts, sums)
         if self.bias is not None:
-            excess = routes.counts.to(self.bias.dtype) - routes.order.numel() / self.experts
+            mean = choices.experts.numel() / self.experts
+            excess = choices.counts.to(self.bias.dtype) - mean
         if loss is None and excess is None:
             return y
         out: Tensor = WithGradients.apply(y, loss, self.bias, excess)
         return out
-
-
-def read_sizes(sent: Tensor, received: Tensor, total: int) -> Sizes:
-    """Reads the numbers of rows that travel. The host waits for the device, unless it is "meta".
-
-    On the meta device, all experts get equally many rows.
-
-    Args:
-        sent: number of this rank's rows for each rank and expert, [ep e/ep].
-        received: number of rows from each rank for each expert of this rank, [ep e/ep].
-        total: number of rows of this rank.
-    """
-    if sent.is_meta:
-        return even_sizes(len(sent), sent.shape[1], total)
-    ranks = len(sent)
-    numbers = torch.cat((sent.sum(1), received.sum(1), received.sum(0))).cpu().tolist()
-    return Sizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
-
-
-def even_sizes(ranks: int, own: int, total: int) -> Sizes:
-    """Returns the numbers of rows if all experts get equally many.
-
-    Args:
-        ranks: number of expert ranks.
-        own: number of experts per rank.
-        total: number of rows of this rank.
-    """
-
-    def parts(number: int, count: int) -> list[int]:
-        ends = [split(number, count, i) for i in range(count)]
-        return [stop - start for start, stop in ends]
-
-    each = parts(total, ranks)
-    return Sizes(each, each, parts(sum(each), own))
-
-
-def _by_expert(received: Tensor, total: int) -> Tensor:
-    """Returns the received rows, which are sorted by rank and expert, sorted by expert: int64 [m]."""
-    rows = torch.arange(total, device=received.device)
-    segments = torch.searchsorted(received.flatten().cumsum(0), rows, right=True)
-    return (segments % received.shape[1]).argsort(stable=True)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Returns the inverse of a permutation, int64 [n]."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class _Router(ReplicatedLinear):
@@ -374,24 +342,6 @@ def _check(name: str, experts: int, per_token: int, routing: Routing, ranks: int
         raise ValueError(
             f"{name}: {routing.groups_per_token} of {routing.groups} groups have fewer than {per_token} experts"
         )
-
-
-class _Take(torch.autograd.Function):
-    """Returns x[index]: x [n h] -> [m h].
-
-    inverse: the rows of the result that are copies of row 0 of x, then of row 1, and so on; each row
-        of x has `copies` copies.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.inverse, ctx.copies = inverse, copies
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        dx = dy.index_select(0, ctx.inverse)
-        return dx if ctx.copies == 1 else dx.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
 
 
 class _Product(torch.autograd.Function):

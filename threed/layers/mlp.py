@@ -164,6 +164,20 @@ class MLP(nn.Module):
         y = _InChunks.apply(x, self, chunks, *for_autograd(x, *self.parameters()))
         return y
 
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """Computes the first part of the forward; returns a function that computes the rest. Collective.
+
+        Other work can run in between. If the MLP runs in chunks or has hooks, the first part is all.
+
+        Args:
+            x: see `forward`.
+        """
+        if self.chunks > 1 or not _is_plain(self, type(self)):
+            y = self(x)
+            return lambda: y
+        inner = self._inner(x)
+        return lambda: self.down(inner)
+
     def _inner(self, x: Tensor) -> Tensor:
         """Returns the input of `down`, activation(up(x)): [s b f/t]. Collective."""
         if self._fuses_bias(x):

@@ -21,7 +21,8 @@ class Groups(NamedTuple):
     """The groups of consecutive rows.
 
     Attributes:
-        ends: index after the last row of each group, on the device of the rows, int32 [e].
+        ends: index after the last row of each group, on the device of the rows, int32 [e]. Rows
+            after the last group belong to no group; their products are undefined.
         sizes: number of rows of each group; only used if `in_one_kernel` is False.
     """
 
@@ -35,7 +36,7 @@ def product(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     Args:
         x: the rows of all groups, in order of groups, [n in].
         weights: one matrix per group, [e out in], with any strides.
-        groups: the groups, with n rows in all.
+        groups: the groups, with at most n rows in all.
 
     Returns:
         [n out].
@@ -55,7 +56,7 @@ def add_products_(out: Tensor, dy: Tensor, x: Tensor, groups: Groups, *, fresh: 
         out: one matrix per group, [e out in], in the dtype of dy or a wider one.
         dy: the rows of all groups, [n out].
         x: the rows of all groups, [n in].
-        groups: the groups, with n rows in all.
+        groups: the groups, with at most n rows in all.
         fresh: whether to overwrite `out`; matrices of groups without rows become zero.
     """
     if in_one_kernel(x, out):
@@ -84,5 +85,5 @@ def _slices(groups: Groups, rows: int) -> Iterator[tuple[int, slice]]:
         if size:
             yield group, slice(first, first + size)
         first += size
-    if first != rows:
+    if first > rows:
         raise ValueError(f"groups of {first} rows for {rows} rows")

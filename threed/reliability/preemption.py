@@ -25,9 +25,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from threed.core.device import copy_stream, is_accelerator, on_stream, start_copy_in
+from threed.core.device import (
+    copy_stream,
+    is_accelerator,
+    on_stream,
+    start_copy_in,
+    start_copy_out,
+)
 from threed.distributed import collectives
 from threed.distributed.topology import Axis
 
@@ -87,10 +92,8 @@ class Stop:
         stream = copy_stream(self.device, "flags")
         with on_stream(stream):
             total = collectives.sum_of_scalars(start_copy_in(flag, self.device), self.axis)
-            host = torch.empty(1, pin_memory=True)
-            host.copy_(total, non_blocking=True)
-            event = stream.record_event()
-        return lambda: _read(host, event)
+            read = start_copy_out(total)
+        return lambda: float(read())
 
     def now(self) -> bool:
         """Returns whether any rank has been asked to stop. Collective; waits for all ranks."""
@@ -110,11 +113,6 @@ class Stop:
             all_equal = len(found) == len(asked) > 1 and len(set(asked)) == 1
             self.reason = asked[0] if all_equal or asked[0].startswith("train.") else found[0]
         return bool(self.reason)
-
-
-def _read(host: Tensor, event: torch.Event) -> float:
-    event.synchronize()
-    return float(host)
 
 
 def mark(

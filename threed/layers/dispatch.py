@@ -1,0 +1,376 @@
+"""Rows of tokens on their way to the experts that were chosen for them, and back.
+
+    routes = open_routes(experts, count, axis, one_kernel=False)     # starts to read sizes on the host
+    rows = routes.take(x)                                            # a copy of each token per choice
+    ...                                                              # sent; then:
+    rows = routes.arrival.sorted(rows)                               # waits for the sizes
+
+The rows that a rank sends are sorted by expert. With exact sizes their numbers are read on the host,
+once per forward. With a room (`Limits.room`) each rank sends every other rank equally many rows, some
+of them empty, and nothing is read; a choice that does not fit is dropped, and the step is skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from threed.core.device import start_copy_out
+from threed.distributed import collectives
+from threed.distributed.collectives import split
+from threed.distributed.topology import Axis
+from threed.ops.grouped import Groups
+
+NONE = -1  # instead of the index of a row
+
+
+class Limits(NamedTuple):
+    """Limits of the rows of experts in training steps.
+
+    Attributes:
+        room: number of rows that a rank can send to each expert rank, as a multiple of its mean. 0:
+            as many as the router chooses; the host reads their number.
+        capacity: number of tokens of a sequence that an expert takes, as a multiple of the mean over
+            experts; later tokens are dropped. 0: no limit.
+    """
+
+    room: float = 0.0
+    capacity: float = 0.0
+
+
+class Sizes(NamedTuple):
+    """Numbers of rows, on the host.
+
+    Attributes:
+        sends: for each expert rank.
+        receives: from each expert rank.
+        groups: for each expert of this rank; empty if no one needs them.
+    """
+
+    sends: Sequence[int]
+    receives: Sequence[int]
+    groups: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """The received rows.
+
+    Attributes:
+        sizes: the numbers of rows that travel.
+        groups: the rows of each expert of this rank; empty rows follow the last group.
+        by_expert: the received rows, sorted by expert: int64 [m]; None if they arrive in this order.
+        back: the inverse of `by_expert`, or None.
+    """
+
+    sizes: Sizes
+    groups: Groups
+    by_expert: Tensor | None = None
+    back: Tensor | None = None
+
+    def sorted(self, rows: Tensor) -> Tensor:
+        """Returns received rows [m h], sorted by expert."""
+        return rows if self.by_expert is None else take(rows, self.by_expert, self.back)
+
+    def unsorted(self, rows: Tensor) -> Tensor:
+        """Returns rows sorted by expert [m h] in the order in which they were received."""
+        return rows if self.back is None else take(rows, self.back, self.by_expert)
+
+
+@dataclass(eq=False)
+class Routes:
+    """Where the tokens of a rank go, n tokens with k choices each.
+
+    Attributes:
+        count: number of choices per token, k.
+        sources: the choice, numbered token · k + choice, in each row that may be sent: int64 [r].
+        places: the row of each choice, int64 [n k].
+        holes: whether rows can be empty and choices dropped; their index is then `NONE`.
+        arrive: function that returns `arrival`; it waits until the sizes are on the host.
+    """
+
+    count: int
+    sources: Tensor
+    places: Tensor
+    holes: bool
+    arrive: Callable[[], Arrival]
+
+    @functools.cached_property
+    def arrival(self) -> Arrival:
+        """The received rows. The first use waits for their numbers."""
+        with torch.no_grad():
+            found, self.arrive = self.arrive(), _released
+        return found
+
+    def take(self, x: Tensor) -> Tensor:
+        """Returns the rows to send: a copy of the token of each choice; x [n h] -> [r h]."""
+        k = self.count
+        tokens = self.sources.div(k, rounding_mode="floor") if k > 1 else self.sources
+        return take(x, tokens, self.places, copies=k, holes=self.holes)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """Returns the row of each choice, zero for a dropped one; rows [r h] -> [n k h]."""
+        return take(rows, self.places, self.sources, holes=self.holes)
+
+
+def open_routes(
+    experts: Tensor, count: int, axis: Axis, *, room: float = 0.0, one_kernel: bool = False,
+    kept: Tensor | None = None,
+) -> tuple[Routes, Tensor, Tensor | None]:  # fmt: skip
+    """Returns the routes of tokens, and starts to read their sizes on the host. Collective.
+
+    Args:
+        experts: the experts of each token, int64 [... k].
+        count: number of experts of the model.
+        axis: the ranks that hold different experts.
+        room: see `Limits`.
+        one_kernel: whether the products of all experts are one kernel, which needs no sizes on the
+            host.
+        kept: whether each choice is kept, bool [... k]. Default: all.
+
+    Returns:
+        (routes, counts, overflow): the number of this rank's rows per expert, int32 [count]; and a
+        bool scalar: whether choices did not fit into the room, None without a room.
+    """
+    flat, k, ranks = experts.flatten(), experts.shape[-1], axis.size
+    total, device = len(flat), experts.device
+    if kept is not None:
+        flat = flat.where(kept.flatten(), count)  # dropped choices behind all others
+    ordered, order = flat.sort(stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(count + 1, device=device), out_int32=True)
+    counts = bounds[1:] - bounds[:-1]
+    overflow = None
+    if room and ranks > 1:
+        size = room_rows(room, total, ranks)
+        first = bounds[:-1].view(ranks, -1)[:, :1]  # of each rank's rows
+        ends = (bounds[1:].view(ranks, -1) - first).clamp(max=size)
+        overflow = (bounds[1:].view(ranks, -1)[:, -1:] - first > size).any()
+        sent = ends.diff(dim=1, prepend=torch.zeros_like(first))
+        sources = _in_segments(order, first, ends[:, -1:], size)
+        counts = sent.flatten()
+    else:
+        sent, sources, size = counts.view(ranks, -1), order, 0
+        if kept is not None:
+            sources = order.where(torch.arange(total, device=device) < bounds[-1], NONE)
+    holes = size > 0 or kept is not None
+    places = _places(sources, total) if holes else _inverse(sources)
+    arrive = _arrivals(sent, axis, total, size, one_kernel, bounds[1:])
+    return Routes(k, sources, places, holes, arrive), counts, overflow
+
+
+def room_rows(room: float, total: int, ranks: int) -> int:
+    """Returns the number of rows that a rank can send to each expert rank.
+
+    Args:
+        room: see `Limits`.
+        total: number of choices of the rank.
+        ranks: number of expert ranks.
+    """
+    return min(math.ceil(room * total / ranks), total)
+
+
+def _released() -> Arrival:
+    raise AssertionError("the sizes of these routes were read already")
+
+
+def _arrivals(
+    sent: Tensor, axis: Axis, total: int, size: int, one_kernel: bool, ends: Tensor
+) -> Callable[[], Arrival]:
+    """Sends the numbers of rows, and starts to read what the host needs. Collective.
+
+    Args:
+        sent: number of this rank's rows for each rank and expert, [ep e/ep].
+        axis: the expert ranks.
+        total: number of choices of this rank.
+        size: number of rows that travel to each rank, some of them empty; 0: as many as are sent.
+        one_kernel: see `open_routes`.
+        ends: index after the last row of each expert, if this rank holds all experts.
+    """
+    if axis.size == 1:
+        if one_kernel:
+            arrival = Arrival(Sizes([total], [total], []), Groups(ends, []))
+            return lambda: arrival
+        read = start_reading(sent, sent, total)
+        return lambda: Arrival(Sizes([total], [total], []), Groups(ends, read().groups))
+    received = collectives.all_to_all(sent, axis)
+    if size and one_kernel:
+        fixed = Sizes([size] * axis.size, [size] * axis.size, [])
+        return lambda: _sorted_by_expert(received, fixed, size)
+    read = start_reading(sent, received, total)
+
+    def arrive() -> Arrival:
+        sizes = read()
+        if size:
+            sizes = Sizes([size] * axis.size, [size] * axis.size, sizes.groups)
+        return _sorted_by_expert(received, sizes, size)
+
+    return arrive
+
+
+def start_reading(sent: Tensor, received: Tensor, total: int) -> Callable[[], Sizes]:
+    """Starts to read the numbers of rows that travel; returns a function that waits for them.
+
+    On the meta device, all experts get equally many rows.
+
+    Args:
+        sent: number of this rank's rows for each rank and expert, [ep e/ep].
+        received: number of rows from each rank for each expert of this rank, [ep e/ep].
+        total: number of choices of this rank.
+    """
+    if sent.is_meta:
+        return lambda: even_sizes(len(sent), sent.shape[1], total)
+    read = start_copy_out(torch.stack((sent, received)))
+
+    def sizes() -> Sizes:
+        sends, receives = read().unbind()
+        return Sizes(sends.sum(1).tolist(), receives.sum(1).tolist(), receives.sum(0).tolist())
+
+    return sizes
+
+
+def even_sizes(ranks: int, own: int, total: int) -> Sizes:
+    """Returns the numbers of rows if all experts get equally many.
+
+    Args:
+        ranks: number of expert ranks.
+        own: number of experts per rank.
+        total: number of choices of this rank.
+    """
+
+    def parts(number: int, count: int) -> list[int]:
+        ends = [split(number, count, i) for i in range(count)]
+        return [stop - start for start, stop in ends]
+
+    each = parts(total, ranks)
+    return Sizes(each, each, parts(sum(each), own))
+
+
+def _sorted_by_expert(received: Tensor, sizes: Sizes, size: int) -> Arrival:
+    """Returns the arrival of rows that are sorted by rank, and by expert within the rows of a rank.
+
+    Args:
+        received: number of rows from each rank for each expert of this rank, [ep e/ep].
+        sizes: the numbers of rows that travel.
+        size: number of rows from each rank, some of them empty; 0: `received` counts all rows.
+    """
+    ranks, device = len(received), received.device
+    if size:  # empty rows behind the others of their rank, as an expert behind the last
+        received = torch.cat((received, size - received.sum(1, keepdim=True)), 1)
+    ends = received.flatten().cumsum(0)
+    ends_by_expert = received.t().flatten().cumsum(0)
+    # The rows of one rank and one expert move together; as many rows end before them in both orders.
+    shifts = ends_by_expert.view(-1, ranks).t().flatten() - ends
+    rows = torch.arange(sum(sizes.receives), device=device)
+    back = rows + shifts[torch.searchsorted(ends, rows, right=True)]
+    by_expert = torch.empty_like(rows).scatter_(0, back, rows)
+    last = ends_by_expert[ranks - 1 :: ranks].to(torch.int32)
+    return Arrival(sizes, Groups(last[: len(last) - (size > 0)], sizes.groups), by_expert, back)
+
+
+def _in_segments(order: Tensor, first: Tensor, counts: Tensor, size: int) -> Tensor:
+    """Returns the choices in the rows of segments of equal size, int64 [ranks · size].
+
+    Args:
+        order: the choices, sorted by expert.
+        first: index of the first choice of each segment in `order`, [ranks 1].
+        counts: number of choices in each segment, [ranks 1]; the rows after them are empty.
+        size: number of rows of a segment.
+    """
+    rows = torch.arange(size, device=order.device)
+    found = order[(first + rows).clamp(max=len(order) - 1)]
+    return found.where(rows < counts, NONE).flatten()
+
+
+def _places(sources: Tensor, total: int) -> Tensor:
+    """Returns the row of each of `total` choices, `NONE` for a choice without a row."""
+    places = sources.new_full((total + 1,), NONE)
+    index = sources.where(sources >= 0, total)  # choices of empty rows go behind the end
+    return places.scatter_(0, index, torch.arange(len(sources), device=sources.device))[:total]
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Returns the inverse of a permutation, int64 [n]."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def within_capacity(chosen: Tensor, experts: Tensor, limit: int, table: Table) -> Tensor:
+    """Returns whether each choice is among the first `limit` choices of its sequence for its expert.
+
+    The first are those of the first tokens of the sequence, on whichever ranks they are. Collective.
+
+    Args:
+        chosen: 1 if a token chose an expert, else 0, [n b e].
+        experts: the chosen experts, [n b k].
+        limit: number of tokens of a sequence that an expert takes.
+        table: the parts of the sequences that this rank has.
+
+    Returns:
+        bool [n b k].
+    """
+    parts = chosen.unflatten(0, (len(table.own), -1))
+    counts = chosen.new_zeros(table.parts, *chosen.shape[1:])
+    counts[table.own] = parts.sum(1)
+    for axis in table.axes:
+        counts = collectives.all_reduce(counts, axis)
+    before = (counts.cumsum(0) - counts)[table.own].unsqueeze(1) + parts.cumsum(1) - parts
+    return before.flatten(0, 1).gather(-1, experts) < limit
+
+
+class Table(NamedTuple):
+    """The equal parts of sequences, as divided over ranks.
+
+    Attributes:
+        parts: number of parts.
+        own: the parts of this rank, in the order of its rows.
+        axes: the axes of the ranks that have the others.
+    """
+
+    parts: int
+    own: list[int]
+    axes: list[Axis]
+
+
+def take(
+    x: Tensor, index: Tensor, inverse: Tensor | None, *, copies: int = 1, holes: bool = False
+) -> Tensor:
+    """Returns x[index]: x [n h] -> [m h].
+
+    Args:
+        x: rows.
+        index: for each row of the result a row of x, int64 [m]; `NONE` for zeros, if `holes`.
+        inverse: the rows of the result that are copies of row 0 of x, then of row 1, and so on;
+            each row of x has `copies` copies. `NONE` for a copy that is missing, if `holes`.
+        copies: see `inverse`.
+        holes: whether indices can be `NONE`.
+    """
+    out: Tensor = _Take.apply(x, index, inverse, copies, holes)
+    return out
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int, holes: bool
+    ) -> Tensor:
+        # rows of choices that are dropped may be missing in x
+        ctx.inverse = None if inverse is None else inverse[: len(x) * copies]
+        ctx.copies, ctx.holes = copies, holes
+        return _rows(x, index, holes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx = _rows(dy, ctx.inverse, ctx.holes)
+        dx = dx if ctx.copies == 1 else dx.unflatten(0, (-1, ctx.copies)).sum(1)
+        return dx, None, None, None, None
+
+
+def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
+    if not holes:
+        return x.index_select(0, index)
+    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).unsqueeze(1), 0)
