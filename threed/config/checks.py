@@ -140,6 +140,8 @@ def _check_experts(config: Config, dp: int | None) -> Iterator[str]:
     if experts is not None and experts % p.ep:
         given = f"--parallel.ep {p.ep} does not divide --model.experts {experts}"
         yield f"{given}: use {listed(_divisors(experts))}"
+    if config.experts.room and p.ep == 1:
+        yield "--experts.room without --parallel.ep above 1, so no rows of tokens are sent: leave it out"
 
 
 def _check_drive(config: Config) -> Iterator[str]:

@@ -38,6 +38,7 @@ from threed.config.values import (
     FolderName,
     LossScale,
     MemorySize,
+    Multiple,
     Natural,
     NonNegative,
     Optimizer,
@@ -50,7 +51,6 @@ from threed.config.values import (
     Schedule,
     ShardSize,
     Share,
-    Spike,
     StepRange,
     Switch,
     Text,
@@ -188,6 +188,12 @@ class ExpertsConfig(Group):
     """coefficient of the mean squared log-sum-exp of the router's logits; 0: none"""
     bias_rate: Positive = 1e-3
     """step size of the selection biases of models that balance experts by biases"""
+    room: Multiple = 0.0
+    """rows that a rank can send to each expert rank, as a multiple of the mean, so that the host reads
+    no sizes; a step that needs more is skipped, and the room doubles; 0: as many as needed"""
+    capacity: NonNegative = 0.0
+    """tokens of a sequence that an expert takes in training, as a multiple of the mean; later tokens
+    are dropped; 0: no limit"""
 
 
 class TrainConfig(Group):
@@ -212,7 +218,7 @@ class TrainConfig(Group):
     max_bad_steps: Natural = 10
     """end the run after this many consecutive skipped steps (gradients not finite, or a spike of
     their norm); 0: never"""
-    max_norm_spike: Spike = 0.0
+    max_norm_spike: Multiple = 0.0
     """skip a step if its gradient norm exceeds this multiple of the running mean; 0: never"""
     sample_tokens: Natural = 200
     """tokens of text to generate at the end; 0: none"""

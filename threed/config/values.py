@@ -216,7 +216,7 @@ Positive = Annotated[float, Field(gt=0), BeforeValidator(number), Takes("X")]
 # MiB or GiB; the upper bound ensures that the number of bytes is finite
 MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(number), Takes("X")]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(number), Takes("X")]
-Spike = Annotated[NonNegative, AfterValidator(_zero_or_above_one)]
+Multiple = Annotated[NonNegative, AfterValidator(_zero_or_above_one)]
 _TIME = _must_be("a time such as 3h, 90m, 1:30:00, or seconds")
 Duration = Annotated[float, Field(gt=0, le=1e9), BeforeValidator(_duration), _TIME, Takes("TIME")]
 DurationOrNone = Annotated[

@@ -21,6 +21,7 @@ from threed.config import Config, ConfigError
 from threed.config.checks import find_batch_problems, find_refusals, find_size_problems
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
+from threed.engine.rooms import Rooms
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.interop.huggingface.weights import load_hf
 from threed.layers.linear import use_sinks
@@ -162,6 +163,7 @@ class Engine(metaclass=_EngineType):
         self.batches = self._make_batches(blueprint.layers)
         flags = [self.batches.empty, self.batches.decreasing, *blueprint.flags]
         self.faults = Faults(flags, topology.device, warns=topology.rank == 0)
+        self.rooms = Rooms(blueprint.layers, self.faults)
         wrapped = self.model if isinstance(self.model, Wrapped) else None
         self.buffers = buffers.build(
             blueprint.layers, blueprint.pipeline.layout, topology, blueprint.fully_recomputed,
@@ -314,6 +316,7 @@ class Engine(metaclass=_EngineType):
         return metrics
 
     def _begin(self, microbatches: int) -> None:
+        self.rooms.grow()
         # A step that was interrupted by an error may have left parameters gathered.
         self.gatherer.release_all()
         if self.buffers.exist:
@@ -341,7 +344,7 @@ class Engine(metaclass=_EngineType):
         if self._numbers is not None:
             # Compute the previous step's results first, so that the flags of invalid data are
             # counted in the order of the steps.
-            self._numbers()
+            self.rooms.read(self._numbers().counts)
         self._numbers = Later(update, self.faults)
         if not self.runner.pending:
             self._numbers()

@@ -26,6 +26,7 @@ from threed.distributed import collectives
 from threed.distributed.collectives import split
 from threed.distributed.topology import Axis
 from threed.ops.grouped import Groups
+from threed.ops.positions import Positions
 
 NONE = -1  # instead of the index of a row
 
@@ -299,7 +300,9 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def within_capacity(chosen: Tensor, experts: Tensor, limit: int, table: Table) -> Tensor:
+def within_capacity(
+    chosen: Tensor, experts: Tensor, limit: int, own: Positions, axes: Sequence[Axis]
+) -> Tensor:
     """Returns whether each choice is among the first `limit` choices of its sequence for its expert.
 
     The first are those of the first tokens of the sequence, on whichever ranks they are. Collective.
@@ -308,32 +311,22 @@ def within_capacity(chosen: Tensor, experts: Tensor, limit: int, table: Table) -
         chosen: 1 if a token chose an expert, else 0, [n b e].
         experts: the chosen experts, [n b k].
         limit: number of tokens of a sequence that an expert takes.
-        table: the parts of the sequences that this rank has.
+        own: this rank's parts of a sequence that is divided into equal parts.
+        axes: the axes of the ranks that have the other parts.
 
     Returns:
         bool [n b k].
     """
-    parts = chosen.unflatten(0, (len(table.own), -1))
-    counts = chosen.new_zeros(table.parts, *chosen.shape[1:])
-    counts[table.own] = parts.sum(1)
-    for axis in table.axes:
+    parts = chosen.unflatten(0, (own.total, -1))
+    counts = chosen.new_zeros(own.length, *chosen.shape[1:])
+    sums, row = parts.sum(1), 0
+    for first, last in own.ranges:
+        counts[first:last] = sums[row : row + last - first]
+        row += last - first
+    for axis in axes:
         counts = collectives.all_reduce(counts, axis)
-    before = (counts.cumsum(0) - counts)[table.own].unsqueeze(1) + parts.cumsum(1) - parts
+    before = own.rows(counts.cumsum(0) - counts).unsqueeze(1) + parts.cumsum(1) - parts
     return before.flatten(0, 1).gather(-1, experts) < limit
-
-
-class Table(NamedTuple):
-    """The equal parts of sequences, as divided over ranks.
-
-    Attributes:
-        parts: number of parts.
-        own: the parts of this rank, in the order of its rows.
-        axes: the axes of the ranks that have the others.
-    """
-
-    parts: int
-    own: list[int]
-    axes: list[Axis]
 
 
 def take(

@@ -31,7 +31,7 @@ from threed.distributed import collectives, conjugate
 from threed.distributed.collectives import split
 from threed.distributed.sharding import ShardSpec, matrix, parameter, vector
 from threed.distributed.topology import Axis
-from threed.layers.dispatch import Limits, Routes, Table, open_routes, within_capacity
+from threed.layers.dispatch import Limits, Routes, open_routes, within_capacity
 from threed.layers.linear import ReplicatedLinear
 from threed.layers.mlp import GatedMLP, gated
 from threed.layers.recompute import Recompute
@@ -40,6 +40,7 @@ from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sink_
 from threed.ops import grouped
 from threed.ops.grouped import Groups
 from threed.ops.matmul import WIDE
+from threed.ops.positions import Positions
 
 SOFTMAX, NO_LOSSES, NO_LIMITS = Routing(), LossFactors(), Limits()
 
@@ -148,6 +149,11 @@ class MixtureOfExperts(nn.Module):
             else ()
         )
 
+    def double_room(self) -> float:
+        """Doubles the room of this layer (`Limits.room`), and returns it."""
+        self.limits = self.limits._replace(room=2 * self.limits.room)
+        return self.limits.room
+
     def take_sums(self) -> Tensor | None:
         """Returns sums over this rank's tokens since the last call, fp64 [e + 2]; None without tokens.
 
@@ -255,17 +261,15 @@ class MixtureOfExperts(nn.Module):
 
     def _kept(self, chosen: Tensor, experts: Tensor, capacity: float, divided: bool) -> Tensor:
         """Returns whether a choice is within the capacity of its expert, [n b k]. Collective."""
-        axes, context = self._sequence_axes(divided), self.slicing.context
-        ranks = math.prod(axis.size for axis in axes)
-        length = len(chosen) * ranks
-        positions = context.positions(length)
-        if len(axes) > 1:
-            positions = positions.part(axes[1].size, axes[1].index)
-        parts = context.multiple * (axes[1].size if len(axes) > 1 else 1)
+        axes, positions = self._sequence_axes(divided), self.slicing.context.positions
+        length = len(chosen) * math.prod(axis.size for axis in axes)
+        own, parts = positions(length), self.slicing.context.multiple
+        for axis in axes[1:]:  # the tensor ranks
+            own, parts = own.part(axis.size, axis.index), parts * axis.size
         size = length // parts
-        own = [at // size for first, last in positions.ranges for at in range(first, last, size)]
+        own = Positions(tuple((first // size, last // size) for first, last in own.ranges), parts)
         limit = math.ceil(capacity * self.per_token * length / self.experts)
-        return within_capacity(chosen, experts, limit, Table(parts, own, axes))
+        return within_capacity(chosen, experts, limit, own, axes)
 
     def _run(
         self, x: Tensor, weights: Tensor, routes: Routes, shared_x: Tensor

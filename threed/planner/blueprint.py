@@ -26,6 +26,7 @@ from threed.core.device import is_accelerator
 from threed.core.messages import counted
 from threed.distributed.sharding import spec_of
 from threed.distributed.topology import SECOND, Topology
+from threed.layers.dispatch import Limits
 from threed.layers.experts import MixtureOfExperts
 from threed.layers.routing import LossFactors
 from threed.layers.slicing import Flag
@@ -405,7 +406,7 @@ class Blueprint:
 
 
 def _set_up_experts(config: Config, layers: Sequence[nn.Module], overs: set[str]) -> None:
-    """Sets the losses of all routers.
+    """Sets the losses of all routers, and the limits of all experts' rows.
 
     Args:
         config: the configuration, with the keys `experts` and `parallel.ep`.
@@ -419,14 +420,14 @@ def _set_up_experts(config: Config, layers: Sequence[nn.Module], overs: set[str]
     found = [p for layer in layers for p in layer.modules() if isinstance(p, MixtureOfExperts)]
     if ep > 1 and not overs:
         raise ConfigError([f"--parallel.ep {ep}: this model has no experts; use --parallel.ep 1"])
-    if any(factors) and not found:
-        raise ConfigError(
-            [
-                "--experts.aux-loss and --experts.z-loss: this model has no layers.MixtureOfExperts; leave them out"
-            ]
-        )
-    for mixture in found if any(factors) else ():
-        mixture.set_losses(factors)
+    limits = Limits(config.experts.room, config.experts.capacity)
+    if any((*factors, *limits)) and not found:
+        keys = "--experts.aux-loss, --experts.z-loss, --experts.room and --experts.capacity"
+        raise ConfigError([f"{keys}: this model has no layers.MixtureOfExperts; leave them out"])
+    for mixture in found:
+        mixture.set_limits(limits)
+        if any(factors):
+            mixture.set_losses(factors)
 
 
 def _overlaps(pipeline: Pipeline, topology: Topology) -> bool:

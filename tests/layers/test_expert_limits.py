@@ -1,0 +1,262 @@
+"""Limits of the rows of experts: rooms that are large enough change nothing, small ones grow; capacities drop."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.configs import Case, config_of, engine_of, trained
+from tests.harness import run_ranks
+from tests.test_equivalence import run_cases, write_truths
+from threed.config import Config
+from threed.config.checks import find_problems
+from threed.layers import MixtureOfExperts, dispatch
+from threed.layers import experts as experts_module
+from threed.layers.dispatch import Limits
+from threed.ops.positions import Positions
+
+EP = Case(model="Softmax", layers=2, zero=1)
+
+
+def with_limits(case: Case, limits: Limits) -> Config:
+    """The configuration of a case, with limits."""
+    config = config_of(case)
+    experts = config.experts.model_copy(update=limits._asdict())
+    return config.model_copy(update={"experts": experts})
+
+
+def limited(limits: Limits) -> Any:
+    """Context in which all cases have these limits."""
+    real = config_of
+
+    def changed(case: Case) -> Config:
+        room = limits.room if case.ep > 1 else 0.0
+        config = real(case)
+        experts = config.experts.model_copy(update=limits._replace(room=room)._asdict())
+        return config.model_copy(update={"experts": experts})
+
+    return patch("tests.configs.config_of", changed)
+
+
+def differences(cases: list[Case], limits: Limits, folder: str) -> list[str]:
+    with limited(limits), warnings.catch_warnings():
+        warnings.simplefilter("error")  # no step is skipped
+        return run_cases(cases, folder, trained)
+
+
+def truths(cases: list[Case], limits: Limits, folder: str) -> None:
+    with limited(limits):
+        write_truths(list(dict.fromkeys(case.truth for case in cases)), folder)
+
+
+ROOMS = [
+    replace(EP, dp=2, ep=2),
+    replace(EP, dp=2, ep=2, model="Biased", recompute="full"),
+    replace(EP, dp=2, tp=2, ep=4, model="Chosen"),
+    replace(EP, cp=2, tp=2, ep=2, sequence=True, zero=3),
+    replace(EP, pp=2, dp=2, ep=2, schedule="zb-h1", microbatches=3),
+]
+
+
+def test_with_a_large_room_nothing_changes(tmp_path: Any) -> None:
+    """On all ranks, in each forward, the rows that travel are as many as the room."""
+    run_ranks(1, truths, ROOMS, Limits(), str(tmp_path))
+    for case in ROOMS:
+        found = run_ranks(
+            case.world, differences, [case], Limits(room=float(case.ep)), str(tmp_path)
+        )
+        assert not any(found), found
+
+
+def sizes_of(case: Case, room: float) -> tuple[set[int], set[int]]:
+    """The numbers of rows that a rank sends, and of the groups' rows, that occur."""
+    found: set[int] = set()
+    real = experts_module.conjugate.Exchange.__init__
+
+    def init(self: Any, axis: Any, sends: Any, receives: Any) -> None:
+        real(self, axis, sends, receives)
+        found.update(sends)
+
+    engine = engine_of(with_limits(case, Limits(room=room)))
+    with patch.object(experts_module.conjugate.Exchange, "__init__", init):
+        engine.step(batch_of(engine))
+    return found, {m.limits.room for m in mixtures(engine)}
+
+
+def mixtures(engine: Any) -> list[MixtureOfExperts]:
+    parts = [part for layer in engine.blueprint.layers for part in layer.modules()]
+    return [part for part in parts if isinstance(part, MixtureOfExperts)]
+
+
+def batch_of(engine: Any, seed: int = 0) -> dict[str, Tensor]:
+    c = engine.config
+    rows = c.train.global_batch // engine.topology.dp
+    draw = torch.Generator().manual_seed(seed + engine.topology.axis("dp").index)
+    tokens = torch.randint(c.model.vocab, (rows, c.model.seq + 1), generator=draw)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def test_rooms_are_of_equal_size() -> None:
+    case = replace(EP, dp=2, ep=2)
+    for sends, _ in run_ranks(2, sizes_of, case, 2.0):
+        assert len(sends) == 1
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in engine.full_state_dict().items()}
+
+
+def grows(case: Case, room: float) -> tuple[list[int], list[float], list[str]]:
+    """The number of skipped steps after each step, the rooms at the end, and warnings."""
+    engine = engine_of(with_limits(case, Limits(room=room)))
+    before = weights_of(engine)
+    skipped, same = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(8):
+            metrics = engine.step(batch_of(engine, number))
+            assert math.isnan(metrics.loss) == (metrics.skipped > (skipped or [0])[-1])
+            skipped.append(metrics.skipped)
+            now = weights_of(engine)
+            same.append(all(torch.equal(now[name], before[name]) for name in now))
+            before = now
+    steps = [b - a for a, b in zip([0, *skipped], skipped, strict=False)]
+    assert engine.topology.rank or same == [
+        bool(skip) for skip in steps
+    ]  # only rank 0 has the weights
+    texts = [str(w.message) for w in caught]
+    return skipped, [m.limits.room for m in mixtures(engine)], texts
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_step_that_does_not_fit_is_skipped_and_the_room_grows(pp: int) -> None:
+    """All tokens go to the first experts (model Lopsided), so each rank needs a room of ep."""
+    case = replace(EP, model="Lopsided", dp=2, ep=2, pp=pp, layers=2, microbatches=2)
+    found = run_ranks(case.world, grows, case, 1.25)
+    for skipped, rooms, _ in found:
+        assert skipped == [1, 2, 2, 2, 2, 2, 2, 2]
+        assert rooms == [2.5, 2.5]
+    texts = found[0][2]
+    assert sum("the room is 2.5 from now on" in text for text in texts) == 2
+    assert any("more rows for an expert rank than --experts.room" in text for text in texts)
+    assert not any(texts for *_, texts in found[1:])
+
+
+# ------------------------------------------------------------------------------------------------------ capacity
+
+
+CAPACITIES = [
+    replace(EP, microbatches=3),
+    replace(EP, dp=2, ep=2, recompute="full"),
+    replace(EP, tp=2, ep=2, model="Biased"),
+    replace(EP, tp=2, sequence=True, ep=1),
+    replace(EP, cp=2, ep=2, cp_heads=1),
+    replace(EP, cp=2, tp=2, ep=4, sequence=True, cp_heads=2),
+    replace(EP, cp=4, ep=2, cp_heads=2, model="Chosen"),
+    replace(EP, pp=2, tp=2, ep=2, schedule="zb-v", layers=6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("room", [0.0, 4.0])
+def test_the_same_tokens_are_dropped_everywhere(tmp_path: Any, room: float) -> None:
+    limits = Limits(room, 0.75)
+    run_ranks(1, truths, CAPACITIES, limits, str(tmp_path))
+    for case in CAPACITIES:
+        found = run_ranks(case.world, differences, [case], limits, str(tmp_path))
+        assert not any(found), (case, found)
+
+
+def choices_by_hand(experts: Tensor, limit: int) -> Tensor:
+    """Whether each choice is kept: token by token, in the order of the sequence."""
+    kept = torch.zeros_like(experts, dtype=torch.bool)
+    for sample in range(experts.shape[1]):
+        taken = dict[int, int]()
+        for token, row in enumerate(experts[:, sample].tolist()):
+            for k, expert in enumerate(row):
+                taken[expert] = taken.get(expert, 0) + 1
+                kept[token, sample, k] = taken[expert] <= limit
+    return kept
+
+
+def drops() -> float:
+    """Compares a forward with one in which the dropped choices have weight zero; returns their share."""
+    case = replace(EP, dtype="fp64", layers=1)
+    engine = engine_of(with_limits(case, Limits(capacity=0.5)))
+    (mixture,) = mixtures(engine)
+    x = torch.randn(12, 3, mixture.router.weight.shape[1], dtype=torch.float64)
+    micro = experts_module.MicroBatch(weight=torch.ones((), dtype=torch.float64))
+    limit = math.ceil(0.5 * mixture.per_token * len(x) / mixture.experts)
+    scores = mixture.routing.scores(mixture.router(x))
+    experts = mixture.routing.choose(scores, None, mixture.per_token)
+    kept = choices_by_hand(experts, limit)
+    real = type(mixture.routing).weights
+
+    def weights(self: Any, *args: Any) -> Tensor:
+        return real(self, *args) * kept
+
+    y = mixture(x, micro)
+    mixture.set_limits(Limits())
+    with patch.object(type(mixture.routing), "weights", weights):
+        torch.testing.assert_close(y, mixture(x, micro), rtol=0, atol=1e-12)
+    mixture.set_limits(Limits(capacity=0.5))
+    whole = mixture(x, replace(micro, training=False))
+    mixture.set_limits(Limits())
+    assert torch.equal(whole, mixture(x, micro))  # outside of training nothing is dropped
+    return 1 - float(kept.double().mean())
+
+
+def test_choices_beyond_the_capacity_are_dropped_in_training() -> None:
+    (share,) = run_ranks(1, drops)
+    assert 0.1 < share < 0.9
+
+
+def last_tokens_first(chosen: Tensor, *rest: Any) -> Tensor:
+    return real_within(chosen.flip(0), *rest)
+
+
+def of_each_rank(chosen: Tensor, experts: Tensor, limit: int, own: Positions, _: Any) -> Tensor:
+    return real_within(chosen, experts, limit, own, [])
+
+
+def in_order_of_rows(
+    chosen: Tensor, experts: Tensor, limit: int, own: Positions, axes: Any
+) -> Tensor:
+    return real_within(chosen, experts, limit, own._replace(ranges=own.ranges[::-1]), axes)
+
+
+real_within = dispatch.within_capacity
+
+
+def planted(fault: str, case: Case, folder: str) -> list[str]:
+    with patch.object(experts_module, "within_capacity", globals()[fault]):
+        return differences([case], Limits(capacity=0.75), folder)
+
+
+@pytest.mark.parametrize("fault", ["last_tokens_first", "of_each_rank", "in_order_of_rows"])
+def test_a_planted_fault_of_capacities_is_found(fault: str, tmp_path: Any) -> None:
+    case = replace(EP, cp=2, cp_heads=1, ep=2)
+    run_ranks(1, truths, [case], Limits(capacity=0.75), str(tmp_path))
+    assert any(run_ranks(2, planted, fault, case, str(tmp_path)))
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_limits_that_do_nothing_are_refused() -> None:
+    config = Config.model_validate({"experts": {"room": 2.0}})
+    assert any("--experts.room without --parallel.ep" in text for text in find_problems(config, 2))
+    with pytest.raises(ValueError, match="room"):
+        Config.model_validate({"experts": {"room": 0.5}})
+    run_ranks(1, without_experts)
+
+
+def without_experts() -> None:
+    with pytest.raises(ValueError, match=r"this model has no layers\.MixtureOfExperts"):
+        engine_of(with_limits(Case(), Limits(capacity=1.0)))

@@ -1,0 +1,63 @@
+"""Rooms of experts (`--experts.room`) that grow after steps that were skipped for lack of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from threed.core.device import start_copy_out
+from threed.layers import MixtureOfExperts
+from threed.zero.step_metrics import Faults
+
+
+class Rooms:
+    """Doubles the room of a mixture of experts whose rows did not fit.
+
+    All ranks do so in the same step, the second one after the step that was skipped. By then the
+    numbers of that step are on the host, so that the host does not wait for the last step.
+
+    Args:
+        layers: all layers of the model.
+        faults: the counts of the layers' flags.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], faults: Faults) -> None:
+        parts = [part for layer in layers for part in layer.modules()]
+        self._mixtures = [p for p in parts if isinstance(p, MixtureOfExperts) and p.limits.room]
+        places = {id(flag): place for place, flag in enumerate(faults.flags)}
+        self._places = torch.tensor(
+            [places[id(mixture.data_flags[0])] for mixture in self._mixtures], dtype=torch.int64
+        )
+        self._warns = faults.warns
+        self._before = [0.0] * len(self._mixtures)
+        self._counts: Callable[[], Tensor] | None = None
+        self._just_grown = False
+
+    def read(self, counts: Tensor) -> None:
+        """Starts to read the counts of the flags after a step, fp64 [number of flags]."""
+        if self._mixtures:
+            self._counts = start_copy_out(counts)
+
+    def grow(self) -> None:
+        """Doubles the rooms that were too small, according to the last `read`."""
+        if self._counts is None:
+            return
+        now, self._counts = self._counts()[self._places].tolist(), None
+        grown = [
+            mixture
+            for mixture, count, before in zip(self._mixtures, now, self._before, strict=True)
+            # after a growth, the step that is read next still had the smaller rooms
+            if count > before and not self._just_grown
+        ]
+        for mixture in grown:
+            room = mixture.double_room()
+            if self._warns:
+                warnings.warn(
+                    f"{mixture.name}: a step was skipped, because an expert rank would have got more rows than"
+                    f" --experts.room {room / 2:g} allows; the room is {room:g} from now on",
+                    stacklevel=4,
+                )
+        self._before, self._just_grown = now, bool(grown)
