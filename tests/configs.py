@@ -61,6 +61,8 @@ class Case:
     cp: int = 1
     cp_heads: int | str = "auto"
     ep: int = 1
+    room: float = 0.0
+    capacity: float = 0.0
     pad: int = 0  # vocabulary tables are padded to a multiple of this; 0: usual padding
 
     @property
@@ -87,6 +89,7 @@ class Case:
             cp=1,
             cp_heads="auto",
             ep=1,
+            room=0.0,
             sequence=False,
             zero=0,
             schedule="1f1b",
@@ -233,6 +236,7 @@ def config_of(case: Case) -> Config:
         },
         "precision": {"dtype": case.dtype},
         "recompute": RECOMPUTE[case.recompute],
+        "experts": {"room": case.room, "capacity": case.capacity},
         "model": {
             "layers": case.layers, "hidden": 32, "seq": SEQ, "dropout": case.dropout,
             **(MODELS | EXPERT_MODELS)[case.model],

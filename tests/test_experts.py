@@ -21,6 +21,8 @@ from threed.layers import Routing
 
 SETTINGS: dict[str, list[object]] = {
     "ep": [1, 2, 4],
+    "room": [0.0, 4.0],  # so large that no step is skipped
+    "capacity": [0.0, 0.75],
     "pp": [1, 2],
     "dp": [1, 2, 4],
     "tp": [1, 2],
@@ -52,6 +54,7 @@ def make(values: Values) -> Case | None:
     if pp * dp * tp * cp > RANKS or dp * tp * cp % ep:
         return None
     v = settled(values)
+    v["room"] = v["room"] if ep > 1 else 0.0
     v["cp_heads"] = v["cp_heads"] if cp > 1 else "auto"
     v["shard"] = v["shard"] if dp * cp % 2 == 0 else "all"
     several = v["schedule"] in (*CHUNKS, "v-half", "v-min", "dualpipev")

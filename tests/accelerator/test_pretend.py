@@ -280,16 +280,13 @@ def test_the_sizes_of_experts_are_read_once_per_layer_and_forward(recompute: str
 @pytest.mark.parametrize("capacity", [0.0, 1.5])
 def test_with_a_room_nothing_is_read(capacity: float) -> None:
     """The room grows by what is read once per step, of the step before the last one."""
-    given = config_of(Case(model="Biased", dtype="bf16", microbatches=2, layers=3, dp=2, ep=2))
-    limits = given.experts.model_copy(update={"room": 1.25, "capacity": capacity})
-    config = given.model_copy(update={"experts": limits})
+    case = Case(model="Biased", dtype="bf16", layers=3, dp=2, ep=2, room=1.25, capacity=capacity)
     with pretending(0, 2) as device:
-        engine = device.engine(config)
+        engine = device.engine(config_of(case))
         for _ in range(3):
             device.faults.clear()
             device.step(engine)
         assert device.faults == []
-        print(device.waits)
         assert len(device.waits) == 1
 
 

@@ -25,58 +25,8 @@ from threed.ops.positions import Positions
 EP = Case(model="Softmax", layers=2, zero=1)
 
 
-def with_limits(case: Case, limits: Limits) -> Config:
-    """The configuration of a case, with limits."""
-    config = config_of(case)
-    experts = config.experts.model_copy(update=limits._asdict())
-    return config.model_copy(update={"experts": experts})
-
-
-def limited(limits: Limits) -> Any:
-    """Context in which all cases have these limits."""
-    real = config_of
-
-    def changed(case: Case) -> Config:
-        room = limits.room if case.ep > 1 else 0.0
-        config = real(case)
-        experts = config.experts.model_copy(update=limits._replace(room=room)._asdict())
-        return config.model_copy(update={"experts": experts})
-
-    return patch("tests.configs.config_of", changed)
-
-
-def differences(cases: list[Case], limits: Limits, folder: str) -> list[str]:
-    with limited(limits), warnings.catch_warnings():
-        warnings.simplefilter("error")  # no step is skipped
-        return run_cases(cases, folder, trained)
-
-
-def truths(cases: list[Case], limits: Limits, folder: str) -> None:
-    with limited(limits):
-        write_truths(list(dict.fromkeys(case.truth for case in cases)), folder)
-
-
-ROOMS = [
-    replace(EP, dp=2, ep=2),
-    replace(EP, dp=2, ep=2, model="Biased", recompute="full"),
-    replace(EP, dp=2, tp=2, ep=4, model="Chosen"),
-    replace(EP, cp=2, tp=2, ep=2, sequence=True, zero=3),
-    replace(EP, pp=2, dp=2, ep=2, schedule="zb-h1", microbatches=3),
-]
-
-
-def test_with_a_large_room_nothing_changes(tmp_path: Any) -> None:
-    """On all ranks, in each forward, the rows that travel are as many as the room."""
-    run_ranks(1, truths, ROOMS, Limits(), str(tmp_path))
-    for case in ROOMS:
-        found = run_ranks(
-            case.world, differences, [case], Limits(room=float(case.ep)), str(tmp_path)
-        )
-        assert not any(found), found
-
-
-def sizes_of(case: Case, room: float) -> tuple[set[int], set[int]]:
-    """The numbers of rows that a rank sends, and of the groups' rows, that occur."""
+def sends_of(case: Case) -> set[int]:
+    """The numbers of rows that a rank sends to others in training."""
     found: set[int] = set()
     real = experts_module.conjugate.Exchange.__init__
 
@@ -84,10 +34,15 @@ def sizes_of(case: Case, room: float) -> tuple[set[int], set[int]]:
         real(self, axis, sends, receives)
         found.update(sends)
 
-    engine = engine_of(with_limits(case, Limits(room=room)))
     with patch.object(experts_module.conjugate.Exchange, "__init__", init):
-        engine.step(batch_of(engine))
-    return found, {m.limits.room for m in mixtures(engine)}
+        trained(case)
+    return found
+
+
+def test_rooms_are_of_equal_size() -> None:
+    case = replace(EP, dp=2, ep=2)
+    assert all(len(sends) > 1 for sends in run_ranks(2, sends_of, case))
+    assert all(len(sends) == 1 for sends in run_ranks(2, sends_of, replace(case, room=2.0)))
 
 
 def mixtures(engine: Any) -> list[MixtureOfExperts]:
@@ -103,19 +58,13 @@ def batch_of(engine: Any, seed: int = 0) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def test_rooms_are_of_equal_size() -> None:
-    case = replace(EP, dp=2, ep=2)
-    for sends, _ in run_ranks(2, sizes_of, case, 2.0):
-        assert len(sends) == 1
-
-
 def weights_of(engine: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in engine.full_state_dict().items()}
 
 
-def grows(case: Case, room: float) -> tuple[list[int], list[float], list[str]]:
+def grows(case: Case) -> tuple[list[int], list[float], list[str]]:
     """The number of skipped steps after each step, the rooms at the end, and warnings."""
-    engine = engine_of(with_limits(case, Limits(room=room)))
+    engine = engine_of(config_of(case))
     before = weights_of(engine)
     skipped, same = [], []
     with warnings.catch_warnings(record=True) as caught:
@@ -138,8 +87,8 @@ def grows(case: Case, room: float) -> tuple[list[int], list[float], list[str]]:
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_step_that_does_not_fit_is_skipped_and_the_room_grows(pp: int) -> None:
     """All tokens go to the first experts (model Lopsided), so each rank needs a room of ep."""
-    case = replace(EP, model="Lopsided", dp=2, ep=2, pp=pp, layers=2, microbatches=2)
-    found = run_ranks(case.world, grows, case, 1.25)
+    case = replace(EP, model="Lopsided", dp=2, ep=2, pp=pp, layers=2, microbatches=2, room=1.25)
+    found = run_ranks(case.world, grows, case)
     for skipped, rooms, _ in found:
         assert skipped == [1, 2, 2, 2, 2, 2, 2, 2]
         assert rooms == [2.5, 2.5]
@@ -150,27 +99,6 @@ def test_a_step_that_does_not_fit_is_skipped_and_the_room_grows(pp: int) -> None
 
 
 # ------------------------------------------------------------------------------------------------------ capacity
-
-
-CAPACITIES = [
-    replace(EP, microbatches=3),
-    replace(EP, dp=2, ep=2, recompute="full"),
-    replace(EP, tp=2, ep=2, model="Biased"),
-    replace(EP, tp=2, sequence=True, ep=1),
-    replace(EP, cp=2, ep=2, cp_heads=1),
-    replace(EP, cp=2, tp=2, ep=4, sequence=True, cp_heads=2),
-    replace(EP, cp=4, ep=2, cp_heads=2, model="Chosen"),
-    replace(EP, pp=2, tp=2, ep=2, schedule="zb-v", layers=6),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("room", [0.0, 4.0])
-def test_the_same_tokens_are_dropped_everywhere(tmp_path: Any, room: float) -> None:
-    limits = Limits(room, 0.75)
-    run_ranks(1, truths, CAPACITIES, limits, str(tmp_path))
-    for case in CAPACITIES:
-        found = run_ranks(case.world, differences, [case], limits, str(tmp_path))
-        assert not any(found), (case, found)
 
 
 def choices_by_hand(experts: Tensor, limit: int) -> Tensor:
@@ -187,8 +115,7 @@ def choices_by_hand(experts: Tensor, limit: int) -> Tensor:
 
 def drops() -> float:
     """Compares a forward with one in which the dropped choices have weight zero; returns their share."""
-    case = replace(EP, dtype="fp64", layers=1)
-    engine = engine_of(with_limits(case, Limits(capacity=0.5)))
+    engine = engine_of(config_of(replace(EP, layers=1, capacity=0.5)))
     (mixture,) = mixtures(engine)
     x = torch.randn(12, 3, mixture.router.weight.shape[1], dtype=torch.float64)
     micro = experts_module.MicroBatch(weight=torch.ones((), dtype=torch.float64))
@@ -234,16 +161,18 @@ def in_order_of_rows(
 real_within = dispatch.within_capacity
 
 
-def planted(fault: str, case: Case, folder: str) -> list[str]:
-    with patch.object(experts_module, "within_capacity", globals()[fault]):
-        return differences([case], Limits(capacity=0.75), folder)
+def differences(fault: str | None, case: Case, folder: str) -> list[str]:
+    within = real_within if fault is None else globals()[fault]
+    with patch.object(experts_module, "within_capacity", within):
+        return run_cases([case], folder, trained)
 
 
-@pytest.mark.parametrize("fault", ["last_tokens_first", "of_each_rank", "in_order_of_rows"])
-def test_a_planted_fault_of_capacities_is_found(fault: str, tmp_path: Any) -> None:
-    case = replace(EP, cp=2, cp_heads=1, ep=2)
-    run_ranks(1, truths, [case], Limits(capacity=0.75), str(tmp_path))
-    assert any(run_ranks(2, planted, fault, case, str(tmp_path)))
+def test_planted_faults_of_capacities_are_found(tmp_path: Any) -> None:
+    case = replace(EP, cp=2, cp_heads=1, ep=2, capacity=0.75)
+    run_ranks(1, write_truths, [case.truth], str(tmp_path))
+    for fault in ("last_tokens_first", "of_each_rank", "in_order_of_rows"):
+        assert any(run_ranks(2, differences, fault, case, str(tmp_path))), fault
+    assert not any(run_ranks(2, differences, None, case, str(tmp_path)))
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
@@ -259,4 +188,4 @@ def test_limits_that_do_nothing_are_refused() -> None:
 
 def without_experts() -> None:
     with pytest.raises(ValueError, match=r"this model has no layers\.MixtureOfExperts"):
-        engine_of(with_limits(Case(), Limits(capacity=1.0)))
+        engine_of(config_of(Case(capacity=1.0)))
