@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from threed.distributed import collectives, conjugate
 from threed.distributed.collectives import split
-from threed.distributed.sharding import ShardSpec, matrix, parameter, vector
+from threed.distributed.sharding import Piece, ShardSpec, matrix, parameter, vector
 from threed.distributed.topology import Axis
 from threed.layers.dispatch import Limits, Routes, open_routes, within_capacity
 from threed.layers.linear import ReplicatedLinear
@@ -80,7 +80,9 @@ class MixtureOfExperts(nn.Module):
         shared_ffn: number of inner features of an MLP that runs for every token; 0: none.
         losses: coefficients of the router's losses, which `--experts.aux-loss` and
             `--experts.z-loss` replace.
-        activation: activation of the gates.
+        biases: whether the router and all MLPs have biases. The biases of an expert are added before
+            its output is weighted.
+        activation: activation of the gates, or `layers.clamped_swiglu`.
         std: standard deviation of the initial weights of router, gates and `up`.
         out_std: standard deviation of the initial weights of `down`.
 
@@ -95,7 +97,8 @@ class MixtureOfExperts(nn.Module):
     def __init__(
         self, name: str, hidden: int, ffn: int, experts: int, per_token: int, slicing: Slicing, *,
         routing: Routing = SOFTMAX, shared_ffn: int = 0, losses: LossFactors = NO_LOSSES,
-        activation: Callable[[Tensor], Tensor] = F.silu, std: float = 0.02, out_std: float = 0.02,
+        biases: bool = False, activation: Callable[[Tensor], Tensor] = F.silu, std: float = 0.02,
+        out_std: float = 0.02,
     ) -> None:  # fmt: skip
         super().__init__()
         axis, over = slicing.experts.axis, slicing.experts.over
@@ -107,7 +110,7 @@ class MixtureOfExperts(nn.Module):
         self._sums: Tensor | None = None
         # each tensor rank routes its own tokens, so gradients of the router are partial
         self.router = _Router(
-            f"{name}.router", hidden, experts, slicing, tiles=1, std=std, bias=False, partial=True
+            f"{name}.router", hidden, experts, slicing, tiles=1, std=std, bias=biases, partial=True
         )
         self.bias: nn.Parameter | None = None
         if routing.bias:
@@ -129,9 +132,11 @@ class MixtureOfExperts(nn.Module):
         self.down = parameter(
             ShardSpec(tuple(down), alike, alike, over=over), (len(own), hidden, ffn)
         )
+        self.gate_up_bias = _biases(up, (len(own), 2 * ffn), alike, over) if biases else None
+        self.down_bias = _biases(down, (len(own), hidden), alike, over) if biases else None
         self.shared = (
             GatedMLP(
-                f"{name}.shared", hidden, shared_ffn, slicing, std=std, out_std=out_std,
+                f"{name}.shared", hidden, shared_ffn, slicing, bias=biases, std=std, out_std=out_std,
                 activation=activation,
             ) if shared_ffn else None
         )  # fmt: skip
@@ -294,9 +299,11 @@ class MixtureOfExperts(nn.Module):
         rows = to.start(rows)
         finish = None if self.shared is None else self.shared.start(shared_x)
         rows = arrival.sorted(to.wait(rows))
-        inner = _product(rows, self.gate_up, arrival.groups)
+        groups = arrival.groups
+        inner = _with_biases(_product(rows, self.gate_up, groups), self.gate_up_bias, groups)
         inner = self.recompute.run("activation", self._activate, inner)
-        rows = arrival.unsorted(_product(inner, self.down, arrival.groups))
+        rows = _with_biases(_product(inner, self.down, groups), self.down_bias, groups)
+        rows = arrival.unsorted(rows)
         rows = back.start(rows)
         shared = None if finish is None else finish()
         outputs = routes.collect(back.wait(rows)).view(*weights.shape, -1)
@@ -323,6 +330,17 @@ class MixtureOfExperts(nn.Module):
             return y
         out: Tensor = WithGradients.apply(y, loss, self.bias, excess)
         return out
+
+
+def _biases(
+    weights: list[Piece], shape: tuple[int, int], alike: str | None, over: str | None
+) -> nn.Parameter:
+    """Returns the biases of the experts' matrices, [e/ep out]: one vector per matrix."""
+    pieces = list[Piece]()
+    for weight in weights:
+        name, at = weight.name.replace(".weight", ".bias"), sum(piece.numel for piece in pieces)
+        pieces.append(vector(name, weight.shape[0], offset=at))
+    return parameter(ShardSpec(tuple(pieces), alike, alike, decay=False, over=over), shape)
 
 
 class _Router(ReplicatedLinear):
@@ -386,3 +404,35 @@ class _Product(torch.autograd.Function):
 def _product(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     y: Tensor = _Product.apply(x, weights, groups, *for_autograd(x, weights))
     return y
+
+
+class _AddBiases(torch.autograd.Function):
+    """Adds the bias of its expert to each row: y [n out], biases [e out] -> [n out].
+
+    tracked: the biases, as in `layers.linear._Linear`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, biases: Tensor, groups: Groups, tracked: Tensor | None
+    ) -> Tensor:
+        ctx.param, ctx.groups = biases, groups
+        return y + biases.index_select(0, grouped.group_of_rows(groups, len(y)))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        biases = ctx.param
+        if not biases.requires_grad:
+            return dy, None, None, None
+        db, sink = grouped.sums(dy.contiguous(), ctx.groups), sink_of(biases)
+        if sink is None:
+            return dy, None, None, db
+        sink.add(db)
+        return dy, None, None, None
+
+
+def _with_biases(y: Tensor, biases: Tensor | None, groups: Groups) -> Tensor:
+    if biases is None:
+        return y
+    out: Tensor = _AddBiases.apply(y, biases, groups, *for_autograd(y, biases))
+    return out
