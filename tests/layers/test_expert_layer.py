@@ -25,7 +25,7 @@ from threed.distributed import collectives
 from threed.distributed.sharding import attach, initial
 from threed.distributed.topology import Topology
 from threed.engine import Engine
-from threed.layers import MicroBatch, MixtureOfExperts, Routing, Slicing, routing
+from threed.layers import LossFactors, MicroBatch, MixtureOfExperts, Routing, Slicing, routing
 from threed.layers import experts as experts_module
 from threed.ops import grouped
 from threed.ops.balance import Balance
@@ -137,9 +137,8 @@ def test_a_bias_chooses_but_does_not_weigh() -> None:
     scores = how.scores(logits)
     chosen = how.choose(scores, torch.tensor([0.0, 0.0, 9.0, 0.0]), 1)
     assert (chosen == 2).all()
-    torch.testing.assert_close(
-        how.weights(logits, scores, chosen), torch.full((7, 1), 2.5).double()
-    )
+    weights = routing.gates(how, logits, scores, chosen, routing.Losses())
+    torch.testing.assert_close(weights, torch.full((7, 1), 2.5).double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -172,6 +171,33 @@ def scalars(skip: float) -> StepScalars:
 
 
 # ---------------------------------------------------------------------------------------- losses of routers
+
+
+@pytest.mark.parametrize("factors", [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_gradients_of_the_gates_are_those_of_autograd(
+    name: str, factors: tuple[float, float]
+) -> None:
+    """The losses are also written out here."""
+    how, count = ROUTINGS[name]
+    logits = torch.randn(5, 3, EXPERTS, dtype=torch.float64, requires_grad=True)
+    chosen, want = plain_weights(how, count, logits)
+    p = logits.softmax(-1) if how.score == "softmax" else logits.sigmoid()
+    shares, weight = torch.rand(3, EXPERTS).double(), torch.tensor(0.7).double()
+    aux = (p / p.sum(-1, keepdim=True) * shares).sum()
+    z = logits.logsumexp(-1).square().sum()
+    loss = (factors[0] * aux + factors[1] * z) * weight
+    given = LossFactors(*factors), how, logits.detach(), shares, weight
+    found, sums = routing.losses(*given)
+    scores = how.scores(logits.detach())
+    got = routing.gates(how, logits, scores, chosen, found)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    on = torch.tensor(factors).bool()
+    torch.testing.assert_close(sums, torch.stack((aux, z)).detach() * on, rtol=1e-12, atol=0)
+    dy = torch.randn_like(want)
+    (mine,) = torch.autograd.grad(got, logits, dy)
+    (theirs,) = torch.autograd.grad((want * dy).sum() + loss, logits)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 def weights_after_a_step(case: Case, aux: float) -> dict[str, Tensor]:
@@ -282,16 +308,14 @@ def recomputation_chooses_again_from_other_scores() -> AbstractContextManager[An
 
 def loads_counted_twice_under_recomputation() -> AbstractContextManager[Any]:
     def make(real: Any) -> Any:
-        def with_gradients(
-            self: Any, y: Tensor, logits: Tensor, scores: Tensor, routes: Any, micro: Any
-        ) -> Any:
+        def gates(self: Any, logits: Tensor, scores: Tensor, choices: Any, micro: Any) -> Any:
             if micro.memo is not None:
-                routes = replace(routes, counts=2 * routes.counts.roll(1))
-            return real(self, y, logits, scores, routes, micro)
+                choices = replace(choices, counts=2 * choices.counts.roll(1))
+            return real(self, logits, scores, choices, micro)
 
-        return with_gradients
+        return gates
 
-    return patch_method(MixtureOfExperts, "_with_gradients", make)
+    return patch_method(MixtureOfExperts, "_gates", make)
 
 
 def ties_in_another_order() -> AbstractContextManager[Any]:

@@ -265,8 +265,9 @@ def _sorted_by_expert(received: Tensor, sizes: Sizes, size: int) -> Arrival:
         received = torch.cat((received, size - received.sum(1, keepdim=True)), 1)
     ends = received.flatten().cumsum(0)
     ends_by_expert = received.t().flatten().cumsum(0)
-    # The rows of one rank and one expert move together; as many rows end before them in both orders.
-    shifts = ends_by_expert.view(-1, ranks).t().flatten() - ends
+    # rows of one rank and one expert stay together
+    shifts = torch.empty_like(ends)
+    torch.sub(ends_by_expert.view(-1, ranks).t(), ends.view(ranks, -1), out=shifts.view(ranks, -1))
     rows = torch.arange(sum(sizes.receives), device=device)
     back = rows + shifts[torch.searchsorted(ends, rows, right=True)]
     by_expert = torch.empty_like(rows).scatter_(0, back, rows)

@@ -35,7 +35,7 @@ from threed.layers.dispatch import Limits, Routes, open_routes, within_capacity
 from threed.layers.linear import ReplicatedLinear
 from threed.layers.mlp import GatedMLP, gated
 from threed.layers.recompute import Recompute
-from threed.layers.routing import LossFactors, Routing, WithGradients, losses
+from threed.layers.routing import Losses, LossFactors, Routing, gates, losses
 from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sink_of
 from threed.ops import grouped
 from threed.ops.grouped import Groups
@@ -204,13 +204,26 @@ class MixtureOfExperts(nn.Module):
             )
         own = conjugate.part_of(x, tp) if divided else x
         logits = self.router(own)
-        scores = self.routing.scores(logits)
+        fixed = logits.detach()
+        scores = self.routing.scores(fixed) if self.routing.needs_scores else fixed
         choices = self._choices(own, scores, micro, divided)
-        weights = self.routing.weights(logits, scores, choices.experts)
+        weights = self._gates(logits, scores, choices, micro)
         y, shared = self._run(own, weights, choices.routes, x)
-        y = self._with_gradients(y, logits, scores, choices, micro)
         y = conjugate.join_parts(y, tp) if divided else y
         return y if shared is None else y + shared
+
+    def _gates(self, logits: Tensor, scores: Tensor, choices: Choices, micro: MicroBatch) -> Tensor:
+        """Returns the weights of the chosen experts; the backward adds the gradients of the losses."""
+        found, bias, excess = Losses(), None, None
+        if micro.training and any(self.losses) and micro.weight is not None:
+            given = logits.detach(), choices.shares, micro.weight
+            found, sums = losses(self.losses, self.routing, *given)
+            if torch.is_grad_enabled():  # not in the first of two forwards
+                self._add(self.experts, sums)
+        if micro.training and self.bias is not None:
+            mean = choices.experts.numel() / self.experts
+            bias, excess = self.bias, choices.counts.to(self.bias.dtype) - mean
+        return gates(self.routing, logits, scores, choices.experts, found, bias, excess)
 
     def _choices(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Choices:
         """Returns the choices for this rank's tokens x [n b h] with scores [n b e]. Collective."""
@@ -306,30 +319,12 @@ class MixtureOfExperts(nn.Module):
         rows = arrival.unsorted(rows)
         rows = back.start(rows)
         shared = None if finish is None else finish()
-        outputs = routes.collect(back.wait(rows)).view(*weights.shape, -1)
-        return (outputs * weights.unsqueeze(-1).to(outputs.dtype)).sum(-2), shared
+        outputs = routes.collect(back.wait(rows)).unflatten(0, (-1, self.per_token))
+        factors = weights.flatten(0, -2).unsqueeze(1).to(outputs.dtype)
+        return torch.bmm(factors, outputs).view_as(x), shared
 
     def _activate(self, gate_up: Tensor) -> Tensor:
         return gated(self.activation, gate_up)
-
-    def _with_gradients(
-        self, y: Tensor, logits: Tensor, scores: Tensor, choices: Choices, micro: MicroBatch
-    ) -> Tensor:
-        """Returns y; its backward starts the gradients of the losses and of the bias."""
-        if not micro.training:
-            return y
-        loss = excess = None
-        if any(self.losses) and micro.weight is not None:
-            loss, sums = losses(self.losses, logits, scores, choices.shares, micro.weight)
-            if torch.is_grad_enabled():  # not in the first of two forwards
-                self._add(self.experts, sums)
-        if self.bias is not None:
-            mean = choices.experts.numel() / self.experts
-            excess = choices.counts.to(self.bias.dtype) - mean
-        if loss is None and excess is None:
-            return y
-        out: Tensor = WithGradients.apply(y, loss, self.bias, excess)
-        return out
 
 
 def _biases(

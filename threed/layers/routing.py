@@ -41,6 +41,19 @@ class Routing:
     bias: bool = False
     epsilon: float = 0.0
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether choices or weights need scores; otherwise the logits serve as scores."""
+        ordered = self.groups == 1 or self.group_score == "best"
+        return not (self.of_chosen and ordered and not self.bias)
+
+    @property
+    def of_chosen(self) -> bool:
+        """Whether the weights are the softmax of the chosen logits, normalized scores included."""
+        return self.score == "softmax" and (
+            self.after_top_k or (self.normalize and not self.epsilon)
+        )
+
     def scores(self, logits: Tensor) -> Tensor:
         """Returns the score of each expert.
 
@@ -63,7 +76,7 @@ class Routing:
         Returns:
             Indices of experts, int64 [... k].
         """
-        scores = scores.detach() if bias is None else scores.detach() + bias.detach()
+        scores = scores if bias is None else scores + bias
         if self.groups > 1:
             parts = scores.unflatten(-1, (self.groups, -1))
             best = parts.topk(
@@ -73,24 +86,6 @@ class Routing:
             mask = torch.ones_like(parts[..., 0], dtype=torch.bool).scatter_(-1, groups, False)
             scores = parts.masked_fill(mask.unsqueeze(-1), -torch.inf).flatten(-2)
         return _best(scores, count)
-
-    def weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        """Returns the weights of the chosen experts.
-
-        Args:
-            logits: [... e].
-            scores: [... e].
-            experts: the chosen experts, [... k].
-
-        Returns:
-            [... k].
-        """
-        if self.after_top_k:
-            return logits.gather(-1, experts).softmax(-1) * self.scale
-        weights = scores.gather(-1, experts)
-        if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + self.epsilon)
-        return weights * self.scale
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
@@ -111,46 +106,135 @@ class LossFactors(NamedTuple):
     z: float = 0.0
 
 
+class Losses(NamedTuple):
+    """The losses of a router, as what their gradients need. Each is None for a loss that is off.
+
+    Attributes:
+        probabilities: each expert's share of the scores of a token, [n b e].
+        aux: gradient of the loss of the step with respect to a probability of any token, [b e].
+        lse: log-sum-exp of the logits of each token, [n b 1].
+        z: gradient of the loss of the step with respect to half the square of `lse`, a scalar.
+    """
+
+    probabilities: Tensor | None = None
+    aux: Tensor | None = None
+    lse: Tensor | None = None
+    z: Tensor | None = None
+
+
 def losses(
-    factors: LossFactors, logits: Tensor, scores: Tensor, shares: Tensor | None, weight: Tensor
-) -> tuple[Tensor, Tensor]:
+    factors: LossFactors, routing: Routing, logits: Tensor, shares: Tensor | None, weight: Tensor
+) -> tuple[Losses, Tensor]:
     """Returns this rank's part of the losses; the sum over ranks is the loss of the step.
 
     Args:
         factors: the coefficients.
+        routing: defines the scores.
         logits: of the n positions of each sequence that this rank routes, [n b e].
-        scores: the scores of these logits, [n b e].
         shares: an expert's share of the choices of a full sequence, relative to an equal share, [b e];
             only used if `factors.aux` is not 0.
         weight: weight of a token in the loss of the step, a scalar.
 
     Returns:
-        (loss, sums): the loss, a scalar, and the sums over tokens of both losses without coefficients
-        and weight, [2]; 0 for a loss whose coefficient is 0.
+        (losses, sums): the losses; and the sums over tokens of both losses without coefficients and
+        weight, [2], 0 for a loss whose coefficient is 0.
     """
-    aux = z = logits.new_zeros(())
+    found, sums = Losses(), logits.new_zeros(2)
     if shares is not None and factors.aux:
-        probabilities = scores / scores.sum(-1, keepdim=True)
-        aux = (shares * probabilities.sum(0)).sum()
+        scores = routing.scores(logits)
+        scores = scores if routing.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        torch.sum(shares * scores.sum(0), (0, 1), out=sums[0])
+        found = Losses(scores, shares * (factors.aux * weight))
     if factors.z:
-        z = logits.logsumexp(-1).square().sum()
-    return (factors.aux * aux + factors.z * z) * weight, torch.stack((aux, z)).detach()
+        lse = logits.logsumexp(-1, keepdim=True)
+        torch.sum(lse.square(), (0, 1, 2), out=sums[1])
+        found = found._replace(lse=lse, z=2 * factors.z * weight)
+    return found, sums
 
 
-class WithGradients(torch.autograd.Function):
-    """Returns y unchanged. The backward also starts the gradients of a loss and of a bias.
+def gates(
+    routing: Routing, logits: Tensor, scores: Tensor, experts: Tensor, losses: Losses,
+    bias: Tensor | None = None, excess: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns the weights of the chosen experts. The backward adds the gradients of the losses.
 
-    loss: a scalar that is added to the loss of the step, or None.
-    bias: a parameter, or None; its gradient is `excess`.
+    Args:
+        routing: how experts are weighed.
+        logits: [n b e].
+        scores: the scores of these logits, [n b e]; not used if `routing.of_chosen`.
+        experts: the chosen experts, [n b k].
+        losses: the losses of the router, whose gradients the backward adds to those of `logits`.
+        bias: a parameter whose gradient is `excess`, or None.
+        excess: see `bias`.
+
+    Returns:
+        [n b k].
     """
+    out: Tensor = _Gates.apply(logits, bias, excess, routing, scores, experts, losses)
+    return out
 
+
+class _Gates(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, loss: Tensor | None, bias: Tensor | None, excess: Tensor | None
-    ) -> Tensor:
-        ctx.has_loss, ctx.excess = loss is not None, excess
-        return y.view_as(y)
+        ctx: Any, logits: Tensor, bias: Tensor | None, excess: Tensor | None, routing: Routing,
+        scores: Tensor, experts: Tensor, losses: Losses,
+    ) -> Tensor:  # fmt: skip
+        total: Tensor | None = None
+        weights = (logits if routing.of_chosen else scores).gather(-1, experts)
+        weights = weights.softmax(-1) if routing.of_chosen else weights
+        if routing.normalize and not routing.of_chosen:
+            total = weights.sum(-1, keepdim=True)
+            total = total + routing.epsilon if routing.epsilon else total
+            weights = weights / total
+        ctx.save_for_backward(logits, scores, experts, weights, total, *losses)
+        ctx.routing, ctx.excess = routing, excess
+        return weights * routing.scale if routing.scale != 1 else weights
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy, dy.new_ones(()) if ctx.has_loss else None, ctx.excess, None
+        if torch.is_grad_enabled():
+            raise RuntimeError("torch.autograd.grad with create_graph=True, through experts")
+        logits, scores, experts, weights, total, *rest = ctx.saved_tensors
+        routing, losses = ctx.routing, Losses(*rest)
+        dy = dy * routing.scale if routing.scale != 1 else dy
+        if routing.of_chosen:
+            dy = _softmax_backward(dy, weights)
+        elif total is not None:
+            dy = (dy - (dy * weights).sum(-1, keepdim=True)) / total
+        dx = _Gates._through_scores(routing, logits, scores, experts, dy, losses)
+        if losses.lse is not None and losses.z is not None:
+            dx.addcmul_((logits - losses.lse).exp_(), losses.lse * losses.z)
+        return dx, ctx.excess, *(None,) * 5
+
+    @staticmethod
+    def _through_scores(
+        routing: Routing,
+        logits: Tensor,
+        scores: Tensor,
+        experts: Tensor,
+        dy: Tensor,
+        losses: Losses,
+    ) -> Tensor:
+        """Returns the gradient of the logits, given that of the chosen scores or logits [n b k]."""
+        shares, aux = losses.probabilities, losses.aux
+        if shares is None or aux is None:
+            dx = torch.zeros_like(logits).scatter_(-1, experts, dy)
+        elif routing.score == "softmax":
+            dx = aux.expand_as(logits).clone()
+            if routing.of_chosen:
+                return _softmax_backward(dx, shares).scatter_add_(-1, experts, dy)
+            dx.scatter_add_(-1, experts, dy)
+        else:
+            dx = (aux - (aux * shares).sum(-1, keepdim=True)) / scores.sum(-1, keepdim=True)
+            dx.scatter_add_(-1, experts, dy)
+        if routing.of_chosen:
+            return dx
+        if routing.score == "softmax":
+            return _softmax_backward(dx, scores)
+        return torch.ops.aten.sigmoid_backward(dx, scores)
+
+
+def _softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
+    """Returns the gradient of the input of a softmax over the last dimension with output y."""
+    return torch._softmax_backward_data(dy, y, -1, y.dtype)
