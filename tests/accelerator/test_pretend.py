@@ -29,6 +29,7 @@ from threed.config import Config
 from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.sharding import spec_of
+from threed.layers import MixtureOfExperts
 from threed.ops import flex
 from threed.planner.forecast import Forecast
 
@@ -288,6 +289,18 @@ def test_with_a_room_nothing_is_read(capacity: float) -> None:
             device.step(engine)
         assert device.faults == []
         assert len(device.waits) == 1
+
+
+@pytest.mark.parametrize(("ep", "most"), [(1, 45), (2, 60)])
+def test_kernels_of_a_mixture_of_experts(ep: int, most: int) -> None:
+    """Forward and backward of one layer and micro-batch; collectives are not counted."""
+    changes = {"dp": ep, "parallel": {"ep": ep}}
+    found = launches.of_a_layer("Qwen3-MoE", changes)
+    with patch.object(MixtureOfExperts, "forward", lambda self, x, micro: x):
+        found.subtract(launches.of_a_layer("Qwen3-MoE", changes))
+    kernels = {name: count for name, count in found.items() if "alltoall" not in name}
+    print(f"ep {ep}: {sum(kernels.values())} kernels: {kernels}")
+    assert sum(kernels.values()) <= most
 
 
 def test_metrics_may_be_read_after_the_step() -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from threed.core.device import start_copy_out
@@ -66,22 +67,21 @@ class Arrival:
     Attributes:
         sizes: the numbers of rows that travel.
         groups: the rows of each expert of this rank; empty rows follow the last group.
-        by_expert: the received rows, sorted by expert: int64 [m]; None if they arrive in this order.
-        back: the inverse of `by_expert`, or None.
+        order: the received rows, sorted by expert, and the inverse of this permutation, both int64
+            [m]. None if they arrive in this order.
     """
 
     sizes: Sizes
     groups: Groups
-    by_expert: Tensor | None = None
-    back: Tensor | None = None
+    order: tuple[Tensor, Tensor] | None = None
 
     def sorted(self, rows: Tensor) -> Tensor:
         """Returns received rows [m h], sorted by expert."""
-        return rows if self.by_expert is None else take(rows, self.by_expert, self.back)
+        return rows if self.order is None else take(rows, *self.order)
 
     def unsorted(self, rows: Tensor) -> Tensor:
         """Returns rows sorted by expert [m h] in the order in which they were received."""
-        return rows if self.back is None else take(rows, self.back, self.by_expert)
+        return rows if self.order is None else take(rows, *self.order[::-1])
 
 
 @dataclass(eq=False)
@@ -109,15 +109,28 @@ class Routes:
             found, self.arrive = self.arrive(), _released
         return found
 
+    @functools.cached_property
+    def tokens(self) -> Tensor:
+        """The token of each row that may be sent, `NONE` for an empty row, int64 [r]."""
+        return self.sources.div(self.count, rounding_mode="floor")
+
     def take(self, x: Tensor) -> Tensor:
         """Returns the rows to send: a copy of the token of each choice; x [n h] -> [r h]."""
-        k = self.count
-        tokens = self.sources.div(k, rounding_mode="floor") if k > 1 else self.sources
-        return take(x, tokens, self.places, copies=k, holes=self.holes)
+        out: Tensor = _Copies.apply(x, self)
+        return out
 
-    def collect(self, rows: Tensor) -> Tensor:
-        """Returns the row of each choice, zero for a dropped one; rows [r h] -> [n k h]."""
-        return take(rows, self.places, self.sources, holes=self.holes)
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Returns the weighted sum of the rows of each token, in the order of its choices.
+
+        Args:
+            rows: results of the rows that were sent, [m h], without the last empty ones.
+            weights: weights of the choices, [n k]; a dropped choice adds nothing.
+
+        Returns:
+            [n h].
+        """
+        out: Tensor = _Combine.apply(rows, weights, self)
+        return out
 
 
 def open_routes(
@@ -272,7 +285,7 @@ def _sorted_by_expert(received: Tensor, sizes: Sizes, size: int) -> Arrival:
     back = rows + shifts[torch.searchsorted(ends, rows, right=True)]
     by_expert = torch.empty_like(rows).scatter_(0, back, rows)
     last = ends_by_expert[ranks - 1 :: ranks].to(torch.int32)
-    return Arrival(sizes, Groups(last[: len(last) - (size > 0)], sizes.groups), by_expert, back)
+    return Arrival(sizes, Groups(last[: len(last) - (size > 0)], sizes.groups), (by_expert, back))
 
 
 def _in_segments(order: Tensor, first: Tensor, counts: Tensor, size: int) -> Tensor:
@@ -330,41 +343,70 @@ def within_capacity(
     return before.flatten(0, 1).gather(-1, experts) < limit
 
 
-def take(
-    x: Tensor, index: Tensor, inverse: Tensor | None, *, copies: int = 1, holes: bool = False
-) -> Tensor:
-    """Returns x[index]: x [n h] -> [m h].
+def take(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """Returns the rows of x in another order: x[index], [n h].
 
     Args:
-        x: rows.
-        index: for each row of the result a row of x, int64 [m]; `NONE` for zeros, if `holes`.
-        inverse: the rows of the result that are copies of row 0 of x, then of row 1, and so on;
-            each row of x has `copies` copies. `NONE` for a copy that is missing, if `holes`.
-        copies: see `inverse`.
-        holes: whether indices can be `NONE`.
+        x: rows, [n h].
+        index: a permutation, int64 [n].
+        inverse: its inverse.
     """
-    out: Tensor = _Take.apply(x, index, inverse, copies, holes)
+    out: Tensor = _Permuted.apply(x, index, inverse)
     return out
 
 
-class _Take(torch.autograd.Function):
+class _Permuted(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int, holes: bool
-    ) -> Tensor:
-        # rows of choices that are dropped may be missing in x
-        ctx.inverse = None if inverse is None else inverse[: len(x) * copies]
-        ctx.copies, ctx.holes = copies, holes
-        return _rows(x, index, holes)
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = _rows(dy, ctx.inverse, ctx.holes)
-        dx = dx if ctx.copies == 1 else dx.unflatten(0, (-1, ctx.copies)).sum(1)
-        return dx, None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy.index_select(0, ctx.inverse), None, None
+
+
+class _Copies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, routes: Routes) -> Tensor:
+        ctx.routes = routes
+        return _rows(x, routes.tokens, routes.holes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _sums(dy, ctx.routes), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.routes = routes
+        return _sums(rows, routes, weights.to(rows.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        (rows, weights), routes, last = ctx.saved_tensors, ctx.routes, len(ctx.saved_tensors[0])
+        dy = _rows(dy, routes.tokens[:last], routes.holes)
+        # the weight of each row; that of an empty row may be any
+        factors = weights.flatten()[routes.sources[:last]].unsqueeze(1).to(dy.dtype)
+        dots = torch.linalg.vecdot(dy, rows).to(weights.dtype)
+        return dy * factors, _rows(dots, routes.places, routes.holes).view_as(weights), None
 
 
 def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
+    """Returns x[index]; with `holes`, zeros for an index `NONE`."""
     if not holes:
         return x.index_select(0, index)
-    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).unsqueeze(1), 0)
+    empty = (index < 0).view(-1, *(1,) * (x.dim() - 1))
+    return x.index_select(0, index.clamp(min=0)).masked_fill_(empty, 0)
+
+
+def _sums(rows: Tensor, routes: Routes, weights: Tensor | None = None) -> Tensor:
+    """Returns the sum, weighted if given [n k], of the rows of each token's choices, [n h]."""
+    places = routes.places
+    if routes.holes:
+        places = places.where(places >= 0, len(rows))
+        rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    bags = places.view(-1, routes.count)
+    return F.embedding_bag(bags, rows, mode="sum", per_sample_weights=weights)

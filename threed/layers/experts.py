@@ -319,9 +319,8 @@ class MixtureOfExperts(nn.Module):
         rows = arrival.unsorted(rows)
         rows = back.start(rows)
         shared = None if finish is None else finish()
-        outputs = routes.collect(back.wait(rows)).unflatten(0, (-1, self.per_token))
-        factors = weights.flatten(0, -2).unsqueeze(1).to(outputs.dtype)
-        return torch.bmm(factors, outputs).view_as(x), shared
+        y = routes.combine(back.wait(rows), weights.flatten(0, -2))
+        return y.view_as(x), shared
 
     def _activate(self, gate_up: Tensor) -> Tensor:
         return gated(self.activation, gate_up)
