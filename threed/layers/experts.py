@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from threed.distributed import collectives, conjugate
 from threed.distributed.collectives import split
-from threed.distributed.sharding import ShardSpec, matrix, parameter, vector
+from threed.distributed.sharding import Piece, ShardSpec, matrix, parameter, vector
 from threed.layers.linear import ReplicatedLinear
 from threed.layers.mlp import GatedMLP, gated
 from threed.layers.recompute import Recompute
@@ -100,7 +100,9 @@ class MixtureOfExperts(nn.Module):
         shared_ffn: number of inner features of an MLP that runs for every token; 0: none.
         losses: coefficients of the router's losses, which `--experts.aux-loss` and
             `--experts.z-loss` replace.
-        activation: activation of the gates.
+        biases: whether the router and all MLPs have biases. The biases of an expert are added before
+            its output is weighted.
+        activation: activation of the gates, or `layers.clamped_swiglu`.
         std: standard deviation of the initial weights of router, gates and `up`.
         out_std: standard deviation of the initial weights of `down`.
 
@@ -115,7 +117,8 @@ class MixtureOfExperts(nn.Module):
     def __init__(
         self, name: str, hidden: int, ffn: int, experts: int, per_token: int, slicing: Slicing, *,
         routing: Routing = SOFTMAX, shared_ffn: int = 0, losses: LossFactors = NO_LOSSES,
-        activation: Callable[[Tensor], Tensor] = F.silu, std: float = 0.02, out_std: float = 0.02,
+        biases: bool = False, activation: Callable[[Tensor], Tensor] = F.silu, std: float = 0.02,
+        out_std: float = 0.02,
     ) -> None:  # fmt: skip
         super().__init__()
         axis, over = slicing.experts.axis, slicing.experts.over
@@ -126,7 +129,7 @@ class MixtureOfExperts(nn.Module):
         self._sums: Tensor | None = None
         # each tensor rank routes its own tokens, so gradients of the router are partial
         self.router = _Router(
-            f"{name}.router", hidden, experts, slicing, tiles=1, std=std, bias=False, partial=True
+            f"{name}.router", hidden, experts, slicing, tiles=1, std=std, bias=biases, partial=True
         )
         self.bias: nn.Parameter | None = None
         if routing.bias:
@@ -148,9 +151,11 @@ class MixtureOfExperts(nn.Module):
         self.down = parameter(
             ShardSpec(tuple(down), alike, alike, over=over), (len(own), hidden, ffn)
         )
+        self.gate_up_bias = _biases(up, (len(own), 2 * ffn), alike, over) if biases else None
+        self.down_bias = _biases(down, (len(own), hidden), alike, over) if biases else None
         self.shared = (
             GatedMLP(
-                f"{name}.shared", hidden, shared_ffn, slicing, std=std, out_std=out_std,
+                f"{name}.shared", hidden, shared_ffn, slicing, bias=biases, std=std, out_std=out_std,
                 activation=activation,
             ) if shared_ffn else None
         )  # fmt: skip
@@ -277,8 +282,10 @@ class MixtureOfExperts(nn.Module):
         if by_expert is not None:
             rows = _Take.apply(rows, by_expert, back, 1)
         inner = _product(rows, self.gate_up, routes.groups)
+        inner = _with_biases(inner, self.gate_up_bias, routes.groups)
         inner = self.recompute.run("activation", self._activate, inner)
         rows = _product(inner, self.down, routes.groups)
+        rows = _with_biases(rows, self.down_bias, routes.groups)
         if by_expert is not None:
             rows = _Take.apply(rows, back, by_expert, 1)
         rows = conjugate.exchange_rows(rows, self.axis, routes.sizes.receives, routes.sizes.sends)
@@ -351,6 +358,17 @@ def _by_expert(received: Tensor, total: int) -> Tensor:
 def _inverse(order: Tensor) -> Tensor:
     """Returns the inverse of a permutation, int64 [n]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _biases(
+    weights: list[Piece], shape: tuple[int, int], alike: str | None, over: str | None
+) -> nn.Parameter:
+    """Returns the biases of the experts' matrices, [e/ep out]: one vector per matrix."""
+    pieces = list[Piece]()
+    for weight in weights:
+        name, at = weight.name.replace(".weight", ".bias"), sum(piece.numel for piece in pieces)
+        pieces.append(vector(name, weight.shape[0], offset=at))
+    return parameter(ShardSpec(tuple(pieces), alike, alike, decay=False, over=over), shape)
 
 
 class _Router(ReplicatedLinear):
@@ -432,3 +450,35 @@ class _Product(torch.autograd.Function):
 def _product(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     y: Tensor = _Product.apply(x, weights, groups, *for_autograd(x, weights))
     return y
+
+
+class _AddBiases(torch.autograd.Function):
+    """Adds the bias of its expert to each row: y [n out], biases [e out] -> [n out].
+
+    tracked: the biases, as in `layers.linear._Linear`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, biases: Tensor, groups: Groups, tracked: Tensor | None
+    ) -> Tensor:
+        ctx.param, ctx.groups = biases, groups
+        return y + biases.index_select(0, grouped.group_of_rows(groups, len(y)))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        biases = ctx.param
+        if not biases.requires_grad:
+            return dy, None, None, None
+        db, sink = grouped.sums(dy.contiguous(), ctx.groups), sink_of(biases)
+        if sink is None:
+            return dy, None, None, db
+        sink.add(db)
+        return dy, None, None, None
+
+
+def _with_biases(y: Tensor, biases: Tensor | None, groups: Groups) -> Tensor:
+    if biases is None:
+        return y
+    out: Tensor = _AddBiases.apply(y, biases, groups, *for_autograd(y, biases))
+    return out

@@ -68,6 +68,33 @@ def add_products_(out: Tensor, dy: Tensor, x: Tensor, groups: Groups, *, fresh: 
         matmul.add_product_(out[group], dy[rows].t(), x[rows], fresh=fresh)
 
 
+def group_of_rows(groups: Groups, rows: int) -> Tensor:
+    """Returns the number of each row's group, int64 [n], without a read by the host.
+
+    Args:
+        groups: the groups.
+        rows: number of rows n. Rows behind the last group get the number of the last group.
+    """
+    ends = groups.ends
+    index = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, index, right=True).clamp_(max=len(ends) - 1)
+
+
+def sums(x: Tensor, groups: Groups) -> Tensor:
+    """Returns the sum of the rows of each group, in a fixed order: x [n out] -> [e out].
+
+    The sums are in fp32 at least, but if one kernel computes those of all groups, in 16 bits.
+    """
+    count, wide = len(groups.ends), torch.promote_types(x.dtype, torch.float32)
+    if in_one_kernel(x, x.new_empty(0, x.shape[1], 8)):
+        ones = x.new_ones(len(x), 8)  # the kernel needs rows of 16 bytes
+        return torch._grouped_mm(x.t(), ones, offs=groups.ends)[..., 0]
+    out = x.new_zeros(count, x.shape[1], dtype=wide)
+    for group, rows in _slices(groups, len(x)):
+        torch.sum(x[rows], 0, dtype=wide, out=out[group])
+    return out
+
+
 def in_one_kernel(x: Tensor, weights: Tensor) -> bool:
     """Returns whether one kernel computes the products of all groups: x [n in], weights [e out in].
 
