@@ -38,7 +38,17 @@ def gelu(x: Tensor) -> Tensor:
     return activation_ops.apply("gelu", x)
 
 
-_GATED = {F.silu: "swiglu", gelu: "geglu"}  # names of the kernels of activation(gate) * up
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """Returns gate * sigmoid(1.702 gate) * (up + 1), as in gpt-oss: [... 2f] -> [... f].
+
+    Before, gate is clamped to at most 7, and up to [-7, 7]. It is passed as the activation of a
+    gated MLP or of experts, in place of an activation of the gates alone.
+    """
+    return activation_ops.apply("clamped_swiglu", gate_up)
+
+
+# names of the kernels of activation(gate) * up, and of functions of gate and up
+_GATED = {F.silu: "swiglu", gelu: "geglu", clamped_swiglu: "clamped_swiglu"}
 
 
 class _BiasedGelu(torch.autograd.Function):
@@ -244,7 +254,7 @@ class GatedMLP(MLP):
         bias: whether the linear layers have a bias.
         std: standard deviation of the initial weights of `gate` and `up`.
         out_std: standard deviation of the initial weights of `down`.
-        activation: element-wise function or module. Default: SiLU (SwiGLU).
+        activation: element-wise function or module, or `clamped_swiglu`. Default: SiLU (SwiGLU).
     """
 
     outputs = ("gate", "up")
