@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3 with experts against `transformers`: logits, folders, configurations and training.
+"""Mixtral, Qwen3 with experts, gpt-oss and DeepSeek-V2 against `transformers`: logits, folders, configurations and training.
 
 The weights come from `transformers`, which draws them at random. A router's choice changes only if two scores nearly
 agree, so the tests of logits print the smallest difference between the last chosen and the first other score.
@@ -51,9 +51,24 @@ from threed.planner.stages import Column
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+GROUPS = {
+    "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "mscale": 0.707, "mscale_all_dim": 0.707,
+    },
+}  # fmt: skip
+KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "mixtral window": ("mixtral", {"sliding_window": 5, "num_local_experts": 8, "head_dim": 6}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 groups": ("deepseek_v2", {"q_lora_rank": 12, **GROUPS}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss full": (
+        "gpt_oss",
+        {"attention_bias": False, "rope_parameters": None, "layer_types": ["full_attention"] * 3},
+    ),
     "qwen3_moe": ("qwen3_moe", {"attention_bias": True}),
     "qwen3_moe mixed": (
         "qwen3_moe",
@@ -177,7 +192,7 @@ def test_a_run_with_another_number_of_experts_is_refused(tmp_path: Path) -> None
 
 
 def test_a_rebuilt_model_has_the_weights_in_memory() -> None:
-    for kind in ("mixtral", "qwen3_moe"):
+    for kind in KINDS:
         module = make(kind, torch.float32)
         model = threed.from_transformers(module, plan=False)
         names = {name for entry in entries(model.config) for name, _ in entry.native}
@@ -219,7 +234,7 @@ def test_folders_load_into_every_topology_and_are_exported_without_a_change(tmp_
 
 
 def run_training(truths: dict[Any, Any]) -> dict[str, float]:
-    """Trains both families on these ranks. Returns differences from one process, over tolerances."""
+    """Trains each family on these ranks. Returns differences from one process, over tolerances."""
     found = {}
     for (kind, dtype), sizes in itertools.product(truths, SHAPES):
         parallel = dict(sizes)
@@ -231,7 +246,7 @@ def run_training(truths: dict[Any, Any]) -> dict[str, float]:
 
 
 def test_training_equals_training_the_module_of_transformers() -> None:
-    cases = itertools.product(("mixtral", "qwen3_moe"), TOLERANCE)
+    cases = itertools.product(KINDS, TOLERANCE)
     truths = {(kind, dtype): train_plainly(kind, dtype) for kind, dtype in cases}
     for rank in run_ranks(2, run_training, truths):
         assert max(rank.values()) < 1, rank
@@ -245,6 +260,8 @@ def test_training_equals_training_the_module_of_transformers() -> None:
     [
         ("mixtral-8x7b", 46_702_792_704, 12_879_925_248), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
         ("deepseek-v3", 671_026_419_200, 37_552_297_472),
+        # without the embedding: 3,614,113,344 and 2,451,435,008, as published (3.6 and 2.4 billion)
+        ("gpt-oss-20b", 20_914_757_184, 4_193_246_784), ("deepseek-v2-lite", 15_706_484_224, 2_661_150_208),
     ],
 )  # fmt: skip
 def test_published_models_have_their_numbers_of_parameters(

@@ -338,6 +338,81 @@ class Transposed:
         out.copy_(read_box(self.whole, start[::-1], out.shape[::-1]).t())
 
 
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """Tensors of one shape, along a new first dimension."""
+
+    parts: Sequence[LazyTensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The common dtype to which torch promotes the dtypes of all parts."""
+        return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
+
+    @property
+    def shape(self) -> Shape:
+        """The number of parts, and the shape of a part."""
+        return len(self.parts), *self.parts[0].shape
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
+        for part, values in zip(self.parts[start[0] :], out, strict=False):
+            part.read(start[1:], values)
+
+
+@dataclass(frozen=True, eq=False)
+class Interleaved:
+    """Tensors of one shape, whose rows alternate: the first row of each part, then the second."""
+
+    parts: Sequence[LazyTensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The common dtype to which torch promotes the dtypes of all parts."""
+        return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of a part, with the rows of all parts."""
+        first, *rest = self.parts[0].shape
+        return first * len(self.parts), *rest
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
+        n = len(self.parts)
+        for i, part in enumerate(self.parts):
+            skipped = (i - start[0]) % n  # rows of the box before the first one of this part
+            if len(values := out[skipped::n]):
+                part.read(((start[0] + skipped) // n, *start[1:]), values)
+
+
+@dataclass(frozen=True, eq=False)
+class EveryNth:
+    """Rows `first`, `first` + n, `first` + 2n, ... of a tensor; the inverse of `Interleaved`."""
+
+    whole: LazyTensor
+    first: int
+    n: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor, with only the chosen rows."""
+        rows, *rest = self.whole.shape
+        return len(range(self.first, rows, self.n)), *rest
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
+        if len(out):
+            size = ((len(out) - 1) * self.n + 1, *out.shape[1:])
+            at = (self.first + start[0] * self.n, *start[1:])
+            out.copy_(read_box(self.whole, at, size)[:: self.n])
+
+
 def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
     """Returns the concatenation of tensors along the first dimension.
 
