@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 import mmap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -204,6 +204,10 @@ def _span(size: Sequence[int], strides: Sequence[int]) -> int:
 # ------------------------------------------------------------------------------------------------------ composition
 
 
+def _promoted(tensors: Iterable[LazyTensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
 T = TypeVar("T", bound=LazyTensor)
 
 
@@ -222,7 +226,7 @@ class Boxed(Generic[T]):
     @property
     def dtype(self) -> torch.dtype:
         """The common dtype to which torch promotes the dtypes of all boxes."""
-        return functools.reduce(torch.promote_types, (tensor.dtype for _, tensor in self.boxes))
+        return _promoted(tensor for _, tensor in self.boxes)
 
     def read(self, start: Shape, out: Tensor) -> None:
         """Copies the box of shape `out.shape` that begins at `start` to `out`."""
@@ -347,7 +351,7 @@ class Stacked:
     @property
     def dtype(self) -> torch.dtype:
         """The common dtype to which torch promotes the dtypes of all parts."""
-        return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
+        return _promoted(self.parts)
 
     @property
     def shape(self) -> Shape:
@@ -369,7 +373,7 @@ class Interleaved:
     @property
     def dtype(self) -> torch.dtype:
         """The common dtype to which torch promotes the dtypes of all parts."""
-        return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
+        return _promoted(self.parts)
 
     @property
     def shape(self) -> Shape:
