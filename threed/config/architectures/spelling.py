@@ -118,10 +118,17 @@ class _Reader:
         method = value.get("quant_method") if isinstance(value, Mapping) else None
         if name != "quantization_config" or not isinstance(method, str):
             return f"{name} {_shortened(value)} is not understood"
-        how = " (quantization_config=Mxfp4Config(dequantize=True))" if method == "mxfp4" else ""
+        load, save = "dequantized", "save_pretrained"
+        if (
+            method == "mxfp4"
+        ):  # with its original format, transformers would keep the names of packed tensors
+            load, save = (
+                "quantization_config=Mxfp4Config(dequantize=True)",
+                f"{save}, save_original_format=False",
+            )
         return (
-            f"quantization_config: weights in {_shortened(method)} are not supported: load them with transformers,"
-            f" dequantized{how}, and save the model (save_pretrained)"
+            f"quantization_config: weights in {_shortened(method)} are not supported: load them with transformers"
+            f" (from_pretrained, {load}), and save the model ({save})"
         )
 
     # -------------------------------------------------------------------------------------------------------- rotary
