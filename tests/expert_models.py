@@ -77,7 +77,7 @@ class Chosen(Softmax):
 
     dense = (1,)
     routing = Routing(after_top_k=True)
-    experts, per_token = 4, 3
+    experts, per_token, ffn = 4, 3, 16
     losses = LossFactors(z=0.01)
     biases, activation = True, staticmethod(clamped_swiglu)
 

@@ -39,10 +39,16 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor) -> Tensor:
-    """Returns gate * sigmoid(1.702 gate) * (up + 1), as in gpt-oss: [... 2f] -> [... f].
+    """Returns gate * sigmoid(1.702 gate) * (up + 1) of clamped gate and up, as in gpt-oss.
 
-    Before, gate is clamped to at most 7, and up to [-7, 7]. It is passed as the activation of a
-    gated MLP or of experts, in place of an activation of the gates alone.
+    The gate is clamped to at most 7, and up to [-7, 7]. Pass this function as the activation of
+    `GatedMLP` or `MixtureOfExperts`, in place of an activation of the gates alone.
+
+    Args:
+        gate_up: gate and up, [... 2f].
+
+    Returns:
+        [... f].
     """
     return activation_ops.apply("clamped_swiglu", gate_up)
 
