@@ -88,6 +88,8 @@ REBUILT = [
     "gemma3_text",
     "mixtral",
     "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
 ]
 preload(
     "tests.hf_decoders",

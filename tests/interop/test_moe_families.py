@@ -163,6 +163,22 @@ def test_folders_are_converted_both_ways_without_a_change(
     assert_same(dict(loaded.state_dict()), dict(module.state_dict()))
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "deepseek_v3"])
+def test_absent_keys_have_the_defaults_of_transformers(kind: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    full = CONFIG_MAPPING[kind](num_experts_per_tok=2, num_mtp_layers=0).to_dict()
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
+    given = ("model_type", *sizes, "max_position_embeddings", "num_experts_per_tok")
+    assert model_of({key: full[key] for key in given}) == model_of(full)
+
+
 REFUSED = {
     "many experts": ({"num_local_experts": 10**9}, "", "3 layers with 1000000000 experts, but it has fewer tensors"),
     "many stacked experts": ({"num_local_experts": 10**9}, "", "3 layers with 1000000000 experts, but it has fewer"),
