@@ -40,8 +40,7 @@ __all__ = [
     "Slicing", "MicroBatch", "PipelineLayer", "Embedding", "Block", "LanguageModelHead", "Attention",
     "LatentAttention", "Causal", "attend", "SparseAttention", "BlockPattern", "DensePattern", "FixedPattern",
     "VariablePattern", "BigBirdPattern", "LongformerPattern", "FunctionPattern", "rotate", "MLP", "GatedMLP", "gelu",
-    "clamped_swiglu",
-    "MixtureOfExperts", "Routing", "LossFactors", "LayerNorm", "RMSNorm", "Dropout", "VocabEmbedding",
+    "clamped_swiglu", "MixtureOfExperts", "Routing", "LossFactors", "LayerNorm", "RMSNorm", "Dropout", "VocabEmbedding",
     "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec", "Piece", "Init",
     "parameter", "matrix", "vector", "attach", "copy_to", "reduce_from", "gather_from", "scatter_to", "split",
 ]  # fmt: skip
