@@ -28,10 +28,10 @@ class Rule:
     In shapes, each word is a dimension, the product of its letters: h is the hidden size, a the
     number of query heads, k the number of key/value heads, d the head dimension, f the MLP width, e
     the number of experts, x the width of an expert, s the width of all shared experts, v the
-    vocabulary size, and p the number of learned positions. So "ad h" is the shape [a·d h]. With latent attention, q is the size of a
-    query head, w that of a value head, u that of a head's key without rotary positions and its
-    value together, r the size of the queries' latent vector, c that of keys and values, and g = c +
-    the size of the rotary key.
+    vocabulary size, and p the number of learned positions. So "ad h" is the shape [a·d h]. With
+    latent attention, q is the size of a query head, w that of a value head, u that of a head's key
+    without rotary positions and its value together, r the size of the queries' latent vector, c
+    that of keys and values, and g = c + the size of the rotary key.
 
     Attributes:
         hf: the name of the Hugging Face tensor.
