@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threed import layers
 from threed.config import ModelConfig
-from threed.layers import LossFactors, MixtureOfExperts, Routing, Slicing
+from threed.layers import LossFactors, MixtureOfExperts, Routing, Slicing, clamped_swiglu
 
 STD, OUT = 0.3, 0.05  # STD: so that the scores of experts differ
 
@@ -26,6 +27,7 @@ class Softmax:
     routing = Routing()
     experts, per_token, shared, ffn = 8, 2, 0, 12
     losses = LossFactors(0.02, 0.01)
+    biases, activation = False, staticmethod(F.silu)
 
     def __init__(self, config: ModelConfig, slicing: Slicing) -> None:
         self.config, self.slicing, self.hidden = config, slicing, config.hidden
@@ -57,7 +59,7 @@ class Softmax:
         """Returns the experts of a block."""
         return MixtureOfExperts(
             name, self.hidden, self.ffn, self.experts, self.per_token, self.slicing, routing=self.routing,
-            shared_ffn=self.shared, losses=self.losses, std=STD, out_std=OUT,
+            shared_ffn=self.shared, losses=self.losses, biases=self.biases, activation=self.activation, std=STD, out_std=OUT,
         )  # fmt: skip
 
 
@@ -71,12 +73,13 @@ class Biased(Softmax):
 
 
 class Chosen(Softmax):
-    """As in gpt-oss: the softmax of the chosen logits; one expert per rank, experts in some blocks."""
+    """As in gpt-oss: the softmax of the chosen logits, biases; one expert per rank, experts in some blocks."""
 
     dense = (1,)
     routing = Routing(after_top_k=True)
-    experts, per_token = 4, 3
+    experts, per_token, ffn = 4, 3, 16
     losses = LossFactors(z=0.01)
+    biases, activation = True, staticmethod(clamped_swiglu)
 
 
 class Single(Softmax):

@@ -47,6 +47,18 @@ KEYS: dict[str, dict[str, Any]] = {
         "v_head_dim": 5, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
         "moe_intermediate_size": 20, "first_k_dense_replace": 1, "num_mtp_layers": 0,
     },
+    "deepseek_v2": {
+        "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
+        "v_head_dim": 5, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    },
+    "gpt_oss": {
+        **HEAD, **WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 8,
+        },
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3": {**HEAD, "tie_word_embeddings": True},
     "qwen3_moe": {
@@ -76,6 +88,8 @@ REBUILT = [
     "gemma3_text",
     "mixtral",
     "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
 ]
 preload(
     "tests.hf_decoders",
@@ -103,7 +117,8 @@ def make(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
         keys = {
             key: keys[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", *KEYS[kind])
         }
-    keys = {key: value for key, value in keys.items() if value is not None or "token" in key}
+    unset = ("pad_token_id", "q_lora_rank")  # of which None is a value; else it means the default
+    keys = {key: value for key, value in keys.items() if value is not None or key in unset}
     config = CONFIG_MAPPING[kind](**keys)
     for key, value in vars(config).items():
         if ("dropout" in key or "pdrop" in key) and isinstance(value, float) and key not in changes:
@@ -126,7 +141,12 @@ def randomized(module: Any) -> Any:
         for key, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.dim() > 1:
                 std = 0.3 if "embed" in key else 1.2 / tensor.shape[-1] ** 0.5
+                std = (
+                    5.0 if "gate_up_proj_bias" in key else std
+                )  # beyond the limit of the activation
                 tensor.normal_(0.0, std, generator=draw)
+            elif "sinks" in key or "router.bias" in key:
+                tensor.normal_(0.0, 1.0, generator=draw)
             elif "correction_bias" in key:
                 tensor.normal_(0.0, 0.1, generator=draw)
     return module.eval()
@@ -182,9 +202,10 @@ def train_plainly(kind: str, dtype: torch.dtype, packed: bool = False) -> Traine
     With `packed`, rows are packed documents: transformers keeps them apart by their positions.
     """
     model = make(kind, dtype).train()
-    params = list(model.parameters())
+    params, named = list(model.parameters()), list(model.named_parameters())
+    matrices = {name for name, p in named if p.dim() > 1 and not name.endswith("bias")}
     groups = [
-        {"params": [p for p in params if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays}
+        {"params": [p for n, p in named if (n in matrices) == decays], "weight_decay": 0.1 * decays}
         for decays in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=EPS[dtype])

@@ -8,7 +8,7 @@ import pkgutil
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -367,6 +367,7 @@ OF_RANKS = {
     "context ranks in a ring": Case(cp=2, cp_heads=1, model="mistral", layers=2, recompute="full"),
     "context ranks that exchange heads": HEADS,
     "expert ranks": EXPERTS,
+    "biases of experts": replace(EXPERTS, model="Chosen"),
     "parts of inputs, gathered": Case(tp=2, recompute="sliced"),
 }
 

@@ -260,10 +260,13 @@ def test_block_sparse_attention_reads_nothing_once_its_lists_are_made(flexible: 
     assert device.faults == device.waits == []
 
 
+@pytest.mark.parametrize("model", ["Biased", "Chosen"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_sizes_of_experts_are_read_once_per_layer_and_forward(recompute: str) -> None:
-    """With ep > 1. Otherwise nothing is read, if a kernel computes all groups."""
-    case = Case(model="Biased", dtype="bf16", microbatches=2, layers=3, recompute=recompute)
+def test_the_sizes_of_experts_are_read_once_per_layer_and_forward(
+    recompute: str, model: str
+) -> None:
+    """With ep > 1. Otherwise nothing is read, if a kernel computes all groups. Chosen has biases."""
+    case = Case(model=model, dtype="bf16", microbatches=2, layers=3, recompute=recompute)
     reads = []
     for ep in (1, 2):
         config = config_of(replace(case, dp=ep, ep=ep))
@@ -291,7 +294,8 @@ def test_with_a_room_nothing_is_read(capacity: float) -> None:
         assert len(device.waits) == 1
 
 
-@pytest.mark.parametrize(("ep", "most"), [(1, 45), (2, 60)])
+@pytest.mark.parametrize(("ep", "most"), [(1, 46), (2, 60)])
+@pytest.mark.filterwarnings("ignore:.*received no gradient")
 def test_kernels_of_a_mixture_of_experts(ep: int, most: int) -> None:
     """Forward and backward of one layer and micro-batch; collectives are not counted."""
     changes = {"dp": ep, "parallel": {"ep": ep}}

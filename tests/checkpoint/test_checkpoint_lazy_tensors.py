@@ -15,11 +15,14 @@ from threed.checkpoint import lazy_tensors
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import (
     Boxed,
+    EveryNth,
     FileTensor,
+    Interleaved,
     LazyTensor,
     MemoryTensor,
     Reshaped,
     Slice,
+    Stacked,
     Transposed,
     concatenate,
     read_all,
@@ -101,6 +104,22 @@ def test_boxes_of_a_matrix(box: tuple[Shape, Shape, Shape], a: int, b: int) -> N
     ]
     check(Boxed((n, m), [(first, MemoryTensor(part)) for first, part in at]), want, start, size)
     check(Transposed(MemoryTensor(want.t())), want, start, size)
+
+
+@given(boxes(1), st.integers(1, 4))
+def test_stacks_and_rows_that_alternate(box: tuple[Shape, Shape, Shape], n: int) -> None:
+    shape, start, size = box
+    want = counted(shape)
+    check(Stacked([MemoryTensor(part) for part in want]), want, start, size)
+    parts = [MemoryTensor(want[i::n]) for i in range(n)]
+    for i, part in enumerate(parts):
+        every = EveryNth(MemoryTensor(want), i, n)
+        assert torch.equal(read_all(every), part.values)
+        if len(part.values) > start[0]:
+            some = (min(size[0], len(part.values) - start[0]), *size[1:])
+            check(every, part.values, start, some)
+    if shape[0] % n == 0:
+        check(Interleaved(parts), want, start, size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])

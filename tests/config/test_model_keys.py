@@ -78,7 +78,10 @@ def test_a_scaling_of_rotary_angles_is_a_flag_a_table_and_a_line_of_toml(tmp_pat
         ("--model.logit-softcap 9", "--model.logit-softcap 9 is for --model.arch gemma2 or gemma3"),
         (
             "--model.arch llama --model.experts 8",
-            "--model.experts 8 is for --model.arch mixtral or qwen3_moe or deepseek_v3: leave it out with llama",
+            (
+                "--model.experts 8 is for --model.arch mixtral or qwen3_moe or deepseek_v3 or deepseek_v2 or gpt_oss:"
+                " leave it out with llama"
+            ),
         ),
         (
             "--model.arch mixtral --model.expert-ffn 8",

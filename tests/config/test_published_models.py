@@ -22,7 +22,8 @@ _QWEN = {
 }  # fmt: skip
 # The keys with an influence on the model, of config.json in the repositories at huggingface.co:
 # meta-llama/Meta-Llama-3-8B and -70B, Qwen/Qwen3-8B-Base, Qwen3-32B and Qwen3-30B-A3B, google/gemma-3-12b-pt
-# (text_config, with the defaults of its keys in transformers), mistralai/Mistral-7B-v0.3 and Mixtral-8x7B-v0.1
+# (text_config, with the defaults of its keys in transformers), mistralai/Mistral-7B-v0.3 and Mixtral-8x7B-v0.1,
+# openai/gpt-oss-20b, deepseek-ai/DeepSeek-V2-Lite and DeepSeek-V3
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama3-8b": _LLAMA | {
         "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -65,6 +66,35 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
         "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
+    },
+    # without its quantization_config: the published weights of experts are in mxfp4
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4,
+        "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+        "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
+        "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+        "rms_norm_eps": 1e-5, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+    },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2", "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001,
+        "ep_size": 1, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6,
+        "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True, "tie_word_embeddings": False,
+        "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400,
     },
     "deepseek-v3": {
         "model_type": "deepseek_v3", "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1,

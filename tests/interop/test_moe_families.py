@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3 with experts against `transformers`: logits, folders, configurations and training.
+"""Mixtral, Qwen3 with experts, gpt-oss and DeepSeek-V2 against `transformers`: logits, folders, configurations and training.
 
 The weights come from `transformers`, which draws them at random. A router's choice changes only if two scores nearly
 agree, so the tests of logits print the smallest difference between the last chosen and the first other score.
@@ -51,9 +51,24 @@ from threed.planner.stages import Column
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+GROUPS = {
+    "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "mscale": 0.707, "mscale_all_dim": 0.707,
+    },
+}  # fmt: skip
+KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "mixtral window": ("mixtral", {"sliding_window": 5, "num_local_experts": 8, "head_dim": 6}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 groups": ("deepseek_v2", {"q_lora_rank": 12, **GROUPS}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss full": (
+        "gpt_oss",
+        {"attention_bias": False, "rope_parameters": None, "layer_types": ["full_attention"] * 3},
+    ),
     "qwen3_moe": ("qwen3_moe", {"attention_bias": True}),
     "qwen3_moe mixed": (
         "qwen3_moe",
@@ -148,8 +163,26 @@ def test_folders_are_converted_both_ways_without_a_change(
     assert_same(dict(loaded.state_dict()), dict(module.state_dict()))
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "deepseek_v3"])
+def test_absent_keys_have_the_defaults_of_transformers(kind: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    full = CONFIG_MAPPING[kind](num_experts_per_tok=2, num_mtp_layers=0).to_dict()
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
+    given = ("model_type", *sizes, "max_position_embeddings", "num_experts_per_tok")
+    assert model_of({key: full[key] for key in given}) == model_of(full)
+
+
 REFUSED = {
     "many experts": ({"num_local_experts": 10**9}, "", "3 layers with 1000000000 experts, but it has fewer tensors"),
+    "many stacked experts": ({"num_local_experts": 10**9}, "", "3 layers with 1000000000 experts, but it has fewer"),
+    "fewer stacked experts": ({"num_local_experts": 2}, "", "0.mlp.experts.gate_up_proj is [4, 32, 96], not [2, 32, 96]"),
     "fewer experts": ({"num_local_experts": 2}, "", "layers.0.block_sparse_moe.experts.2.w1.weight is unexpected"),
     "a missing expert": ({}, "model.layers.1.block_sparse_moe.experts.3.w3.weight", "experts.3.w3.weight is missing"),
     "another width": ({"intermediate_size": 40}, "", "experts.0.w1.weight is [48, 32], not [40, 32]"),
@@ -159,13 +192,51 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_folders_that_do_not_fit_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     changes, dropped, problem = REFUSED[kind]
-    theirs("mixtral", torch.float32).save_pretrained(tmp_path)
+    name = "gpt_oss" if "stacked" in kind else "mixtral"
+    theirs(name, torch.float32).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     weights = {name: value for name, value in tensors(tmp_path).items() if name != dropped}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=re.escape(problem)):
         convert(tmp_path, tmp_path / "out")
+
+
+def quantized(folder: Path) -> None:
+    """Replaces the experts of a gpt-oss folder by experts in mxfp4, as published."""
+    weights, draw = tensors(folder), torch.Generator().manual_seed(3)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        for suffix, (low, high), size in (
+            ("blocks", (0, 256), (*shape, 16)),
+            ("scales", (120, 128), shape),
+        ):
+            values = torch.randint(low, high, size, dtype=torch.uint8, generator=draw)
+            weights[f"{name}_{suffix}"] = values
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_folders_in_mxfp4_are_refused_with_steps_that_work(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    make("gpt_oss", torch.bfloat16, intermediate_size=32).save_pretrained(tmp_path)
+    quantized(tmp_path)
+    load = "quantization_config=Mxfp4Config(dequantize=True)"
+    save = "save_pretrained, save_original_format=False"
+    steps = f"load them with transformers (from_pretrained, {load}), and save the model ({save})"
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"weights in mxfp4 are not supported: {steps}")
+    ):
+        convert(tmp_path, tmp_path / "native")
+    how = Mxfp4Config(dequantize=True)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how)
+    module.save_pretrained(tmp_path / "plain", save_original_format=False)
+    native = convert(tmp_path / "plain", tmp_path / "native")
+    assert_same(tensors(convert(native, tmp_path / "back")), dict(module.state_dict()))
 
 
 def test_a_run_with_another_number_of_experts_is_refused(tmp_path: Path) -> None:
@@ -177,10 +248,15 @@ def test_a_run_with_another_number_of_experts_is_refused(tmp_path: Path) -> None
 
 
 def test_a_rebuilt_model_has_the_weights_in_memory() -> None:
-    for kind in ("mixtral", "qwen3_moe"):
+    for kind in KINDS:
         module = make(kind, torch.float32)
         model = threed.from_transformers(module, plan=False)
         names = {name for entry in entries(model.config) for name, _ in entry.native}
+        if kind == "gpt_oss":
+            own = [
+                f"blocks.2.mlp.experts.3.{part}" for part in ("gate.bias", "up.weight", "down.bias")
+            ]
+            assert names > {*own, "blocks.0.mlp.router.bias", "blocks.0.attention.sinks"}
         engine = engine_of(kind, False, torch.float32, threed.Topology())
         weights = engine.full_state_dict()
         assert weights.keys() == names
@@ -219,7 +295,7 @@ def test_folders_load_into_every_topology_and_are_exported_without_a_change(tmp_
 
 
 def run_training(truths: dict[Any, Any]) -> dict[str, float]:
-    """Trains both families on these ranks. Returns differences from one process, over tolerances."""
+    """Trains each family on these ranks. Returns differences from one process, over tolerances."""
     found = {}
     for (kind, dtype), sizes in itertools.product(truths, SHAPES):
         parallel = dict(sizes)
@@ -231,7 +307,7 @@ def run_training(truths: dict[Any, Any]) -> dict[str, float]:
 
 
 def test_training_equals_training_the_module_of_transformers() -> None:
-    cases = itertools.product(("mixtral", "qwen3_moe"), TOLERANCE)
+    cases = itertools.product(KINDS, TOLERANCE)
     truths = {(kind, dtype): train_plainly(kind, dtype) for kind, dtype in cases}
     for rank in run_ranks(2, run_training, truths):
         assert max(rank.values()) < 1, rank
@@ -245,6 +321,8 @@ def test_training_equals_training_the_module_of_transformers() -> None:
     [
         ("mixtral-8x7b", 46_702_792_704, 12_879_925_248), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
         ("deepseek-v3", 671_026_419_200, 37_552_297_472),
+        # without the embedding: 3,608,307,264 and 2,451,435,008, as published (3.6 and 2.4 billion)
+        ("gpt-oss-20b", 20_914_757_184, 4_187_440_704), ("deepseek-v2-lite", 15_706_484_224, 2_661_150_208),
     ],
 )  # fmt: skip
 def test_published_models_have_their_numbers_of_parameters(

@@ -25,7 +25,15 @@ from threed.distributed import collectives
 from threed.distributed.sharding import attach, initial
 from threed.distributed.topology import Topology
 from threed.engine import Engine
-from threed.layers import LossFactors, MicroBatch, MixtureOfExperts, Routing, Slicing, routing
+from threed.layers import (
+    LossFactors,
+    MicroBatch,
+    MixtureOfExperts,
+    Routing,
+    Slicing,
+    clamped_swiglu,
+    routing,
+)
 from threed.layers import experts as experts_module
 from threed.ops import grouped
 from threed.ops.balance import Balance
@@ -47,11 +55,11 @@ ROUTINGS = {
 }  # fmt: skip
 
 
-def mixture(how: Routing, per_token: int, shared: int = 0) -> MixtureOfExperts:
+def mixture(how: Routing, per_token: int, shared: int = 0, **more: Any) -> MixtureOfExperts:
     """Returns a layer with values on one process."""
     module = MixtureOfExperts(
         "mlp", HIDDEN, FFN, EXPERTS, per_token, Slicing(), routing=how, shared_ffn=shared, std=0.5,
-        out_std=0.5,
+        out_std=0.5, **more,
     )  # fmt: skip
     for part in module.modules():
         for name, param in list(part._parameters.items()):
@@ -70,8 +78,15 @@ def plain(module: MixtureOfExperts, x: Tensor, chosen: Tensor, weights: Tensor) 
     ):
         total = torch.zeros_like(token)
         for expert, factor in zip(experts.tolist(), factors, strict=True):
-            gate, up = (module.gate_up[expert] @ token).chunk(2)
-            total = total + factor * (module.down[expert] @ (F.silu(gate) * up))
+            gate_up, bias = module.gate_up[expert] @ token, module.gate_up_bias
+            gate, up = (gate_up if bias is None else gate_up + bias[expert]).chunk(2)
+            if module.activation is clamped_swiglu:
+                gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+                inner = gate * torch.sigmoid(1.702 * gate) * up
+            else:
+                inner = F.silu(gate) * up
+            output, bias = module.down[expert] @ inner, module.down_bias
+            total = total + factor * (output if bias is None else output + bias[expert])
         out.append(total)
     return torch.stack(out).view_as(x)
 
@@ -102,15 +117,26 @@ def plain_weights(how: Routing, count: int, logits: Tensor) -> tuple[Tensor, Ten
     ) * how.scale
 
 
+@pytest.mark.parametrize(
+    "kind", [{}, {"biases": True}, {"biases": True, "activation": clamped_swiglu}]
+)
 @pytest.mark.parametrize("shared", [0, 5])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_output_and_gradients_are_those_of_a_loop_over_tokens(name: str, shared: int) -> None:
+def test_output_and_gradients_are_those_of_a_loop_over_tokens(
+    name: str, shared: int, kind: dict[str, Any]
+) -> None:
     how, count = ROUTINGS[name]
-    module = mixture(how, count, shared)
+    module = mixture(how, count, shared, **kind)
     x = torch.randn(5, 3, HIDDEN, dtype=torch.float64, requires_grad=True)
     params = [p for name, p in module.named_parameters() if name != "bias"]
+    with torch.no_grad():
+        for param in params:
+            if not param.any():
+                param.normal_(std=3.0)  # a bias: some sums are beyond the limit of the activation
     micro = MicroBatch(training=False)
-    chosen, weights = plain_weights(how, count, F.linear(x, module.router.weight))
+    chosen, weights = plain_weights(
+        how, count, F.linear(x, module.router.weight, module.router.bias)
+    )
     want = plain(module, x, chosen, weights)
     want = want if module.shared is None else want + module.shared(x)
     got, dy = module(x, micro), torch.randn_like(want)
@@ -258,6 +284,19 @@ def gradients_ep_times_too_large() -> AbstractContextManager[Any]:
     return patch_method(grouped, "add_products_", make)
 
 
+def gradients_of_biases_ep_times_too_large() -> AbstractContextManager[Any]:
+    return patch_method(grouped, "sums", lambda real: lambda x, groups: 2 * real(x, groups))
+
+
+def biases_on_wrong_rows() -> AbstractContextManager[Any]:
+    """The first row of an expert gets the bias of another."""
+
+    def make(real: Any) -> Any:
+        return lambda groups, rows: real(groups, rows).roll(1)
+
+    return patch_method(grouped, "group_of_rows", make)
+
+
 def norm_without_experts() -> AbstractContextManager[Any]:
     real = layout.Group.in_norm.fget
     return patch.object(
@@ -332,6 +371,8 @@ def ties_in_another_order() -> AbstractContextManager[Any]:
 EP = Case(model="Softmax", dp=2, ep=2, zero=1, layers=2)
 FAULTS: dict[Callable[[], AbstractContextManager[Any]], Case] = {
     gradients_ep_times_too_large: EP,
+    gradients_of_biases_ep_times_too_large: replace(EP, model="Chosen"),
+    biases_on_wrong_rows: replace(EP, model="Chosen", dp=1, tp=2, zero=3),
     norm_without_experts: EP,
     norm_counts_experts_twice: replace(EP, dp=4, zero=0),
     router_not_summed_over_tensor_ranks: replace(EP, dp=1, tp=2),

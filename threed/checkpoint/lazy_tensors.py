@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 import mmap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -204,6 +204,10 @@ def _span(size: Sequence[int], strides: Sequence[int]) -> int:
 # ------------------------------------------------------------------------------------------------------ composition
 
 
+def _promoted(tensors: Iterable[LazyTensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
 T = TypeVar("T", bound=LazyTensor)
 
 
@@ -222,7 +226,7 @@ class Boxed(Generic[T]):
     @property
     def dtype(self) -> torch.dtype:
         """The common dtype to which torch promotes the dtypes of all boxes."""
-        return functools.reduce(torch.promote_types, (tensor.dtype for _, tensor in self.boxes))
+        return _promoted(tensor for _, tensor in self.boxes)
 
     def read(self, start: Shape, out: Tensor) -> None:
         """Copies the box of shape `out.shape` that begins at `start` to `out`."""
@@ -336,6 +340,81 @@ class Transposed:
     def read(self, start: Shape, out: Tensor) -> None:
         """Copies the box of shape `out.shape` that begins at `start` to `out`."""
         out.copy_(read_box(self.whole, start[::-1], out.shape[::-1]).t())
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """Tensors of one shape, along a new first dimension."""
+
+    parts: Sequence[LazyTensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The common dtype to which torch promotes the dtypes of all parts."""
+        return _promoted(self.parts)
+
+    @property
+    def shape(self) -> Shape:
+        """The number of parts, and the shape of a part."""
+        return len(self.parts), *self.parts[0].shape
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
+        for part, values in zip(self.parts[start[0] :], out, strict=False):
+            part.read(start[1:], values)
+
+
+@dataclass(frozen=True, eq=False)
+class Interleaved:
+    """Tensors of one shape, whose rows alternate: the first row of each part, then the second."""
+
+    parts: Sequence[LazyTensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The common dtype to which torch promotes the dtypes of all parts."""
+        return _promoted(self.parts)
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of a part, with the rows of all parts."""
+        first, *rest = self.parts[0].shape
+        return first * len(self.parts), *rest
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
+        n = len(self.parts)
+        for i, part in enumerate(self.parts):
+            skipped = (i - start[0]) % n  # rows of the box before the first one of this part
+            if len(values := out[skipped::n]):
+                part.read(((start[0] + skipped) // n, *start[1:]), values)
+
+
+@dataclass(frozen=True, eq=False)
+class EveryNth:
+    """Rows `first`, `first` + n, `first` + 2n, ... of a tensor; the inverse of `Interleaved`."""
+
+    whole: LazyTensor
+    first: int
+    n: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor, with only the chosen rows."""
+        rows, *rest = self.whole.shape
+        return len(range(self.first, rows, self.n)), *rest
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies the box of shape `out.shape` that begins at `start` to `out`."""
+        if len(out):
+            size = ((len(out) - 1) * self.n + 1, *out.shape[1:])
+            at = (self.first + start[0] * self.n, *start[1:])
+            out.copy_(read_box(self.whole, at, size)[:: self.n])
 
 
 def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:

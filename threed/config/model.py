@@ -76,8 +76,8 @@ class ModelConfig(Group):
     query_pre_attn_scalar: Positive | None = None
     """attention scores are divided by the square root of this number; if not set, the head size"""
     experts: Count | None = None
-    """experts of a block, in place of its MLP; if not set, 8 for mixtral and qwen3_moe, else the MLPs
-    are dense"""
+    """experts of a block, in place of its MLP; if not set, 8 for families with experts, else
+    the MLPs are dense"""
     experts_per_token: Count | None = None
     """experts that compute each token; if not set, 2, or 1 of 1"""
     expert_ffn: Count | None = None
@@ -94,8 +94,9 @@ class ModelConfig(Group):
     """number of first blocks with a dense MLP instead of experts"""
     expert_every: Count = 1
     """every n-th block has experts, the others have a dense MLP"""
-    normalize_experts: Switch = True
-    """divide the weights of a token's experts by their sum"""
+    normalize_experts: Switch | None = None
+    """divide the weights of a token's experts by their sum; if not set, false for deepseek_v2, else
+    true"""
     kv_rank: Count | None = None
     """size of the latent vector of keys and values (latent attention); if not set, hidden / 4"""
     query_rank: Count | None = None

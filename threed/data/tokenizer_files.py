@@ -41,9 +41,11 @@ PUBLISHED = {
     32000: "mistralai/Mixtral-8x7B-v0.1",
     32768: "mistralai/Mistral-7B-v0.3",
     50257: "openai-community/gpt2",
+    102400: "deepseek-ai/DeepSeek-V2-Lite",
     128256: "meta-llama/Meta-Llama-3-8B",
     129280: "deepseek-ai/DeepSeek-V3",
     151936: "Qwen/Qwen3-8B-Base",
+    201088: "openai/gpt-oss-20b",
     262208: "google/gemma-3-12b-pt",
 }
 

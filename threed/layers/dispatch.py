@@ -114,6 +114,11 @@ class Routes:
         """The token of each row that may be sent, `NONE` for an empty row, int64 [r]."""
         return self.sources.div(self.count, rounding_mode="floor")
 
+    @functools.cached_property
+    def firsts(self) -> Tensor:
+        """The number of the first choice of each token, int64 [n]."""
+        return torch.arange(0, len(self.places), self.count, device=self.places.device)
+
     def take(self, x: Tensor) -> Tensor:
         """Returns the rows to send: a copy of the token of each choice; x [n h] -> [r h]."""
         out: Tensor = _Copies.apply(x, self)
@@ -380,18 +385,20 @@ class _Copies(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        ctx.routes = routes
-        return _sums(rows, routes, weights.to(rows.dtype))
+        cast = weights.to(rows.dtype)
+        ctx.save_for_backward(rows, cast)
+        ctx.routes, ctx.dtype = routes, weights.dtype
+        return _sums(rows, routes, cast)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         (rows, weights), routes, last = ctx.saved_tensors, ctx.routes, len(ctx.saved_tensors[0])
         dy = _rows(dy, routes.tokens[:last], routes.holes)
         # the weight of each row; that of an empty row may be any
-        factors = weights.flatten()[routes.sources[:last]].unsqueeze(1).to(dy.dtype)
-        dots = torch.linalg.vecdot(dy, rows).to(weights.dtype)
-        return dy * factors, _rows(dots, routes.places, routes.holes).view_as(weights), None
+        factors = weights.flatten()[routes.sources[:last]].unsqueeze(1)
+        dots = torch.bmm(dy.unsqueeze(1), rows.unsqueeze(2)).view(-1)
+        dw = _rows(dots, routes.places, routes.holes).view_as(weights)
+        return dy * factors, dw.to(ctx.dtype), None
 
 
 def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
@@ -408,5 +415,7 @@ def _sums(rows: Tensor, routes: Routes, weights: Tensor | None = None) -> Tensor
     if routes.holes:
         places = places.where(places >= 0, len(rows))
         rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-    bags = places.view(-1, routes.count)
-    return F.embedding_bag(bags, rows, mode="sum", per_sample_weights=weights)
+    factors = None if weights is None else weights.flatten()
+    return F.embedding_bag(
+        places, rows.detach(), routes.firsts, mode="sum", per_sample_weights=factors
+    )

@@ -38,7 +38,23 @@ def gelu(x: Tensor) -> Tensor:
     return activation_ops.apply("gelu", x)
 
 
-_GATED = {F.silu: "swiglu", gelu: "geglu"}  # names of the kernels of activation(gate) * up
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """Returns gate * sigmoid(1.702 gate) * (up + 1) of clamped gate and up, as in gpt-oss.
+
+    The gate is clamped to at most 7, and up to [-7, 7]. Pass this function as the activation of
+    `GatedMLP` or `MixtureOfExperts`, in place of an activation of the gates alone.
+
+    Args:
+        gate_up: gate and up, [... 2f].
+
+    Returns:
+        [... f].
+    """
+    return activation_ops.apply("clamped_swiglu", gate_up)
+
+
+# names of the kernels of activation(gate) * up, and of functions of gate and up
+_GATED = {F.silu: "swiglu", gelu: "geglu", clamped_swiglu: "clamped_swiglu"}
 
 
 class _BiasedGelu(torch.autograd.Function):
@@ -258,7 +274,7 @@ class GatedMLP(MLP):
         bias: whether the linear layers have a bias.
         std: standard deviation of the initial weights of `gate` and `up`.
         out_std: standard deviation of the initial weights of `down`.
-        activation: element-wise function or module. Default: SiLU (SwiGLU).
+        activation: element-wise function or module, or `clamped_swiglu`. Default: SiLU (SwiGLU).
     """
 
     outputs = ("gate", "up")

@@ -32,12 +32,18 @@ from threed.layers import (
     RMSNorm,
     Routing,
     Slicing,
+    clamped_swiglu,
     gelu,
 )
 from threed.ops.frequencies import Theta, frequencies
 
 WORD = "embedding.word.weight"
 STD = 0.02
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": gelu,
+    "clamped_swiglu": clamped_swiglu,
+}
 
 
 class Decoder:
@@ -110,18 +116,19 @@ class Decoder:
             bias=bool(c.bias) or record.qkv_bias, out_bias=bool(c.bias),
             rotary=None if record.learned_positions else self._theta(window),
             qk_norm=record.qk_norm or c.qk_norm, norm_offset=record.norm_offset, eps=c.norm_eps,
-            core=self._core(window), std=STD, out_std=self._out_std(),
+            sinks=record.sinks, core=self._core(window), std=STD, out_std=self._out_std(),
         )  # fmt: skip
 
     def _mlp(self, name: str, index: int) -> nn.Module:
         c, record = self.config, self.record
         kind = GatedMLP if record.gated else MLP
-        activation: Callable[[Tensor], Tensor] = F.silu if record.activation == "silu" else gelu
+        activation = ACTIVATIONS[record.activation]
         if record.has_experts(dict(c), index):
             sizes = (c.expert_ffn or 0, c.experts or 0, c.experts_per_token or 0)  # resolved
             return MixtureOfExperts(
                 name, c.hidden, *sizes, self.slicing, routing=self._routing(),
-                shared_ffn=c.shared_experts * sizes[0], activation=activation, std=STD, out_std=self._out_std(),
+                shared_ffn=c.shared_experts * sizes[0], biases=record.expert_bias, activation=activation, std=STD,
+                out_std=self._out_std(),
             )  # fmt: skip
         assert c.ffn is not None
         return kind(
@@ -130,11 +137,10 @@ class Decoder:
         )  # fmt: skip
 
     def _routing(self) -> Routing:
-        c, sigmoid = self.config, self.record.routing == "deepseek_v3"
+        c = self.config
         return Routing(
-            "sigmoid" if sigmoid else "softmax", normalize=c.normalize_experts, scale=c.expert_scale,
-            groups=c.expert_groups, groups_per_token=c.groups_per_token, bias=sigmoid,
-            epsilon=1e-20 if sigmoid else 0.0,
+            normalize=bool(c.normalize_experts), scale=c.expert_scale, groups=c.expert_groups,
+            groups_per_token=c.groups_per_token, **self.record.routing,
         )  # fmt: skip
 
     def _head(self) -> nn.Module:

@@ -1,5 +1,7 @@
 """SwiGLU and GEGLU (arXiv 2002.05202), and GELU in its tanh form (arXiv 1606.08415).
 
+The clamped SwiGLU of gpt-oss (arXiv 2508.10925) has no kernel, but a backward of its own.
+
 The kernels are csrc/cuda/activation.cu on GPUs, for rows in bf16, and `ops.fused_cpu` on CPUs (not
 for GEGLU). A forward saves only its input; the backward recomputes all other values in the same
 pass.
@@ -31,6 +33,30 @@ def geglu_reference(gate_up: Tensor) -> Tensor:
     """Returns gelu(gate) * up, with GELU in its tanh form: [... 2f] -> [... f]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu_reference(gate) * up
+
+
+LIMIT, SLOPE = 7.0, 1.702  # of the clamped SwiGLU
+
+
+def clamped_swiglu_reference(gate_up: Tensor) -> Tensor:
+    """Returns gate * sigmoid(1.702 gate) * (up + 1): [... 2f] -> [... f].
+
+    Before, gate is clamped to at most 7, and up to [-7, 7].
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return gate * torch.sigmoid(SLOPE * gate) * (up + 1)
+
+
+def _clamped_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """Returns the gradient of gate_up, [... 2f]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    linear = up.clamp(-LIMIT, LIMIT).add_(1).mul_(dy).mul_(gate <= LIMIT)
+    within, gate = up.abs() <= LIMIT, gate.clamp(max=LIMIT)
+    share = torch.sigmoid(SLOPE * gate)
+    dup = dy * gate * share * within
+    dgate = linear.mul_(share).mul_(1 + SLOPE * gate * (1 - share))
+    return torch.cat((dgate, dup), -1)
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -175,11 +201,16 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": swiglu_reference,
     "geglu": geglu_reference,
     "gelu": gelu_reference,
+    "clamped_swiglu": clamped_swiglu_reference,
 }
+# computed by torch; autograd would save the results of all operations
+_EVERYWHERE = {"clamped_swiglu": Pair(clamped_swiglu_reference, _clamped_swiglu_backward)}
 
 
 def _fused(name: str, x: Tensor) -> Pair | None:
     """Returns the kernels for an activation (`apply`) of x; None if no kernel supports x."""
+    if name in _EVERYWHERE:
+        return None if torch.compiler.is_compiling() else _EVERYWHERE[name]
     if fused_cpu.fits(x):
         return _CPU.get(name)
     return _GPU[name] if fits(x, x.shape[-1] // (1 if name == "gelu" else 2)) else None
@@ -203,7 +234,7 @@ def apply(name: str, x: Tensor) -> Tensor:
 
     Args:
         name: "gelu" (tanh form, [... f] -> [... f]), "swiglu" (silu(gate) * up,
-            [... 2f] -> [... f]), or "geglu" (gelu(gate) * up).
+            [... 2f] -> [... f]), "geglu" (gelu(gate) * up), or "clamped_swiglu".
         x: input.
     """
     kernels = _fused(name, x)

@@ -102,9 +102,11 @@ class Column:
         """The number of `parameters` that compute a token, without experts that it is not sent to."""
         parts = (part for layer in self.layers for part in layer.modules())
         idle = (
-            (one.gate_up.numel() + one.down.numel()) * (one.experts - one.per_token) // one.experts
+            param.numel() * (one.experts - one.per_token) // one.experts
             for one in parts
             if isinstance(one, MixtureOfExperts)
+            for param in (one.gate_up, one.gate_up_bias, one.down, one.down_bias)
+            if param is not None
         )
         return self.parameters - sum(idle)
 

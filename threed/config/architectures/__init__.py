@@ -25,6 +25,8 @@ from threed.config.architectures import gemma3 as gemma3
 from threed.config.architectures import mixtral as mixtral
 from threed.config.architectures import qwen3_moe as qwen3_moe
 from threed.config.architectures import deepseek_v3 as deepseek_v3
+from threed.config.architectures import deepseek_v2 as deepseek_v2
+from threed.config.architectures import gpt_oss as gpt_oss
 # isort: on
 
 from threed.config.architectures.record import REGISTERED as REGISTERED

@@ -36,7 +36,7 @@ _SHARED = (
     *record.linear(f"{HF_BLOCK}.mlp.shared_experts.down_proj", {f"{MLP}.shared.down": "h"}, "s"),
 )
 
-record.register(
+DEEPSEEK_V3 = record.register(
     Architecture(
         "deepseek_v3",
         "DeepSeek-V3",
@@ -114,6 +114,6 @@ record.register(
         defaults={**record.EXPERTS, **record.LATENT},
         limits=_limits,
         latent=True,
-        routing="deepseek_v3",
+        routing={"score": "sigmoid", "bias": True, "epsilon": 1e-20},
     )
 )

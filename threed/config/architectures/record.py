@@ -21,20 +21,24 @@ Keys = Mapping[str, Any]  # values of a `ModelConfig`, by field name
 class Rule:
     """One tensor of a Hugging Face layout, and the native tensors that it consists of.
 
-    In names, {i} is the block number, and {e} the number of an expert. In shapes, each word is a
-    dimension, the product of its letters: h is the hidden size, a the number of query heads, k the
-    number of key/value heads, d the head dimension, f the MLP width, e the number of experts, x the
-    width of an expert, s the width of all shared experts, v the vocabulary size, and p the number
-    of learned positions. So "ad h" is the shape [a·d h]. With latent attention, q is the size of a
-    query head, w that of a value head, u that of a head's key without rotary positions and its
-    value together, r the size of the queries' latent vector, c that of keys and values, and g = c +
-    the size of the rotary key.
+    In names, {i} is the block number, and {e} the number of an expert. If only native names have
+    {e}, the Hugging Face tensor is a stack of the experts' tensors, with a dimension of experts in
+    front.
+
+    In shapes, each word is a dimension, the product of its letters: h is the hidden size, a the
+    number of query heads, k the number of key/value heads, d the head dimension, f the MLP width, e
+    the number of experts, x the width of an expert, s the width of all shared experts, v the
+    vocabulary size, and p the number of learned positions. So "ad h" is the shape [a·d h]. With
+    latent attention, q is the size of a query head, w that of a value head, u that of a head's key
+    without rotary positions and its value together, r the size of the queries' latent vector, c
+    that of keys and values, and g = c + the size of the rotary key.
 
     Attributes:
         hf: the name of the Hugging Face tensor.
         native: (name, shape) pairs of the native tensors. The Hugging Face tensor is their
             concatenation along dimension 0.
         transposed: whether the Hugging Face tensor is [in out] instead of [out in].
+        interleaved: whether the rows of the native tensors alternate, instead of a concatenation.
         needs: the property (`Architecture.properties`) of the models that have the native tensors;
             "" if every model has them.
         zeros: whether the Hugging Face layout also has the tensor, filled with zeros, in models
@@ -50,6 +54,12 @@ class Rule:
     needs: str = ""
     zeros: bool = False
     live: str = ""
+    interleaved: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the Hugging Face tensor contains the tensors of all experts of a block."""
+        return "{e}" in self.native[0][0] and "{e}" not in self.hf
 
 
 @dataclass(frozen=True)
@@ -88,8 +98,11 @@ class Architecture:
         hf_class: the class in `architectures` of the Hugging Face configuration.
         rules: the tensors of the Hugging Face layout.
         keys: Hugging Face configuration keys that have an equivalent model key.
-        fixed: Hugging Face configuration keys with a required value. This value is written; a file
-            with another value cannot be read.
+        fixed: Hugging Face configuration keys with a required value, or with a function from the
+            model keys to this value. The value is written; a file with another value cannot be
+            read.
+        absent: values of Hugging Face configuration keys that a configuration lacks, for keys that
+            are not in `keys`.
         written: Hugging Face configuration keys that are written with a fixed value, and ignored
             when read.
         accepted: Hugging Face configuration keys that are ignored when read, because they do not
@@ -102,12 +115,14 @@ class Architecture:
         norm: "rms" (RMSNorm) or "layer" (LayerNorm).
         norm_offset: constant added to the weights of norms.
         post_norms: whether each branch also has a norm after it.
-        activation: the activation of the MLP, "silu" or "gelu" (tanh approximation).
+        activation: the activation of the MLP, "silu", "gelu" (tanh approximation), or
+            "clamped_swiglu".
         gated: whether the MLP is gated.
         learned_positions: whether positions are learned embeddings, instead of rotary.
         latent: whether attention is latent (`layers.LatentAttention`).
-        routing: how routers choose experts: by softmax, or as in DeepSeek-V3 (sigmoid, groups and
-            selection biases).
+        routing: arguments of `layers.Routing` for which there are no model keys.
+        expert_bias: whether routers and experts have biases.
+        sinks: whether every query head has an attention sink.
         qk_norm: whether every query and key head has a norm.
         qkv_bias: whether query, key and value have biases even if the model key `bias` is False.
         scaled_embedding: whether word embeddings are multiplied by sqrt(hidden).
@@ -135,6 +150,7 @@ class Architecture:
     rules: tuple[Rule, ...]
     keys: tuple[Key, ...] = ()
     fixed: Keys = field(default_factory=dict)
+    absent: Keys = field(default_factory=dict)
     written: Keys = field(default_factory=dict)
     accepted: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset()
@@ -143,11 +159,13 @@ class Architecture:
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
     post_norms: bool = False
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu", "clamped_swiglu"] = "silu"
     gated: bool = True
     learned_positions: bool = False
     latent: bool = False
-    routing: Literal["softmax", "deepseek_v3"] = "softmax"
+    routing: Keys = field(default_factory=dict)
+    expert_bias: bool = False
+    sinks: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
     scaled_embedding: bool = False
@@ -234,6 +252,7 @@ DEFAULTS: Keys = {
     "tied": False,
     "bias": False,
     "mlp_bias": False,
+    "normalize_experts": True,
 }
 HEAD_SIZE = {
     "query_pre_attn_scalar": lambda keys: keys["head_dim"] or keys["hidden"] // keys["heads"]

@@ -71,7 +71,7 @@ class _Reader:
     """
 
     def __init__(self, record: Architecture, config: Mapping[str, Any]) -> None:
-        self.record, self.config = record, config
+        self.record, self.config = record, {**record.absent, **config}
         self.keys: dict[str, Any] = {"arch": record.name}
         self.seen = set(ACCEPTED | record.accepted | set(record.written))
         self.problems: list[str] = []
@@ -91,7 +91,7 @@ class _Reader:
                 self.problems.append(
                     f"{key.hf} {value}, but an equivalent key has {self.keys[key.native]}"
                 )
-        for name, wanted in self.record.fixed.items():
+        for name, wanted in fixed(self.record, self.keys).items():
             found = self._get(name, wanted)
             if _activation(found) != _activation(wanted) and (found or wanted):
                 self.problems.append(f"{name} {found}, not {wanted}")
@@ -103,9 +103,7 @@ class _Reader:
             for name in self.config
             if name not in self.seen and self.config[name] not in (None, False)
         ]
-        self.problems += [
-            f"{name} {_shortened(self.config[name])} is not understood" for name in unknown
-        ]
+        self.problems += [self._refusal(name, self.config[name]) for name in unknown]
         self.keys["seq"] = self.keys.get("positions")
         for name in ("attention_softcap", "logit_softcap", "window"):
             if self.keys.get(name, 0) is None and name in self.record.defaults:
@@ -115,6 +113,23 @@ class _Reader:
     def _get(self, name: str, absent: Any = None) -> Any:
         self.seen.add(name)
         return self.config.get(name, absent)
+
+    def _refusal(self, name: str, value: Any) -> str:
+        method = value.get("quant_method") if isinstance(value, Mapping) else None
+        if name != "quantization_config" or not isinstance(method, str):
+            return f"{name} {_shortened(value)} is not understood"
+        load, save = "dequantized", "save_pretrained"
+        if (
+            method == "mxfp4"
+        ):  # with its original format, transformers would keep the names of packed tensors
+            load, save = (
+                "quantization_config=Mxfp4Config(dequantize=True)",
+                f"{save}, save_original_format=False",
+            )
+        return (
+            f"quantization_config: weights in {_shortened(method)} are not supported: load them with transformers"
+            f" (from_pretrained, {load}), and save the model ({save})"
+        )
 
     # -------------------------------------------------------------------------------------------------------- rotary
 
@@ -241,6 +256,16 @@ def shortest_pattern(letters: str) -> str:
     )
 
 
+def fixed(record: Architecture, keys: Keys) -> dict[str, Any]:
+    """Returns the values of Hugging Face's keys that have a required value (`Architecture.fixed`).
+
+    Args:
+        record: architecture of the model.
+        keys: model keys.
+    """
+    return {name: value(keys) if callable(value) else value for name, value in record.fixed.items()}
+
+
 def hf_key(record: Architecture, native: str) -> str:
     """Returns the Hugging Face configuration key of a model key, for messages.
 
@@ -275,7 +300,7 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
         # transformers requires a window for "sliding_attention" layers, so the file has a window
         # that covers all positions, which has no effect.
         table["sliding_window"] = keys["positions"]
-    return table | _windows(record, keys) | dict(record.fixed) | dict(record.written)
+    return table | _windows(record, keys) | fixed(record, keys) | dict(record.written)
 
 
 def _hf_value(name: str, value: Any) -> Any:

@@ -87,13 +87,13 @@ class HFTensors(ABC):
         except CheckpointError as error:
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_files()
-        if what := too_large(self.model, len(names)):
+        self._record = self.model.layout
+        if what := too_large(self.model, len(names) + self._stacked_rows(names)):
             raise CheckpointError(f"{path}: its configuration has {what}, but it has fewer tensors")
         self.table = entries(self.model)
         self.shapes = native_shapes(self.table)
         self.parts: dict[str, Sequence[str]] = dict.fromkeys(self.shapes, (WEIGHT,))
         self._entries = {name: entry for entry in self.table for name, _ in entry.native}
-        self._record = self.model.layout
         self._is_base_model = not any(name.startswith(self._record.prefix) for name in names)
         self._aliases: dict[str, str] = {}
         embedding = self._name_in_files(self._record.rules[0].hf)
@@ -151,6 +151,12 @@ class HFTensors(ABC):
                 f"{HEAD} in {self.path} differs from {embedding}, but its configuration ties them:"
                 ' set "tie_word_embeddings" to false there, or remove the head'
             )
+
+    def _stacked_rows(self, names: set[str]) -> int:
+        """Returns the number of experts' tensors in the files that are stacked in others."""
+        ends = tuple(rule.hf.partition("{i}")[2] for rule in self._record.rules if rule.stacked)
+        stacks = (self._hf_tensor(WEIGHT, name).shape for name in names if name.endswith(ends))
+        return sum(shape[0] for shape in stacks if shape)
 
     # -------------------------------------------------------------------------------------------------------- names
 

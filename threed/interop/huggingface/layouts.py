@@ -14,11 +14,12 @@ rotary positions.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,9 +27,13 @@ from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import (
+    EveryNth,
+    Interleaved,
     LazyTensor,
     MemoryTensor,
     Shape,
+    Slice,
+    Stacked,
     Transposed,
     concatenate,
     read_all,
@@ -57,7 +62,8 @@ class Entry:
     Attributes:
         rule: the rule of the architecture that describes the Hugging Face tensor.
         name: the name of the Hugging Face tensor.
-        native: (name, shape) of each native tensor, in the order of their concatenation.
+        native: (name, shape) of each native tensor, in the order of their concatenation; if the
+            Hugging Face tensor is a stack, expert by expert.
         in_model: whether the model has the native tensors. If not, the Hugging Face tensor is
             filled with zeros.
         live: the parameter of the model in memory that contains the tensor (see `Rule.live`).
@@ -72,9 +78,15 @@ class Entry:
     @property
     def shape(self) -> Shape:
         """The shape of the Hugging Face tensor."""
-        first = self.native[0][1]
-        shape = (sum(shape[0] for _, shape in self.native), *first[1:])
-        return shape[::-1] if self.rule.transposed else shape
+        shapes = [shape for _, shape in self.native[: self._each]]
+        shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        shape = shape[::-1] if self.rule.transposed else shape
+        return (len(self.native) // self._each, *shape) if self.rule.stacked else shape
+
+    @property
+    def _each(self) -> int:
+        """The number of native tensors that are concatenated."""
+        return len(self.rule.native)
 
     def split(self, hf: Tensor) -> dict[str, Tensor]:
         """Splits a Hugging Face tensor `hf`, and returns the native tensors by name.
@@ -107,19 +119,33 @@ class Entry:
         """
         if not self.in_model:
             return MemoryTensor(torch.zeros(()).expand(self.shape))
-        return self._transposed(concatenate([native(name) for name, _ in self.native]))
+        parts = [native(name) for name, _ in self.native]
+        join = Interleaved if self.rule.interleaved else concatenate
+        experts = [
+            self._transposed(join(parts[i : i + self._each]))
+            for i in range(0, len(parts), self._each)
+        ]
+        return Stacked(experts) if self.rule.stacked else experts[0]
 
     def native_part(self, name: str, hf: LazyTensor) -> LazyTensor:
         """Returns the native tensor `name`, which is a part of the Hugging Face tensor `hf`.
 
         Raises KeyError if this Hugging Face tensor does not contain a native tensor of this name.
         """
-        firsts = accumulate((shape[0] for _, shape in self.native), initial=0)
-        at = {
-            native: (first, first + shape[0])
-            for first, (native, shape) in zip(firsts, self.native, strict=False)
-        }
-        return rows(self._transposed(hf), at[name])
+        expert, part = divmod(self._numbers[name], self._each)
+        if self.rule.stacked:
+            zeros = (0,) * (len(self.shape) - 1)
+            hf = Slice(hf, (expert, *zeros), self.shape[1:])
+        hf = self._transposed(hf)
+        if self.rule.interleaved:
+            return EveryNth(hf, part, self._each)
+        sizes = [shape[0] for _, shape in self.native[: part + 1]]
+        return rows(hf, (sum(sizes[:-1]), sum(sizes)))
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        """The place of each native tensor in `native`, by name."""
+        return {name: number for number, (name, _) in enumerate(self.native)}
 
     def _transposed(self, tensor: LazyTensor) -> LazyTensor:
         return Transposed(tensor) if self.rule.transposed else tensor
@@ -156,10 +182,15 @@ def _by_expert(rules: Sequence[Rule], experts: int | None) -> Iterator[tuple[int
 def _at(
     rule: Rule, block: int, expert: int, letters: Mapping[str, int], has: Mapping[str, bool]
 ) -> Entry:
-    def name(pattern: str) -> str:
-        return pattern.replace("{i}", str(block)).replace("{e}", str(expert))
+    def name(pattern: str, number: int = expert) -> str:
+        return pattern.replace("{i}", str(block)).replace("{e}", str(number))
 
-    native = [(name(pattern), _shape(shape, letters)) for pattern, shape in rule.native]
+    experts = range(letters["e"]) if rule.stacked else [expert]
+    native = [
+        (name(pattern, number), _shape(shape, letters))
+        for number in experts
+        for pattern, shape in rule.native
+    ]
     hf, live = name(rule.hf), name(rule.live or rule.hf)
     return Entry(rule, hf, tuple(native), has[rule.needs], live)
 
