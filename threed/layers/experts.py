@@ -3,17 +3,18 @@
     mlp = MixtureOfExperts("blocks.0.mlp", hidden=512, ffn=256, experts=64, per_token=4, slicing=slicing)
 
 Each rank routes its own tokens. It sorts a copy of each token per chosen expert by expert, and sends
-the copies to the ranks that hold the experts (all-to-all with exact sizes). These ranks run each
-expert on its rows, and send the results back, where they are added with the router's weights, in the
-order of the choices. No token is dropped.
+the copies to the ranks that hold the experts (`layers.dispatch`). These ranks run each expert on its
+rows, and send the results back, where they are added with the router's weights, in the order of the
+choices. A shared expert runs while rows travel.
 
 The ranks of a pipeline stage, dp × cp × tp, are divided into blocks of ep neighbors (`Slicing.experts`).
 Each rank of a block holds experts/ep of the experts, and ranks at the same place in their blocks hold
 the same experts. If tensor ranks hold the same tokens, because there is no sequence parallelism, each
 one routes its part of them.
 
-The host reads the numbers of rows once per forward; not if ep is 1 and a GPU computes in 16 bits. A second forward in the
-backward (`--recompute.mode full`) uses the choices of the first (`MicroBatch.memo`).
+The host reads the numbers of rows once per forward; not if ep is 1 and a GPU computes in 16 bits, and
+not with `--experts.room`. A second forward in the backward (`--recompute.mode full`) uses the choices of
+the first (`MicroBatch.memo`).
 """
 
 from __future__ import annotations
