@@ -1,4 +1,7 @@
-"""Limits of the rows of experts: rooms that are large enough change nothing, small ones grow; capacities drop."""
+"""The rows of experts: overlap of their messages, rooms that grow, and capacities.
+
+tests/test_experts.py has rooms and capacities in combination with all other settings.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,50 @@ from tests.harness import run_ranks
 from tests.test_equivalence import run_cases, write_truths
 from threed.config import Config
 from threed.config.checks import find_problems
-from threed.layers import MixtureOfExperts, dispatch
+from threed.distributed import conjugate
+from threed.layers import MixtureOfExperts, dispatch, linear
 from threed.layers import experts as experts_module
 from threed.layers.dispatch import Limits
 from threed.ops.positions import Positions
 
 EP = Case(model="Softmax", layers=2, zero=1)
+
+
+def order_of_work() -> list[str]:
+    """The order of exchanges, and of products of the shared expert and of experts, in a step."""
+    found = list[str]()
+    engine = engine_of(config_of(replace(EP, model="Biased", dp=2, ep=2, microbatches=1)))
+    (mixture,) = mixtures(engine)
+    assert mixture.shared is not None
+    parts = {
+        id(mixture.shared.up.weight): "shared up", id(mixture.shared.down.weight): "shared down"
+    }  # fmt: skip
+
+    def noting(owner: Any, name: str, word_of: Any) -> Any:
+        real = getattr(owner, name)
+
+        def noted(*args: Any, **more: Any) -> Any:
+            found.extend(filter(None, [word_of(*args)]))
+            return real(*args, **more)
+
+        return patch.object(owner, name, noted)
+
+    with (
+        noting(conjugate.Exchange, "launch", lambda *_: "start"),
+        noting(conjugate.Exchange, "finish", lambda *_: "wait"),
+        noting(linear, "product", lambda x, weights, *_: parts.get(id(weights[0]))),
+        noting(linear, "gradients", lambda dy, x, _, terms, *__: parts.get(id(terms.weights[0]))),
+        noting(experts_module.grouped, "product", lambda *_: "experts"),
+    ):
+        engine.step(batch_of(engine))
+    return found
+
+
+def test_the_shared_expert_runs_while_rows_travel() -> None:
+    forward = ["start", "shared up", "wait", "experts", "experts", "start", "shared down", "wait"]
+    backward = ["start", "shared down", "wait", "experts", "experts", "start", "shared up", "wait"]
+    for found in run_ranks(2, order_of_work):
+        assert found == forward + backward
 
 
 def sends_of(case: Case) -> set[int]:
