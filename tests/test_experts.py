@@ -7,6 +7,7 @@ whose scores are within rounding. `GAP` is asserted for the scores of every case
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -103,3 +104,17 @@ def test_every_setting_equals_one_process() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_every_pair_of_settings_equals_one_process(seed: int) -> None:
     compare(SPACE.covering(seed))
+
+
+EIGHT = Case(model="Softmax", ep=8, layers=2, dtype="fp64")
+
+
+@pytest.mark.grid
+def test_eight_expert_ranks() -> None:
+    cases = [
+        replace(EIGHT, dp=8, zero=1),
+        replace(EIGHT, dp=2, cp=2, tp=2, sequence=True, zero=3, room=8.0),
+        replace(EIGHT, dp=4, tp=2, zero=2, model="Biased", recompute="full", capacity=0.75),
+        replace(EIGHT, dp=8, zero=3, ep=4, shard=2),
+    ]
+    compare(cases)
