@@ -33,6 +33,7 @@ from torch import Tensor
 
 from threed.core.device import count, current
 from threed.distributed.codecs import EXACT, Cast, Codec
+from threed.distributed.journal import Pattern
 from threed.distributed.topology import Axis, Link, default_device
 
 T = TypeVar("T")
@@ -117,7 +118,10 @@ def overlaps_kernels(axis: Axis) -> bool:
     return axis.size > 1 and not _gloo(axis)
 
 
-def _start(collective: Callable[..., Any], axis: Axis, sent: int, out: Tensor, *args: Any) -> Any:
+def _start(
+    collective: Callable[..., Any], axis: Axis, sent: int, out: Tensor, *args: Any,
+    pattern: Pattern = "group",
+) -> Any:  # fmt: skip
     """Launches a collective asynchronously; on the meta device, only records it.
 
     Args:
@@ -126,13 +130,15 @@ def _start(collective: Callable[..., Any], axis: Axis, sent: int, out: Tensor, *
         sent: bytes that this rank sends.
         out: first argument of the function.
         args: its other arguments.
+        pattern: to whom each rank sends.
 
     Returns:
         A `dist.Work` or `journal.Started`, or None.
     """
     axis.count(sent)
     if out.is_meta:
-        return None if axis.journal is None else axis.journal.start(axis.label, sent)
+        counts = not out.is_floating_point()
+        return axis.journal and axis.journal.start(axis.label, sent, axis.ranks, pattern, counts)
     return collective(out, *args, group=axis.channel, async_op=True)
 
 
@@ -399,7 +405,10 @@ def all_to_all(parts: Tensor, axis: Axis) -> Tensor:
     return start_exchange(parts, axis, each, each).wait()
 
 
-def start_exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+def start_exchange(
+    x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int],
+    pattern: Pattern = "all-to-all",
+) -> Pending:  # fmt: skip
     """Starts to send a different number of rows to each rank of an axis. Collective.
 
     Args:
@@ -407,6 +416,7 @@ def start_exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequen
         axis: the ranks.
         sends: number of rows for each rank.
         receives: number of rows that each rank sends to this one.
+        pattern: to whom each rank sends.
 
     Returns:
         A `Pending`, whose result are the received rows, in rank order, [m ...].
@@ -417,7 +427,10 @@ def start_exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequen
     out = x.new_empty(sum(receives), *x.shape[1:])
     sent = (sum(sends) - sends[axis.index]) * row * x.element_size()
     sizes = [[rows * row for rows in per_rank] for per_rank in (receives, sends)]
-    return done(out, _start(dist.all_to_all_single, axis, sent, out.view(-1), x.view(-1), *sizes))
+    work = _start(
+        dist.all_to_all_single, axis, sent, out.view(-1), x.view(-1), *sizes, pattern=pattern
+    )
+    return done(out, work)
 
 
 def start_shift(x: Tensor, axis: Axis) -> Pending:
@@ -432,7 +445,7 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
     """
     sends, receives = [0] * axis.size, [0] * axis.size
     sends[(axis.index + 1) % axis.size] = receives[axis.index - 1] = len(x)
-    return start_exchange(x, axis, sends, receives)
+    return start_exchange(x, axis, sends, receives, "shift")
 
 
 def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:

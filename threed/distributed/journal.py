@@ -1,16 +1,21 @@
 """A record of the collectives of a rank on the meta device, where they only count bytes.
 
     journal = Journal()
-    work = journal.start("tp", 4096)      # when a collective starts
-    work.wait()                           # when its result is needed
-    journal.entries                       # both, in the order of the calls
+    work = journal.start("tp", 4096, (0, 1))   # when a collective starts
+    work.wait()                                # when its result is needed
+    journal.entries                            # both, in the order of the calls
 
 The planner derives from it which collectives overlap with computation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+# To whom a rank sends: in a gather or a reduction, over all links of the group; to the next rank of a
+# ring; or different numbers to each rank.
+Pattern = Literal["group", "shift", "all-to-all"]
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,17 @@ class Entry:
         axis: label of the axis.
         number: number of the collective; the wait for a collective has the same number.
         sent: bytes that this rank sends; None for a wait.
+        ranks: the ranks of the axis.
+        pattern: to whom each rank sends.
+        counts: whether the numbers are integers: counts, which the host reads to size its buffers.
     """
 
     axis: str
     number: int
     sent: int | None
+    ranks: tuple[int, ...] = ()
+    pattern: Pattern = "group"
+    counts: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class Started:
 
     def wait(self) -> None:
         """Records that the result is needed."""
-        self.journal.entries.append(Entry(self.entry.axis, self.entry.number, None))
+        self.journal.entries.append(replace(self.entry, sent=None))
 
 
 @dataclass
@@ -47,8 +58,11 @@ class Journal:
     entries: list[Entry] = field(default_factory=list)
     started: int = 0
 
-    def start(self, axis: str, sent: int) -> Started:
-        """Records the start of a collective."""
+    def start(
+        self, axis: str, sent: int, ranks: tuple[int, ...] = (), pattern: Pattern = "group",
+        counts: bool = False,
+    ) -> Started:  # fmt: skip
+        """Records the start of a collective; the arguments are the attributes of `Entry`."""
         self.started += 1
-        self.entries.append(Entry(axis, self.started, sent))
+        self.entries.append(Entry(axis, self.started, sent, ranks, pattern, counts))
         return Started(self.entries[-1], self)

@@ -182,7 +182,6 @@ class Forecast:
         custom_costs = options_of(unsharded.model).costs is not None
         gpu = device_name(default_device())
         rates, missing, time = gpu_rates.find(gpu), unmodelled(config), None
-        missing += ["mixtures of experts"] if unsharded.active < unsharded.parameters else []
         if division or not any(cost.operations[0] for cost in unsharded.costs):
             rates = None
         if rates is not None and not missing:
