@@ -120,7 +120,7 @@ def overlaps_kernels(axis: Axis) -> bool:
 
 def _start(
     collective: Callable[..., Any], axis: Axis, sent: int, out: Tensor, *args: Any,
-    pattern: Pattern = "group",
+    pattern: Pattern = "group", got: int = 0,
 ) -> Any:  # fmt: skip
     """Launches a collective asynchronously; on the meta device, only records it.
 
@@ -131,14 +131,15 @@ def _start(
         out: first argument of the function.
         args: its other arguments.
         pattern: to whom each rank sends.
+        got: bytes that this rank receives, if they may be more than `sent`.
 
     Returns:
         A `dist.Work` or `journal.Started`, or None.
     """
     axis.count(sent)
     if out.is_meta:
-        counts = not out.is_floating_point()
-        return axis.journal and axis.journal.start(axis.label, sent, axis.ranks, pattern, counts)
+        how = axis.ranks, pattern, not out.is_floating_point()
+        return axis.journal and axis.journal.start(axis.label, max(sent, got), *how)
     return collective(out, *args, group=axis.channel, async_op=True)
 
 
@@ -425,10 +426,19 @@ def start_exchange(
         return done(x)
     x, row = x.contiguous(), x.shape[1:].numel()
     out = x.new_empty(sum(receives), *x.shape[1:])
-    sent = (sum(sends) - sends[axis.index]) * row * x.element_size()
+    sent, got = (
+        (sum(rows) - rows[axis.index]) * row * x.element_size() for rows in (sends, receives)
+    )
     sizes = [[rows * row for rows in per_rank] for per_rank in (receives, sends)]
     work = _start(
-        dist.all_to_all_single, axis, sent, out.view(-1), x.view(-1), *sizes, pattern=pattern
+        dist.all_to_all_single,
+        axis,
+        sent,
+        out.view(-1),
+        x.view(-1),
+        *sizes,
+        pattern=pattern,
+        got=got,
     )
     return done(out, work)
 

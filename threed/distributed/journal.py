@@ -25,7 +25,7 @@ class Entry:
     Attributes:
         axis: label of the axis.
         number: number of the collective; the wait for a collective has the same number.
-        sent: bytes that this rank sends; None for a wait.
+        sent: bytes that this rank sends, or receives, if they are more; None for a wait.
         ranks: the ranks of the axis.
         pattern: to whom each rank sends.
         counts: whether the numbers are integers: counts, which the host reads to size its buffers.

@@ -140,14 +140,17 @@ class Recorder:
     def _add_messages(self) -> None:
         entries = self._journal.entries
         for entry in entries[self._read :]:
-            number, axis = entry.number - self._first, entry.axis
-            how = {"launches": 0, "axis": axis, "number": number, "ranks": entry.ranks}
+            number, axis, ranks = entry.number - self._first, entry.axis, entry.ranks
             if entry.sent is not None:
-                self._found.append(
-                    Operation("message", 0, entry.sent, pattern=entry.pattern, **how)
-                )
+                found = Operation(
+                    "message", 0, entry.sent, launches=0, axis=axis, number=number, ranks=ranks,
+                    pattern=entry.pattern,
+                )  # fmt: skip
+                self._found.append(found)
             elif number >= 0:  # otherwise it waits for a message before the last `take`
-                self._found.append(Operation("wait", read=entry.counts, **how))
+                self._found.append(
+                    Operation("wait", launches=0, axis=axis, number=number, read=entry.counts)
+                )
         self._read = len(entries)
 
 

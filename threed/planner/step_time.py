@@ -131,7 +131,8 @@ class _Parts:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, f.name) for f in fields(self)) - self.sent
+        computed = self.products + self.attention + self.elementwise + self.launches
+        return computed + self.exposed
 
     @property
     def exposed(self) -> float:
