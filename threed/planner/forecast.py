@@ -261,7 +261,7 @@ class Forecast:
 
     def imbalance_text(self) -> str:
         """Returns lines with the cost of an imbalance between expert ranks; empty without one."""
-        lines = []
+        lines: list[str] = []
         for load in LOADS:
             found = self.with_imbalance(load)
             if found is None:
