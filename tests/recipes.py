@@ -19,7 +19,10 @@ from threed.config.resolution import resolve
 from threed.planner.forecast import Forecast
 
 PRESETS = ("llama3-8b", "mistral-7b", "qwen3-8b", "gemma3-12b", "qwen3-32b", "llama3-70b")
-WORLDS = (8, 64, 512)
+EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
+RUNS = [(name, world) for name in PRESETS for world in (8, 64, 512)]
+RUNS += [(name, world) for name in EXPERTS for world in (64, 512)] + [("deepseek-v3", 256)]
+RUNS.sort(key=lambda run: ([*PRESETS, *EXPERTS].index(run[0]), run[1]))
 HEAD = """| preset | GPUs | topology | peak, GB | on the host, GB | s per step | MFU |
 |---|---|---|---|---|---|---|
 """
@@ -44,8 +47,10 @@ def peak(made: Forecast) -> float:
 def topology(config: Config) -> str:
     """Returns the description of a topology, such as `tp 2 × dp 4, ZeRO-1`."""
     p, zero, r = config.parallel, config.zero, config.recompute
-    axes = [(axis, getattr(p, axis)) for axis in ("pp", "dp", "tp")]
+    axes = [(axis, getattr(p, axis)) for axis in ("pp", "dp", "cp", "tp")]
     parts = [" × ".join(f"{axis} {size}" for axis, size in axes if size > 1)]
+    parts += [f"ep {p.ep}"] if p.ep > 1 else []
+    parts += [f"{p.schedule} {p.chunks}"] if p.schedule != "1f1b" else []
     parts += [f"ZeRO-{zero.stage}"]
     parts += ["optimizer on the host"] if zero.offload_optimizer == "cpu" else []
     recomputed = {"full": "blocks", "selective": " + ".join(r.ops)}
@@ -83,7 +88,11 @@ def candidates(preset: Config, world: int) -> Iterator[list[str]]:
         data = world // (pp * tp * cp)
         if data * pp * tp * cp != world or (data * cp * tp) % ep or rows % (data * micro):
             continue
-        schedules = [["1f1b"]] if pp == 1 else [["1f1b"], ["interleaved", "4"], ["dualpipev"]]
+        schedules = (
+            [["1f1b"]]
+            if pp == 1
+            else [["1f1b"], ["interleaved", "2"], ["interleaved", "4"], ["dualpipev", "2"]]
+        )
         for (schedule, *chunks), stage in itertools.product(
             schedules, (1, 2, 3) if pp == 1 else (1,)
         ):
@@ -145,7 +154,7 @@ def main() -> None:
             sep="\n",
         )
         return
-    rows = [row(name, plan(name, world)) for name in PRESETS for world in WORLDS]
+    rows = [row(name, plan(name, world)) for name, world in RUNS]
     (page,) = ROOT.glob("docs/**/recipes.md")
     text = re.sub(rf"(?<={re.escape(HEAD)})(\|.*\n)*", "\n".join(rows) + "\n", page.read_text())
     page.write_text(text)
