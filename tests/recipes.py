@@ -98,7 +98,8 @@ def candidates(preset: Config, world: int) -> Iterator[list[str]]:
         ):
             flags = {
                 "parallel.pp": pp, "parallel.tp": tp, "parallel.cp": cp, "parallel.ep": ep, "train.micro-batch": micro,
-                "parallel.schedule": schedule, "zero.stage": stage, "parallel.chunks": (chunks or ["1"])[0], "zero.offload-optimizer": "none",
+                "parallel.schedule": schedule, "zero.stage": stage, "parallel.chunks": (chunks or ["1"])[0],
+                "zero.offload-optimizer": "none",
             }  # fmt: skip
             yield [word for key, value in flags.items() for word in (f"--{key}", str(value))]
 

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from threed.core.device import count, current
 from threed.distributed.codecs import EXACT, Cast, Codec
-from threed.distributed.journal import Pattern
 from threed.distributed.topology import Axis, Link, default_device
 
 T = TypeVar("T")
@@ -118,10 +117,7 @@ def overlaps_kernels(axis: Axis) -> bool:
     return axis.size > 1 and not _gloo(axis)
 
 
-def _start(
-    collective: Callable[..., Any], axis: Axis, sent: int, out: Tensor, *args: Any,
-    pattern: Pattern = "group", got: int = 0,
-) -> Any:  # fmt: skip
+def _start(collective: Callable[..., Any], axis: Axis, sent: int, out: Tensor, *args: Any) -> Any:
     """Launches a collective asynchronously; on the meta device, only records it.
 
     Args:
@@ -130,16 +126,13 @@ def _start(
         sent: bytes that this rank sends.
         out: first argument of the function.
         args: its other arguments.
-        pattern: to whom each rank sends.
-        got: bytes that this rank receives, if they may be more than `sent`.
 
     Returns:
         A `dist.Work` or `journal.Started`, or None.
     """
     axis.count(sent)
     if out.is_meta:
-        how = axis.ranks, pattern, not out.is_floating_point()
-        return axis.journal and axis.journal.start(axis.label, max(sent, got), *how)
+        return axis.journal and axis.journal.start(axis.label, sent, axis.ranks, out, *args)
     return collective(out, *args, group=axis.channel, async_op=True)
 
 
@@ -406,10 +399,7 @@ def all_to_all(parts: Tensor, axis: Axis) -> Tensor:
     return start_exchange(parts, axis, each, each).wait()
 
 
-def start_exchange(
-    x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int],
-    pattern: Pattern = "all-to-all",
-) -> Pending:  # fmt: skip
+def start_exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Pending:
     """Starts to send a different number of rows to each rank of an axis. Collective.
 
     Args:
@@ -417,7 +407,6 @@ def start_exchange(
         axis: the ranks.
         sends: number of rows for each rank.
         receives: number of rows that each rank sends to this one.
-        pattern: to whom each rank sends.
 
     Returns:
         A `Pending`, whose result are the received rows, in rank order, [m ...].
@@ -426,21 +415,9 @@ def start_exchange(
         return done(x)
     x, row = x.contiguous(), x.shape[1:].numel()
     out = x.new_empty(sum(receives), *x.shape[1:])
-    sent, got = (
-        (sum(rows) - rows[axis.index]) * row * x.element_size() for rows in (sends, receives)
-    )
+    sent = (sum(sends) - sends[axis.index]) * row * x.element_size()
     sizes = [[rows * row for rows in per_rank] for per_rank in (receives, sends)]
-    work = _start(
-        dist.all_to_all_single,
-        axis,
-        sent,
-        out.view(-1),
-        x.view(-1),
-        *sizes,
-        pattern=pattern,
-        got=got,
-    )
-    return done(out, work)
+    return done(out, _start(dist.all_to_all_single, axis, sent, out.view(-1), x.view(-1), *sizes))
 
 
 def start_shift(x: Tensor, axis: Axis) -> Pending:
@@ -455,7 +432,7 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
     """
     sends, receives = [0] * axis.size, [0] * axis.size
     sends[(axis.index + 1) % axis.size] = receives[axis.index - 1] = len(x)
-    return start_exchange(x, axis, sends, receives, "shift")
+    return start_exchange(x, axis, sends, receives)
 
 
 def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
