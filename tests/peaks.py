@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.live import Peak
 from threed import models
@@ -33,12 +35,19 @@ def config_of(world: int, **groups: dict[str, Any]) -> Config:
     return resolve(Config.model_validate(base), 1000, world)
 
 
-def measure(config: Config) -> int:
-    """Returns this rank's peak in its third step, in bytes."""
+def measure(config: Config, change: Callable[[nn.Module], None] | None = None) -> int:
+    """Returns this rank's peak in its third step, in bytes.
+
+    Args:
+        config: the configuration.
+        change: function that changes each layer before the first step.
+    """
     p = config.parallel
     with Peak() as peak:
         topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp)
         engine = Engine(models.build(config.model, Slicing.of(topology, config)), topology, config)
+        for layer in engine.blueprint.layers if change else ():
+            change(layer)
         rows = config.train.global_batch // topology.dp
         for _ in range(3):
             gc.collect()

@@ -121,7 +121,7 @@ def _doors(watch: Watching) -> Iterator[None]:
         (launch.available, lambda x: x.device.type == NAME),  # the kernels of csrc/cuda, as shapes
         (
             dispatch.start_reading,
-            lambda sent, _, total: (
+            lambda sent, _, total, *__: (
                 lambda: watch.fault(HOST_READ, "sizes") or dispatch.even_sizes(*sent.shape, total)
             ),
         ),

@@ -164,16 +164,15 @@ def test_launches_of_a_layer_are_those_of_the_simulated_accelerator(model: str) 
 
 def test_a_message_is_exposed_while_an_operation_waits_for_it() -> None:
     """Two messages of 100 µs, and products of about 60 µs between their starts and waits."""
-    device = replace(DEVICES["h100"], sustained=1.0)
-    link = gpu_rates.LinkRate(100.0, 0.0)
+    device = at_link_rate(gpu_rates.LinkRate(100.0, 0.0))
     product = Operation("product", shape=(8192, 1024, 2048), launches=0)
     taken = operation_seconds(device, product)
     assert 40e-6 < taken < 80e-6
-    first, second = (Operation("message", 0, 10**7, number=n) for n in range(2))
-    waits = [Operation("wait", number=n) for n in range(2)]
+    first, second = (Operation("message", 0, 10**7, axis="tp", number=n) for n in range(2))
+    waits = [Operation("wait", axis="tp", number=n) for n in range(2)]
 
     def exposed(*operations: Operation) -> float:
-        found = _parts(device, operations, link)
+        found, _ = _parts(device, operations)
         assert found.products == pytest.approx(taken)
         assert found.sent == pytest.approx(100e-6 * sum(o.kind == "message" for o in operations))
         return (found.tensor - gpu_rates.INTERFERENCE * found.sent) / (1 - gpu_rates.INTERFERENCE)
@@ -185,6 +184,16 @@ def test_a_message_is_exposed_while_an_operation_waits_for_it() -> None:
     assert exposed(first, second, waits[0], product, waits[1]) == pytest.approx(200e-6 - taken)
     assert exposed(first, waits[0], second, product, waits[1]) == pytest.approx(200e-6 - taken)
     assert exposed(product, first, waits[0]) == pytest.approx(100e-6)
+
+
+def at_link_rate(link: gpu_rates.LinkRate) -> gpu_rates.Device:
+    """An H100 whose links all have one rate."""
+
+    class OneLink(gpu_rates.Device):
+        def link(self, *_: Any, **__: Any) -> gpu_rates.LinkRate:
+            return link
+
+    return OneLink(**vars(replace(DEVICES["h100"], sustained=1.0)))
 
 
 def test_collectives_in_chunks_overlap_the_products_beside_them() -> None:
@@ -202,7 +211,7 @@ def test_collectives_in_chunks_overlap_the_products_beside_them() -> None:
         with gpus.assume(device.spec):
             passes = layer_of(config, 8).operations
         messages = sum(one.kind == "message" for some in passes for one in some)
-        parts = [_parts(device, some, link) for some in passes]
+        parts = [_parts(device, some)[0] for some in passes]
         return messages, parts[0].plus(parts[1])
 
     count, now = layer()

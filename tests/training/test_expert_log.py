@@ -9,15 +9,16 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.runs import open_text, run
-from threed.monitor import metrics
+from threed.monitor import loads, metrics
 
 MODEL = {
     "arch": "deepseek_v3", "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 40, "experts": 8,
     "experts_per_token": 3, "expert_ffn": 12, "shared_experts": 1, "dense_layers": 1, "kv_rank": 10, "nope_dim": 6,
     "rope_dim": 4, "value_dim": 5,
 }  # fmt: skip
-PLACES: dict[str, dict[str, int]] = {
+PLACES: dict[str, dict[str, Any]] = {
     "alone": {}, "ep": {"dp": 2, "ep": 2}, "tp": {"tp": 2}, "cp": {"cp": 2, "ep": 2}, "pp": {"pp": 2},
+    "chunks": {"pp": 2, "schedule": "zb-v", "optimistic_step": "false"}, "both ways": {"pp": 2, "schedule": "chimera"},
 }  # fmt: skip
 
 
@@ -25,7 +26,7 @@ def train(folder: Path, names: list[str]) -> None:
     data = open_text(folder)
     for name in names:
         sizes = PLACES[name]
-        world = max(1, *sizes.values()) if sizes else 1
+        world = 2 if sizes else 1
         run(
             folder, data, world, model=MODEL, parallel=sizes, train={"steps": 4, "global_batch": 8, "eval_every": 0},
             run={"dir": str(folder / name), "name": "run"}, log={"every": 2}, experts={"aux_loss": 0.02, "z_loss": 0.01},
@@ -40,7 +41,16 @@ def test_metrics_of_experts_are_those_of_one_process(tmp_path: Path) -> None:
         found = metrics.read(tmp_path / name / "metrics.jsonl")
         rows[name] = [row for row in found if "moe/load_max" in row]
     assert [row["step"] for row in rows["alone"]] == [1, 2, 4]
+    recorded = {name: loads.read(tmp_path / name) for name in PLACES}
+    assert [row["step"] for row in recorded["alone"]] == [1, 2, 4]
+    assert recorded["alone"][0]["layers"] == [2, 3]  # 0: the embedding; 1: a dense layer
+    for row, want in zip(recorded["alone"], rows["alone"], strict=True):
+        assert sum(map(sum, row["loads"])) == pytest.approx(
+            2 * 8 * 100, abs=8
+        )  # percent of the mean
+        assert max(map(max, row["loads"])) == round(100 * want["moe/load_max"])
     for name, found in rows.items():
+        assert recorded[name] == recorded["alone"], name
         for row, want in zip(found, rows["alone"], strict=True):
             for key in ("load_max", "load_min", "bias_max", "aux_loss", "z_loss"):
                 assert row[f"moe/{key}"] == pytest.approx(want[f"moe/{key}"], rel=1e-9), (name, key)

@@ -282,8 +282,8 @@ def _print_once(text: str) -> int:
 
 def _plan_lines(forecast: Forecast, config: Config, options: Options) -> list[str]:
     """Returns the text of a dry run, without the problems of this machine."""
-    longest = forecast.longest_text()
-    return [forecast.text(), *([longest] if longest else []), *_notes(config, options)]
+    more = [text for text in (forecast.longest_text(), forecast.imbalance_text()) if text]
+    return [forecast.text(), *more, *_notes(config, options)]
 
 
 def _notes(config: Config, options: Options) -> list[str]:

@@ -47,6 +47,9 @@ _HOST_S = 65e-6
 # Bandwidth of a collective, divided by the nominal bandwidth of the link. Assumption, by published
 # figures of nccl-tests: about 0.75 to 0.8 over NVLink and over InfiniBand.
 _LINK_SHARE = 0.77
+# Seconds until the host can launch kernels with sizes that it has read from the device: the copy, and
+# the end of the host's wait. Assumption.
+READ_S = 30e-6
 # Seconds of a collective of few bytes. Assumption. NCCL's tuning table has 7 to 23 µs for 8 ranks
 # on NVLink, by protocol.
 _LINK_S, _NETWORK_S = 12e-6, 40e-6
@@ -117,8 +120,8 @@ class Device:
         share *= length / (length + half) * min(1.0, head / _HEAD) * self.sustained
         return max(nbytes / self.bandwidth, flops / (self.peak * 1e12 * share))
 
-    def product_seconds(self, shape: Sequence[int], wide: bool = False) -> float:
-        """Returns the time of a product of 16-bit matrices.
+    def product_seconds(self, shape: Sequence[int], wide: bool = False, groups: int = 1) -> float:
+        """Returns the time of a product of 16-bit matrices, or of equal products in one kernel.
 
         The output is divided into tiles, of which each multiprocessor computes one at a time. The
         last wave of tiles may leave multiprocessors idle.
@@ -126,36 +129,44 @@ class Device:
         Args:
             shape: m, n and k.
             wide: whether the product is added in fp32.
+            groups: number of products. Assumption: one kernel computes their tiles as if they
+                belonged to one product, so small groups fill their tiles less, and read more.
         """
         m, n, k = shape
         rate = self.peak * 1e12 * self.sustained * _PRODUCT_SHARE / self.processors
         best = inf
         for rows, columns, share in _TILES:
-            waves = ceil(ceil(m / rows) * ceil(n / columns) / self.processors)
+            waves = ceil(groups * ceil(m / rows) * ceil(n / columns) / self.processors)
             best = min(best, waves * 2 * rows * columns * k / (rate * share))
-        nbytes = 2 * (m * k + n * k) + (8 if wide else 2) * m * n
+        nbytes = groups * (2 * (m * k + n * k) + (8 if wide else 2) * m * n)
         return max(best / (_WIDE if wide else 1), nbytes / self.bandwidth) + PRODUCT_S
 
     def gap_seconds(self, launches: int, host: bool = False) -> float:
         """Returns the time between kernels; with `host`, the host's time for launching them."""
         return launches * (_HOST_S if host else _GAP_S)
 
-    def link(self, ranks: Sequence[int], per_machine: int = 8) -> LinkRate:
+    def link(self, ranks: Sequence[int], per_machine: int = 8, pattern: str = "group") -> LinkRate:
         """Returns the bandwidth of a group of ranks.
 
         Within a machine, it is that of NVLink. Between machines, each rank of the group uses its
-        own network card, so a group with several ranks per machine is faster.
+        own network card, so gathers and reductions of a group with several ranks per machine are
+        faster. In an all-to-all, a rank sends a part of its bytes to other machines, all through
+        its card. In a shift, some rank sends all its bytes to another machine.
 
         Args:
             ranks: global ranks of the group.
             per_machine: number of ranks per machine.
+            pattern: to whom a rank sends; see `distributed.journal`.
         """
         inside = LinkRate(self.nvlink * _LINK_SHARE, _LINK_S)
         machines = {rank // per_machine for rank in ranks}
         if len(machines) <= 1:
             return inside
-        cards = len(ranks) // len(machines) or 1
-        return LinkRate(min(inside.gb_per_s, cards * self.network * _LINK_SHARE), _NETWORK_S)
+        cards, size = len(ranks) // len(machines) or 1, len(ranks)
+        # how often the bytes of a rank would fit through its card, relative to those that must
+        ways = {"group": cards, "shift": 1.0, "all-to-all": (size - 1) / (size - cards)}
+        network = ways[pattern] * self.network * _LINK_SHARE
+        return LinkRate(min(inside.gb_per_s, network), _NETWORK_S)
 
     def faster(self, **factors: float) -> Device:
         """Returns this device with some nominal rates multiplied by factors."""

@@ -132,7 +132,7 @@ def _start(collective: Callable[..., Any], axis: Axis, sent: int, out: Tensor, *
     """
     axis.count(sent)
     if out.is_meta:
-        return None if axis.journal is None else axis.journal.start(axis.label, sent)
+        return axis.journal and axis.journal.start(axis.label, sent, axis.ranks, out, *args)
     return collective(out, *args, group=axis.channel, async_op=True)
 
 

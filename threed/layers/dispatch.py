@@ -140,7 +140,7 @@ class Routes:
 
 def open_routes(
     experts: Tensor, count: int, axis: Axis, *, room: float = 0.0, one_kernel: bool = False,
-    kept: Tensor | None = None,
+    kept: Tensor | None = None, assumed_load: float = 1.0,
 ) -> tuple[Routes, Tensor, Tensor | None]:  # fmt: skip
     """Returns the routes of tokens, and starts to read their sizes on the host. Collective.
 
@@ -152,6 +152,7 @@ def open_routes(
         one_kernel: whether the products of all experts are one kernel, which needs no sizes on the
             host.
         kept: whether each choice is kept, bool [... k]. Default: all.
+        assumed_load: see `start_reading`.
 
     Returns:
         (routes, counts, overflow): the number of this rank's rows per expert, int32 [count]; and a
@@ -179,7 +180,7 @@ def open_routes(
             sources = order.where(torch.arange(total, device=device) < bounds[-1], NONE)
     holes = size > 0 or kept is not None
     places = _places(sources, total) if holes else _inverse(sources)
-    arrive = _arrivals(sent, axis, total, size, one_kernel, bounds[1:])
+    arrive = _arrivals(sent, axis, total, size, one_kernel, bounds[1:], assumed_load)
     return Routes(k, sources, places, holes, arrive), counts, overflow
 
 
@@ -199,7 +200,13 @@ def _released() -> Arrival:
 
 
 def _arrivals(
-    sent: Tensor, axis: Axis, total: int, size: int, one_kernel: bool, ends: Tensor
+    sent: Tensor,
+    axis: Axis,
+    total: int,
+    size: int,
+    one_kernel: bool,
+    ends: Tensor,
+    assumed_load: float,
 ) -> Callable[[], Arrival]:
     """Sends the numbers of rows, and starts to read what the host needs. Collective.
 
@@ -210,6 +217,7 @@ def _arrivals(
         size: number of rows that travel to each rank, some of them empty; 0: as many as are sent.
         one_kernel: see `open_routes`.
         ends: index after the last row of each expert, if this rank holds all experts.
+        assumed_load: see `start_reading`.
     """
     if axis.size == 1:
         if one_kernel:
@@ -221,7 +229,7 @@ def _arrivals(
     if size and one_kernel:
         fixed = Sizes([size] * axis.size, [size] * axis.size, [])
         return lambda: _sorted_by_expert(received, fixed, size)
-    read = start_reading(sent, received, total)
+    read = start_reading(sent, received, total, assumed_load)
 
     def arrive() -> Arrival:
         sizes = read()
@@ -232,18 +240,22 @@ def _arrivals(
     return arrive
 
 
-def start_reading(sent: Tensor, received: Tensor, total: int) -> Callable[[], Sizes]:
+def start_reading(
+    sent: Tensor, received: Tensor, total: int, assumed_load: float = 1.0
+) -> Callable[[], Sizes]:
     """Starts to read the numbers of rows that travel; returns a function that waits for them.
 
-    On the meta device, all experts get equally many rows.
+    On the meta device, all experts of this rank get equally many rows.
 
     Args:
         sent: number of this rank's rows for each rank and expert, [ep e/ep].
         received: number of rows from each rank for each expert of this rank, [ep e/ep].
         total: number of choices of this rank.
+        assumed_load: on the meta device, the number of rows that this rank receives, divided by
+            the mean over expert ranks.
     """
     if sent.is_meta:
-        return lambda: even_sizes(len(sent), sent.shape[1], total)
+        return lambda: even_sizes(len(sent), sent.shape[1], total, assumed_load)
     read = start_copy_out(torch.stack((sent, received)))
 
     def sizes() -> Sizes:
@@ -253,21 +265,22 @@ def start_reading(sent: Tensor, received: Tensor, total: int) -> Callable[[], Si
     return sizes
 
 
-def even_sizes(ranks: int, own: int, total: int) -> Sizes:
-    """Returns the numbers of rows if all experts get equally many.
+def even_sizes(ranks: int, own: int, total: int, load: float = 1.0) -> Sizes:
+    """Returns the numbers of rows if all ranks send, and all experts of this rank get, equally many.
 
     Args:
         ranks: number of expert ranks.
         own: number of experts per rank.
         total: number of choices of this rank.
+        load: number of rows that this rank receives, divided by the mean over expert ranks.
     """
 
     def parts(number: int, count: int) -> list[int]:
         ends = [split(number, count, i) for i in range(count)]
         return [stop - start for start, stop in ends]
 
-    each = parts(total, ranks)
-    return Sizes(each, each, parts(sum(each), own))
+    receives = parts(round(load * total), ranks)
+    return Sizes(parts(total, ranks), receives, parts(sum(receives), own))
 
 
 def _sorted_by_expert(received: Tensor, sizes: Sizes, size: int) -> Arrival:

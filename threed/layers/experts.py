@@ -87,6 +87,10 @@ class MixtureOfExperts(nn.Module):
         std: standard deviation of the initial weights of router, gates and `up`.
         out_std: standard deviation of the initial weights of `down`.
 
+    Attributes:
+        assumed_load: on the meta device, the number of rows that this rank receives, divided by the
+            mean over expert ranks.
+
     Raises:
         ValueError: if the experts cannot be divided over the ranks or into the groups, or fewer
             experts exist than a token needs.
@@ -94,6 +98,7 @@ class MixtureOfExperts(nn.Module):
 
     recompute = Recompute()
     context = True
+    assumed_load = 1.0
 
     def __init__(
         self, name: str, hidden: int, ffn: int, experts: int, per_token: int, slicing: Slicing, *,
@@ -247,8 +252,9 @@ class MixtureOfExperts(nn.Module):
         if chosen is not None and capacity:
             kept = self._kept(chosen, experts, capacity, divided)
         routes, counts, overflow = open_routes(
-            experts, self.experts, self.axis, room=room, one_kernel=one_kernel, kept=kept
-        )
+            experts, self.experts, self.axis, room=room, one_kernel=one_kernel, kept=kept,
+            assumed_load=self.assumed_load,
+        )  # fmt: skip
         if overflow is not None:
             self.data_flags[0].note(overflow)
         if chosen is not None and kept is not None:

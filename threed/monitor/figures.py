@@ -1,10 +1,10 @@
-"""Draws the figures of a run: loss.svg (loss, learning rate, gradient norm and throughput over steps)
-and memory.svg (bytes per rank).
+"""Draws the figures of a run: loss.svg (loss, learning rate, gradient norm and throughput over steps),
+memory.svg (bytes per rank) and experts.svg (loads of experts).
 
     save_figure_data(run_dir, uniform_entropy=5.55, unigram_entropy=3.26, memory=ranks)     # once, by rank 0
     report(run_dir)                                                                         # draws all figures with data
 
-`report` reads only metrics.jsonl and figures/data.json, so figures can be redrawn long after the
+`report` reads only metrics.jsonl, experts.jsonl and figures/data.json, so figures can be redrawn long after the
 run. `loss_figure` and `memory_figure` can also be called directly; the suffix of `out` selects the
 format (.svg, .png, .pdf). They need matplotlib: without it they print a note and return False.
 Equal data give equal SVG files, byte for byte.
@@ -21,6 +21,7 @@ Equal data give equal SVG files, byte for byte.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from threed.core import svg_style as style
 from threed.core.atomic import building
 from threed.core.disk import in_units
 from threed.core.parse import read_json
-from threed.monitor import metrics
+from threed.monitor import loads, metrics
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
@@ -340,6 +341,86 @@ def _unit(largest: float) -> tuple[float, str]:
     return 1024.0**exponent, ("KiB", "MiB", "GiB")[exponent - 1]
 
 
+def load_figure(rows: Sequence[Row], out: str | Path, note: Note = print, title: str = "") -> bool:
+    """Draws the loads of experts as heat maps, with one row per layer that has experts.
+
+    The upper map has the largest load of an expert over the steps, the lower map all experts in the
+    last recorded step. A load is a number of tokens, divided by the mean of the layer.
+
+    Args:
+        rows: rows of experts.jsonl, see `monitor.loads`.
+        out: file to write.
+        note: function that prints a message.
+        title: title of the figure, such as the name of the run.
+
+    Returns:
+        Whether the figure was drawn. It is not drawn if matplotlib is not installed, or if there
+        are no rows.
+    """
+    if not rows:
+        note("figure of experts: no loads were recorded")
+        return False
+    rows = sorted({row["step"]: row for row in rows}.values(), key=lambda row: row["step"])
+    layers, last = rows[-1]["layers"], rows[-1]
+    rows = [row for row in rows if row["layers"] == layers]
+    steps, width = [row["step"] for row in rows], max(map(len, last["loads"]))
+    most = [[max(row["loads"][i]) / 100 for row in rows] for i in range(len(layers))]
+    now = [[x / 100 for x in each] + [math.nan] * (width - len(each)) for each in last["loads"]]
+    # The colors reach up to the 95th percentile of the largest loads, and as far below 1.
+    top = 2 ** min(4, max(1, math.ceil(math.log2(_most(sorted(itertools.chain(*most)))[1]))))
+
+    def draw(figure: Any) -> None:
+        above, below = figure.subplots(2, 1)
+        following = 2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[0] + 1
+        _heat(above, most, layers, top, [*steps, following])
+        where = "by layer of the model (the embedding is layer 0)"
+        above.set_title(f"largest load of an expert, {where}", loc="left", fontsize=11)
+        above.set_xlabel("step")
+        image = _heat(below, now, layers, top, [at - 0.5 for at in range(width + 1)])
+        below.set_title(f"loads in step {last['step']}", loc="left", fontsize=11)
+        order = f"experts of a layer, from the smallest to the largest load ({width} quantiles)"
+        below.set_xlabel(order if last["sorted"] else "expert")
+        marks = [1 / top, 1.0, top]
+        bar = figure.colorbar(image, ax=[above, below], ticks=marks, pad=0.02, aspect=40)
+        bar.ax.minorticks_off()
+        bar.ax.set_yticklabels(
+            [f"\N{LESS-THAN OR EQUAL TO} 1/{top}", "1", f"\N{GREATER-THAN OR EQUAL TO} {top}"]
+        )
+        bar.set_label("tokens of an expert / mean of its layer")
+        bar.outline.set_visible(False)
+
+    height = min(24, max(8, len(layers))) * 12
+    return _figure(draw, out, 180 + 2 * height, title or "Experts", note)
+
+
+def _heat(
+    axes: Any, values: Sequence[Sequence[float]], layers: Sequence[int], top: float, edges: Sequence[float]
+) -> Any:  # fmt: skip
+    """Draws a heat map of loads [layers, columns] on a logarithmic scale; returns its image.
+
+    Args:
+        axes: where to draw.
+        values: loads.
+        layers: number of the layer of each row.
+        top: the load with the darkest color; 1/top has the darkest color below 1.
+        edges: the borders of the columns on the horizontal axis.
+    """
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+
+    colors = [(0.0, style.BLUE), (0.5, style.SURFACE), (0.75, style.ORANGE), (1.0, style.WINE)]
+    image = axes.pcolormesh(
+        edges, range(len(layers) + 1), [[max(x, 1e-9) for x in row] for row in values],
+        cmap=LinearSegmentedColormap.from_list("loads", colors), norm=LogNorm(1 / top, top, clip=True),
+        rasterized=True,
+    )  # fmt: skip
+    shown = range(0, len(layers), math.ceil(len(layers) / 8))
+    axes.set_yticks([at + 0.5 for at in shown], [str(layers[at]) for at in shown])
+    axes.locator_params(axis="x", integer=True)
+    axes.set_ylabel("layer")
+    axes.invert_yaxis()
+    return image
+
+
 def _figure(
     draw: Callable[[Any], None], out: str | Path, height: int, title: str, note: Note
 ) -> bool:
@@ -420,10 +501,13 @@ def report(run_dir: str | Path, note: Note = print) -> list[Path]:
         raise FileNotFoundError(f"{folder} is not a run folder: {why}{hint}")
     rows, data = metrics.read(source), load_figure_data(folder)
     loss, memory = folder / "figures" / "loss.svg", folder / "figures" / "memory.svg"
-    drawn, name = [], folder.resolve().name
+    drawn, name, recorded = [], folder.resolve().name, loads.read(folder)
     entropies = data.get("uniform_entropy"), data.get("unigram_entropy")
     if loss_figure(rows, loss, *entropies, note, name):
         drawn.append(loss)
     if data.get("memory") and memory_figure(data["memory"], memory, note, f"{name}: memory"):
         drawn.append(memory)
+    experts = folder / "figures" / "experts.svg"
+    if recorded and load_figure(recorded, experts, note, f"{name}: load of experts"):
+        drawn.append(experts)
     return drawn

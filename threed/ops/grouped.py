@@ -9,7 +9,7 @@ one product per group that has rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,11 @@ def sums(x: Tensor, groups: Groups) -> Tensor:
     for group, rows in _slices(groups, len(x)):
         torch.sum(x[rows], 0, dtype=wide, out=out[group])
     return out
+
+
+def kernel_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Returns the FLOPs of `torch._grouped_mm`: a [n in], b [e in out], or a [out n], b [n in]."""
+    return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
 
 
 def in_one_kernel(x: Tensor, weights: Tensor) -> bool:

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from threed.distributed.journal import Journal
-from threed.ops import attention_costs, launch
+from threed.distributed.journal import Journal, Pattern
+from threed.ops import attention_costs, grouped, launch
 
 # Operations that launch no kernel, in addition to views.
 _FREE = {
@@ -30,7 +30,8 @@ _FREE = {
 _OVERWRITING = {"copy_", "fill_", "zero_"}  # do not read the argument that they change
 _LOOKUPS = {"embedding", "index_select", "index_add_"}  # touch some rows of their first argument
 _UNREAD = {"scale_"}  # a kernel that ends at once if its factor is 1, as without loss scaling
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # -> position of the first matrix
+# -> position of the first matrix
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_grouped_mm": 0}
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,16 @@ class Operation:
             memory, message and wait.
         nbytes: bytes read and written; for a message, the bytes that this rank sends.
         shape: m, n and k of a product, the rows of which include the batch; length and head size of
-            attention.
+            attention. Of a grouped product, those of one group, if all groups have equally many rows.
+        groups: number of groups of a grouped product; else 1.
         backward: whether it is the backward of attention, or a product that is added to the
             gradient of a weight.
         wide: whether a product of 16-bit matrices is added in fp32.
         launches: number of kernels; those of a message run on another stream and do not count.
         axis: axis of a message.
+        ranks: ranks between which a message is sent.
+        pattern: to whom each rank sends in a message.
+        read: of a wait: whether the host reads the result.
         number: number of a message among those of a forward or backward, from 0; the wait for it
             has the same number.
     """
@@ -63,6 +68,10 @@ class Operation:
     launches: int = 1
     axis: str = ""
     number: int = 0
+    groups: int = 1
+    ranks: tuple[int, ...] = ()
+    pattern: Pattern = "group"
+    read: bool = False
 
 
 class Recorder:
@@ -100,7 +109,8 @@ class Recorder:
         self._add_messages()
         plain = name.removesuffix("_")
         if plain in _PRODUCTS:
-            self._found.append(_product(func, args[_PRODUCTS[plain] :], out))
+            made = _grouped if plain == "_grouped_mm" else _product
+            self._found.append(made(func, args[_PRODUCTS[plain] :], out))
         elif name.startswith("_scaled_dot_product"):
             self._found.append(_attention(_by_name(func, args, kwargs), "backward" in name))
         else:
@@ -130,13 +140,17 @@ class Recorder:
     def _add_messages(self) -> None:
         entries = self._journal.entries
         for entry in entries[self._read :]:
-            number = entry.number - self._first
+            number, axis, ranks = entry.number - self._first, entry.axis, entry.ranks
             if entry.sent is not None:
-                self._found.append(
-                    Operation("message", 0, entry.sent, launches=0, axis=entry.axis, number=number)
-                )
+                found = Operation(
+                    "message", 0, entry.sent, launches=0, axis=axis, number=number, ranks=ranks,
+                    pattern=entry.pattern,
+                )  # fmt: skip
+                self._found.append(found)
             elif number >= 0:  # otherwise it waits for a message before the last `take`
-                self._found.append(Operation("wait", launches=0, axis=entry.axis, number=number))
+                self._found.append(
+                    Operation("wait", launches=0, axis=axis, number=number, read=entry.counts)
+                )
         self._read = len(entries)
 
 
@@ -152,6 +166,17 @@ def _product(func: Any, args: Sequence[Any], out: Tensor) -> Operation:
         "product", 2 * rows * inner * columns, nbytes, (rows, columns, inner),
         func._schema.is_mutable, out.dtype.itemsize > a.dtype.itemsize,
     )  # fmt: skip
+
+
+def _grouped(func: Any, args: Sequence[Any], out: Tensor) -> Operation:
+    """Returns the record of a grouped product; see `ops.grouped` for its two kinds."""
+    a, b = args[0], args[1]
+    nbytes, (rows, inner) = a.nbytes + b.nbytes + out.nbytes, a.shape
+    groups, columns = (b if b.dim() == 3 else out).shape[0], b.shape[-1]
+    parts = (rows, inner / groups) if b.dim() == 2 else (rows / groups, inner)
+    shape = math.ceil(parts[0]), columns, math.ceil(parts[1])
+    flops, weights = grouped.kernel_flops(a, b), b.dim() == 2
+    return Operation("product", flops, nbytes, shape, weights, groups=groups)
 
 
 def _attention(given: Mapping[str, Any], backward: bool) -> Operation:

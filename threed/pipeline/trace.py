@@ -133,11 +133,13 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
 def _formula(operation: Any) -> Callable[..., int] | None:
     """Returns the formula for an operation's FLOPs, or None if it has no formula.
 
-    Fused attention has a formula of this package. Other operations use torch's formulas. For an
+    Fused attention and grouped products have formulas of this package. Other operations use torch's formulas. For an
     in-place operation such as `addmm_`, the formula of `addmm` is used.
     """
     if operation in attention.FUSED:
         return attention_costs.kernel_flops
+    if operation is torch.ops.aten._grouped_mm:
+        return grouped.kernel_flops
     plain = getattr(torch.ops.aten, operation.__name__.removesuffix("_"), operation)
     formula: Callable[..., int] | None = flop_registry.get(operation, flop_registry.get(plain))
     return formula

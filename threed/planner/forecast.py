@@ -28,6 +28,7 @@ from threed.models import Model, options_of
 from threed.models.measured_partition import Division
 from threed.monitor.meter import peak_tflops
 from threed.ops.precision import dtype
+from threed.planner.imbalance import LOADS, Imbalance
 from threed.planner.longest import Longest, longest, step_of
 from threed.planner.stages import Column, Stages, divide
 from threed.planner.step_time import StepTime, forward_flops, step_time, unmodelled
@@ -182,7 +183,6 @@ class Forecast:
         custom_costs = options_of(unsharded.model).costs is not None
         gpu = device_name(default_device())
         rates, missing, time = gpu_rates.find(gpu), unmodelled(config), None
-        missing += ["mixtures of experts"] if unsharded.active < unsharded.parameters else []
         if division or not any(cost.operations[0] for cost in unsharded.costs):
             rates = None
         if rates is not None and not missing:
@@ -232,6 +232,45 @@ class Forecast:
         assert self.stages is not None
         with assume(self.assumed):
             return self.stages.at(seq).peak
+
+    def with_imbalance(self, load: float) -> Imbalance | None:
+        """Returns the memory and time if the busiest expert rank gets more tokens than the mean.
+
+        None if no rank can: the model has no experts, or every rank holds all of them.
+
+        Args:
+            load: tokens of the busiest expert rank in every layer and micro-batch, divided by the
+                mean; at least 1.
+        """
+        if self.stages is None or self.config.parallel.ep == 1:
+            return None
+        with assume(self.assumed):
+            found = self.stages.busy(load)
+        peak, seconds = (
+            max(one.bytes["peak"] for _, stages in found.values() for one in stages),
+            None,
+        )
+        if self.time is not None:
+            rates, first = gpu_rates.find(self.device), self.stages.columns[0]
+            assert rates is not None
+            costs = [same for same, _ in found.values()]
+            blueprints, sizes = self.stages.blueprints[first], found[first][1]
+            grid, flops = first.grid, self.time.flops
+            seconds = step_time(rates, grid, costs, blueprints, sizes, flops).total
+        return Imbalance(load, peak, seconds)
+
+    def imbalance_text(self) -> str:
+        """Returns lines with the cost of an imbalance between expert ranks; empty without one."""
+        lines: list[str] = []
+        for load in LOADS:
+            found = self.with_imbalance(load)
+            if found is None:
+                return ""
+            text = f"{load:g} times the mean of tokens: {_gib(found.peak)} GiB"
+            if found.seconds is not None and self.time is not None:
+                text += f", {found.seconds:.3g} s (+{found.seconds / self.time.total - 1:.1%})"
+            lines.append(f"{'' if lines else 'imbalance':<10} busiest expert rank has {text}")
+        return "\n".join(lines)
 
     def longest_text(self) -> str:
         """Returns a line with `longest`; empty if it is not known."""

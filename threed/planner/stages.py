@@ -19,9 +19,17 @@ from threed.models.measured_partition import Division, LayerBytes, stage_costs, 
 from threed.pipeline.activation_checkpointing import enable, fully_recomputed, recomputed_layers
 from threed.pipeline.trace import LayerCost, TraceError
 from threed.planner.blueprint import Blueprint, Pipeline, step_plan
+from threed.planner.imbalance import with_load
 from threed.planner.layer_times import division as divided
 from threed.planner.layer_times import layer_times, max_over_ranks, trace_layer_bytes
-from threed.planner.memory_estimate import Fixed, decide_order, footprint, order_facts, trace
+from threed.planner.memory_estimate import (
+    Fixed,
+    Footprint,
+    decide_order,
+    footprint,
+    order_facts,
+    trace,
+)
 from threed.planner.order import with_order
 from threed.zero.setup import check_tile
 
@@ -109,6 +117,12 @@ class Column:
             if param is not None
         )
         return self.parameters - sum(idle)
+
+    def busy(self, load: float) -> Column:
+        """Returns a column whose rank gets `load` times the mean number of tokens for its experts."""
+        other = self.at(self.config)
+        other.layers = [with_load(layer, load) for layer in self.layers]
+        return other
 
     def at(self, config: Config) -> Column:
         """Returns a column of the same model with another configuration."""
@@ -200,6 +214,15 @@ class Stages:
         one, other = self.pipeline, base.pipeline
         same = one.layout == other.layout and one.plan == other.plan
         return same and self.config.zero.order == base.config.zero.order
+
+    def busy(self, load: float) -> dict[Column, tuple[list[LayerCost], list[Footprint]]]:
+        """Returns costs and footprints of each column if experts get `load` times the mean."""
+        found = {}
+        for (column, stages), fixed in zip(self.blueprints.items(), self._fixed, strict=True):
+            costs = column.busy(load).costs
+            sizes = [footprint(one, costs, own) for one, own in zip(stages, fixed, strict=True)]
+            found[column] = costs, sizes
+        return found
 
     @property
     def peak(self) -> int:

@@ -7,9 +7,10 @@
 The layers are traced on the meta device, with the kernels that a GPU would run, so every matrix
 product, every attention and the bytes of all other kernels are known (`pipeline.operations`). Their
 times follow from the rates of the device (`core.gpu_rates`). The times of the layers are the costs of a
-simulation of the schedule, which gives the bubble. Collectives of tensor parallelism run in order
-beside the operations between their start and the wait for them; only the time for which an operation
-waits is exposed. Gathers and reductions of ZeRO overlap with
+simulation of the schedule, which gives the bubble. Collectives of tensor, context and expert ranks
+run in order beside the operations between their start and the wait for them; only the time for which
+an operation waits is exposed. If a schedule pairs forwards with backwards, each computes while the
+other one waits. Experts get equally many tokens. Gathers and reductions of ZeRO overlap with
 the computation that the stage permits, and slow it down.
 """
 
@@ -18,11 +19,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import inf
 
 from threed import schedules
 from threed.config import Config
-from threed.core.gpu_rates import INTERFERENCE, Device, LinkRate
+from threed.core.gpu_rates import INTERFERENCE, READ_S, Device, LinkRate
 from threed.distributed.grid import Grid
+from threed.distributed.topology import EXPERTS
 from threed.models.measured_partition import LayerTimes, stage_costs
 from threed.ops.precision import dtype
 from threed.pipeline.operations import Operation
@@ -32,6 +35,8 @@ from threed.planner.memory_estimate import Footprint
 from threed.schedules import Costs, Kind
 from threed.schedules.action import COMPUTE
 from threed.zero.setup import state_names
+
+_NAMES = {"product": "products", "attention": "attention", "memory": "elementwise"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class StepTime:
         launches: time between kernels, and the time for which the device waits for the host.
         optimizer: gradient norm and update of the weights.
         tensor: exposed time of collectives of tensor parallelism.
+        context: exposed time of messages of context parallelism.
+        experts: exposed time of the messages that take tokens to experts and back.
         pipeline: exposed time of messages between stages.
         data: exposed time of gathers and reductions, with the time by which they slow computation.
         bubble: idle time of the schedule.
@@ -60,6 +67,8 @@ class StepTime:
     launches: float
     optimizer: float
     tensor: float
+    context: float
+    experts: float
     pipeline: float
     data: float
     bubble: float
@@ -71,7 +80,7 @@ class StepTime:
     @property
     def exposed(self) -> float:
         """The time of communication that does not overlap with computation."""
-        return self.tensor + self.pipeline + self.data
+        return self.tensor + self.context + self.experts + self.pipeline + self.data
 
     @property
     def total(self) -> float:
@@ -90,6 +99,8 @@ class StepTime:
             "matrix products": self.products, "attention": self.attention,
             "elementwise and loss": self.elementwise, "launches": self.launches,
             "optimizer": self.optimizer, "exposed: tensor parallelism": self.tensor,
+            **({"exposed: context parallelism": self.context} if self.context else {}),
+            **({"exposed: expert parallelism": self.experts} if self.experts else {}),
             "exposed: stages": self.pipeline, "exposed: gathers, reductions": self.data,
             "pipeline bubble": self.bubble, "total": self.total,
         }  # fmt: skip
@@ -100,13 +111,18 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Seconds of one layer's operations, by part; `sent` is the time of its collectives."""
+    """Seconds of one layer's operations, by part.
+
+    `sent` is the time of its collectives; `tensor`, `context` and `experts` are the exposed parts.
+    """
 
     products: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     launches: float = 0.0
     tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
     sent: float = 0.0
 
     def plus(self, other: _Parts, times: float = 1.0) -> _Parts:
@@ -115,19 +131,30 @@ class _Parts:
 
     @property
     def total(self) -> float:
-        return self.products + self.attention + self.elementwise + self.launches + self.tensor
+        computed = self.products + self.attention + self.elementwise + self.launches
+        return computed + self.exposed
+
+    @property
+    def exposed(self) -> float:
+        """The time for which operations wait for messages, and by which messages slow them."""
+        return self.tensor + self.context + self.experts
+
+    def hiding(self, seconds: float) -> _Parts:
+        """Returns these parts if other passes run for some seconds of the exposed time."""
+        left = 1 - max(0.0, seconds) / self.exposed if self.exposed else 1.0
+        names = ("tensor", "context", "experts")
+        return replace(self, **{name: getattr(self, name) * left for name in names})
 
 
 def unmodelled(config: Config) -> list[str]:
     """Returns the settings for which the time of a step is not modelled."""
-    p, zero = config.parallel, config.zero
+    zero = config.zero
     found = {
         f"--precision.dtype {config.precision.dtype}": dtype(config.precision.dtype).itemsize != 2,
         f"--zero.offload-optimizer {zero.offload_optimizer}": zero.offload_optimizer != "none",
         f"--zero.offload-params {zero.offload_params}": zero.offload_params != "none",
         f"--zero.tile {zero.tile}": zero.tile > 1,
         f"--recompute.offload {config.recompute.offload}": config.recompute.offload != "none",
-        f"--parallel.cp {p.cp}": p.cp > 1,
         "--run.compile true": config.run.compile,
     }
     return [name for name, used in found.items() if used]
@@ -152,51 +179,69 @@ def step_time(
         footprints: traffic of each pipeline rank.
         flops: FLOPs of the model per step and device, without recomputation.
     """
-    links = _links(device, grid)
+    next_stage = device.link(grid.ranks(0, "pp")[:2])
+    rings = blueprints[0].model.slicing.context.ring.size
     layers = [
-        max((_layer(device, cost, links["tp"]) for cost in same), key=lambda parts: parts[0].total)
+        max((_layer(device, cost, rings) for cost in same), key=lambda parts: parts[0].total)
         for same in zip(*columns, strict=True)
     ]
     pipeline = blueprints[0].pipeline
     costs = stage_costs([times for _, times in layers], pipeline.layout.ranges)
+    if pipeline.plan.pairs:
+        pairs = [[layers[n][0] for n in stage] for stage in pipeline.layout.ranges]
+        costs = replace(costs, overlapped=tuple(map(_pair_seconds, pairs)))
     alone = schedules.simulate(pipeline.plan, costs)
     # bytes of the largest message between stages; a rank alone sends none
     sizes = [
         each.sends["pp"] / max(1, sent)
         for each, sent in zip(footprints, alone.messages, strict=True)
     ]
-    message = links["pp"].seconds(max(sizes))
+    message = next_stage.seconds(max(sizes))
     with_messages = schedules.simulate(pipeline.plan, replace(costs, send=message))
     busy = [sum(end - begin for _, begin, end in rank) for rank in alone.spans]
     rank = max(range(len(busy)), key=busy.__getitem__)
     parts, passes = _of_rank(blueprints[rank], [parts for parts, _ in layers])
-    data, exposed = _data(blueprints[rank], footprints[rank], links["dp"], costs, passes)
+    parts = parts.hiding(parts.total - busy[rank])
+    link = _data_link(device, blueprints[rank])
+    data, exposed = _data(blueprints[rank], footprints[rank], link, costs, passes)
     return StepTime(
         parts.products, parts.attention, parts.elementwise, parts.launches,
-        _optimizer_bytes(blueprints[rank]) / device.bandwidth, parts.tensor,
+        _optimizer_bytes(blueprints[rank]) / device.bandwidth,
+        parts.tensor, parts.context, parts.experts,
         max(0.0, with_messages.makespan - alone.makespan), exposed,
         max(0.0, alone.makespan - busy[rank]),
-        parts.sent + data + links["pp"].seconds(footprints[rank].sends["pp"], alone.messages[rank]),
+        parts.sent + data + next_stage.seconds(footprints[rank].sends["pp"], alone.messages[rank]),
         flops, device.spec.name, device.peak * 1e12,
     )  # fmt: skip
 
 
-def _links(device: Device, grid: Grid) -> dict[str, LinkRate]:
-    """Returns the rates of the axes of rank 0; of pp, between rank 0 and the next stage."""
-    ranks: dict[str, list[int]] = {"tp": [], "dp": [], "pp": []}
-    for rank in range(grid.world):
-        away = {axis for axis, index in grid.coordinates(rank).items() if index}
-        for axis, found in ranks.items():
-            if away <= {axis}:
-                found.append(rank)
-    return {
-        axis: device.link(found[:2] if axis == "pp" else found) for axis, found in ranks.items()
-    }
+def _data_link(device: Device, blueprint: Blueprint) -> LinkRate:
+    """Returns the rate of gathers and reductions: the mean over parameters, weighted by bytes.
+
+    Experts are sharded over fewer ranks than other parameters, which may be on other machines.
+    """
+    groups = [group for group in blueprint.layout.groups if group.shard.size > 1]
+    links = [(device.link(g.shard.ranks), g.numel * (1 - 1 / g.shard.size)) for g in groups]
+    sent = sum(numel for _, numel in links)
+    if not sent:
+        return device.link((0,))
+    rate = sent / sum(numel / link.gb_per_s for link, numel in links)
+    return LinkRate(rate, max(link.latency for link, _ in links))
 
 
-def _layer(device: Device, cost: LayerCost, link: LinkRate) -> tuple[_Parts, LayerTimes]:
-    """Returns the parts of a layer's time for a micro-batch, and the times of its actions."""
-    forward, backward = (_parts(device, operations, link) for operations in cost.operations)
+def _layer(device: Device, cost: LayerCost, ring: int) -> tuple[_Parts, LayerTimes]:
+    """Returns the parts of a layer's time for a micro-batch, and the times of its actions.
+
+    Args:
+        device: the GPU.
+        cost: cost of the layer.
+        ring: number of ranks of a ring of context parallelism. A hop computes half of the pairs
+            (`layers.context`), and the trace has all of them.
+    """
+    passes = [[_half(one) for one in some] if ring > 1 else list(some) for some in cost.operations]
+    (forward, lead), (backward, _) = (_parts(device, operations) for operations in passes)
+    if lead < inf:  # the host also reads in the layer before
+        forward, _ = _parts(device, passes[0], lead)
     weights = sum(
         operation_seconds(device, one)
         for one in cost.operations[1]
@@ -213,10 +258,27 @@ def _layer(device: Device, cost: LayerCost, link: LinkRate) -> tuple[_Parts, Lay
     return both.plus(_Parts(launches=waits)), times
 
 
+def _pair_seconds(layers: Sequence[_Parts]) -> float:
+    """Returns the time of a forward and a backward of a stage that run at the same time.
+
+    Each computes while the other one waits for messages, which slow the computation.
+    """
+    total, exposed = sum(parts.total for parts in layers), sum(parts.exposed for parts in layers)
+    return total - (1 - INTERFERENCE) * min(exposed, total - exposed)
+
+
+def _half(operation: Operation) -> Operation:
+    return (
+        replace(operation, flops=operation.flops // 2)
+        if operation.kind == "attention"
+        else operation
+    )
+
+
 def operation_seconds(device: Device, operation: Operation) -> float:
     """Returns the time of an operation that is not a message."""
     if operation.kind == "product":
-        return device.product_seconds(operation.shape, operation.wide)
+        return device.product_seconds(operation.shape, operation.wide, operation.groups)
     if operation.kind == "memory":
         return operation.nbytes / device.bandwidth
     length, head = operation.shape
@@ -225,34 +287,52 @@ def operation_seconds(device: Device, operation: Operation) -> float:
     )
 
 
-def _parts(device: Device, operations: Sequence[Operation], link: LinkRate) -> _Parts:
-    """Returns the time of a layer's forward or backward.
+def _parts(
+    device: Device, operations: Sequence[Operation], lead: float = inf
+) -> tuple[_Parts, float]:
+    """Returns the time of a layer's forward or backward, and the lead of the host at its end.
 
-    Messages run one after the other, each from its start or from the end of the previous one. An
-    operation after a wait begins when the message has ended. The rest of a message's time overlaps
-    with operations, and slows them.
+    Messages over an axis run one after the other, each from its start or from the end of the
+    previous one. An operation after a wait begins when the message has ended. The rest of a
+    message's time overlaps with operations, and slows them.
+
+    After the host has read a result, the device waits for the host to launch the next kernels,
+    until the host is ahead again.
+
+    Args:
+        device: the GPU.
+        operations: the operations, in order.
+        lead: seconds by which the host is ahead of the device at the beginning.
     """
-    found = defaultdict[str, float](float)
-    names = {"product": "products", "attention": "attention", "memory": "elementwise"}
-    now, waited, ends = 0.0, 0.0, list[float]()
+    found, sent = defaultdict[str, float](float), defaultdict[str, float](float)
+    waited, ends = defaultdict[str, float](float), dict[int, float]()
+    free = defaultdict[str, float](float)  # when the last message over an axis has ended
+    now, host = 0.0, -lead
     for operation in operations:
+        axis = operation.axis
         if operation.kind == "message":
-            sent = link.seconds(operation.nbytes)
-            found["sent"] += sent
-            ends.append(max(now, ends[-1] if ends else 0.0) + sent)
+            taken = device.link(operation.ranks, pattern=operation.pattern).seconds(
+                operation.nbytes
+            )
+            sent[axis] += taken
+            free[axis] = ends[operation.number] = max(now, free[axis]) + taken
         elif operation.kind == "wait":
             waits = max(0.0, ends[operation.number] - now)
-            now, waited = now + waits, waited + waits
+            now, waited[axis] = now + waits, waited[axis] + waits
+            host = now + READ_S if operation.read else host
         else:
             taken, gap = (
                 operation_seconds(device, operation),
                 device.gap_seconds(operation.launches),
             )
-            found[names[operation.kind]] += taken
-            found["launches"] += gap
-            now += taken + gap
-    found["tensor"] = waited + INTERFERENCE * (found["sent"] - waited)
-    return _Parts(**found)
+            host += device.gap_seconds(operation.launches, host=True)
+            idle = max(0.0, host - now)
+            found[_NAMES[operation.kind]] += taken
+            found["launches"] += gap + idle
+            now += taken + gap + idle
+    for axis, name in (("tp", "tensor"), ("cp", "context"), (EXPERTS, "experts")):
+        found[name] = waited[axis] + INTERFERENCE * (sent[axis] - waited[axis])
+    return _Parts(**found, sent=sum(sent.values())), now - host
 
 
 def _of_rank(blueprint: Blueprint, layers: Sequence[_Parts]) -> tuple[_Parts, int]:

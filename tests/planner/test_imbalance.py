@@ -1,0 +1,87 @@
+"""The forecast of an imbalance between expert ranks, against real ranks with a planted one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.harness import run_ranks
+from tests.peaks import config_of, measure
+from threed.config import Config
+from threed.layers import MixtureOfExperts, Routing
+from threed.planner.forecast import Forecast
+
+# Four experts: each of two ranks has two.
+MODEL = {
+    "arch": "mixtral", "layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 256, "seq": 128, "vocab": 500,
+    "experts": 4, "experts_per_token": 2,
+}  # fmt: skip
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (2, {"recompute": {"mode": "full"}}),
+    (2, {"recompute": {"mode": "selective"}, "precision": {"dtype": "bf16"}}),
+    (2, {"parallel": {"tp": 2}}),
+    (4, {"parallel": {"pp": 2}, "zero": {"stage": 2}}),
+    (4, {"parallel": {"cp": 2}, "zero": {"stage": 3}}),
+]
+
+
+@dataclass(frozen=True)
+class Planted(Routing):
+    """Sends `load` times the mean number of choices to the experts 0 and 1, of four."""
+
+    load: float = 1.0
+
+    def choose(self, scores: Tensor, bias: Tensor | None, count: int) -> Tensor:
+        choices = torch.arange(scores[..., 0].numel()).view(scores.shape[:-1])
+        chosen = torch.stack((choices % 2, 2 + choices % 2), -1)  # one choice of each rank
+        more = choices < round((self.load - 1) * choices.numel())
+        return torch.where(more.unsqueeze(-1), torch.tensor((0, 1)), chosen)
+
+
+def measure_all(configs: list[Config], loads: list[float]) -> list[list[int]]:
+    """This rank's peaks, in bytes."""
+
+    def plant(load: float) -> Any:
+        def change(layer: nn.Module) -> None:
+            for part in layer.modules():
+                if isinstance(part, MixtureOfExperts):
+                    part.routing = Planted(load=load)
+
+        return change
+
+    return [[measure(config, plant(load)) for load in loads] for config in configs]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_peak_of_the_busiest_rank_is_forecast(world: int) -> None:
+    """Tolerance: that of tests/planner/test_footprint.py."""
+    configs = []
+    for ranks, changes in CASES:
+        if ranks == world:
+            groups = {"model": MODEL, **changes}
+            groups["parallel"] = {"ep": 2, **changes.get("parallel", {})}
+            configs.append(config_of(world, train={"global_batch": 8 * world}, **groups))
+    loads = [1.25, 2.0]
+    measured = run_ranks(world, measure_all, configs, loads, timeout=1800)
+    for number, config in enumerate(configs):
+        forecast, before = Forecast.of(config, world), 0
+        for place, load in enumerate(loads):
+            found = forecast.with_imbalance(load)
+            assert found is not None
+            most = max(rank[number][place] for rank in measured)
+            print(f"{config.parallel} {load}: {found.peak:,} for {most:,}")
+            assert -0.03 <= found.peak / most - 1 <= 0.05
+            assert most > 1.03 * before  # the imbalance is worth a forecast
+            before = most
+        assert forecast.with_imbalance(1.0).peak == max(r.bytes["peak"] for r in forecast.ranks)
+
+
+def test_models_without_expert_ranks_have_no_imbalance() -> None:
+    made = Forecast.of(config_of(2, model=MODEL, train={"global_batch": 8}), 2)
+    assert made.with_imbalance(2.0) is None
+    assert made.imbalance_text() == ""
