@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from threed.config import Config
@@ -19,7 +20,7 @@ from threed.layers.context import Context
 from threed.ops import grouped, launch, sums
 from threed.ops.grouped import Groups
 from threed.ops.matmul import NATIVE, Matmul
-from threed.ops.positions import Positions
+from threed.ops.positions import IGNORED, Positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,6 +291,8 @@ class MicroBatch:
         documents: number of each token's document, int64 [b s], not decreasing along s. It always
             covers the full sequences, also with sequence parallelism. None: each sequence is one
             document.
+        full: (tokens, labels) of the full sequences, int64 [b s], if `tokens` and `labels` have only
+            the positions of this context rank; else None.
         memo: results that a layer's second forward reuses, by name, if the layer runs again in the
             backward (`--recompute.mode full`); else None. A layer stores choices here that a second
             forward must not make differently, such as the experts of each token.
@@ -304,7 +307,34 @@ class MicroBatch:
     inputs: Mapping[str, Any] | None = None
     loss_chunks: int = 1
     documents: Tensor | None = None
+    full: tuple[Tensor, Tensor] | None = None
     memo: dict[str, Any] | None = None
+
+    def ahead(self, count: int, slicing: Slicing) -> MicroBatch:
+        """Returns the micro-batch with tokens and labels that are `count` positions further.
+
+        Beyond the end of a sequence, the token is 0 and the label is ignored. A label is also
+        ignored if its token belongs to another document than the position that gets the label.
+
+        Args:
+            count: number of positions, 1 or more.
+            slicing: parallel layout.
+
+        Raises:
+            ValueError: if the micro-batch has no tokens or no labels.
+        """
+        if self.tokens is None or self.labels is None:
+            raise ValueError("the batch needs 'tokens' and 'labels', int64 [b s]")
+        tokens, labels = (self.tokens, self.labels) if self.full is None else self.full
+        length = tokens.shape[1]
+        pad = (0, min(count, length))
+        tokens = F.pad(tokens[:, count:], pad)
+        labels = F.pad(labels[:, count:], pad, value=IGNORED)
+        if self.documents is not None:
+            other = F.pad(self.documents[:, count:], pad) != self.documents
+            labels = labels.masked_fill(other, IGNORED)
+        own = slicing.context.positions(length)
+        return replace(self, tokens=own.columns(tokens), labels=own.columns(labels), full=None)
 
 
 class Flag:

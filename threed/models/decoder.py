@@ -5,6 +5,8 @@ The architecture's record (`Architecture`) determines which parts the decoder's 
     model = Decoder(config.model, slicing)
     model.layers()       # embedding, blocks.0 ... blocks.l-1, head
 
+Layers of multi-token prediction are before the head, with the names blocks.l, blocks.l+1, ...
+
 Each layer is on the meta device until its pipeline stage is built.
 """
 
@@ -23,12 +25,14 @@ from threed.layers import (
     Attention,
     Block,
     Causal,
+    Dropout,
     Embedding,
     GatedMLP,
     LanguageModelHead,
     LatentAttention,
     LayerNorm,
     MixtureOfExperts,
+    MultiTokenPrediction,
     RMSNorm,
     Routing,
     Slicing,
@@ -68,10 +72,11 @@ class Decoder:
         return [
             self._embedding(),
             *(self._block(i) for i in range(self.config.layers)),
-            self._head(),
+            *(self._further(depth) for depth in range(1, self.config.mtp_layers + 1)),
+            self._head("head", "head.norm"),
         ]
 
-    def _embedding(self) -> nn.Module:
+    def _embedding(self) -> Embedding:
         c, record = self.config, self.record
         return Embedding(
             "embedding", vocab_of(c), c.hidden, self.slicing, dropout=c.dropout, std=STD,
@@ -79,7 +84,7 @@ class Decoder:
             scale=math.sqrt(c.hidden) if record.scaled_embedding else 1.0,
         )  # fmt: skip
 
-    def _block(self, index: int) -> nn.Module:
+    def _block(self, index: int) -> Block:
         c, name = self.config, f"blocks.{index}"
         norms = (self._norm(f"{name}.attention_norm"), self._norm(f"{name}.mlp_norm"))
         post_norm_names = (
@@ -137,11 +142,26 @@ class Decoder:
             epsilon=1e-20 if sigmoid else 0.0,
         )  # fmt: skip
 
-    def _head(self) -> nn.Module:
+    def _head(self, name: str, norm: str) -> LanguageModelHead:
         c = self.config
         return LanguageModelHead(
-            "head", WORD if c.tied else "head.weight", self._norm("head.norm"), vocab_of(c), c.hidden, self.slicing,
+            name, WORD if c.tied else "head.weight", self._norm(norm), vocab_of(c), c.hidden, self.slicing,
             std=STD, softcap=c.logit_softcap or 0.0,
+        )  # fmt: skip
+
+    def _further(self, depth: int) -> nn.Module:
+        """Returns the layer of multi-token prediction of a depth, 1 or more."""
+        c, index = self.config, self.config.layers + depth - 1
+        name, embedding = f"blocks.{index}", self._embedding()
+        embedding.dropout = Dropout(f"{name}.embedding.dropout", c.dropout, self.slicing)
+        # Inference engines, for which DeepSeek published its layer, pass on hidden states after the
+        # norm of the head.
+        previous = "head.norm" if depth == 1 else f"blocks.{index - 1}.head_norm"
+        norms = (self._norm(previous), self._norm(f"{name}.hidden_norm"))
+        return MultiTokenPrediction(
+            name, c.hidden, embedding, norms, self._norm(f"{name}.embedding_norm"), self._block(index),
+            self._head(f"{name}.head", f"{name}.head_norm"), self.slicing, depth=depth, depths=c.mtp_layers,
+            factor=c.mtp_loss, std=STD,
         )  # fmt: skip
 
     def _norm(self, name: str) -> nn.Module:
