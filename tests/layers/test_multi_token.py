@@ -14,19 +14,26 @@ import pytest
 import torch
 from torch import Tensor
 
-import threed
+from tests import peaks
 from tests.configs import topology_of
 from tests.harness import run_ranks
 from tests.hf_decoders import LENGTH, ROWS, STEPS, VOCAB, Trained, casts, difference
-from tests.mtp_reference import FACTOR, inputs, losses, reference, train_plainly, weights
+from tests.mtp_reference import FACTOR, inputs, reference, train_plainly, weights
+from tests.planner.test_footprint import SMALL as SIZE
+from tests.planner.test_footprint import check
+from tests.runs import open_text, run
 from threed import models
 from threed.config import Config, ModelConfig
-from threed.config.checks import find_problems
+from threed.config.arguments import load
 from threed.config.resolution import resolve
 from threed.distributed import collectives
+from threed.distributed.grid import Grid
 from threed.engine import Engine
 from threed.interop.huggingface.layouts import hf_to_state_dict, model_of, state_dict_to_hf
 from threed.layers import MicroBatch, MultiTokenPrediction, Slicing
+from threed.layers.context import Context
+from threed.monitor import metrics
+from threed.planner.stages import Column
 
 SMALL = {"bucket_mib": 0.03}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -196,3 +203,212 @@ def test_training_equals_plain_pytorch(world: int, truths: dict[Kind, Truth]) ->
     names = [name for name, place in PLACES.items() if place.world == world]
     for found in run_ranks(world, compare, names, truths, timeout=600):
         assert max(found.values()) < 1e-9, {name: gap for name, gap in found.items() if gap >= 1e-9}
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+def _nearer(self: MicroBatch, count: int, slicing: Slicing) -> MicroBatch:
+    return self if count == 1 else AHEAD(self, count - 1, slicing)
+
+
+def _across(self: MicroBatch, count: int, slicing: Slicing) -> MicroBatch:
+    return AHEAD(replace(self, documents=None), count, slicing)
+
+
+def _within_the_rank(self: MicroBatch, count: int, slicing: Slicing) -> MicroBatch:
+    return AHEAD(replace(self, full=None), count, replace(slicing, context=Context()))
+
+
+AHEAD, NEW = MicroBatch.ahead, MultiTokenPrediction.__init__
+
+
+def _changed(change: Callable[[MultiTokenPrediction], None]) -> Any:
+    def init(self: MultiTokenPrediction, *args: Any, **keys: Any) -> None:
+        NEW(self, *args, **keys)
+        change(self)
+
+    return patch.object(MultiTokenPrediction, "__init__", init)
+
+
+def _undivided(layer: MultiTokenPrediction) -> None:
+    layer.factor *= layer.depths
+
+
+def _without_embedding_gradient(layer: MultiTokenPrediction) -> None:
+    layer.embedding.register_forward_hook(lambda module, given, y: y.detach())
+
+
+def _without_final_norm(layer: MultiTokenPrediction) -> None:
+    if layer.depth == 1:
+        layer.previous_norm.forward = lambda x: x  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "none": nullcontext,
+    "one position too few": lambda: patch.object(MicroBatch, "ahead", _nearer),
+    "across documents": lambda: patch.object(MicroBatch, "ahead", _across),
+    "not divided by the depths": lambda: _changed(_undivided),
+    "no gradient of the embedding": lambda: _changed(_without_embedding_gradient),
+    "no final norm": lambda: _changed(_without_final_norm),
+}
+FAULTY = Kind(2, tied=True, packed=True)
+
+
+def with_faults(truth: Truth, place: Place, faults: list[str]) -> dict[str, float]:
+    found = {}
+    for name in faults:
+        with FAULTS[name]():
+            found[name] = error(train(truth[0], FAULTY, place), truth)
+    return found
+
+
+def test_planted_faults_are_found(truths: dict[Kind, Truth]) -> None:
+    found = run_ranks(1, with_faults, truths[FAULTY], PLACES["alone"], list(FAULTS))[0]
+    assert found.pop("none") < 1e-9
+    assert min(found.values()) > 1e-4, found
+
+
+def with_local_positions(truth: Truth) -> float:
+    with patch.object(MicroBatch, "ahead", _within_the_rank):
+        return error(train(truth[0], FAULTY, PLACES["ring"]), truth)
+
+
+def test_a_shift_within_a_context_rank_is_found(truths: dict[Kind, Truth]) -> None:
+    assert min(run_ranks(2, with_local_positions, truths[FAULTY])) > 1e-4
+
+
+def test_a_micro_batch_looks_ahead_in_its_document() -> None:
+    tokens = torch.arange(12).view(2, 6)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1], [4, 4, 4, 4, 4, 4]])
+    micro = MicroBatch(tokens, tokens + 1, documents=documents)
+    later = micro.ahead(2, Slicing())
+    assert later.tokens is not None
+    assert later.labels is not None
+    assert later.tokens.tolist() == [[2, 3, 4, 5, 0, 0], [8, 9, 10, 11, 0, 0]]
+    none = -100
+    assert later.labels.tolist() == [[3, none, none, 6, none, none], [9, 10, 11, 12, none, none]]
+    assert (micro.ahead(9, Slicing()).labels == none).all()
+    with pytest.raises(ValueError, match="needs 'tokens' and 'labels'"):
+        MicroBatch(tokens).ahead(1, Slicing())
+
+
+# ------------------------------------------------------------------------------------ evaluation, logs, checkpoints
+
+
+def evaluated(truth: Truth) -> tuple[float, list[float], bool]:
+    """Returns losses of an evaluation and of a step, and whether logits are those without the layers."""
+    start = truth[0]
+    engine = engine_of(start, PLACES["alone"])
+    rows = share(engine, FAULTY, 0)
+    with casts(torch.float64):
+        loss = float(engine.evaluate(rows))
+        logits = engine.logits(rows["tokens"])
+        model = start.model.model_copy(update={"mtp_layers": 0})
+        names = {name for name in start.weights if not name.startswith(("blocks.2", "blocks.3"))}
+        main = Start(model, {name: start.weights[name] for name in names})
+        plain = engine_of(main, PLACES["alone"])
+        same = torch.equal(logits, plain.logits(rows["tokens"]))
+    return loss, truth[1].losses, same and float(plain.evaluate(rows)) == loss
+
+
+def test_evaluations_and_logits_have_no_further_tokens(truths: dict[Kind, Truth]) -> None:
+    loss, losses, same = run_ranks(1, evaluated, truths[FAULTY])[0]
+    assert loss == pytest.approx(losses[0], abs=1e-9)
+    assert same
+
+
+def continued(truth: Truth, folder: Path, names: list[str], saves: bool) -> list[float]:
+    """Saves after the first step, or loads there; returns the errors at the end."""
+    errors = []
+    for name in names:
+        engine = engine_of(truth[0], PLACES[name])
+        if saves:
+            engine.step(share(engine, FAULTY, 0))
+            engine.save(folder / "saved")
+        else:
+            engine.load(folder / "saved")
+        losses = [engine.step(share(engine, FAULTY, step)).loss for step in range(1, STEPS)]
+        errors += [float(loss) for loss in losses]
+    return errors
+
+
+def test_checkpoints_load_in_another_topology(truths: dict[Kind, Truth], tmp_path: Path) -> None:
+    want = run_ranks(2, continued, truths[FAULTY], tmp_path, ["pp"], True)[0]
+    for world, names in ((1, ["alone"]), (2, ["sequence", "zero3", "ring"]), (4, ["pp dp ep"])):
+        found = run_ranks(world, continued, truths[FAULTY], tmp_path, names, False)[0]
+        assert found == pytest.approx(want * len(names), abs=1e-9)
+
+
+def log(folder: Path, names: list[str]) -> None:
+    data = open_text(folder)
+    model = {"layers": 2, "arch": "llama", "kv_heads": 2, "mtp_layers": 2}
+    for name in names:
+        parallel = {key: n for key, n in PLACES[name].parallel.items() if key != "cp_heads"}
+        run(
+            folder, data, PLACES[name].world, model=model, parallel=parallel, log={"every": 2},
+            train={"steps": 4, "global_batch": 8, "eval_every": 0},
+            run={"dir": str(folder / name), "name": "run"}, checkpoint={"export_hf": False},
+        )  # fmt: skip
+
+
+def test_the_logged_loss_is_that_of_one_process(tmp_path: Path) -> None:
+    names = ["tp", "pp", "pp dualpipev", "zero1", "ring"]
+    run_ranks(1, log, tmp_path, ["alone"])
+    run_ranks(2, log, tmp_path, names)
+    rows = {
+        name: [
+            row for row in metrics.read(tmp_path / name / "metrics.jsonl") if "train/loss" in row
+        ]
+        for name in ["alone", *names]
+    }
+    assert [row["step"] for row in rows["alone"]] == [1, 2, 4]
+    for name in names:
+        for key in ("train/loss", "train/mtp_loss"):
+            found, want = ([row[key] for row in rows[which]] for which in (name, "alone"))
+            assert found == pytest.approx(want, rel=1e-9), (name, key)
+    assert rows["alone"][-1]["train/mtp_loss"] > 1
+
+
+# ---------------------------------------------------------------------------------------------- forecasts, refusals
+
+FORECASTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (1, {"recompute": {"mode": "full"}}),
+    (1, {"recompute": {"loss_chunks": 4}, "model": {"tied": True}}),
+    (2, {"parallel": {"pp": 2}}),
+    (2, {"parallel": {"tp": 2}}),
+    (2, {"parallel": {"cp": 2, "cp_heads": 1}}),
+    (2, {"zero": {"stage": 3}}),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_forecast_is_that_of_live_storages(world: int) -> None:
+    """Within the bounds of tests/planner/test_footprint.py."""
+    size = {"arch": "llama", "kv_heads": 2, "mtp_layers": 2, **SIZE}
+    cases = []
+    for ranks, changes in FORECASTS:
+        if ranks == world:
+            parallel = changes.get("parallel", {})
+            data = world // (parallel.get("pp", 1) * parallel.get("tp", 1) * parallel.get("cp", 1))
+            groups = {**changes, "train": {"micro_batch": 2, "global_batch": 8 * data}}
+            groups["model"] = {**size, **changes.get("model", {})}
+            cases.append((str(changes), peaks.config_of(world, **groups)))
+    check(cases, world, under=0.03)
+
+
+def test_the_published_layer_has_its_number_of_parameters() -> None:
+    """671 billion parameters, and 11.5 billion of a layer that shares embedding and head (0.93 billion each)."""
+    counts = []
+    for further in ("0", "1"):
+        config = resolve(
+            load(["--preset", "deepseek-v3", "--model.mtp-layers", further])[0], 257, 1
+        )
+        column = Column(config, Grid(), lambda slicing, c=config: models.build(c.model, slicing), 0)
+        counts.append(column.parameters)
+    assert counts[0] == 671_026_419_200
+    own, shared = counts[1] - counts[0], 2 * 129280 * 7168
+    assert round(own / 1e9, 1) == 11.5
+    assert round((own + shared) / 1e9) in (13, 14)  # the module of "14B" in the files
+    assert round((counts[0] + own + shared) / 1e9) in (684, 685)  # of all tensors in the files

@@ -111,13 +111,18 @@ class MultiTokenPrediction(PipelineLayer):
         assert micro.labels is not None
         loss = loss.detach().double() / (1.0 if micro.weight is None else micro.weight)
         sums = torch.stack((loss, (micro.labels >= 0).sum().double()))
-        self._sums = sums if self._sums is None else self._sums + sums
+        if self._sums is None:
+            self._sums = torch.zeros_like(sums)
+        self._sums += sums  # in place, because a CUDA graph adds to a fixed address
 
     def take_sums(self) -> Tensor | None:
-        """Returns sums over this rank's tokens since the last call, fp64 [2]; None without tokens.
+        """Returns sums over this rank's tokens since the last call, fp64 [2]; None before any token.
 
         The sums are the loss without coefficient and weight, and the number of labels of the main
         model. Sums over the data and context ranks describe the steps.
         """
-        sums, self._sums = self._sums, None
+        if self._sums is None:
+            return None
+        sums = self._sums.clone()
+        self._sums.zero_()
         return sums
