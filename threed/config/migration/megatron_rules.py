@@ -188,6 +188,12 @@ def _weights(given: Given) -> Items:
         yield Setting("model.tied", "false", (untied,))
     elif gated:
         yield Setting("model.tied", "true")
+    further, factor = "mtp-num-layers", "mtp-loss-scaling-factor"
+    if further in given:
+        yield Setting("model.mtp-layers", str(given.integer(further)), (further,))
+        yield Setting("model.mtp-loss", given.text(factor, "0.1"), given.among(factor))
+    elif factor in given:
+        yield Unused(factor, "it needs --mtp-num-layers")
     if "hidden-dropout" not in given:
         yield Setting("model.dropout", "0.1")
     if "attention-dropout" not in given:

@@ -284,7 +284,7 @@ def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
         {name: tuple(w.shape) for name, w in weights.items()}, wanted, "the Hugging Face state dict"
     )
     found: dict[str, Tensor] = {}
-    for entry in table:
+    for entry in sorted(table, key=lambda entry: entry.rule.copy):
         for name, part in entry.split(weights[entry.name]).items():
             if not torch.equal(found.setdefault(name, part), part):
                 raise CheckpointError(unequal(entry, table))
@@ -293,7 +293,8 @@ def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
 
 def unequal(entry: Entry, table: Sequence[Entry]) -> str:
     """Returns the message for a copy (`Rule.copy`) with other values than the original."""
-    first = next(other for other in table if other.native == entry.native)
+    originals = (other for other in table if not other.rule.copy)
+    first = next(other for other in originals if other.native == entry.native)
     return f"{entry.name} differs from {first.name}, but the model shares one weight for both"
 
 
