@@ -18,7 +18,7 @@ from threed.layers.contract import PipelineLayer
 from threed.layers.linear import RowLinear
 from threed.layers.loss import LanguageModelHead
 from threed.layers.routing import WithGradients
-from threed.layers.slicing import MicroBatch, Slicing
+from threed.layers.slicing import MicroBatch, Slicing, Tally
 
 State = Tensor | tuple[Tensor, Tensor]
 
@@ -51,6 +51,10 @@ class MultiTokenPrediction(PipelineLayer):
         depths: number of all depths.
         factor: coefficient of the mean of the losses of all depths.
         std: standard deviation of the initial weights of `join`.
+
+    Attributes:
+        sums: a `slicing.Tally` of the loss without coefficient and weight, and of the number of
+            labels of the main model, fp64 [2]. Sums over data and context ranks describe the steps.
     """
 
     documents = True
@@ -71,7 +75,8 @@ class MultiTokenPrediction(PipelineLayer):
         word = embedding.word.weight
         if word.spec.name == head.weight.spec.name:  # type: ignore[attr-defined]
             head.weight = word  # one weight has one parameter per layer
-        self._sums: Tensor | None = None
+        self.sums = Tally()
+        self.tallies = (self.sums,)
 
     @property
     def context(self) -> bool:  # type: ignore[override]
@@ -107,22 +112,6 @@ class MultiTokenPrediction(PipelineLayer):
         return y if last else (y, state)
 
     def _add(self, loss: Tensor, micro: MicroBatch) -> None:
-        """Adds the loss without its weight, and the number of labels, to the sums for metrics."""
         assert micro.labels is not None
         loss = loss.detach().double() / (1.0 if micro.weight is None else micro.weight)
-        sums = torch.stack((loss, (micro.labels >= 0).sum().double()))
-        if self._sums is None:
-            self._sums = torch.zeros_like(sums)
-        self._sums += sums  # in place, because a CUDA graph adds to a fixed address
-
-    def take_sums(self) -> Tensor | None:
-        """Returns sums over this rank's tokens since the last call, fp64 [2]; None before any token.
-
-        The sums are the loss without coefficient and weight, and the number of labels of the main
-        model. Sums over the data and context ranks describe the steps.
-        """
-        if self._sums is None:
-            return None
-        sums = self._sums.clone()
-        self._sums.zero_()
-        return sums
+        self.sums.add(torch.stack((loss, (micro.labels >= 0).sum().double())))

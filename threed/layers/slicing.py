@@ -374,6 +374,44 @@ class Flag:
         return found
 
 
+class Tally:
+    """Sums over the tokens of this rank, for metrics of a layer.
+
+    A layer keeps its tallies in a tuple `tallies`, where the engine finds them: it takes back what
+    a layer has added in a step that is repeated.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        """Adds values [k] to the sums.
+
+        The memory of the sums does not change, because a CUDA graph adds to a fixed address.
+        """
+        if self._sums is None:
+            self._sums = torch.zeros_like(values)
+        self._sums += values
+
+    def take(self) -> Tensor | None:
+        """Returns the sums since the last call, [k]; None if nothing was ever added."""
+        if self._sums is None:
+            return None
+        sums = self._sums.clone()
+        self._sums.zero_()
+        return sums
+
+    def rewinding(self) -> Callable[[], None]:
+        """Returns a function that restores the sums to their current values."""
+        before = None if self._sums is None else self._sums.clone()
+
+        def rewind() -> None:
+            if self._sums is not None:
+                self._sums.zero_() if before is None else self._sums.copy_(before)
+
+        return rewind
+
+
 class ForwardScope:
     """Records whether a pipeline stage is running a forward.
 

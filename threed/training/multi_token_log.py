@@ -39,7 +39,7 @@ class MultiTokenLog(Callback):
         topology = run.engine.topology
         total = torch.zeros(2, dtype=torch.float64, device=topology.device)
         for layer in self._own:
-            if (sums := layer.take_sums()) is not None:
+            if (sums := layer.sums.take()) is not None:
                 total += sums
         for axis in (topology.data, topology.axis("pp")):
             total = collectives.sum_of_scalars(total, axis)
