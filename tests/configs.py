@@ -209,6 +209,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
         "nope_dim": 6,
         "rope_dim": 4,
         "value_dim": 5,
+        "mtp_layers": 2,
     },
 }
 

@@ -150,6 +150,10 @@ class LanguageModelHead(PipelineLayer):
         self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 
+    def use(self, weight: nn.Parameter) -> None:
+        """Makes `weight`, an equal parameter of another module in the same layer, the projection."""
+        self.weight = weight
+
     def flops(self, tokens: int, seq: int) -> int:
         """Returns the FLOPs of a forward.
 

@@ -74,7 +74,7 @@ class MultiTokenPrediction(PipelineLayer):
         self.features = split(2 * hidden, slicing.tp.size, slicing.tp.index)
         word = embedding.word.weight
         if word.spec.name == head.weight.spec.name:  # type: ignore[attr-defined]
-            head.weight = word  # one weight has one parameter per layer
+            head.use(word)  # one weight has one parameter per layer
         self.sums = Tally()
         self.tallies = (self.sums,)
 

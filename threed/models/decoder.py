@@ -25,7 +25,6 @@ from threed.layers import (
     Attention,
     Block,
     Causal,
-    Dropout,
     Embedding,
     GatedMLP,
     LanguageModelHead,
@@ -70,18 +69,18 @@ class Decoder:
     def layers(self) -> list[nn.Module]:
         """Returns the pipeline layers, in order."""
         return [
-            self._embedding(),
+            self._embedding("embedding"),
             *(self._block(i) for i in range(self.config.layers)),
             *(self._further(depth) for depth in range(1, self.config.mtp_layers + 1)),
             self._head("head", "head.norm"),
         ]
 
-    def _embedding(self) -> Embedding:
+    def _embedding(self, name: str) -> Embedding:
         c, record = self.config, self.record
         return Embedding(
-            "embedding", vocab_of(c), c.hidden, self.slicing, dropout=c.dropout, std=STD,
+            name, vocab_of(c), c.hidden, self.slicing, dropout=c.dropout, std=STD,
             positions=c.positions if record.learned_positions else None,
-            scale=math.sqrt(c.hidden) if record.scaled_embedding else 1.0,
+            scale=math.sqrt(c.hidden) if record.scaled_embedding else 1.0, word=WORD.removesuffix(".weight"),
         )  # fmt: skip
 
     def _block(self, index: int) -> Block:
@@ -152,16 +151,15 @@ class Decoder:
     def _further(self, depth: int) -> nn.Module:
         """Returns the layer of multi-token prediction of a depth, 1 or more."""
         c, index = self.config, self.config.layers + depth - 1
-        name, embedding = f"blocks.{index}", self._embedding()
-        embedding.dropout = Dropout(f"{name}.embedding.dropout", c.dropout, self.slicing)
+        name = f"blocks.{index}"
         # Inference engines, for which DeepSeek published its layer, pass on hidden states after the
         # norm of the head.
         previous = "head.norm" if depth == 1 else f"blocks.{index - 1}.head_norm"
         norms = (self._norm(previous), self._norm(f"{name}.hidden_norm"))
         return MultiTokenPrediction(
-            name, c.hidden, embedding, norms, self._norm(f"{name}.embedding_norm"), self._block(index),
-            self._head(f"{name}.head", f"{name}.head_norm"), self.slicing, depth=depth, depths=c.mtp_layers,
-            factor=c.mtp_loss, std=STD,
+            name, c.hidden, self._embedding(f"{name}.embedding"), norms, self._norm(f"{name}.embedding_norm"),
+            self._block(index), self._head(f"{name}.head", f"{name}.head_norm"), self.slicing, depth=depth,
+            depths=c.mtp_layers, factor=c.mtp_loss, std=STD,
         )  # fmt: skip
 
     def _norm(self, name: str) -> nn.Module:
