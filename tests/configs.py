@@ -120,6 +120,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "tied": True,
     },
+    "llama-mtp": {"arch": "llama", "heads": 4, "kv_heads": 2, "tied": True, "mtp_layers": 2},
     "mistral": {
         "arch": "mistral",
         "heads": 4,
