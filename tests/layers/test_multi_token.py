@@ -26,6 +26,7 @@ from tests.runs import open_text, run
 from threed import models
 from threed.config import Config, ModelConfig
 from threed.config.arguments import load
+from threed.config.checks import find_problems
 from threed.config.resolution import resolve
 from threed.distributed import collectives
 from threed.distributed.grid import Grid
@@ -421,3 +422,28 @@ def test_the_published_layer_has_its_number_of_parameters() -> None:
     assert counts[0] == 671_026_419_200
     assert counts[1] + copies == bf16 + fp8 + fp32 - scales
     assert round((counts[1] - counts[0]) / 1e9, 1) == 11.6
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "problem"),
+    [
+        (
+            {"seq": 8, "mtp_layers": 8}, {},
+            "--model.mtp-layers 8 with --model.seq 8: no token is so far ahead; use at most 7",
+        ),
+        (
+            {"layers": 2, "mtp_layers": 1}, {"pp": 2, "schedule": "interleaved", "chunks": 3},
+            "--model.layers 2, --model.mtp-layers 1, with embedding and head 5, for the 6 stages",
+        ),
+        (
+            {"layers": 2, "mtp_layers": 1}, {"pp": 2, "partition": (2, 2)},
+            "--parallel.partition 2,2 makes 4 layers: 5 are needed, embedding and head included",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(
+    model: dict[str, Any], parallel: dict[str, Any], problem: str
+) -> None:
+    values = {"model": {"arch": "llama", **model}, "parallel": parallel}
+    found = find_problems(Config.model_validate(values), 2)
+    assert any(text.startswith(problem) for text in found), found
