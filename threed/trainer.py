@@ -52,6 +52,7 @@ from threed.training.callback import Callback, Run, Start
 from threed.training.checkpoints import Checkpoints
 from threed.training.evaluation import Evaluation
 from threed.training.expert_log import ExpertLog
+from threed.training.multi_token_log import MultiTokenLog
 from threed.training.profiling import PeakMemory, Profile
 from threed.training.provenance import provenance, tags
 from threed.training.step_log import StepLog
@@ -382,8 +383,8 @@ class Loop:
         self.checkpoints = Checkpoints(run, retention, memory, owner, self.bad_steps)
         self.step_log = StepLog(run, self.checkpoints.take_seconds)
         self.callbacks = [
-            Profile(run), self.peak, self.step_log, ExpertLog(run.engine.blueprint), self.bad_steps,
-            *callbacks, self.evaluation, WriteRow(), self.checkpoints,
+            Profile(run), self.peak, self.step_log, ExpertLog(run.engine.blueprint),
+            MultiTokenLog(run.engine.blueprint), self.bad_steps, *callbacks, self.evaluation, WriteRow(), self.checkpoints,
         ]  # fmt: skip
 
     def train(self) -> None:

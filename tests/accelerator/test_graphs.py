@@ -82,6 +82,7 @@ def check(case: Case) -> Device:
         Case(microbatches=1, zero=0, layers=1),
         Case(model="llama", dtype="bf16", microbatches=3, layers=1),
         Case(dropout=0.2, model="gpt-untied", layers=1),
+        Case(model="llama-mtp", layers=1),
     ],
     ids=str,
 )
@@ -106,7 +107,9 @@ def captured(built: Any = None, steps: int = 5, **changes: Any) -> Pretend:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"model": "llama"}, {"dropout": 0.1}, {"zero": 0}], ids=str
+    "changes",
+    [{}, {"model": "llama"}, {"model": "llama-mtp"}, {"dropout": 0.1}, {"zero": 0}],
+    ids=str,
 )
 def test_a_capture_makes_no_call_that_cuda_does_not_permit(changes: dict[str, Any]) -> None:
     device = captured(**changes)

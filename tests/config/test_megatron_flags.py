@@ -232,6 +232,11 @@ def test_the_example_of_the_page_is_a_real_one() -> None:
             f"{SHAPE} --profile --profile-step-start 4 --profile-step-end 6",
             {"log.profile-steps": "5:6"},
         ),
+        (
+            f"{LLAMA} --mtp-num-layers 2",
+            {"model.mtp-layers": "2", "model.mtp-loss": "0.1"},
+        ),
+        (f"{LLAMA} --mtp-num-layers 1 --mtp-loss-scaling-factor 0.2", {"model.mtp-loss": "0.2"}),
         (f"{SHAPE} \\\n --lr 3e-4 # peak\n --seed 7", {"optim.lr": "3e-4", "train.seed": "7"}),
     ],
 )

@@ -118,6 +118,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def test_a_preset_has_the_published_shapes(name: str) -> None:
     record = architectures.of_type(PUBLISHED[name]["model_type"])
     given = load(["--preset", name])[0].model
-    read = {**spelling.read(record, PUBLISHED[name]), "seq": given.seq}
+    # the presets train without the further layers of published models
+    read = {**spelling.read(record, PUBLISHED[name]), "seq": given.seq, "mtp_layers": 0}
     published = resolve_model(type(given).model_validate({**read, "arch": record.name}))
     assert resolve_model(given) == published

@@ -88,7 +88,7 @@ def test_training_is_that_of_the_module_on_expert_tensor_and_pipeline_ranks() ->
 
 
 def test_files_with_more_layers_than_the_model_are_refused(tmp_path: Path) -> None:
-    """As in the published folder, whose layer 61 predicts a second token."""
+    """Other than a layer of multi-token prediction, which the configuration counts."""
     from safetensors.torch import load_file, save_file
 
     theirs("plain", torch.float32).save_pretrained(tmp_path)

@@ -89,7 +89,7 @@ RULES = (
         "arch layers hidden heads kv-heads head-dim ffn vocab tied bias mlp-bias norm-eps rope-theta rope-local-theta"
         " rope-scaling partial-rotary-factor qk-norm window layer-pattern attention-softcap logit-softcap"
         " query-pre-attn-scalar experts experts-per-token expert-ffn shared-experts expert-groups groups-per-token expert-scale"
-        " dense-layers expert-every normalize-experts kv-rank query-rank nope-dim rope-dim value-dim",
+        " dense-layers expert-every normalize-experts kv-rank query-rank nope-dim rope-dim value-dim mtp-layers",
         "refused", SHAPE,
     ),
     Rule("model", "seq", "applied", "the data are divided into different windows: some text is read twice, some later"),
@@ -97,6 +97,7 @@ RULES = (
         "model", "positions", "applied",
         "changes exports only; refused with learned positions or rope-scaling, where it is part of the model",
     ),
+    Rule("model", "mtp-loss", "applied", "layers that predict further tokens count by the new coefficient"),
     Rule("model", "dropout", "applied", "takes effect from the next step on"),
     Rule("train", "steps", "applied", "the learning-rate schedule ends there"),
     Rule("train", "global-batch", "applied", "samples continue after the checkpoint's last; the learning rate is not scaled"),

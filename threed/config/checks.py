@@ -203,11 +203,11 @@ def _check_context(config: Config, heads: int, kv_heads: int) -> Iterator[str]:
 
 
 def _check_layers(config: Config) -> Iterator[str]:
-    layers, pp = config.model.layers, config.parallel.pp
+    layers, pp, further = config.model.layers, config.parallel.pp, config.model.mtp_layers
     if layers < pp:
         fix = f"use --parallel.pp of at most {layers}"
         yield f"--model.layers {layers} < --parallel.pp {pp}: a stage needs at least one layer; {fix}"
-    yield from find_partition_problems(config.parallel, layers + 2)
+    yield from find_partition_problems(config.parallel, layers + further + 2)
 
 
 def find_partition_problems(
@@ -261,12 +261,14 @@ def _check_stages(config: Config, stages: int) -> Iterator[str]:
     There must be at least as many layers as stages. A partition that lists numbers of layers must
     have one number per stage.
     """
-    p, layers = config.parallel, config.model.layers
-    if layers >= p.pp and layers + 2 < stages:  # _check_layers reports layers < pp
-        given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"
-        fix = f"use --model.layers {stages - 2} or more, or another schedule"
+    p, layers, further = config.parallel, config.model.layers, config.model.mtp_layers
+    count = layers + further + 2
+    if layers >= p.pp and count < stages:  # _check_layers reports layers < pp
+        with_further = f", --model.mtp-layers {further}" if further else ""
+        given = f"--model.layers {layers}{with_further}, with embedding and head {count}, for the {stages} stages"
+        fix = f"use --model.layers {stages - further - 2} or more, or another schedule"
         yield f"{given} of {named_stages(p, stages)}: {fix}"
-    yield from find_partition_problems(p, layers + 2, stages)
+    yield from find_partition_problems(p, count, stages)
 
 
 def _check_sequence(config: Config) -> Iterator[str]:
@@ -370,6 +372,9 @@ def find_model_problems(model: ModelConfig) -> Iterator[str]:
     yield from _check_keys(model)
     yield from _check_positions(model)
     yield from _check_choices(model)
+    if model.mtp_layers >= model.seq:
+        given = f"--model.mtp-layers {model.mtp_layers} with --model.seq {model.seq}"
+        yield f"{given}: no token is so far ahead; use at most {model.seq - 1}"
 
 
 def _check_pairs(model: ModelConfig) -> Iterator[str]:
@@ -439,7 +444,7 @@ def _check_choices(model: ModelConfig) -> Iterator[str]:
 
 def _check_export(config: Config) -> Iterator[str]:
     model, export = config.model, config.checkpoint.export_hf
-    for limit in model.layout.limits(dict(model)) if export else ():
+    for limit in model.layout.inexpressible(dict(model)) if export else ():
         yield f"{limit}: the Hugging Face layout cannot express that; leave it out, or use --checkpoint.export-hf false"
 
 

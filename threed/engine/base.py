@@ -294,7 +294,10 @@ class Engine(metaclass=_EngineType):
         """
         self.gatherer.end_forwards()
         began = time.perf_counter()
-        rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
+        rewinds = []
+        if self.optimizer.pending:
+            tallies = self.blueprint.tallies
+            rewinds = [self.extras.rewinding(), *(tally.rewinding() for tally in tallies)]
         while True:
             self.faults.clear()
             self.reducer.recover()
@@ -307,7 +310,8 @@ class Engine(metaclass=_EngineType):
                 break
             except Outdated:
                 # The previous update was wrong and has been corrected, so the step is repeated.
-                rewind()
+                for rewind in rewinds:
+                    rewind()
         self._seconds = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
         metrics = self._end_step(self._local_loss(losses, scale), tokens)

@@ -28,6 +28,7 @@ from threed.layers.latent_attention import LatentAttention
 from threed.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from threed.layers.loss import LanguageModelHead
 from threed.layers.mlp import MLP, GatedMLP, clamped_swiglu, gelu
+from threed.layers.multi_token import MultiTokenPrediction
 from threed.layers.norm import LayerNorm, RMSNorm
 from threed.layers.recompute import Recompute
 from threed.layers.routing import LossFactors, Routing
@@ -37,7 +38,7 @@ from threed.ops.block_sparse import SparseAttention
 from threed.ops.rotary import rotate
 
 __all__ = [
-    "Slicing", "MicroBatch", "PipelineLayer", "Embedding", "Block", "LanguageModelHead", "Attention",
+    "Slicing", "MicroBatch", "PipelineLayer", "Embedding", "Block", "LanguageModelHead", "MultiTokenPrediction", "Attention",
     "LatentAttention", "Causal", "attend", "SparseAttention", "BlockPattern", "DensePattern", "FixedPattern",
     "VariablePattern", "BigBirdPattern", "LongformerPattern", "FunctionPattern", "rotate", "MLP", "GatedMLP", "gelu",
     "clamped_swiglu", "MixtureOfExperts", "Routing", "LossFactors", "LayerNorm", "RMSNorm", "Dropout", "VocabEmbedding",

@@ -30,6 +30,8 @@ class Embedding(PipelineLayer):
         dropout: probability of zeroing an element.
         std: standard deviation of the initial weights.
         scale: factor of the word vectors. It is rounded to fp32, then to the vectors' dtype.
+        word: global name of the token embedding, the prefix of the name of its table. Default:
+            `name`.word.
     """
 
     context = True
@@ -41,11 +43,11 @@ class Embedding(PipelineLayer):
 
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,
-        dropout: float = 0.0, std: float = 0.02, scale: float = 1.0,
+        dropout: float = 0.0, std: float = 0.02, scale: float = 1.0, word: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.scale = name, scale
-        self.word = VocabEmbedding(f"{name}.word", vocab, hidden, slicing, std=std)
+        self.word = VocabEmbedding(word or f"{name}.word", vocab, hidden, slicing, std=std)
         self.position = (
             PositionEmbedding(f"{name}.position", positions, hidden, slicing, std=std)
             if positions

@@ -43,9 +43,9 @@ class PipelineLayer(nn.Module, Contract):
     The first layer gets x = None. The last layer returns the weighted loss of the micro-batch, or
     logits if the micro-batch has no labels.
 
-    The engine reads two optional members of submodules: a method `flops(tokens, seq)`, which
-    returns the floating-point operations of a forward (None: unknown), and `data_flags`, a tuple of
-    `slicing.Flag`s.
+    The engine reads three optional members of submodules: a method `flops(tokens, seq)`, which
+    returns the floating-point operations of a forward (None: unknown), `data_flags`, a tuple of
+    `slicing.Flag`s, and `tallies`, a tuple of `slicing.Tally`s.
     """
 
 

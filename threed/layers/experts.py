@@ -37,7 +37,7 @@ from threed.layers.linear import ReplicatedLinear
 from threed.layers.mlp import GatedMLP, gated
 from threed.layers.recompute import Recompute
 from threed.layers.routing import Losses, LossFactors, Routing, gates, losses
-from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sink_of
+from threed.layers.slicing import Flag, MicroBatch, Slicing, Tally, for_autograd, sink_of
 from threed.ops import grouped
 from threed.ops.grouped import Groups
 from threed.ops.matmul import WIDE
@@ -113,7 +113,7 @@ class MixtureOfExperts(nn.Module):
         self.experts, self.per_token, self.losses = experts, per_token, losses
         self.activation = activation
         self.limits, self.data_flags = NO_LIMITS, tuple[Flag, ...]()
-        self._sums: Tensor | None = None
+        self.tallies = Tally(), Tally()  # of loads, and of losses
         # each tensor rank routes its own tokens, so gradients of the router are partial
         self.router = _Router(
             f"{name}.router", hidden, experts, slicing, tiles=1, std=std, bias=biases, partial=True
@@ -171,14 +171,12 @@ class MixtureOfExperts(nn.Module):
         The sums are the number of tokens per expert, and both losses of the router without their
         coefficients. Sums over all ranks of a pipeline stage describe the step.
         """
-        sums, self._sums = self._sums, None
-        return sums
-
-    def _add(self, first: int, values: Tensor) -> None:
-        """Adds values to the sums that begin with number `first`."""
-        if self._sums is None:
-            self._sums = torch.zeros(self.experts + 2, dtype=torch.float64, device=values.device)
-        self._sums[first : first + len(values)] += values
+        loads, sums = (tally.take() for tally in self.tallies)
+        return (
+            loads
+            if loads is None
+            else torch.cat((loads, loads.new_zeros(2) if sums is None else sums))
+        )
 
     def flops(self, tokens: int, seq: int) -> int:
         """Returns the FLOPs of this rank's experts in a forward, if all have equally many tokens.
@@ -225,7 +223,7 @@ class MixtureOfExperts(nn.Module):
             given = logits.detach(), choices.shares, micro.weight
             found, sums = losses(self.losses, self.routing, *given)
             if torch.is_grad_enabled():  # not in the first of two forwards
-                self._add(self.experts, sums)
+                self.tallies[1].add(sums)
         if micro.training and self.bias is not None:
             mean = choices.experts.numel() / self.experts
             bias, excess = self.bias, choices.counts.to(self.bias.dtype) - mean
@@ -260,7 +258,7 @@ class MixtureOfExperts(nn.Module):
         if chosen is not None and kept is not None:
             counts = chosen.sum((0, 1))
         if micro.training:
-            self._add(0, counts)
+            self.tallies[0].add(counts)
         if chosen is not None and self.losses.aux:
             shares = self._shares(chosen.sum(0), len(scores), divided)
         return Choices(experts, counts, shares, routes)

@@ -150,6 +150,10 @@ class LanguageModelHead(PipelineLayer):
         self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 
+    def use(self, weight: nn.Parameter) -> None:
+        """Makes `weight`, an equal parameter of another module in the same layer, the projection."""
+        self.weight = weight
+
     def flops(self, tokens: int, seq: int) -> int:
         """Returns the FLOPs of a forward.
 
@@ -194,3 +198,24 @@ class LanguageModelHead(PipelineLayer):
         chunks = min(micro.loss_chunks, y.shape[0])
         loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, self.weight), head, chunks)
         return loss
+
+
+def with_loss(y: Tensor, loss: Tensor) -> Tensor:
+    """Returns y unchanged; its backward adds the gradient of a loss to that of the step's loss.
+
+    Args:
+        y: an output of the layer that computes the loss.
+        loss: a scalar, multiplied by `MicroBatch.weight`.
+    """
+    out: Tensor = _WithLoss.apply(y, loss)
+    return out
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return dy, dy.new_ones(())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from threed.config import Config
@@ -19,7 +20,7 @@ from threed.layers.context import Context
 from threed.ops import grouped, launch, sums
 from threed.ops.grouped import Groups
 from threed.ops.matmul import NATIVE, Matmul
-from threed.ops.positions import Positions
+from threed.ops.positions import IGNORED, Positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,6 +291,8 @@ class MicroBatch:
         documents: number of each token's document, int64 [b s], not decreasing along s. It always
             covers the full sequences, also with sequence parallelism. None: each sequence is one
             document.
+        full: (tokens, labels) of the full sequences, int64 [b s], if `tokens` and `labels` have only
+            the positions of this context rank; else None.
         memo: results that a layer's second forward reuses, by name, if the layer runs again in the
             backward (`--recompute.mode full`); else None. A layer stores choices here that a second
             forward must not make differently, such as the experts of each token.
@@ -304,7 +307,34 @@ class MicroBatch:
     inputs: Mapping[str, Any] | None = None
     loss_chunks: int = 1
     documents: Tensor | None = None
+    full: tuple[Tensor, Tensor] | None = None
     memo: dict[str, Any] | None = None
+
+    def ahead(self, count: int, slicing: Slicing) -> MicroBatch:
+        """Returns the micro-batch with tokens and labels that are `count` positions further.
+
+        Beyond the end of a sequence, the token is 0 and the label is ignored. A label is also
+        ignored if its token belongs to another document than the position that gets the label.
+
+        Args:
+            count: number of positions, 1 or more.
+            slicing: parallel layout.
+
+        Raises:
+            ValueError: if the micro-batch has no tokens or no labels.
+        """
+        if self.tokens is None or self.labels is None:
+            raise ValueError("the batch needs 'tokens' and 'labels', int64 [b s]")
+        tokens, labels = (self.tokens, self.labels) if self.full is None else self.full
+        length = tokens.shape[1]
+        pad = (0, min(count, length))
+        tokens = F.pad(tokens[:, count:], pad)
+        labels = F.pad(labels[:, count:], pad, value=IGNORED)
+        if self.documents is not None:
+            other = F.pad(self.documents[:, count:], pad) != self.documents
+            labels = labels.masked_fill(other, IGNORED)
+        own = slicing.context.positions(length)
+        return replace(self, tokens=own.columns(tokens), labels=own.columns(labels), full=None)
 
 
 class Flag:
@@ -342,6 +372,44 @@ class Flag:
         """Replaces the recorded state, a bool scalar or None; returns the previous state."""
         found, self._found = self._found, found
         return found
+
+
+class Tally:
+    """Sums over the tokens of this rank, for metrics of a layer.
+
+    A layer keeps its tallies in a tuple `tallies`, where the engine finds them: it takes back what
+    a layer has added in a step that is repeated.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        """Adds values [k] to the sums, in fp64.
+
+        The memory of the sums does not change, because a CUDA graph adds to a fixed address.
+        """
+        if self._sums is None:
+            self._sums = torch.zeros_like(values, dtype=torch.float64)
+        self._sums += values
+
+    def take(self) -> Tensor | None:
+        """Returns the sums since the last call, [k]; None if nothing was ever added."""
+        if self._sums is None:
+            return None
+        sums = self._sums.clone()
+        self._sums.zero_()
+        return sums
+
+    def rewinding(self) -> Callable[[], None]:
+        """Returns a function that restores the sums to their current values."""
+        before = None if self._sums is None else self._sums.clone()
+
+        def rewind() -> None:
+            if self._sums is not None:
+                self._sums.zero_() if before is None else self._sums.copy_(before)
+
+        return rewind
 
 
 class ForwardScope:

@@ -5,6 +5,8 @@ The architecture's record (`Architecture`) determines which parts the decoder's 
     model = Decoder(config.model, slicing)
     model.layers()       # embedding, blocks.0 ... blocks.l-1, head
 
+Layers of multi-token prediction are before the head, with the names blocks.l, blocks.l+1, ...
+
 Each layer is on the meta device until its pipeline stage is built.
 """
 
@@ -29,6 +31,7 @@ from threed.layers import (
     LatentAttention,
     LayerNorm,
     MixtureOfExperts,
+    MultiTokenPrediction,
     RMSNorm,
     Routing,
     Slicing,
@@ -72,20 +75,21 @@ class Decoder:
     def layers(self) -> list[nn.Module]:
         """Returns the pipeline layers, in order."""
         return [
-            self._embedding(),
+            self._embedding("embedding"),
             *(self._block(i) for i in range(self.config.layers)),
-            self._head(),
+            *(self._further(depth) for depth in range(1, self.config.mtp_layers + 1)),
+            self._head("head", "head.norm"),
         ]
 
-    def _embedding(self) -> nn.Module:
+    def _embedding(self, name: str) -> Embedding:
         c, record = self.config, self.record
         return Embedding(
-            "embedding", vocab_of(c), c.hidden, self.slicing, dropout=c.dropout, std=STD,
+            name, vocab_of(c), c.hidden, self.slicing, dropout=c.dropout, std=STD,
             positions=c.positions if record.learned_positions else None,
-            scale=math.sqrt(c.hidden) if record.scaled_embedding else 1.0,
+            scale=math.sqrt(c.hidden) if record.scaled_embedding else 1.0, word=WORD.removesuffix(".weight"),
         )  # fmt: skip
 
-    def _block(self, index: int) -> nn.Module:
+    def _block(self, index: int) -> Block:
         c, name = self.config, f"blocks.{index}"
         norms = (self._norm(f"{name}.attention_norm"), self._norm(f"{name}.mlp_norm"))
         post_norm_names = (
@@ -143,11 +147,25 @@ class Decoder:
             groups_per_token=c.groups_per_token, **self.record.routing,
         )  # fmt: skip
 
-    def _head(self) -> nn.Module:
+    def _head(self, name: str, norm: str) -> LanguageModelHead:
         c = self.config
         return LanguageModelHead(
-            "head", WORD if c.tied else "head.weight", self._norm("head.norm"), vocab_of(c), c.hidden, self.slicing,
+            name, WORD if c.tied else "head.weight", self._norm(norm), vocab_of(c), c.hidden, self.slicing,
             std=STD, softcap=c.logit_softcap or 0.0,
+        )  # fmt: skip
+
+    def _further(self, depth: int) -> nn.Module:
+        """Returns the layer of multi-token prediction of a depth, 1 or more."""
+        c, index = self.config, self.config.layers + depth - 1
+        name = f"blocks.{index}"
+        # Inference engines, for which DeepSeek published its layer, pass on hidden states after the
+        # norm of the head.
+        previous = "head.norm" if depth == 1 else f"blocks.{index - 1}.head_norm"
+        norms = (self._norm(previous), self._norm(f"{name}.hidden_norm"))
+        return MultiTokenPrediction(
+            name, c.hidden, self._embedding(f"{name}.embedding"), norms, self._norm(f"{name}.embedding_norm"),
+            self._block(index), self._head(f"{name}.head", f"{name}.head_norm"), self.slicing, depth=depth,
+            depths=c.mtp_layers, factor=c.mtp_loss, std=STD,
         )  # fmt: skip
 
     def _norm(self, name: str) -> nn.Module:

@@ -196,22 +196,27 @@ class Batches:
         if self.wrapped is not None:
             return self._for_module(self.wrapped, parts, step, scale, training)
         weight = self._weight(count_items(tensors, shifted=False), scale)
-        parts = [self._own_positions(part) for part in parts]
+        pairs = [self._own_positions(part) for part in parts]
         names = ("tokens", "labels", "samples", "documents")
         return [
             MicroBatch(
                 **{name: part.pop(name, None) for name in names},  # type: ignore[arg-type]
                 weight=weight, step=step,
-                training=training, inputs=part or None, loss_chunks=self.loss_chunks,
+                training=training, inputs=part or None, loss_chunks=self.loss_chunks, full=full,
             )
-            for part in parts
+            for part, full in pairs
         ]  # fmt: skip
 
-    def _own_positions(self, part: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns a micro-batch with this context rank's columns of 'tokens' and 'labels'."""
+    def _own_positions(
+        self, part: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
+        """Returns a micro-batch with this context rank's columns of 'tokens' and 'labels'.
+
+        The second result is `MicroBatch.full`.
+        """
         context = self.slicing.context
         if context.size == 1:
-            return part
+            return part, None
         if "tokens" not in part or part["tokens"].dim() != 2:
             raise ValueError("context parallelism needs the batch's 'tokens' [b s]")
         shape = part["tokens"].shape
@@ -223,7 +228,8 @@ class Batches:
             )
         own = context.positions(shape[1])
         names = {"tokens", "labels"} & part.keys()
-        return part | {name: own.columns(part[name]) for name in names}
+        full = None if labels is None else (part["tokens"], labels)
+        return part | {name: own.columns(part[name]) for name in names}, full
 
     def _for_module(
         self, wrapped: Wrapped, parts: Sequence[dict[str, Tensor]], step: int,

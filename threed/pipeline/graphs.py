@@ -286,7 +286,8 @@ class StaticBatch:
             if isinstance(value := getattr(micro, name), Tensor)
         }
         inputs = None if micro.inputs is None else {k: v.clone() for k, v in micro.inputs.items()}
-        self.micro = replace(micro, **tensors, step=step, inputs=inputs)
+        full = None if micro.full is None else (micro.full[0].clone(), micro.full[1].clone())
+        self.micro = replace(micro, **tensors, step=step, inputs=inputs, full=full)
         self._step, self._names = step, tuple(tensors)
 
     def fill(self, micro: MicroBatch) -> None:
@@ -295,6 +296,8 @@ class StaticBatch:
             getattr(self.micro, name).copy_(getattr(micro, name))
         for name, value in (self.micro.inputs or {}).items():
             value.copy_((micro.inputs or {})[name])
+        for static, value in zip(self.micro.full or (), micro.full or (), strict=True):
+            static.copy_(value)
         self._step.fill_(micro.step)
 
 

@@ -376,6 +376,7 @@ class Tracer:
             *(param.sink.target for param in params),  # type: ignore[attr-defined]
             *traced.buffers(),
             *vars(self.micro).values(),
+            *(self.micro.full or ()),
             *(self.micro.inputs or {}).values(),
         ]
         stage = Stage([traced], AlwaysGathered(), recomputed=for_layer_alone(recomputed, traced))

@@ -29,7 +29,7 @@ from threed.distributed.topology import SECOND, Topology
 from threed.layers.dispatch import Limits
 from threed.layers.experts import MixtureOfExperts
 from threed.layers.routing import LossFactors
-from threed.layers.slicing import Flag
+from threed.layers.slicing import Flag, Tally
 from threed.models import Model, Wrapped
 from threed.models.measured_partition import Division, stage_costs, times_by_flops
 from threed.models.pipeline_layout import PipelineLayout, partition
@@ -383,6 +383,17 @@ class Blueprint:
         return (
             [*found, self._input_flag] if sliced and self.config.recompute.mode == "full" else found
         )
+
+    @functools.cached_property
+    def tallies(self) -> list[Tally]:
+        """The tallies of this rank's layers."""
+        own = [self.layers[number] for number in dict.fromkeys(self.held)]
+        return [
+            tally
+            for layer in own
+            for module in layer.modules()
+            for tally in getattr(module, "tallies", ())
+        ]
 
     @functools.cached_property  # cached, because `is_optimistic` hashes the plan, which is slow
     def optimistic(self) -> bool:

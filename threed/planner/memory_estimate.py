@@ -137,7 +137,10 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
     """Returns a micro-batch with valid but arbitrary values, by default on the meta device."""
     rows, precision = config.train.micro_batch, config.precision
     seq = config.model.seq // model.slicing.context.size  # positions of this rank
-    ids = torch.arange(rows * seq, device=device).remainder(config.model.vocab or 1).view(rows, seq)
+    length = config.model.seq
+    all_ids = torch.arange(rows * length, device=device).remainder(config.model.vocab or 1)
+    all_ids = all_ids.view(rows, length)
+    ids = all_ids[:, :seq].contiguous()
     batch = {"tokens": ids, "labels": ids.clone(), "samples": torch.arange(rows, device=device)}
     if (own := options_of(model).example) is not None:
         casts = precision.cast_inputs
@@ -152,7 +155,10 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
     tokens, labels, samples = (batch.pop(name, None) for name in ("tokens", "labels", "samples"))
     weight = torch.full((), 1.0 / (rows * seq), dtype=torch.float64, device=device)
     chunks = config.recompute.loss_chunks
-    return MicroBatch(tokens, labels, samples, weight, inputs=batch or None, loss_chunks=chunks)
+    full = (all_ids, all_ids.clone()) if seq < length else None
+    return MicroBatch(
+        tokens, labels, samples, weight, inputs=batch or None, loss_chunks=chunks, full=full
+    )
 
 
 def _to_device(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:

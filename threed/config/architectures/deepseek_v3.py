@@ -30,6 +30,10 @@ def _or_one(count: int | None) -> int:
     return count or 1
 
 
+def _or_zero(count: int | None) -> int:
+    return count or 0
+
+
 _SHARED = (
     *record.linear(f"{HF_BLOCK}.mlp.shared_experts.gate_proj", {f"{MLP}.shared.gate": "s"}, "h"),
     *record.linear(f"{HF_BLOCK}.mlp.shared_experts.up_proj", {f"{MLP}.shared.up": "s"}, "h"),
@@ -62,6 +66,7 @@ DEEPSEEK_V3 = record.register(
                 "experts",
             ),
             *(replace(rule, needs="shared_experts") for rule in _SHARED),
+            *record.MTP,
             *record.HEAD,
         ),
         keys=(
@@ -79,7 +84,8 @@ DEEPSEEK_V3 = record.register(
             Key("topk_group", "groups_per_token", 4, _or_one),
             Key("routed_scaling_factor", "expert_scale", 2.5),
             Key("norm_topk_prob", "normalize_experts", True),
-            Key("first_k_dense_replace", "dense_layers", 3, lambda count: count or 0),
+            Key("first_k_dense_replace", "dense_layers", 3, _or_zero),
+            Key("num_nextn_predict_layers", "mtp_layers", 0, _or_zero, other="num_mtp_layers"),
         ),
         fixed={
             **record.SILU_GATES,
@@ -89,12 +95,10 @@ DEEPSEEK_V3 = record.register(
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
         },
-        written={"num_nextn_predict_layers": 0},
         accepted=record.ROUTER_LOSS
         | {
             "head_dim",
             "qk_head_dim",
-            "num_mtp_layers",
             "ep_size",
             "pretraining_tp",
             "aux_loss_alpha",

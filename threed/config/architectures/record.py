@@ -28,7 +28,7 @@ class Rule:
     In shapes, each word is a dimension, the product of its letters: h is the hidden size, a the
     number of query heads, k the number of key/value heads, d the head dimension, f the MLP width, e
     the number of experts, x the width of an expert, s the width of all shared experts, v the
-    vocabulary size, and p the number of learned positions. So "ad h" is the shape [a·d h]. With
+    vocabulary size, p the number of learned positions, and j = 2h. So "ad h" is the shape [a·d h]. With
     latent attention, q is the size of a query head, w that of a value head, u that of a head's key
     without rotary positions and its value together, r the size of the queries' latent vector, c
     that of keys and values, and g = c + the size of the rotary key.
@@ -43,6 +43,8 @@ class Rule:
             "" if every model has them.
         zeros: whether the Hugging Face layout also has the tensor, filled with zeros, in models
             without the property.
+        copy: whether the tensor is a copy of a tensor with another rule. It is written, but need not
+            be in files that are read; if it is, it must have the same values.
         live: the parameter of the model in memory that contains the tensor, if it is another than
             `hf`. Tensors with the same parameter are concatenated along dimension 0, expert by
             expert.
@@ -53,6 +55,7 @@ class Rule:
     transposed: bool = False
     needs: str = ""
     zeros: bool = False
+    copy: bool = False
     live: str = ""
     interleaved: bool = False
 
@@ -199,19 +202,32 @@ class Architecture:
                 found[key] = value({**keys, **found}) if callable(value) else value
         return found
 
+    def inexpressible(self, keys: Keys) -> Iterator[str]:
+        """Yields a description of each setting that the Hugging Face layout cannot express.
+
+        Args:
+            keys: model keys.
+        """
+        yield from self.limits(keys)
+        if keys["mtp_layers"] and not any(rule.needs == "mtp" for rule in self.rules):
+            yield f"--model.mtp-layers {keys['mtp_layers']}"
+
     def properties(self, keys: Keys, block: int) -> dict[str, bool]:
         """Returns which properties (`Rule.needs`) a block has; they determine its tensors.
 
         Args:
             keys: resolved model keys.
-            block: number of the block. Properties of the model are the same in all blocks.
+            block: number of the block. Properties of the model are the same in all blocks. The blocks
+                of multi-token prediction follow those of the model.
         """
         bias, experts = bool(keys["bias"]), self.has_experts(keys, block)
+        mtp, tied = block >= keys["layers"], bool(keys["tied"])
         return {
             "": True, "experts": experts, "dense": not experts,
             "shared_experts": experts and bool(keys["shared_experts"]),
             "query_rank": keys["query_rank"] is not None, "no_query_rank": keys["query_rank"] is None,
-            "untied": not keys["tied"], "qk_norm": self.qk_norm or keys["qk_norm"], "bias": bias,
+            "mtp": mtp, "mtp_tied": mtp and tied, "mtp_untied": mtp and not tied,
+            "untied": not tied, "qk_norm": self.qk_norm or keys["qk_norm"], "bias": bias,
             "qkv_bias": bias or self.qkv_bias, "mlp_bias": bool(keys["mlp_bias"]),
         }  # fmt: skip
 
@@ -257,7 +273,7 @@ DEFAULTS: Keys = {
 HEAD_SIZE = {
     "query_pre_attn_scalar": lambda keys: keys["head_dim"] or keys["hidden"] // keys["heads"]
 }
-ROTARY = frozenset({"rope_theta", "rope_scaling"})
+ROTARY = frozenset({"rope_theta", "rope_scaling", "mtp_layers", "mtp_loss"})  # all but GPT-2
 EXPERTS: Keys = {
     "experts": 8,
     "experts_per_token": lambda keys: min(2, keys["experts"]),
@@ -428,6 +444,22 @@ def experts(hf: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
+MTP_COPIES = {
+    "mtp": ("embed_tokens", "embedding.word"),
+    "mtp_untied": ("shared_head.head", "head"),
+    "mtp_tied": ("shared_head.head", "embedding.word"),
+}
+# the layers of multi-token prediction (`layers.MultiTokenPrediction`), besides their blocks
+MTP = (
+    *(
+        replace(one(f"{HF_BLOCK}.{hf}.weight", f"{native}.weight", "v h", needs), copy=True)
+        for needs, (hf, native) in MTP_COPIES.items()
+    ),
+    one(f"{HF_BLOCK}.enorm.weight", f"{BLOCK}.embedding_norm.weight", "h", "mtp"),
+    one(f"{HF_BLOCK}.hnorm.weight", f"{BLOCK}.hidden_norm.weight", "h", "mtp"),
+    one(f"{HF_BLOCK}.eh_proj.weight", f"{BLOCK}.join.weight", "h j", "mtp"),
+    one(f"{HF_BLOCK}.shared_head.norm.weight", f"{BLOCK}.head_norm.weight", "h", "mtp"),
+)
 HEAD = (
     one("model.norm.weight", "head.norm.weight", "h"),
     one("lm_head.weight", "head.weight", "v h", "untied"),

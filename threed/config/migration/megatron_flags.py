@@ -56,6 +56,8 @@ _KEYS: Mapping[str, tuple[str, str | Mapping[str, str]]] = {
     "max-position-embeddings": ("model.positions", "{}"),
     "rotary-base": ("model.rope-theta", "{}"),
     "norm-epsilon": ("model.norm-eps", "{}"),
+    "mtp-num-layers": ("model.mtp-layers", "{}"),
+    "mtp-loss-scaling-factor": ("model.mtp-loss", "{}"),
     "hidden-dropout": ("model.dropout", "{}"),
     "tensor-model-parallel-size": ("parallel.tp", "{}"),
     "pipeline-model-parallel-size": ("parallel.pp", "{}"),
@@ -259,7 +261,7 @@ _REFUSED: Mapping[str, str] = {
         " rotary-scaling-factor=N multi-latent-attention q-lora-rank=N kv-lora-rank=N qk-head-dim=N"
         " qk-pos-emb-head-dim=N v-head-dim=N cache-mla-latents mla-* linear-* is-hybrid-model hybrid-* heterogeneous-*"
         " spec=* experimental-attention-variant=N mamba-* dsa-* gdp-* enable-mhc-connections mhc-* use-mup mup-*",
-    "threed has no multi-token prediction": "mtp-*",
+    "each layer that predicts a further token has its own weights and the attention of the model": "mtp-*",
     "threed has no fp8 or fp4; use --bf16":
         "fp8-* fp4-* first-last-layers-bf16 num-layers-at-start-in-bf16=N num-layers-at-end-in-bf16=N"
         " te-precision-config-file=N",

@@ -179,8 +179,7 @@ def _weights(given: Given) -> Items:
     if "ffn-hidden-size" in given:
         yield Setting("model.ffn", given.text("ffn-hidden-size"), flags)
     elif gated and "hidden-size" in given:
-        ffn = int((4 * given.integer("hidden-size") * 2 / 3) / 64) * 64
-        yield Setting("model.ffn", str(ffn))
+        yield Setting("model.ffn", str(int(4 * given.integer("hidden-size") * 2 / 3) // 64 * 64))
     if "vocab-size" in given:
         yield Setting("model.vocab", given.text("vocab-size"), ("vocab-size",))
     untied = "untie-embeddings-and-output-weights"
@@ -188,6 +187,8 @@ def _weights(given: Given) -> Items:
         yield Setting("model.tied", "false", (untied,))
     elif gated:
         yield Setting("model.tied", "true")
+    if given.among("mtp-num-layers", "mtp-loss-scaling-factor") == ("mtp-num-layers",):
+        yield Setting("model.mtp-loss", "0.1")
     if "hidden-dropout" not in given:
         yield Setting("model.dropout", "0.1")
     if "attention-dropout" not in given:

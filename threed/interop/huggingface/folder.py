@@ -26,6 +26,7 @@ from torch import Tensor
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import LazyTensor, Shape, read_slabs
 from threed.checkpoint.manifest import MANIFEST
+from threed.config.architectures.record import HF_BLOCK
 from threed.core.parse import ParseError, read_json
 from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
 from threed.distributed.sharding import slices
@@ -37,6 +38,7 @@ from threed.interop.huggingface.layouts import (
     name_problems,
     native_shapes,
     too_large,
+    unequal,
 )
 from threed.zero.records import WEIGHT
 
@@ -70,7 +72,8 @@ class HFTensors(ABC):
         path: the folder or checkpoint that contains the tensors.
         config: the parsed content of config.json.
         model: the model configuration, where `seq` is the number of positions.
-        table: one entry per Hugging Face tensor, with the native tensors that it consists of.
+        table: one entry per Hugging Face tensor, with the native tensors that it consists of;
+            without copies (`Rule.copy`) that the files do not have.
         shapes: shape of each native tensor, by native name.
         parts: names of the saved parts of each native tensor (weight, exp_avg, exp_avg_sq), by
             native name.
@@ -88,13 +91,22 @@ class HFTensors(ABC):
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_files()
         self._record = self.model.layout
+        self._is_base_model = not any(name.startswith(self._record.prefix) for name in names)
+        if self.model.mtp_layers and not self._has_block(names, self.model.layers):
+            # transformers keeps the number of these layers in the configuration, but not the layers
+            self.model = self.model.model_copy(update={"mtp_layers": 0})
         if what := too_large(self.model, len(names) + self._stacked_rows(names)):
             raise CheckpointError(f"{path}: its configuration has {what}, but it has fewer tensors")
-        self.table = entries(self.model)
+        self.table = [
+            entry
+            for entry in entries(self.model)
+            if not entry.rule.copy or self._name_in_files(entry.name) in names
+        ]
         self.shapes = native_shapes(self.table)
         self.parts: dict[str, Sequence[str]] = dict.fromkeys(self.shapes, (WEIGHT,))
-        self._entries = {name: entry for entry in self.table for name, _ in entry.native}
-        self._is_base_model = not any(name.startswith(self._record.prefix) for name in names)
+        self._entries = {
+            name: entry for entry in self.table if not entry.rule.copy for name, _ in entry.native
+        }
         self._aliases: dict[str, str] = {}
         embedding = self._name_in_files(self._record.rules[0].hf)
         if self.model.tied and HEAD in names and embedding not in names:
@@ -137,20 +149,31 @@ class HFTensors(ABC):
             if name in found and found[name][0] not in DTYPES:
                 yield f"{name} in {self.path} is {plain(found[name][0])}: supported are {', '.join(DTYPES)}; dequantize it"
                 return
-        has_extra_head = self.model.tied and HEAD in found and HEAD not in wanted
-        if has_extra_head and read.keys() == wanted.keys():
-            yield from self._head_problems(found)
+        if read.keys() == wanted.keys():
+            yield from self._copy_problems(found, wanted)
 
-    def _head_problems(self, found: Mapping[str, Header]) -> Iterator[str]:
-        """Yields an error text if the files have different values for a tied head and embedding."""
+    def _copy_problems(
+        self, found: Mapping[str, Header], wanted: Mapping[str, Shape]
+    ) -> Iterator[str]:
+        """Yields an error text for each copy of a shared weight that has other values."""
         embedding = self._key(self.table[0])
-        slabs = (read_slabs(self._hf_tensor(WEIGHT, name)) for name in (HEAD, embedding))
-        same = found[HEAD] == found[embedding]
-        if not same or not all(torch.equal(*both) for both in zip(*slabs, strict=True)):
+        has_extra_head = self.model.tied and HEAD in found and HEAD not in wanted
+        if has_extra_head and not self._are_equal(HEAD, embedding, found):
             yield (
                 f"{HEAD} in {self.path} differs from {embedding}, but its configuration ties them:"
                 ' set "tie_word_embeddings" to false there, or remove the head'
             )
+        for entry in self.table:
+            if entry.rule.copy:
+                original = self._key(self._entries[entry.native[0][0]])
+                if not self._are_equal(self._key(entry), original, found):
+                    yield f"{self.path}: {unequal(entry, self.table)}; remove the tensor"
+
+    def _are_equal(self, name: str, other: str, found: Mapping[str, Header]) -> bool:
+        """Returns whether two tensors in the files have the same dtype, shape and values."""
+        slabs = (read_slabs(self._hf_tensor(WEIGHT, one)) for one in (name, other))
+        same = found[name] == found[other]
+        return same and all(torch.equal(*both) for both in zip(*slabs, strict=True))
 
     def _stacked_rows(self, names: set[str]) -> int:
         """Returns the number of experts' tensors in the files that are stacked in others."""
@@ -159,6 +182,11 @@ class HFTensors(ABC):
         return sum(shape[0] for shape in stacks if shape)
 
     # -------------------------------------------------------------------------------------------------------- names
+
+    def _has_block(self, names: set[str], block: int) -> bool:
+        """Returns whether the files have tensors of a block."""
+        prefix = self._name_in_files(f"{HF_BLOCK.replace('{i}', str(block))}.")
+        return any(name.startswith(prefix) for name in names)
 
     def _name_in_files(self, name: str) -> str:
         return name.removeprefix(self._record.prefix) if self._is_base_model else name
@@ -170,7 +198,8 @@ class HFTensors(ABC):
 
     def _ignored_buffers(self) -> set[str]:
         """Returns names of buffers that old versions of transformers saved, and threed ignores."""
-        blocks, names = map(str, range(self.model.layers)), self._record.buffers
+        blocks = map(str, range(self.model.layers + self.model.mtp_layers))
+        names = self._record.buffers
         return {
             self._name_in_files(name.replace("{i}", block)) for block in blocks for name in names
         }

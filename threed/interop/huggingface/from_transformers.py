@@ -94,7 +94,9 @@ class RebuiltDecoder(Decoder, LiveModel):
 
     def __init__(self, module: Any, slicing: Slicing) -> None:
         model = model_of(json.loads(module.config.to_json_string()))
-        Decoder.__init__(self, model.model_copy(update={"seq": default_seq(model)}), slicing)
+        # a module of transformers has no layers of multi-token prediction, whatever its configuration says
+        keys = {"seq": default_seq(model), "mtp_layers": 0}
+        Decoder.__init__(self, model.model_copy(update=keys), slicing)
         LiveModel.__init__(self, module)
         table = entries(self.config)
         self._entries = {name: entry for entry in table for name, _ in entry.native}

@@ -159,14 +159,14 @@ def entries(model: ModelConfig) -> list[Entry]:
     """
     model = resolve_model(model)
     keys, record = dict(model), model.layout
-    if limits := list(record.limits(keys)):
+    if limits := list(record.inexpressible(keys)):
         raise CheckpointError(
             f"the Hugging Face layout of {record.title} cannot express {'; nor '.join(limits)}"
         )
     letters, out = _letters(model), []
     for blocked, rules in groupby(record.rules, lambda rule: "{i}" in rule.hf):
         block = list(rules)
-        for i in range(model.layers if blocked else 1):
+        for i in range(model.layers + model.mtp_layers if blocked else 1):
             has = record.properties(keys, i)
             out += [_at(rule, i, e, letters, has) for e, rule in _by_expert(block, model.experts)]
     return [entry for entry in out if entry.in_model or entry.rule.zeros]
@@ -198,7 +198,7 @@ def _at(
 def _letters(m: ModelConfig) -> dict[str, int]:
     heads, d = m.heads, m.head_dim or m.hidden // m.heads
     k, f, v, p = m.kv_heads or heads, m.ffn or 0, m.vocab or 0, m.positions or m.seq
-    sizes = {"p": p, "h": m.hidden, "a": heads, "k": k, "d": d, "f": f, "v": v}
+    sizes = {"p": p, "h": m.hidden, "j": 2 * m.hidden, "a": heads, "k": k, "d": d, "f": f, "v": v}
     sizes |= {
         "e": m.experts or 0,
         "x": m.expert_ffn or 0,
@@ -223,11 +223,12 @@ def too_large(model: ModelConfig, tensors: int) -> str:
         model: the resolved model configuration.
         tensors: number of tensors in the files.
     """
-    keys, blocks = dict(model), range(min(model.layers, tensors + 1))
-    experts = (model.experts or 0) * sum(model.record.has_experts(keys, i) for i in blocks)
-    if max(model.layers, experts) <= tensors:
+    keys, blocks = dict(model), model.layers + model.mtp_layers
+    few = range(min(blocks, tensors + 1))
+    experts = (model.experts or 0) * sum(model.record.has_experts(keys, i) for i in few)
+    if max(blocks, experts) <= tensors:
         return ""
-    layers = counted(model.layers, "layer")
+    layers = counted(blocks, "layer")
     return f"{layers} with {counted(model.experts, 'expert')}" if model.experts else layers
 
 
@@ -308,13 +309,24 @@ def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
     embedding, head = weights.get(table[0].name), weights.get(HEAD)
     if model.tied and head is not None and embedding is not None and torch.equal(head, embedding):
         weights = {name: w for name, w in weights.items() if name != HEAD}
+    table = [entry for entry in table if entry.name in weights or not entry.rule.copy]
     wanted = {entry.name: entry.shape for entry in table}
     check_names(
         {name: tuple(w.shape) for name, w in weights.items()}, wanted, "the Hugging Face state dict"
     )
-    return {
-        name: part for entry in table for name, part in entry.split(weights[entry.name]).items()
-    }
+    found: dict[str, Tensor] = {}
+    for entry in sorted(table, key=lambda entry: entry.rule.copy):
+        for name, part in entry.split(weights[entry.name]).items():
+            if not torch.equal(found.setdefault(name, part), part):
+                raise CheckpointError(unequal(entry, table))
+    return found
+
+
+def unequal(entry: Entry, table: Sequence[Entry]) -> str:
+    """Returns the message for a copy (`Rule.copy`) with other values than the original."""
+    originals = (other for other in table if not other.rule.copy)
+    first = next(other for other in originals if other.native == entry.native)
+    return f"{entry.name} differs from {first.name}, but the model shares one weight for both"
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:
@@ -332,7 +344,7 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
     try:
         record = architectures.of_type(config.get("model_type"))
         model = resolve_model(_validated(record, spelling.read(record, config)))
-        if limits := list(model.layout.limits(dict(model))):
+        if limits := list(model.layout.inexpressible(dict(model))):
             raise ValueError(f"a {record.model_type} model cannot have {'; nor '.join(limits)}")
         if problems := list(find_model_problems(model)):
             raise ValueError("; ".join(problems))
