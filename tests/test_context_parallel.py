@@ -58,8 +58,11 @@ SPACE = Space(
 )
 
 
+CHEAPEST = 6  # the cheapest of the first seeds
+
+
 def test_every_setting_equals_one_process() -> None:
-    cases = SPACE.touching(0)
+    cases = SPACE.touching(CHEAPEST)
     for name, options in SETTINGS.items():
         assert {getattr(case, name) for case in cases} == set(options)
     run_all(cases)
