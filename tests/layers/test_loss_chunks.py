@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests import test_equivalence as equivalence
-from tests.configs import SEQ, Case, batch, config_of, engine_of, padded_to, share
+from tests.configs import Case, batch, config_of, engine_of, padded_to, share
 from tests.covering import Space, Values
 from tests.harness import run_ranks
 from tests.live import Live

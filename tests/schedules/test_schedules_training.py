@@ -30,7 +30,10 @@ MODELS = ["gpt", "qwen-tied", "llama"]
 
 
 def cases(seed: int, shapes: int = 3) -> list[Case]:
-    """Each schedule on some shapes, or on one, mostly of two stages; ZeRO's stage, recompute, model, dropout and places of state in turn."""
+    """Each schedule on some shapes, or on one, mostly of two stages.
+
+    ZeRO's stage, recompute, model, dropout and places of state take turns.
+    """
     found = []
     for turn, name in enumerate(NAMES):
         for number in range(shapes):
