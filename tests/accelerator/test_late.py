@@ -439,7 +439,7 @@ def channels_of_pairs(config: Config, name: str) -> list[tuple[int, int]]:
 
 
 EXPERT_PAIRS = Case(
-    pp=2, dp=2, ep=2, model="Biased", schedule="dualpipev", layers=3, microbatches=4
+    pp=2, dp=2, ep=2, model="Biased", schedule="dualpipev", layers=4, microbatches=4
 )
 
 
