@@ -235,8 +235,8 @@ def test_a_step_without_a_planted_fault_has_none() -> None:
 def test_context_parallelism_reads_and_mixes_nothing(model: str, heads: int) -> None:
     """On the ring, with heads, and with both; gemma2 has a window and a soft cap."""
     case = Case(
-        cp=4, cp_heads=heads, dp=2, model=model, dtype="bf16", zero=3, bucket_mib=0.03,
-        recompute="selective",
+        cp=4, cp_heads=heads, dp=2, model=model, dtype="bf16", zero=3, bucket_mib=0.03, layers=2,
+        microbatches=1, recompute="selective",
     )  # fmt: skip
     for rank in (0, 5):
         check(config_of(case), case.world, rank, waits=False)
