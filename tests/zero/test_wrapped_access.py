@@ -448,12 +448,23 @@ def train_extras(cases: list[tuple[str, bool, int]]) -> list[dict[str, Tensor]]:
     return [train_extra(Sharded, *case) for case in cases]
 
 
-def test_parameters_that_others_refer_to() -> None:
-    cases = [
-        (extra, later, stage)
-        for number, extra in enumerate(EXTRAS)
-        for later, stage in ((False, 3), (True, 3), (number % 2 == 0, 1))
-    ]
+EVERY_EXTRA = [
+    (extra, later, stage) for extra in EXTRAS for later in (False, True) for stage in (1, 3)
+]
+# under stage 1, where parameters are whole, a half of them
+SOME_EXTRAS = [
+    case
+    for case in EVERY_EXTRA
+    if case[2] == 3 or case[1] == (list(EXTRAS).index(case[0]) % 2 == 0)
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [SOME_EXTRAS, pytest.param(EVERY_EXTRA, marks=pytest.mark.grid)],
+    ids=["some", "all"],
+)
+def test_parameters_that_others_refer_to(cases: list[tuple[str, bool, int]]) -> None:
     for case, got in zip(cases, run_ranks(2, train_extras, cases, timeout=300)[0], strict=True):
         for name, right in train_extra(Plain, *case).items():
             torch.testing.assert_close(
@@ -572,10 +583,16 @@ def train_all_compiled(cases: list[tuple[int, str, str]]) -> list[dict[str, Tens
     return [train_compiled(*case) for case in cases]
 
 
-def test_compiled_modules() -> None:
+COMPILED = [(stage, how, "eager") for how in ("before", "after", "blocks") for stage in (1, 3)]
+COMPILED += [(3, "blocks", "inductor")]
+FURTHER = [(3, "after", "inductor"), (1, "blocks", "inductor")]
+
+
+@pytest.mark.parametrize(
+    "cases", [COMPILED, pytest.param(FURTHER, marks=pytest.mark.grid)], ids=["some", "others"]
+)
+def test_compiled_modules(cases: list[tuple[int, str, str]]) -> None:
     """torch.compile before and after the engine, of all and of blocks."""
-    cases = [(stage, how, "eager") for how in ("before", "after", "blocks") for stage in (1, 3)]
-    cases += [(3, "blocks", "inductor")]
     trainer = Plain(made("plain"), 0)
     for step in range(STEPS):
         trainer.backward(trainer.forward(step))
