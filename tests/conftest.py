@@ -149,7 +149,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Names the test modules that the parent of all ranks imports, and freezes objects.
+    """Names the modules that the parent of all ranks imports, and freezes objects.
 
     Otherwise each rank would import the module of its test, which takes up to 60 ms. The objects of
     all imported modules are excluded from garbage collection: they exist until the end, and a
@@ -158,6 +158,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     tests = (item for item in session.items if isinstance(item, pytest.Function))
     files = {str(item.path): None for item in tests if hasattr(item.module, "run_ranks")}
     os.environ["TESTS_WITH_RANKS"] = os.pathsep.join(files)
+    if files:
+        sys.modules["threed.testing.ranks"].preload("tests.huge_pages")  # after all other modules
     gc.freeze()
 
 

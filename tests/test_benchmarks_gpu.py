@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -388,7 +389,9 @@ GONE = {
 @pytest.mark.slow
 def test_a_switch_leaves_its_kernels_out_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_cpu, "MIN_NUMEL", 1 << 40)  # otherwise the CPU kernels would be used
-    plan = step.plan_for(0, small=True)
+    plan = replace(
+        step.plan_for(0, small=True), config=step.GPTConfig(1, 64, 4, 16, 128), batch=2, micro=1
+    )
     batch = step.reference.batches(plan.config, 1, plan.batch)[0]
     with emulated(torch_writes=True, checks=False) as machine:
         ours = step.Ours(plan, step.reference.initial_weights(plan.config), torch.device("cpu"))

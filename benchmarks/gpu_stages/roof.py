@@ -109,7 +109,7 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(stage: Stage) -> None:
-    by = 32 if stage.small else 1
+    by = 128 if stage.small else 1
     cudnn = torch.backends.cudnn.version() if stage.cuda else None
     stage.put(cudnn=cudnn, tokens=TOKENS // by)
     found: dict[str, Any] = {}

@@ -213,8 +213,10 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_replay_is_found(wrong: str) -> None:
+    # Only dropout depends on the step; its many operations take most of the time.
+    dropout = 0.2 if wrong == "the step is not filled in" else 0.0
     with WRONG[wrong], pytest.raises((AssertionError, ConfigError, RuntimeError)):
-        check(Case(dropout=0.2, layers=1))
+        check(Case(dropout=dropout, layers=1))
 
 
 def run_planted(wrong: Any, graphs: Any = True, steps: int = 4) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import pkgutil
@@ -150,7 +151,7 @@ CASES = {
     "both on the host, bf16": Case(**OFFLOADED, dtype="bf16", model="llama", recompute="cpu"),
     "everything on a drive": Case(**DRIVE, recompute="nvme"),
     "the same, layer by layer": Case(**DRIVE, recompute="nvme", order="layer", microbatches=3),
-    "recompute": Case(recompute="full", dropout=0.1),
+    "recompute": Case(recompute="full", dropout=0.1, layers=2),
     "recompute from the host": Case(recompute="cpu", dtype="fp32", model="llama"),
     "recompute in an arena": Case(recompute="half", zero=2),
 }
@@ -342,27 +343,35 @@ def found(config: Config, want: Results, seed: int, plant: Plant = nothing) -> s
         return str(error)
 
 
-@pytest.mark.parametrize(("plant", "case"), in_turns(FAULTS), ids=named)
-def test_a_planted_fault_is_found(plant: Plant, case: Case) -> None:
+@functools.cache
+def right(case: Case) -> Results:
+    """The training on the CPU, which is the same late without a fault."""
     config = config_of(case)
     with same_kernels(config):
         want = train(config)
         assert not found(config, want, 0)
+    return want
+
+
+@pytest.mark.parametrize(("plant", "case"), in_turns(FAULTS), ids=named)
+def test_a_planted_fault_is_found(plant: Plant, case: Case) -> None:
+    config, want = config_of(case), right(case)
+    with same_kernels(config):
         assert any(found(config, want, seed, plant) for seed in range(4))
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 OF_RANKS = {
-    "ZeRO 1": Case(dp=2, zero=1, bucket_mib=0.03),
-    "ZeRO 2": Case(dp=2, zero=2, bucket_mib=0.03),
+    "ZeRO 1": Case(dp=2, zero=1, bucket_mib=0.03, layers=2),
+    "ZeRO 2": Case(dp=2, zero=2, bucket_mib=0.03, layers=2),
     "ZeRO 3": Case(dp=2, zero=3, bucket_mib=0.03, prefetch=2),
     "everything on the host": Case(dp=2, **OFFLOADED, recompute="cpu"),
     "the same, layer by layer": Case(
         dp=2, **OFFLOADED, recompute="cpu", order="layer", microbatches=3
     ),
     "1F1B": Case(pp=2, microbatches=4, recompute="cpu"),
-    "pairs": Case(pp=2, schedule="dualpipev", layers=6, microbatches=8, recompute="half"),
+    "pairs": Case(pp=2, schedule="dualpipev", layers=4, microbatches=6, recompute="half"),
     "both ways": BOTH_WAYS,
     "context ranks in a ring": Case(cp=2, cp_heads=1, model="mistral", layers=2, recompute="full"),
     "context ranks that exchange heads": HEADS,
@@ -395,7 +404,7 @@ def test_training_is_the_same_on_two_ranks(name: str) -> None:
 
 # Four stages. With two blocks, one rank has the embedding and the head, which do not use the ring.
 SLICED_PAIRS = Case(pp=2, tp=2, schedule="dualpipev", layers=2, microbatches=4)
-RING_PAIRS = Case(pp=2, cp=2, cp_heads=1, schedule="dualpipev", layers=4, microbatches=4)
+RING_PAIRS = Case(pp=2, cp=2, cp_heads=1, schedule="dualpipev", layers=3, microbatches=4)
 
 
 def channels_of_pairs(config: Config, name: str) -> list[tuple[int, int]]:
@@ -448,9 +457,9 @@ def test_streams_of_a_pair_have_communicators_of_their_own(case: Case, name: str
 
 
 def test_so_it_is_with_parts_of_inputs_on_the_host() -> None:
-    config = config_of(Case(tp=2, recompute="sliced"))
+    config = config_of(Case(tp=2, recompute="sliced", layers=2))
     away = config.recompute.model_copy(update={"offload": "cpu"})
-    run_ranks(2, same_on_ranks, config.model_copy(update={"recompute": away}), range(2))
+    run_ranks(2, same_on_ranks, config.model_copy(update={"recompute": away}), range(1))
 
 
 @pytest.mark.parametrize(("plant", "case"), in_turns(FAULTS_OF_RANKS), ids=named)

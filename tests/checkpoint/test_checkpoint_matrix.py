@@ -51,7 +51,7 @@ class Place:
         return self.pp * self.dp * self.tp * self.cp
 
 
-SMALL = {"bucket_mib": 0.01}
+SMALL = {"bucket_mib": 0.03}
 PLACES = {
     "alone": Place(),
     "alone nvme": Place(sharing={"offload_optimizer": "nvme"}),

@@ -50,6 +50,8 @@ CASES = [
     Case(model="phi3", tp=2, recompute="full"),
     Case(model="mistral", tp=2, pp=2, dp=2, sequence=True, zero=3, schedule="zb-v", layers=6),
 ]  # fmt: skip
+# every model, every axis, and every kind of recomputation; the others run in the grid
+EVERYDAY = [CASES[number] for number in (0, 1, 4, 5, 6, 9, 13, 14)]
 
 
 def documents(step: int, rows: int) -> Tensor:
@@ -169,18 +171,26 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def test_packed_documents_train_as_if_alone(truths: str) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(EVERYDAY, id="some"),
+        pytest.param([c for c in CASES if c not in EVERYDAY], id="others", marks=pytest.mark.grid),
+    ],
+)
+def test_packed_documents_train_as_if_alone(cases: list[Case], truths: str) -> None:
     wrong = list[str]()
-    for shape in sorted({(case.pp, case.dp, case.cp, case.tp) for case in CASES}):
-        mine = [case for case in CASES if (case.pp, case.dp, case.cp, case.tp) == shape]
+    for shape in sorted({(case.pp, case.dp, case.cp, case.tp) for case in cases}):
+        mine = [case for case in cases if (case.pp, case.dp, case.cp, case.tp) == shape]
         for found in run_ranks(mine[0].world, compare, mine, truths, timeout=600):
             wrong += found
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("model", ["gpt", "phi3"])
-@pytest.mark.parametrize("fault", list(FAULTS)[1:])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, model: str, truths: str) -> None:
+    """And nothing without one."""
     case = next(case for case in CASES if case.model == model and case.world == 2)
     alone = replace(
         case,
@@ -194,8 +204,7 @@ def test_a_planted_fault_is_found(fault: str, model: str, truths: str) -> None:
         recompute="none",
     )
     [found] = run_ranks(1, compare, [alone], truths, fault)
-    assert any("loss" in line for line in found), found
-    assert not run_ranks(1, compare, [alone], truths)[0]
+    assert any("loss" in line for line in found) if fault != "none" else not found, found
 
 
 # ------------------------------------------------------------------------------------ every bit

@@ -79,8 +79,11 @@ def trained(case: Case) -> tuple[Engine, list[StepMetrics]]:
     return engine, metrics
 
 
+CHEAPEST = 6  # the cheapest of the first seeds
+
+
 def test_every_setting_equals_one_process_without_chunks() -> None:
-    cases = SPACE.touching(0)
+    cases = SPACE.touching(CHEAPEST)
     for name, options in SETTINGS.items():
         assert {getattr(case, name) for case in cases} >= set(options), name
     equivalence.run_all(cases, trained)

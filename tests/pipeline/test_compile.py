@@ -119,9 +119,15 @@ def compare_rounded(cases: Sequence[Case]) -> list[str]:
     return wrong
 
 
+# Windows are in OFFLOADED, other families and every pair of settings in the grid: compiling one of their cases takes 20 s.
+EVERYDAY = [
+    Case(recompute="selective", dropout=0.1, microbatches=3, layers=1),
+    Case(dp=2, zero=3, tile=3, recompute="full", microbatches=3, layers=2),
+]
+
+
 def test_every_number_is_the_same_with_every_setting() -> None:
-    """In every third case; in all of them, and by pairs of settings, in the grid."""
-    compare_in_worlds(SPACE.touching(0)[::3], compare)
+    compare_in_worlds(EVERYDAY, compare)
 
 
 DRIVE = {"zero": 3, "offload_params": "nvme", "offload_optimizer": "nvme"}

@@ -222,7 +222,7 @@ def forecasts(cases: list[Case]) -> list[Sequence[RankForecast]]:
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.grid)])
 def test_a_rank_keeps_what_the_forecast_says(schedule: str) -> None:
     """Up to messages: three that are being sent, the one just made, one in use and one that arrives."""
-    base = Case(2, 1, 2, schedule=schedule, dtype="fp32", microbatches=3, layers=6, dropout=0.1)
+    base = Case(2, 1, 2, schedule=schedule, dtype="fp32", microbatches=3, layers=4, dropout=0.1)
     modes = ["none", "full", "half", "sliced", "selective"]
     cases = [replace(base, recompute=mode) for mode in modes]
     said = forecasts(cases)

@@ -217,20 +217,19 @@ def newest(folder: Path, step: int, machine: int = 0) -> Path:
 
 def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]]) -> None:
     """Two machines with their memory; one of them with damage there; and one that gets a second beside it."""
-    same = ("same", "twice", "tensor ranks", "damaged", "a file is gone", "all damaged")
     keys = {**SLICED, "checkpoint": {"every": 5}}
-    cases: dict[str, Keys] = {
-        **dict.fromkeys(same, keys),
-        "tensor ranks": {**keys, "parallel": {"tp": 2}},
-    }
-    run_ranks(4, runs, tmp_path, cases, 4, BROKEN)
-    run_ranks(4, runs, tmp_path, {"twice": keys}, 4, BROKEN)  # again, before there was a copy
+    two_ranks = dict.fromkeys(("twice", "damaged", "a file is gone", "all damaged"), keys)
+    four_ranks: dict[str, Keys] = {"same": keys, "tensor ranks": {**keys, "parallel": {"tp": 2}}}
+    run_ranks(4, runs, tmp_path, four_ranks, 4, BROKEN)
+    run_ranks(2, runs, tmp_path, two_ranks, 2, BROKEN)
+    run_ranks(2, runs, tmp_path, {"twice": keys}, 2, BROKEN)  # again, before there was a copy
     run_ranks(2, runs, tmp_path, {"more": keys}, 2, BROKEN, 1)
     flip(next(newest(tmp_path / "damaged", 6, 1).glob("*.safetensors")))
     next(newest(tmp_path / "a file is gone", 6, 1).glob("*.safetensors")).unlink()
     for step in (5, 6):
         flip(next(newest(tmp_path / "all damaged", step).glob("*.safetensors")))
-    said = run_ranks(4, runs, tmp_path, {**cases, "more": keys}, 4)[0]
+    said = run_ranks(4, runs, tmp_path, {**four_ranks, "more": keys}, 4)[0]
+    said |= run_ranks(2, runs, tmp_path, two_ranks, 2)[0]
     two = "from the memory of 2 machines; the newest checkpoint is step 5"
     for name in ("same", "twice", "tensor ranks"):
         went_on(tmp_path / name, said[name], f"step 6 {two}", truth["one"])

@@ -21,6 +21,7 @@ from threed.schedules.simulation import peak_activations
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1)]  # pp, dp, tp
+TWO_STAGES = [shape for shape in SHAPES if shape[0] == 2]
 SHIPPED = get_args(ScheduleName)  # not what tests register
 # this follows a rule of its own
 NAMES = [name for name in SHIPPED if name not in ("gpipe", "1f1b", "2bw")]
@@ -29,11 +30,15 @@ MODELS = ["gpt", "qwen-tied", "llama"]
 
 
 def cases(seed: int, shapes: int = 3) -> list[Case]:
-    """Each schedule on some shapes; ZeRO's stage, recompute, model, dropout and places of state in turn."""
+    """Each schedule on some shapes, or on one, mostly of two stages.
+
+    ZeRO's stage, recompute, model, dropout and places of state take turns.
+    """
     found = []
     for turn, name in enumerate(NAMES):
         for number in range(shapes):
-            pp, dp, tp = SHAPES[(seed + turn + 2 * number) % 5]
+            some = SHAPES if shapes > 1 or turn < 5 else TWO_STAGES
+            pp, dp, tp = some[(seed + turn + 2 * number) % len(some)]
             at = seed + turn + number
             zero = at % 4 if dp > 1 else 1
             found.append(

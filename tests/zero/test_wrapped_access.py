@@ -321,11 +321,12 @@ EVERYTHING = [
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_uses_of_parameters(stage: int) -> None:
-    """A third of the actions, moments and kinds of parameters in turns under stage 3, else a sixth of that."""
+    """Every action; a fifth of a third of all cases under stage 3, and an eighth of a third under each other, where
+    parameters are whole."""
     in_turns = [case for n, case in enumerate(EVERYTHING) if (n // 3 + n // 18 + n) % 3 == 0]
-    below = {case.action for first in range(3) for case in in_turns[first::6]}
-    assert below == {case.action for case in in_turns[::3]} == {*ACTIONS}
-    check(in_turns[::3] if stage == 3 else in_turns[stage::6], stage)
+    below = {case.action for first in range(3) for case in in_turns[first::8]}
+    assert below == {case.action for case in in_turns[::5]} == {*ACTIONS}
+    check(in_turns[::5] if stage == 3 else in_turns[stage::8], stage)
 
 
 @pytest.mark.grid
@@ -447,10 +448,23 @@ def train_extras(cases: list[tuple[str, bool, int]]) -> list[dict[str, Tensor]]:
     return [train_extra(Sharded, *case) for case in cases]
 
 
-def test_parameters_that_others_refer_to() -> None:
-    cases = [
-        (extra, later, stage) for extra in EXTRAS for later in (False, True) for stage in (1, 3)
-    ]
+EVERY_EXTRA = [
+    (extra, later, stage) for extra in EXTRAS for later in (False, True) for stage in (1, 3)
+]
+# under stage 1, where parameters are whole, a half of them
+SOME_EXTRAS = [
+    case
+    for case in EVERY_EXTRA
+    if case[2] == 3 or case[1] == (list(EXTRAS).index(case[0]) % 2 == 0)
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [SOME_EXTRAS, pytest.param(EVERY_EXTRA, marks=pytest.mark.grid)],
+    ids=["some", "all"],
+)
+def test_parameters_that_others_refer_to(cases: list[tuple[str, bool, int]]) -> None:
     for case, got in zip(cases, run_ranks(2, train_extras, cases, timeout=300)[0], strict=True):
         for name, right in train_extra(Plain, *case).items():
             torch.testing.assert_close(
@@ -569,12 +583,16 @@ def train_all_compiled(cases: list[tuple[int, str, str]]) -> list[dict[str, Tens
     return [train_compiled(*case) for case in cases]
 
 
-def test_compiled_modules() -> None:
+COMPILED = [(stage, how, "eager") for how in ("before", "after", "blocks") for stage in (1, 3)]
+COMPILED += [(3, "blocks", "inductor")]
+FURTHER = [(3, "after", "inductor"), (1, "blocks", "inductor")]
+
+
+@pytest.mark.parametrize(
+    "cases", [COMPILED, pytest.param(FURTHER, marks=pytest.mark.grid)], ids=["some", "others"]
+)
+def test_compiled_modules(cases: list[tuple[int, str, str]]) -> None:
     """torch.compile before and after the engine, of all and of blocks."""
-    cases = [(stage, how, "eager") for how in ("before", "after", "blocks") for stage in (1, 3)]
-    cases += [
-        (stage, how, "inductor") for how, stage in (("blocks", 3), ("after", 3), ("blocks", 1))
-    ]
     trainer = Plain(made("plain"), 0)
     for step in range(STEPS):
         trainer.backward(trainer.forward(step))

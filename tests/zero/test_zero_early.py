@@ -35,7 +35,7 @@ ALL: dict[str, Any] = {
     "offload_params": "nvme",
     "order": "layer",
 }
-CASE = Case(**ALL, microbatches=4, bucket_mib=0.01, dtype="bf16", layers=2)
+CASE = Case(**ALL, microbatches=4, bucket_mib=0.02, dtype="bf16", layers=2)
 NAN = float("nan")
 
 

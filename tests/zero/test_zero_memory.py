@@ -139,17 +139,17 @@ def watch(reducer: Any, passes: int, look: Callable[[], None]) -> None:
     [(2, 0), (2, 1), (2, 2), (2, 3), pytest.param(4, 1, marks=pytest.mark.grid)],
 )
 def test_gradient_buffers_do_not_grow_with_the_model(world: int, stage: int) -> None:
-    """Eight times the blocks, as many buckets: two on their way, open ones of two kinds, what a step leaves."""
+    """Three times the blocks, as many buckets: two on their way, open ones of two kinds, what a step leaves."""
     case = Case(dp=world, zero=stage, dtype="fp32", microbatches=2)
-    for small, large in run_ranks(world, overheads, case, (2, 16), (53, 53)):
+    for small, large in run_ranks(world, overheads, case, (2, 6), (53, 53)):
         assert abs(large - small) < 2
         assert large < (4 if stage < 2 else 12)
 
 
 def test_sums_over_stages_do_not_grow_with_the_vocabulary() -> None:
-    """Eight times the rows of a tied weight: as many buckets on their way between the stages that hold it."""
+    """Four times the rows of a tied weight: as many buckets on their way between the stages that hold it."""
     case = Case(pp=2, zero=1, dtype="fp32", microbatches=2)
-    for small, large in run_ranks(2, overheads, case, (2, 2), (512, 4096)):
+    for small, large in run_ranks(2, overheads, case, (2, 2), (512, 2048)):
         assert abs(large - small) < 2
         assert large < 4
 
@@ -189,19 +189,19 @@ def test_no_more_parameters_are_whole_than_the_window(prefetch: int, pp: int) ->
 
 
 def check_no_leak(stage: int, steps: int) -> tuple[list[int], list[int], int]:
-    """Storages alive after 20 and after all steps, and how much the process has grown in the last 280: in the first 900
-    the allocator's arenas fill, by 2 to 4 MiB in 150 steps, and then no more."""
-    live = Live()
+    """Storages alive after the first 20 steps, or half of all, and after all steps, and how much the process has grown
+    in the last 280: in the first 900 the allocator's arenas fill, by 2 to 4 MiB in 150 steps, and then no more."""
+    live, first = Live(), min(20, steps // 2)
     engine = engine_of(
         config_of(Case(dp=2, zero=stage, dtype="bf16", layers=1, microbatches=1, bucket_mib=0.02))
     )
     with live:
-        for number in range(20):
+        for number in range(first):
             step(engine, number)
         gc.collect()
         before = live.settled()
-    settled = max(20, steps - 280)
-    for number in range(20, settled):
+    settled = max(first, steps - 280)
+    for number in range(first, settled):
         step(engine, number)
     rss = rss_bytes()
     for number in range(settled, steps - 1):
@@ -221,8 +221,8 @@ def test_nothing_grows_over_1200_steps(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_storage_is_left_after_40_steps(stage: int) -> None:
-    for before, after, _ in run_ranks(2, check_no_leak, stage, 40):
+def test_no_storage_is_left_after_20_steps(stage: int) -> None:
+    for before, after, _ in run_ranks(2, check_no_leak, stage, 20):
         assert after == before
 
 

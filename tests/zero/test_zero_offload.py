@@ -54,8 +54,8 @@ CASES = [
     (Case(dtype="fp32"), STATES),
     (Case(dtype="fp32", zero=2, microbatches=1), STATES),
     (Case(dp=2, dtype="fp32", zero=1), STATES),
-    (Case(dp=2, dtype="fp32", zero=2, bucket_mib=0.01), STATES),
-    (Case(dp=2, dtype="bf16", zero=3, microbatches=3, bucket_mib=0.01), STATES + PARAMS),
+    (Case(dp=2, dtype="fp32", zero=2, bucket_mib=0.03), STATES),
+    (Case(dp=2, dtype="bf16", zero=3, microbatches=3, bucket_mib=0.03), STATES + PARAMS),
     (Case(dp=2, dtype="fp16", zero=3, prefetch=2), [("nvme", "nvme"), ("cpu", "cpu")]),
     (Case(pp=2, dp=2, dtype="fp32", zero=3, microbatches=3), STATES + PARAMS),
     (
@@ -79,7 +79,7 @@ ALONE = [
     (Case(dtype="fp32", zero=3), 1e-6),
     (Case(dtype="fp64", zero=2), 1e-12),
     (Case(pp=2, tp=2, dtype="fp64", zero=3, model="qwen-tied"), 1e-12),
-    (Case(tp=2, dtype="fp32", zero=3, microbatches=1, sequence=True, bucket_mib=0.01), 1e-6),
+    (Case(tp=2, dtype="fp32", zero=3, microbatches=1, sequence=True, bucket_mib=0.03), 1e-6),
 ]
 
 
@@ -126,7 +126,7 @@ def test_no_place_and_no_recompute_changes_a_bit(shape: tuple[int, int, int], st
     """Every place of states and parameters with every recompute, clipped, with dropout, with and without accumulation;
     without data ranks slices come with offload (above)."""
     pp, dp, tp = shape
-    plain = Case(pp, dp, tp, dtype="fp32", zero=stage, dropout=0.1, bucket_mib=0.01)
+    plain = Case(pp, dp, tp, dtype="fp32", zero=stage, dropout=0.1, bucket_mib=0.03)
     places = STATES + (PARAMS if stage == 3 else [])
     for microbatches in (1, 3):
         case = replace(plain, microbatches=microbatches, sequence=tp > 1 and microbatches == 1)
@@ -196,7 +196,7 @@ def check_delayed(case: Case, truth: tuple[list[float], dict[str, Tensor]]) -> N
 
 DELAYED = [
     Case(offload_optimizer="cpu"),
-    Case(dp=2, zero=2, offload_optimizer="cpu", bucket_mib=0.01),
+    Case(dp=2, zero=2, offload_optimizer="cpu", bucket_mib=0.03),
 ]
 DELAYED += [Case(pp=2, dp=2, zero=3, offload_optimizer="cpu", offload_params="cpu", microbatches=1)]
 

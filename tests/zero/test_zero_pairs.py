@@ -46,13 +46,13 @@ def test_ties_of_more_stages_and_frozen_layers() -> None:
 # ------------------------------------------------------------------------------------------------- what each rank keeps
 
 KEPT = [
-    replace(BASE, schedule="chimera", dtype="bf16", model="qwen-tied", bucket_mib=0.01),
+    replace(BASE, schedule="chimera", dtype="bf16", model="qwen-tied", bucket_mib=0.02),
     replace(BASE, schedule="dualpipe", dtype="fp32", model="gpt-untied"),
     replace(BASE, schedule="dualpipe", dp=2, zero=0, dtype="bf16"),
-    replace(BASE, schedule="chimera", dp=2, zero=1, dtype="fp32", model="llama", bucket_mib=0.01),
+    replace(BASE, schedule="chimera", dp=2, zero=1, dtype="fp32", model="llama", bucket_mib=0.02),
     replace(BASE, schedule="chimera", dp=2, zero=2, dtype="bf16", model="gpt-untied"),
     replace(
-        BASE, schedule="dualpipe", dp=2, zero=3, dtype="bf16", model="qwen-tied", bucket_mib=0.01
+        BASE, schedule="dualpipe", dp=2, zero=3, dtype="bf16", model="qwen-tied", bucket_mib=0.02
     ),
 ]
 OFFLOADED = replace(BASE, schedule="chimera", dtype="bf16", offload_optimizer="cpu")
