@@ -123,7 +123,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "tied": True,
     },
-    "llama-mtp": {"arch": "llama", "heads": 4, "kv_heads": 2, "tied": True, "mtp_layers": 2},
+    "llama-mtp": {"arch": "llama", "heads": 4, "kv_heads": 2, "tied": True, "mtp_depth": 2},
     "mistral": {
         "arch": "mistral",
         "heads": 4,
@@ -245,7 +245,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
         "nope_dim": 6,
         "rope_dim": 4,
         "value_dim": 5,
-        "mtp_layers": 2,
+        "mtp_depth": 2,
     },
 }
 

@@ -19,8 +19,8 @@ SHAPE = {"hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32768}
 MODELS: dict[str, dict[str, Any]] = {
     "GPT": {"arch": "gpt"},
     "Llama": {"arch": "llama", "kv_heads": 4, "ffn": 2816},
-    "Qwen3-MoE": {
-        "arch": "qwen3_moe",
+    "Mixtral": {
+        "arch": "mixtral",
         "kv_heads": 4,
         "ffn": 2816,
         "experts": 8,

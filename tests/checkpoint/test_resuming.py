@@ -60,7 +60,7 @@ OTHERS = {
     "model.layer-pattern": "sf", "recompute.ops": "norm", "log.profile-steps": "2", "run.hang-timeout": "7",
     "train.time-limit": "3h", "parallel.partition": "uniform", "zero.shard-size": 1, "precision.loss-scale": 8.0,
     "parallel.cp-heads": 2,
-    "parallel.schedule": "gpipe", "model.seq": 8, "train.max-norm-spike": 7.0,
+    "parallel.schedule": "gpipe", "model.seq": 8, "train.max-norm-spike": 7.0, "experts.room": 2.0,
 }  # fmt: skip
 
 

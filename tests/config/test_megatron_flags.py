@@ -234,7 +234,7 @@ def test_the_example_of_the_page_is_a_real_one() -> None:
         ),
         (
             f"{LLAMA} --mtp-num-layers 2",
-            {"model.mtp-layers": "2", "model.mtp-loss": "0.1"},
+            {"model.mtp-depth": "2", "model.mtp-loss": "0.1"},
         ),
         (f"{LLAMA} --mtp-num-layers 1 --mtp-loss-scaling-factor 0.2", {"model.mtp-loss": "0.2"}),
         (f"{SHAPE} \\\n --lr 3e-4 # peak\n --seed 7", {"optim.lr": "3e-4", "train.seed": "7"}),

@@ -119,6 +119,6 @@ def test_a_preset_has_the_published_shapes(name: str) -> None:
     record = architectures.of_type(PUBLISHED[name]["model_type"])
     given = load(["--preset", name])[0].model
     # the presets train without the further layers of published models
-    read = {**spelling.read(record, PUBLISHED[name]), "seq": given.seq, "mtp_layers": 0}
+    read = {**spelling.read(record, PUBLISHED[name]), "seq": given.seq, "mtp_depth": 0}
     published = resolve_model(type(given).model_validate({**read, "arch": record.name}))
     assert resolve_model(given) == published

@@ -96,13 +96,13 @@ def test_files_of_transformers_lack_the_layers_that_their_configuration_counts(
     tmp_path: Path,
 ) -> None:
     module = reference(0)
-    module.config.num_mtp_layers = 1  # the default of transformers
+    module.config.num_mtp_depth = 1  # the default of transformers
     module.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
     folder = HFFolder(tmp_path)
-    assert folder.model.mtp_layers == 0
+    assert folder.model.mtp_depth == 0
     assert list(folder.problems()) == []
-    assert from_transformers(module).config.mtp_layers == 0
+    assert from_transformers(module).config.mtp_depth == 0
 
 
 def test_weights_are_converted_both_ways() -> None:
@@ -121,14 +121,14 @@ def test_weights_are_converted_both_ways() -> None:
 
 @pytest.mark.parametrize("arch", [name for name in REGISTERED if name != "deepseek_v3"])
 def test_layouts_without_these_layers_refuse_them_by_name(arch: str) -> None:
-    keys = {"arch": arch, "mtp_layers": 1, "heads": 4}
+    keys = {"arch": arch, "mtp_depth": 1, "heads": 4}
     for export in (False, True):
         config = Config.model_validate({"model": keys, "checkpoint": {"export_hf": export}})
-        found = [text for text in find_problems(config, 1) if "mtp-layers" in text]
+        found = [text for text in find_problems(config, 1) if "mtp-depth" in text]
         if arch == "gpt":
-            assert any("--model.mtp-layers 1 is for --model.arch llama" in text for text in found)
+            assert any("--model.mtp-depth 1 is for --model.arch llama" in text for text in found)
         else:
             assert len(found) == export
             assert all("the Hugging Face layout cannot express that" in text for text in found)
-    with pytest.raises(CheckpointError, match=r"cannot express .*--model\.mtp-layers 1"):
+    with pytest.raises(CheckpointError, match=r"cannot express .*--model\.mtp-depth 1"):
         entries(Config.model_validate({"model": {**keys, "vocab": 64}}).model)

@@ -116,7 +116,7 @@ class Start:
     def of(cls, kind: Kind) -> Start:
         module = kind.module
         model = model_of(json.loads(module.config.to_json_string()))
-        assert (model.mtp_layers, model.mtp_loss) == (kind.depths, FACTOR)
+        assert (model.mtp_depth, model.mtp_loss) == (kind.depths, FACTOR)
         return cls(model, hf_to_state_dict(weights(module), model))
 
 
@@ -309,7 +309,7 @@ def evaluated(truth: Truth) -> tuple[float, list[float], bool]:
     with casts(torch.float64):
         loss = float(engine.evaluate(rows))
         logits = engine.logits(rows["tokens"])
-        model = start.model.model_copy(update={"mtp_layers": 0})
+        model = start.model.model_copy(update={"mtp_depth": 0})
         names = {name for name in start.weights if not name.startswith(("blocks.2", "blocks.3"))}
         main = Start(model, {name: start.weights[name] for name in names})
         plain = engine_of(main, PLACES["alone"])
@@ -347,7 +347,7 @@ def test_checkpoints_load_in_another_topology(truths: dict[Kind, Truth], tmp_pat
 
 def log(folder: Path, names: list[str]) -> None:
     data = open_text(folder)
-    model = {"layers": 2, "arch": "llama", "kv_heads": 2, "mtp_layers": 2}
+    model = {"layers": 2, "arch": "llama", "kv_heads": 2, "mtp_depth": 2}
     for name in names:
         parallel = {key: n for key, n in PLACES[name].parallel.items() if key != "cp_heads"}
         run(
@@ -391,7 +391,7 @@ FORECASTS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_forecast_is_that_of_live_storages(world: int) -> None:
     """Within the bounds of tests/planner/test_footprint.py."""
-    size = {"arch": "llama", "kv_heads": 2, "mtp_layers": 2, **SIZE}
+    size = {"arch": "llama", "kv_heads": 2, "mtp_depth": 2, **SIZE}
     cases = []
     for ranks, changes in FORECASTS:
         if ranks == world:
@@ -410,9 +410,7 @@ def test_the_published_layer_has_its_number_of_parameters() -> None:
     """
     counts = []
     for further in ("0", "1"):
-        config = resolve(
-            load(["--preset", "deepseek-v3", "--model.mtp-layers", further])[0], 257, 1
-        )
+        config = resolve(load(["--preset", "deepseek-v3", "--model.mtp-depth", further])[0], 257, 1)
         column = Column(config, Grid(), functools.partial(models.build, config.model), 0)
         counts.append(column.parameters)
     bf16, fp8, fp32 = 3_918_786_560, 680_571_043_840, 41_555_600
@@ -428,15 +426,15 @@ def test_the_published_layer_has_its_number_of_parameters() -> None:
     ("model", "parallel", "problem"),
     [
         (
-            {"seq": 8, "mtp_layers": 8}, {},
-            "--model.mtp-layers 8 with --model.seq 8: no token is so far ahead; use at most 7",
+            {"seq": 8, "mtp_depth": 8}, {},
+            "--model.mtp-depth 8 with --model.seq 8: no token is so far ahead; use at most 7",
         ),
         (
-            {"layers": 2, "mtp_layers": 1}, {"pp": 2, "schedule": "interleaved", "chunks": 3},
-            "--model.layers 2, --model.mtp-layers 1, with embedding and head 5, for the 6 stages",
+            {"layers": 2, "mtp_depth": 1}, {"pp": 2, "schedule": "interleaved", "chunks": 3},
+            "--model.layers 2, --model.mtp-depth 1, with embedding and head 5, for the 6 stages",
         ),
         (
-            {"layers": 2, "mtp_layers": 1}, {"pp": 2, "partition": (2, 2)},
+            {"layers": 2, "mtp_depth": 1}, {"pp": 2, "partition": (2, 2)},
             "--parallel.partition 2,2 makes 4 layers: 5 are needed, embedding and head included",
         ),
     ],

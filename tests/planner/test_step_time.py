@@ -146,7 +146,7 @@ def test_attention_is_as_fast_as_measured() -> None:
 # ------------------------------------------------------------------------------------- parts and bytes
 
 
-@pytest.mark.parametrize("model", launches.MODELS)
+@pytest.mark.parametrize("model", ["GPT", "Llama"])
 def test_launches_of_a_layer_are_those_of_the_simulated_accelerator(model: str) -> None:
     """Launches and bytes follow from the traced layer; the planner keeps no separate list."""
     config, _ = launches.config_of(model, 3, 1, {})

@@ -89,7 +89,7 @@ RULES = (
         "arch layers hidden heads kv-heads head-dim ffn vocab tied bias mlp-bias norm-eps rope-theta rope-local-theta"
         " rope-scaling partial-rotary-factor qk-norm window layer-pattern attention-softcap logit-softcap"
         " query-pre-attn-scalar experts experts-per-token expert-ffn shared-experts expert-groups groups-per-token expert-scale"
-        " dense-layers expert-every normalize-experts kv-rank query-rank nope-dim rope-dim value-dim mtp-layers",
+        " dense-layers expert-every normalize-experts kv-rank query-rank nope-dim rope-dim value-dim mtp-depth",
         "refused", SHAPE,
     ),
     Rule("model", "seq", "applied", "the data are divided into different windows: some text is read twice, some later"),

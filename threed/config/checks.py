@@ -203,7 +203,7 @@ def _check_context(config: Config, heads: int, kv_heads: int) -> Iterator[str]:
 
 
 def _check_layers(config: Config) -> Iterator[str]:
-    layers, pp, further = config.model.layers, config.parallel.pp, config.model.mtp_layers
+    layers, pp, further = config.model.layers, config.parallel.pp, config.model.mtp_depth
     if layers < pp:
         fix = f"use --parallel.pp of at most {layers}"
         yield f"--model.layers {layers} < --parallel.pp {pp}: a stage needs at least one layer; {fix}"
@@ -261,10 +261,10 @@ def _check_stages(config: Config, stages: int) -> Iterator[str]:
     There must be at least as many layers as stages. A partition that lists numbers of layers must
     have one number per stage.
     """
-    p, layers, further = config.parallel, config.model.layers, config.model.mtp_layers
+    p, layers, further = config.parallel, config.model.layers, config.model.mtp_depth
     count = layers + further + 2
     if layers >= p.pp and count < stages:  # _check_layers reports layers < pp
-        with_further = f", --model.mtp-layers {further}" if further else ""
+        with_further = f", --model.mtp-depth {further}" if further else ""
         given = f"--model.layers {layers}{with_further}, with embedding and head {count}, for the {stages} stages"
         fix = f"use --model.layers {stages - further - 2} or more, or another schedule"
         yield f"{given} of {named_stages(p, stages)}: {fix}"
@@ -372,8 +372,8 @@ def find_model_problems(model: ModelConfig) -> Iterator[str]:
     yield from _check_keys(model)
     yield from _check_positions(model)
     yield from _check_choices(model)
-    if model.mtp_layers >= model.seq:
-        given = f"--model.mtp-layers {model.mtp_layers} with --model.seq {model.seq}"
+    if model.mtp_depth >= model.seq:
+        given = f"--model.mtp-depth {model.mtp_depth} with --model.seq {model.seq}"
         yield f"{given}: no token is so far ahead; use at most {model.seq - 1}"
 
 

@@ -107,7 +107,7 @@ class ModelConfig(Group):
     """elements of a query or key head with rotary positions; if not set, an even half of head-dim"""
     value_dim: Count | None = None
     """size of a value head; if not set, head-dim"""
-    mtp_layers: Natural = 0
+    mtp_depth: Natural = 0
     """layers that predict further tokens in training (multi-token prediction)"""
     mtp_loss: Positive = 0.3
     """coefficient of the mean loss of these layers, which is added to the loss that is trained"""

@@ -395,8 +395,7 @@ def all_to_all(parts: Tensor, axis: Axis) -> Tensor:
     Returns:
         The parts that the ranks sent to this rank, in rank order, [size ...].
     """
-    each = [1] * axis.size
-    return start_exchange(parts, axis, each, each).wait()
+    return start_exchange(parts, axis, each := [1] * axis.size, each).wait()
 
 
 def start_exchange(
@@ -409,7 +408,7 @@ def start_exchange(
         axis: the ranks.
         sends: number of rows for each rank.
         receives: number of rows that each rank sends to this one.
-        out: memory of the received rows, [m ...]. Default: new memory. Unused if the axis has size 1.
+        out: memory of the received rows, [m ...]; not used if the axis has size 1. Default: new memory.
 
     Returns:
         A `Pending`, whose result are the received rows, in rank order, [m ...].

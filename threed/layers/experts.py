@@ -165,6 +165,10 @@ class MixtureOfExperts(nn.Module):
         self.limits = self.limits._replace(room=2 * self.limits.room)
         return self.limits.room
 
+    def assume_load(self, load: float) -> None:
+        """Sets `assumed_load` to `load`."""
+        self.assumed_load = load
+
     def take_sums(self) -> Tensor | None:
         """Returns sums over this rank's tokens since the last call, fp64 [e + 2]; None without tokens.
 

@@ -77,7 +77,7 @@ class Decoder:
         return [
             self._embedding("embedding"),
             *(self._block(i) for i in range(self.config.layers)),
-            *(self._further(depth) for depth in range(1, self.config.mtp_layers + 1)),
+            *(self._further(depth) for depth in range(1, self.config.mtp_depth + 1)),
             self._head("head", "head.norm"),
         ]
 
@@ -165,7 +165,7 @@ class Decoder:
         return MultiTokenPrediction(
             name, c.hidden, self._embedding(f"{name}.embedding"), norms, self._norm(f"{name}.embedding_norm"),
             self._block(index), self._head(f"{name}.head", f"{name}.head_norm"), self.slicing, depth=depth,
-            depths=c.mtp_layers, factor=c.mtp_loss, std=STD,
+            depths=c.mtp_depth, factor=c.mtp_loss, std=STD,
         )  # fmt: skip
 
     def _norm(self, name: str) -> nn.Module:

@@ -44,5 +44,5 @@ def with_load(layer: nn.Module, load: float) -> nn.Module:
     layer = copy.deepcopy(layer)
     for part in layer.modules():
         if isinstance(part, MixtureOfExperts):
-            part.assumed_load = load
+            part.assume_load(load)
     return layer

@@ -209,8 +209,8 @@ class Architecture:
             keys: model keys.
         """
         yield from self.limits(keys)
-        if keys["mtp_layers"] and not any(rule.needs == "mtp" for rule in self.rules):
-            yield f"--model.mtp-layers {keys['mtp_layers']}"
+        if keys["mtp_depth"] and not any(rule.needs == "mtp" for rule in self.rules):
+            yield f"--model.mtp-depth {keys['mtp_depth']}"
 
     def properties(self, keys: Keys, block: int) -> dict[str, bool]:
         """Returns which properties (`Rule.needs`) a block has; they determine its tensors.
@@ -273,7 +273,7 @@ DEFAULTS: Keys = {
 HEAD_SIZE = {
     "query_pre_attn_scalar": lambda keys: keys["head_dim"] or keys["hidden"] // keys["heads"]
 }
-ROTARY = frozenset({"rope_theta", "rope_scaling", "mtp_layers", "mtp_loss"})  # all but GPT-2
+ROTARY = frozenset({"rope_theta", "rope_scaling", "mtp_depth", "mtp_loss"})  # all but GPT-2
 EXPERTS: Keys = {
     "experts": 8,
     "experts_per_token": lambda keys: min(2, keys["experts"]),

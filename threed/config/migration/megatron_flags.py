@@ -56,7 +56,7 @@ _KEYS: Mapping[str, tuple[str, str | Mapping[str, str]]] = {
     "max-position-embeddings": ("model.positions", "{}"),
     "rotary-base": ("model.rope-theta", "{}"),
     "norm-epsilon": ("model.norm-eps", "{}"),
-    "mtp-num-layers": ("model.mtp-layers", "{}"),
+    "mtp-num-layers": ("model.mtp-depth", "{}"),
     "mtp-loss-scaling-factor": ("model.mtp-loss", "{}"),
     "hidden-dropout": ("model.dropout", "{}"),
     "tensor-model-parallel-size": ("parallel.tp", "{}"),

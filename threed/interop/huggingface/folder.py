@@ -92,9 +92,9 @@ class HFTensors(ABC):
         names = self._open_files()
         self._record = self.model.layout
         self._is_base_model = not any(name.startswith(self._record.prefix) for name in names)
-        if self.model.mtp_layers and not self._has_block(names, self.model.layers):
+        if self.model.mtp_depth and not self._has_block(names, self.model.layers):
             # transformers keeps the number of these layers in the configuration, but not the layers
-            self.model = self.model.model_copy(update={"mtp_layers": 0})
+            self.model = self.model.model_copy(update={"mtp_depth": 0})
         if what := too_large(self.model, len(names) + self._stacked_rows(names)):
             raise CheckpointError(f"{path}: its configuration has {what}, but it has fewer tensors")
         self.table = [
@@ -198,7 +198,7 @@ class HFTensors(ABC):
 
     def _ignored_buffers(self) -> set[str]:
         """Returns names of buffers that old versions of transformers saved, and threed ignores."""
-        blocks = map(str, range(self.model.layers + self.model.mtp_layers))
+        blocks = map(str, range(self.model.layers + self.model.mtp_depth))
         names = self._record.buffers
         return {
             self._name_in_files(name.replace("{i}", block)) for block in blocks for name in names

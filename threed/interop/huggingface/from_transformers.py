@@ -95,7 +95,7 @@ class RebuiltDecoder(Decoder, LiveModel):
     def __init__(self, module: Any, slicing: Slicing) -> None:
         model = model_of(json.loads(module.config.to_json_string()))
         # a module of transformers has no layers of multi-token prediction, whatever its configuration says
-        keys = {"seq": default_seq(model), "mtp_layers": 0}
+        keys = {"seq": default_seq(model), "mtp_depth": 0}
         Decoder.__init__(self, model.model_copy(update=keys), slicing)
         LiveModel.__init__(self, module)
         table = entries(self.config)

@@ -166,7 +166,7 @@ def entries(model: ModelConfig) -> list[Entry]:
     letters, out = _letters(model), []
     for blocked, rules in groupby(record.rules, lambda rule: "{i}" in rule.hf):
         block = list(rules)
-        for i in range(model.layers + model.mtp_layers if blocked else 1):
+        for i in range(model.layers + model.mtp_depth if blocked else 1):
             has = record.properties(keys, i)
             out += [_at(rule, i, e, letters, has) for e, rule in _by_expert(block, model.experts)]
     return [entry for entry in out if entry.in_model or entry.rule.zeros]
@@ -223,7 +223,7 @@ def too_large(model: ModelConfig, tensors: int) -> str:
         model: the resolved model configuration.
         tensors: number of tensors in the files.
     """
-    keys, blocks = dict(model), model.layers + model.mtp_layers
+    keys, blocks = dict(model), model.layers + model.mtp_depth
     few = range(min(blocks, tensors + 1))
     experts = (model.experts or 0) * sum(model.record.has_experts(keys, i) for i in few)
     if max(blocks, experts) <= tensors:
