@@ -81,6 +81,24 @@ def test_the_peak_of_the_busiest_rank_is_forecast(world: int) -> None:
         assert forecast.with_imbalance(1.0).peak == max(r.bytes["peak"] for r in forecast.ranks)
 
 
+def test_the_peak_with_a_room_is_forecast() -> None:
+    """It does not depend on the load, and is larger than without a room."""
+    groups = {"model": MODEL, "parallel": {"ep": 2}, "train": {"global_batch": 16}}
+    configs = [
+        config_of(2, experts={"room": room, "capacity": capacity, "aux_loss": 0.01}, **groups)
+        for room, capacity in ((0.0, 0.0), (1.75, 0.0), (1.75, 1.5))
+    ]
+    measured = run_ranks(2, measure_all, configs, [1.0, 1.5], timeout=1800)
+    peaks = []
+    for number, config in enumerate(configs):
+        peaks.append(max(rank.bytes["peak"] for rank in Forecast.of(config, 2).ranks))
+        for place in range(2) if number else range(1):
+            most = max(rank[number][place] for rank in measured)
+            print(f"{config.experts} {peaks[-1]:,} for {most:,}")
+            assert -0.03 <= peaks[-1] / most - 1 <= 0.05
+    assert peaks[1] > 1.1 * peaks[0]
+
+
 def test_models_without_expert_ranks_have_no_imbalance() -> None:
     made = Forecast.of(config_of(2, model=MODEL, train={"global_batch": 8}), 2)
     assert made.with_imbalance(2.0) is None

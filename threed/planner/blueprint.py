@@ -220,7 +220,6 @@ class Blueprint:
         wrapped, stages = model if isinstance(model, Wrapped) else None, pipeline.layout
         ties = stages.ties([names(layer) for layer in layers])
         overs = set() if wrapped else dealt_over(layers)
-        _set_up_experts(config, layers, overs)
         axes = {
             name for over in (None, *overs) for name in setup.shard_axes(config, topology, over)
         }
@@ -416,20 +415,22 @@ class Blueprint:
         )
 
 
-def _set_up_experts(config: Config, layers: Sequence[nn.Module], overs: set[str]) -> None:
+def set_up_experts(config: Config, layers: Sequence[nn.Module], wrapped: bool = False) -> None:
     """Sets the losses of all routers, and the limits of all experts' rows.
+
+    Call it before layers are traced, because both need memory.
 
     Args:
         config: the configuration, with the keys `experts` and `parallel.ep`.
         layers: all layers of the model.
-        overs: all values of `ShardSpec.over` in the model.
+        wrapped: whether they are a wrapped module, which cannot have expert ranks.
 
     Raises:
         ConfigError: if keys ask for experts that the model does not have.
     """
     factors, ep = LossFactors(config.experts.aux_loss, config.experts.z_loss), config.parallel.ep
     found = [p for layer in layers for p in layer.modules() if isinstance(p, MixtureOfExperts)]
-    if ep > 1 and not overs:
+    if ep > 1 and (wrapped or not dealt_over(layers)):
         raise ConfigError([f"--parallel.ep {ep}: this model has no experts; use --parallel.ep 1"])
     limits = Limits(config.experts.room, config.experts.capacity)
     if any((*factors, *limits)) and not found:

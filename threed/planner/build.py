@@ -12,7 +12,7 @@ from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.models import Model, Wrapped, options_of
 from threed.models.check import check
-from threed.planner.blueprint import Blueprint, Pipeline
+from threed.planner.blueprint import Blueprint, Pipeline, set_up_experts
 from threed.planner.layer_times import cut_by_times
 from threed.planner.memory_estimate import decide_order, flops
 
@@ -46,6 +46,7 @@ def draw(
     layers = model.layers()
     if not wrapped:
         check(layers, model.slicing, topology)
+    set_up_experts(config, layers, wrapped)
     config = decide_order(config, model, layers, topology)
     costs = partial(_costs, model, layers, topology, config)
     divide = partial(cut_by_times, model, layers, config, topology, costs)

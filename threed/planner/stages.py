@@ -18,7 +18,7 @@ from threed.models.check import find_missing_records
 from threed.models.measured_partition import Division, LayerBytes, stage_costs, times_by_flops
 from threed.pipeline.activation_checkpointing import enable, fully_recomputed, recomputed_layers
 from threed.pipeline.trace import LayerCost, TraceError
-from threed.planner.blueprint import Blueprint, Pipeline, step_plan
+from threed.planner.blueprint import Blueprint, Pipeline, set_up_experts, step_plan
 from threed.planner.imbalance import with_load
 from threed.planner.layer_times import division as divided
 from threed.planner.layer_times import layer_times, max_over_ranks, trace_layer_bytes
@@ -52,6 +52,7 @@ class Column:
             self._prepare_module(self.model)
         elif problems := list(find_missing_records(self.layers)):
             raise ConfigError(problems)
+        set_up_experts(config, self.layers, isinstance(self.model, models.Wrapped))
         self.shapes = tuple(
             tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers
         )

@@ -180,9 +180,12 @@ def step_time(
         flops: FLOPs of the model per step and device, without recomputation.
     """
     next_stage = device.link(grid.ranks(0, "pp")[:2])
-    rings = blueprints[0].model.slicing.context.ring.size
+    rings, reads = (
+        blueprints[0].model.slicing.context.ring.size,
+        not blueprints[0].config.experts.room,
+    )
     layers = [
-        max((_layer(device, cost, rings) for cost in same), key=lambda parts: parts[0].total)
+        max((_layer(device, cost, rings, reads) for cost in same), key=lambda parts: parts[0].total)
         for same in zip(*columns, strict=True)
     ]
     pipeline = blueprints[0].pipeline
@@ -229,7 +232,7 @@ def _data_link(device: Device, blueprint: Blueprint) -> LinkRate:
     return LinkRate(rate, max(link.latency for link, _ in links))
 
 
-def _layer(device: Device, cost: LayerCost, ring: int) -> tuple[_Parts, LayerTimes]:
+def _layer(device: Device, cost: LayerCost, ring: int, reads: bool) -> tuple[_Parts, LayerTimes]:
     """Returns the parts of a layer's time for a micro-batch, and the times of its actions.
 
     Args:
@@ -237,8 +240,10 @@ def _layer(device: Device, cost: LayerCost, ring: int) -> tuple[_Parts, LayerTim
         cost: cost of the layer.
         ring: number of ranks of a ring of context parallelism. A hop computes half of the pairs
             (`layers.context`), and the trace has all of them.
+        reads: whether the host reads the numbers of rows for experts (not with `--experts.room`).
     """
     passes = [[_half(one) for one in some] if ring > 1 else list(some) for some in cost.operations]
+    passes = [[replace(one, read=one.read and reads) for one in some] for some in passes]
     (forward, lead), (backward, _) = (_parts(device, operations) for operations in passes)
     if lead < inf:  # the host also reads in the layer before
         forward, _ = _parts(device, passes[0], lead)
