@@ -78,12 +78,63 @@ def test_a_rule_reads_every_combined_flag() -> None:
         f"{LLAMA} {full} --use-rope-scaling --use-megatron-fsdp --optimizer lion",
         f"{RUN} --use-torch-fsdp2 --tensor-model-parallel-size 2 --group-query-attention",
         f"{RUN} --lr-decay-style WSD",
+        f"{LLAMA} --num-experts 8 --qk-layernorm --disable-bias-linear",
     ):
         values, _ = split(text)
         for rule in RULES:
             with contextlib.suppress(ValueError):
                 list(rule(Given(Recording(values, read), 2)))
     assert {flag.name for flag in FLAGS.values() if flag.kind == "combined"} <= read
+
+
+EXPERTS = f"{LLAMA} --disable-bias-linear --num-experts 8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "arch", "settings"),
+    [
+        (
+            "--expert-model-parallel-size 2 --moe-router-topk 3 --moe-grouped-gemm", "mixtral",
+            {"model.experts": "8", "model.experts-per-token": "3", "parallel.ep": "2"},
+        ),
+        (
+            "--moe-ffn-hidden-size 64 --moe-z-loss-coeff 1e-3", "mixtral",
+            {"model.experts-per-token": "2", "model.ffn": "64", "experts.z-loss": "1e-3"},
+        ),
+        (
+            (
+                "--qk-layernorm --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 128"
+                " --moe-layer-freq ([0]*1+[1]*3) --moe-router-pre-softmax"
+                " --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
+            ), "qwen3_moe",
+            {
+                "model.expert-ffn": "64", "model.shared-experts": "2", "model.dense-layers": "1",
+                "model.normalize-experts": "false", "experts.aux-loss": "0.01",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_flags_of_experts(flags: str, arch: str, settings: dict[str, str]) -> None:
+    found = translate(f"{EXPERTS} {flags}", 2)
+    assert found.problems == ()
+    assert found.arch == arch
+    assert {s.key: s.value for s in found.settings}.items() >= settings.items()
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--moe-aux-loss-coeff 1e-2", "within each sequence; use seq_aux_loss"),
+        ("--moe-router-pre-softmax", "translates Mixtral, and Qwen3-MoE"),
+        ("--qk-layernorm --moe-layer-freq 2", "or use --model.expert-every"),
+        ("--moe-shared-expert-intermediate-size 64", "in a model with --qk-layernorm"),
+        ("biases", "add --disable-bias-linear"),
+    ],
+)
+def test_flags_of_experts_that_are_not_translated(flags: str, problem: str) -> None:
+    text = EXPERTS.replace("--disable-bias-linear", "") if flags == "biases" else EXPERTS
+    options = "" if flags == "biases" else flags
+    assert any(problem in line for line in translate(f"{text} {options}").problems)
 
 
 @pytest.mark.parametrize("name", [name for name in FLAGS if FLAGS[name].kind == "refused"])
@@ -395,8 +446,8 @@ def test_what_a_plan_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "gpt", "--from-megatron=--bf16"], "gpt: the flags of Megatron-LM determine the"),
         (["train", "--from-megatron", "--bf16"], "it is an option of threed plan"),
         (
-            ["plan", "--from-megatron", "--num-experts 8 --bf16"],
-            "--num-experts 8: experts are not translated",
+            ["plan", "--from-megatron", "--moe-expert-capacity-factor 1 --bf16"],
+            "--moe-expert-capacity-factor 1: use the keys of threed",
         ),
     ):
         assert main(words) == 2

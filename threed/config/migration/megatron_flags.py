@@ -62,6 +62,9 @@ _KEYS: Mapping[str, tuple[str, str | Mapping[str, str]]] = {
     "tensor-model-parallel-size": ("parallel.tp", "{}"),
     "pipeline-model-parallel-size": ("parallel.pp", "{}"),
     "context-parallel-size": ("parallel.cp", "{}"),
+    "num-experts": ("model.experts", "{}"),
+    "expert-model-parallel-size": ("parallel.ep", "{}"),
+    "moe-z-loss-coeff": ("experts.z-loss", "{}"),
     "loss-scale": ("precision.loss-scale", "{}"),
     "micro-batch-size": ("train.micro-batch", "{}"),
     "global-batch-size": ("train.global-batch", "{}"),
@@ -129,6 +132,13 @@ _COMBINED: Mapping[str, tuple[str, str]] = {
     "reset-position-ids": ("", "data.packing"),
     "reset-attention-mask": ("", "data.packing"),
     "eod-mask-loss": ("", "data.packing"),
+    "moe-router-topk": ("N", "model.experts-per-token"),
+    "moe-router-pre-softmax": ("", "model.normalize-experts"),
+    "moe-ffn-hidden-size": ("N", "model.ffn model.expert-ffn"),
+    "moe-shared-expert-intermediate-size": ("N", "model.shared-experts"),
+    "moe-layer-freq": ("N", "model.dense-layers"),
+    "moe-router-load-balancing-type": ("N", "experts.aux-loss"),
+    "moe-aux-loss-coeff": ("N", "experts.aux-loss"),
     "use-distributed-optimizer": ("", "zero.stage"),
     "use-torch-fsdp2": ("", "zero.stage"),
     "use-megatron-fsdp": ("", "zero.stage"),
@@ -236,6 +246,11 @@ _UNUSED: Mapping[str, str] = {
     "norms store their weights without an offset; training is the same": "apply-layernorm-1p",
     "master weights and optimizer states are always fp32": "use-precision-aware-optimizer",
     "it applies only to the options of experts": "no-weight-decay-cond-type=N",
+    "experts are not sharded over tensor ranks": "expert-tensor-parallel-size=N",
+    "threed chooses the kernels and messages of experts itself":
+        "moe-grouped-gemm moe-use-legacy-grouped-gemm moe-token-dispatcher-type=N moe-permute-fusion"
+        " moe-router-fusion moe-aux-loss-fusion moe-shared-expert-overlap overlap-moe-expert-parallel-comm",
+    "the router always computes in fp32 or wider": "moe-router-dtype=N",
 }  # fmt: skip
 _CUSTOM = "write a custom model (FILE.py:MODEL)"
 _KINDS = f"the built-in models are GPT-2 and Llama with their variants; {_CUSTOM}"
@@ -243,9 +258,8 @@ _FP32 = "master weights and optimizer states are fp32"
 _STD = f"initial weights have a standard deviation of 0.02; {_CUSTOM}"
 # Flags of features that threed does not have, by what to use instead. Names are written as in `_UNUSED`.
 _REFUSED: Mapping[str, str] = {
-    "experts are not translated; use --model.arch mixtral or qwen3_moe, --model.experts and --parallel.ep":
-        "num-experts=N expert-model-parallel-size=N moe-* expert-tensor-* overlap-moe-expert-parallel-comm ep-*"
-        " use-grouped-gemm-* overlap-dispatch-backward-with-experts-wgrad",
+    "use the keys of threed: --model.expert…, --experts… and --parallel.ep":
+        "moe-* ep-* use-grouped-gemm-* overlap-dispatch-backward-with-experts-wgrad",
     "threed chooses how context ranks communicate, or takes --parallel.cp-heads N; use --context-parallel-size":
         "hierarchical-context-parallel-sizes=N… hybrid-context-parallel cp-comm-type=N… max-seqlen-per-dp-cp-rank=N",
     "attention probabilities have no dropout; use --attention-dropout 0": "attention-dropout=N",
@@ -310,7 +324,6 @@ _REFUSED: Mapping[str, str] = {
 }  # fmt: skip
 # Values with which a flag of `_REFUSED` has no effect.
 _HARMLESS: Mapping[str, tuple[str, ...]] = {
-    "num-experts": ("0",), "expert-model-parallel-size": ("1",),
     "attention-dropout": ("0", "0.0"), "init-method-std": ("0.02",), "embedding-init-method-std": ("0.02",),
     "softmax-type": ("vanilla",), "main-grads-dtype": ("fp32",), "main-params-dtype": ("fp32",),
     "exp-avg-dtype": ("fp32",), "exp-avg-sq-dtype": ("fp32",), "optimizer-offload-fraction": ("1", "1.0"),

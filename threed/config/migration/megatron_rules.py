@@ -135,6 +135,8 @@ def _architecture(given: Given) -> Items:
         )
     if arch == "llama":
         arch = _variant(given)
+    if "num-experts" in given:
+        arch = _with_experts(given, arch)
     yield Setting("model.arch", arch, given.among(*_SHAPES))
     if "window-size" in given:
         yield Setting("model.window", _window(given), ("window-size",))
@@ -165,6 +167,67 @@ def _variant(given: Given) -> str:
     return "mistral" if "window-size" in given else "llama"
 
 
+def _with_experts(given: Given, arch: str) -> str:
+    """Returns the architecture of a model with experts; `arch` is the one without them."""
+    special = given.among("qk-layernorm", "moe-router-pre-softmax", "moe-layer-freq")
+    if arch == "llama" and "qk-layernorm" in given:
+        return "qwen3_moe"
+    if arch in ("llama", "mistral") and not special:
+        return "mixtral"
+    fix = "threed translates Mixtral, and Qwen3-MoE (--qk-layernorm); write a custom model"
+    raise Untranslatable(f"--num-experts: {fix}, or use the keys of threed")
+
+
+def _experts(given: Given) -> Items:
+    kinds, factors = "moe-router-load-balancing-type", "moe-aux-loss-coeff"
+    flags = [flag for flag in given.values if flag.startswith("moe-") and flag in FLAGS]
+    if "num-experts" not in given:
+        yield from (Unused(flag, "it needs --num-experts") for flag in flags)
+        return
+    topk, shared = "moe-router-topk", "moe-shared-expert-intermediate-size"
+    yield Setting("model.experts-per-token", given.text(topk, "2"), given.among(topk))
+    width = "moe-ffn-hidden-size"
+    if "qk-layernorm" in given:
+        own = given.text(width, given.text("ffn-hidden-size"))
+        if own:
+            yield Setting("model.expert-ffn", own, given.among(width))
+        pre = given.among("moe-router-pre-softmax")
+        yield Setting("model.normalize-experts", "false" if pre else "true", pre)
+        yield from _dense_layers(given)
+    if shared in given:
+        yield from _shared_experts(given, shared, width)
+    kind, factor = given.text(kinds, "aux_loss"), given.number(factors, 0.0)
+    if factor and kind not in ("seq_aux_loss", "none"):
+        fix = "threed balances experts within each sequence; use seq_aux_loss"
+        raise Untranslatable(f"--{kinds} {kind}: {fix}")
+    used = given.among(kinds, factors)
+    if used:
+        yield Setting("experts.aux-loss", f"{factor:g}" if kind == "seq_aux_loss" else "0", used)
+
+
+def _dense_layers(given: Given) -> Items:
+    """Yields the number of first blocks without experts."""
+    name = "moe-layer-freq"
+    text = given.text(name, "1").replace(" ", "")
+    found = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?", text)
+    if text != "1" and found is None:
+        fix = 'threed translates 1, and patterns such as "([0]*3+[1]*58)"'
+        raise Untranslatable(f"--{name} {text}: {fix}; or use --model.expert-every")
+    yield Setting("model.dense-layers", found[1] if found else "0", given.among(name))
+
+
+def _shared_experts(given: Given, shared: str, width: str) -> Items:
+    """Yields the number of shared experts, each as wide as another expert."""
+    each = given.integer(width, given.integer("ffn-hidden-size"))
+    count, rest = divmod(given.integer(shared), each)
+    if rest or "qk-layernorm" not in given:
+        fix = (
+            f"must be a multiple of {each}, the width of an expert, in a model with --qk-layernorm"
+        )
+        raise Untranslatable(f"--{shared} {given.text(shared)}: {fix}")
+    yield Setting("model.shared-experts", str(count), (shared,))
+
+
 def _window(given: Given) -> str:
     """Returns the number of positions of a sliding window, including the query's own."""
     sizes = re.fullmatch(r"\(?(\d+),\s*0\)?", given.text("window-size"))
@@ -176,7 +239,10 @@ def _window(given: Given) -> str:
 
 def _weights(given: Given) -> Items:
     gated, flags = "swiglu" in given, ("ffn-hidden-size",)
-    if "ffn-hidden-size" in given:
+    width = "moe-ffn-hidden-size"
+    if width in given and "num-experts" in given and "qk-layernorm" not in given:
+        yield Setting("model.ffn", given.text(width), given.among("ffn-hidden-size", width))
+    elif "ffn-hidden-size" in given:
         yield Setting("model.ffn", given.text("ffn-hidden-size"), flags)
     elif gated and "hidden-size" in given:
         yield Setting("model.ffn", str(int(4 * given.integer("hidden-size") * 2 / 3) // 64 * 64))
@@ -198,6 +264,9 @@ def _weights(given: Given) -> Items:
 
 def _biases(given: Given) -> Items:
     without = "disable-bias-linear" in given
+    if "num-experts" in given:
+        yield from _biases_with_experts(given)
+        return
     plain = "swiglu" not in given or _variant(given) == "llama"
     if without and plain:
         yield Setting("model.bias", "false", ("disable-bias-linear",))
@@ -207,6 +276,16 @@ def _biases(given: Given) -> Items:
         yield Setting("model.bias", "true")
     if "qk-layernorm" in given:
         yield Setting("model.qk-norm", "true", ("qk-layernorm",))
+
+
+def _biases_with_experts(given: Given) -> Items:
+    if "disable-bias-linear" not in given:
+        raise Untranslatable("--num-experts: experts have no biases; add --disable-bias-linear")
+    if "qk-layernorm" in given:
+        yield Setting("model.bias", "false", ("disable-bias-linear",))
+        yield Unused("qk-layernorm", "the architecture has norms of query and key heads")
+    else:
+        yield Unused("disable-bias-linear", "the architecture has no biases in linear layers")
 
 
 def _attention(given: Given) -> Items:
@@ -497,7 +576,7 @@ def _profile(given: Given) -> Items:
 
 
 RULES: tuple[Callable[[Given], Items], ...] = (
-    _architecture, _weights, _biases, _attention, _pipeline, _tensor, _sharding, _recomputation, _steps, _warmup,
+    _architecture, _weights, _experts, _biases, _attention, _pipeline, _tensor, _sharding, _recomputation, _steps, _warmup,
     _schedule, _betas, _data, _tokenizer, _checkpoints, _profile,
 )  # fmt: skip
 """All rules."""
