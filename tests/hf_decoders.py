@@ -45,7 +45,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
         "v_head_dim": 5, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
-        "moe_intermediate_size": 20, "first_k_dense_replace": 1, "num_mtp_depth": 0,
+        "moe_intermediate_size": 20, "first_k_dense_replace": 1, "num_mtp_layers": 0,
     },
     "deepseek_v2": {
         "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,

@@ -22,7 +22,7 @@ preload("tests.mtp_reference")
 
 def reference(depths: int, **changes: Any) -> Any:
     """Returns a module of `transformers` with further layers, which its own forward ignores."""
-    module = make("deepseek_v3", num_mtp_depth=depths, num_hidden_layers=2, **changes)
+    module = make("deepseek_v3", num_mtp_layers=depths, num_hidden_layers=2, **changes)
     config, draw = module.config, torch.Generator().manual_seed(2)
     for depth in range(depths):
         layer = v3.DeepseekV3DecoderLayer(config, config.num_hidden_layers + depth)
@@ -126,7 +126,7 @@ def train_plainly(module: Any, packed: bool = False) -> tuple[Trained, list[floa
 
     `Trained.losses` are those of the main model.
     """
-    params, depths = list(module.train().parameters()), module.config.num_mtp_depth
+    params, depths = list(module.train().parameters()), module.config.num_mtp_layers
     groups = [
         {"params": [p for p in params if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays}
         for decays in (True, False)

@@ -167,7 +167,7 @@ def test_folders_are_converted_both_ways_without_a_change(
 def test_absent_keys_have_the_defaults_of_transformers(kind: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    full = CONFIG_MAPPING[kind](num_experts_per_tok=2, num_mtp_depth=0).to_dict()
+    full = CONFIG_MAPPING[kind](num_experts_per_tok=2, num_mtp_layers=0).to_dict()
     sizes = (
         "vocab_size",
         "hidden_size",

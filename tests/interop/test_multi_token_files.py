@@ -83,6 +83,22 @@ def test_a_copy_with_other_values_is_refused(copy: str, tmp_path: Path) -> None:
         hf_to_state_dict(found, HFFolder(folder).model)
 
 
+def test_a_model_without_these_layers_reads_the_others(tmp_path: Path) -> None:
+    folder = HFFolder(files(tmp_path / "theirs"), multi_token=False)
+    assert folder.model.mtp_depth == 0
+    assert list(folder.problems()) == []
+    assert not any(name.startswith(("blocks.2.", "blocks.3.")) for name in folder.shapes)
+
+
+def test_a_value_that_is_no_number_is_equal_to_itself() -> None:
+    module = reference(0)
+    with torch.no_grad():
+        module.model.norm.weight[0] = torch.nan
+    model = model_of(json.loads(module.config.to_json_string()))
+    found = hf_to_state_dict(weights(module), model)
+    assert found["head.norm.weight"].isnan().any()
+
+
 def test_a_missing_part_of_a_layer_is_named(tmp_path: Path) -> None:
     folder = files(tmp_path / "theirs")
     found = tensors(folder)
@@ -96,7 +112,7 @@ def test_files_of_transformers_lack_the_layers_that_their_configuration_counts(
     tmp_path: Path,
 ) -> None:
     module = reference(0)
-    module.config.num_mtp_depth = 1  # the default of transformers
+    module.config.num_mtp_layers = 1  # the default of transformers
     module.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
     folder = HFFolder(tmp_path)

@@ -15,16 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.configs import Case, config_of, engine_of, trained
+from tests.configs import Case, config_of, engine_of, topology_of, trained
 from tests.harness import run_ranks
 from tests.test_equivalence import run_cases, write_truths
 from threed.config import Config
 from threed.config.checks import find_problems
 from threed.distributed import conjugate
-from threed.layers import MixtureOfExperts, dispatch, linear
+from threed.engine.rooms import Rooms
+from threed.layers import MixtureOfExperts, Slicing, dispatch, linear
 from threed.layers import experts as experts_module
 from threed.layers.dispatch import Limits
 from threed.ops.positions import Positions
+from threed.zero.step_metrics import Faults
 
 EP = Case(model="Softmax", layers=2, zero=1)
 
@@ -164,14 +166,14 @@ def drops() -> float:
     scores = mixture.routing.scores(mixture.router(x))
     experts = mixture.routing.choose(scores, None, mixture.per_token)
     kept = choices_by_hand(experts, limit)
-    real = type(mixture.routing).weights
+    real = experts_module.gates
 
-    def weights(self: Any, *args: Any) -> Tensor:
-        return real(self, *args) * kept
+    def gates(*args: Any) -> Tensor:
+        return real(*args) * kept
 
     y = mixture(x, micro)
     mixture.set_limits(Limits())
-    with patch.object(type(mixture.routing), "weights", weights):
+    with patch.object(experts_module, "gates", gates):
         torch.testing.assert_close(y, mixture(x, micro), rtol=0, atol=1e-12)
     mixture.set_limits(Limits(capacity=0.5))
     whole = mixture(x, replace(micro, training=False))
@@ -183,6 +185,50 @@ def drops() -> float:
 def test_choices_beyond_the_capacity_are_dropped_in_training() -> None:
     (share,) = run_ranks(1, drops)
     assert 0.1 < share < 0.9
+
+
+def odd_length() -> bool:
+    """12 positions on 2 x 2 ranks: a tensor rank's part ends inside a chunk of the ring."""
+    case = replace(EP, cp=2, cp_heads=1, tp=2)
+    slicing = Slicing.of(topology_of(1, 2, 2), config_of(case))
+    mixture = MixtureOfExperts("mlp", 8, 6, 4, 2, slicing)
+    draw = torch.Generator().manual_seed(0)
+    experts = torch.rand(12, 3, 4, generator=draw).argsort(-1)[..., :2]
+    mine = slicing.context.positions(12).part(2, slicing.tp.index)
+    own = mine.rows(experts)
+    chosen = torch.zeros(len(own), 3, 4).scatter_(-1, own, 1.0)
+    kept = mixture._kept(chosen, own, 0.5, True)
+    assert torch.equal(kept, mine.rows(choices_by_hand(experts, 3)))
+    return bool(kept.all())
+
+
+def test_a_capacity_with_parts_that_end_inside_a_chunk() -> None:
+    assert not all(run_ranks(4, odd_length))
+
+
+class Filling:
+    """Counts of the flag of a layer that needs a room."""
+
+    def __init__(self, need: float, room: float) -> None:
+        self.mixture = MixtureOfExperts("mlp", 8, 6, 4, 2, Slicing())
+        self.mixture.set_limits(Limits(room=room))
+        faults = Faults(self.mixture.data_flags, torch.device("cpu"), warns=False)
+        self.need, self.rooms = need, Rooms([self.mixture], faults)
+
+    def skipped(self, steps: int) -> int:
+        """Returns how many of some steps are skipped."""
+        counts = [0.0]
+        for _ in range(steps):
+            self.rooms.grow()
+            lacks = self.need > self.mixture.limits.room
+            self.rooms.read(torch.tensor([counts[-1]], dtype=torch.float64))  # of the step before
+            counts.append(counts[-1] + lacks)
+        return int(counts[-1])
+
+
+@pytest.mark.parametrize(("need", "skips"), [(1.2, 0), (2.0, 2), (6.0, 4), (32.0, 6)])
+def test_rooms_grow_faster_while_they_are_too_small(need: float, skips: int) -> None:
+    assert Filling(need, 1.25).skipped(20) == skips
 
 
 def last_tokens_first(chosen: Tensor, *rest: Any) -> Tensor:

@@ -18,8 +18,11 @@ MODEL = {
 }  # fmt: skip
 PLACES: dict[str, dict[str, Any]] = {
     "alone": {}, "ep": {"dp": 2, "ep": 2}, "tp": {"tp": 2}, "cp": {"cp": 2, "ep": 2}, "pp": {"pp": 2},
-    "chunks": {"pp": 2, "schedule": "zb-v", "optimistic_step": "false"}, "both ways": {"pp": 2, "schedule": "chimera"},
+    "chunks": {"pp": 2, "schedule": "zb-v"}, "ZeRO-3": {"dp": 2}, "both ways": {"pp": 2, "schedule": "chimera"},
 }  # fmt: skip
+
+
+ZERO = {"stage": 3, "resident": 0, "offload_params": "cpu"}
 
 
 def train(folder: Path, names: list[str]) -> None:
@@ -28,7 +31,8 @@ def train(folder: Path, names: list[str]) -> None:
         sizes = PLACES[name]
         world = 2 if sizes else 1
         run(
-            folder, data, world, model=MODEL, parallel=sizes, train={"steps": 4, "global_batch": 8, "eval_every": 0},
+            folder, data, world, model=MODEL, parallel=sizes, zero=ZERO if name == "ZeRO-3" else {},
+            train={"steps": 4, "global_batch": 8, "eval_every": 0},
             run={"dir": str(folder / name), "name": "run"}, log={"every": 2}, experts={"aux_loss": 0.02, "z_loss": 0.01},
         )  # fmt: skip
 

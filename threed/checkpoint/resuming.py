@@ -79,7 +79,7 @@ RULES = (
     ),
     Rule("experts", "aux-loss z-loss bias-rate", "applied", "routers are trained by other losses or steps"),
     Rule("experts", "capacity", "applied", "other tokens are dropped"),
-    Rule("experts", "room", "free", "results are the same"),
+    Rule("experts", "room", "free", "results are the same, apart from skipped steps"),
     Rule("precision", "dtype", "applied", "results are rounded differently; the master weights are unchanged"),
     Rule("precision", "grad-dtype reduce-dtype", "applied", "gradients are rounded differently"),
     Rule("precision", "cast-inputs", "applied", "rounding of floating-point inputs changes from here on"),

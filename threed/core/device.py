@@ -225,6 +225,14 @@ def shared_memory(device: torch.device) -> int:
     return _shared_memory(device) if gpu is None else gpu.shared_memory
 
 
+def multiplies_groups(device: torch.device) -> bool:
+    """Returns whether torch multiplies groups of rows in one kernel on a GPU (`torch._grouped_mm`).
+
+    The kernel is for GPUs with the shared memory of Hopper and of Blackwell for data centers.
+    """
+    return shared_memory(device) >= 227 << 10
+
+
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]

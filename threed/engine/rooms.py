@@ -14,7 +14,7 @@ from threed.zero.step_metrics import Faults
 
 
 class Rooms:
-    """Doubles the room of a mixture of experts whose rows did not fit.
+    """Doubles the room of a mixture of experts whose rows did not fit; if they still do not, quadruples it.
 
     All ranks do so in the same step, the second one after the step that was skipped. By then the
     numbers of that step are on the host, so that the host does not wait for the last step.
@@ -34,7 +34,7 @@ class Rooms:
         self._warns = faults.warns
         self._before = [0.0] * len(self._mixtures)
         self._counts: Callable[[], Tensor] | None = None
-        self._just_grown = False
+        self._age = [3] * len(self._mixtures)  # checks since the last growth
 
     def read(self, counts: Tensor) -> None:
         """Starts to read the counts of the flags after a step, fp64 [number of flags]."""
@@ -42,22 +42,24 @@ class Rooms:
             self._counts = start_copy_out(counts)
 
     def grow(self) -> None:
-        """Doubles the rooms that were too small, according to the last `read`."""
+        """Enlarges the rooms that were too small, according to the last `read`."""
         if self._counts is None:
             return
         now, self._counts = self._counts()[self._places].tolist(), None
-        grown = [
-            mixture
-            for mixture, count, before in zip(self._mixtures, now, self._before, strict=True)
-            # after a growth, the step that is read next still had the smaller rooms
-            if count > before and not self._just_grown
-        ]
-        for mixture in grown:
-            room = mixture.double_room()
-            if self._warns:
-                warnings.warn(
-                    f"{mixture.name}: a step was skipped, because an expert rank would have got more rows than"
-                    f" --experts.room {room / 2:g} allows; the room is {room:g} from now on",
-                    stacklevel=4,
-                )
-        self._before, self._just_grown = now, bool(grown)
+        for n, (mixture, count) in enumerate(zip(self._mixtures, now, strict=True)):
+            self._age[n] += 1
+            # at age 1, the step that was read last still had the smaller room
+            if count > self._before[n] and self._age[n] > 1:
+                # at age 2, the larger room was too small as well
+                self._enlarge(mixture, 4 if self._age[n] == 2 else 2)
+                self._age[n] = 0
+        self._before = now
+
+    def _enlarge(self, mixture: MixtureOfExperts, factor: int) -> None:
+        before, room = mixture.limits.room, mixture.enlarge_room(factor)
+        if self._warns:
+            warnings.warn(
+                f"{mixture.name}: a step was skipped, because an expert rank would have got more rows than"
+                f" --experts.room {before:g} allows; the room is {room:g} from now on",
+                stacklevel=5,
+            )

@@ -29,7 +29,7 @@ from threed.distributed.topology import Axis
 from threed.ops.grouped import Groups
 from threed.ops.positions import Positions
 
-NONE = -1  # instead of the index of a row
+NO_ROW = -1  # instead of the index of a row
 
 
 class Limits(NamedTuple):
@@ -92,7 +92,7 @@ class Routes:
         count: number of choices per token, k.
         sources: the choice, numbered token · k + choice, in each row that may be sent: int64 [r].
         places: the row of each choice, int64 [n k].
-        holes: whether rows can be empty and choices dropped; their index is then `NONE`.
+        holes: whether rows can be empty and choices dropped; their index is then `NO_ROW`.
         arrive: function that returns `arrival`; it waits until the sizes are on the host.
     """
 
@@ -106,12 +106,12 @@ class Routes:
     def arrival(self) -> Arrival:
         """The received rows. The first use waits for their numbers."""
         with torch.no_grad():
-            found, self.arrive = self.arrive(), _released
+            found, self.arrive = self.arrive(), _already_read
         return found
 
     @functools.cached_property
     def tokens(self) -> Tensor:
-        """The token of each row that may be sent, `NONE` for an empty row, int64 [r]."""
+        """The token of each row that may be sent, `NO_ROW` for an empty row, int64 [r]."""
         return self.sources.div(self.count, rounding_mode="floor")
 
     @functools.cached_property
@@ -177,7 +177,7 @@ def open_routes(
     else:
         sent, sources, size = counts.view(ranks, -1), order, 0
         if kept is not None:
-            sources = order.where(torch.arange(total, device=device) < bounds[-1], NONE)
+            sources = order.where(torch.arange(total, device=device) < bounds[-1], NO_ROW)
     holes = size > 0 or kept is not None
     places = _places(sources, total) if holes else _inverse(sources)
     arrive = _arrivals(sent, axis, total, size, one_kernel, bounds[1:], assumed_load)
@@ -195,7 +195,7 @@ def room_rows(room: float, total: int, ranks: int) -> int:
     return min(math.ceil(room * total / ranks), total)
 
 
-def _released() -> Arrival:
+def _already_read() -> Arrival:
     raise AssertionError("the sizes of these routes were read already")
 
 
@@ -317,12 +317,12 @@ def _in_segments(order: Tensor, first: Tensor, counts: Tensor, size: int) -> Ten
     """
     rows = torch.arange(size, device=order.device)
     found = order[(first + rows).clamp(max=len(order) - 1)]
-    return found.where(rows < counts, NONE).flatten()
+    return found.where(rows < counts, NO_ROW).flatten()
 
 
 def _places(sources: Tensor, total: int) -> Tensor:
-    """Returns the row of each of `total` choices, `NONE` for a choice without a row."""
-    places = sources.new_full((total + 1,), NONE)
+    """Returns the row of each of `total` choices, `NO_ROW` for a choice without a row."""
+    places = sources.new_full((total + 1,), NO_ROW)
     index = sources.where(sources >= 0, total)  # choices of empty rows go behind the end
     return places.scatter_(0, index, torch.arange(len(sources), device=sources.device))[:total]
 
@@ -349,7 +349,8 @@ def within_capacity(
     Returns:
         bool [n b k].
     """
-    parts = chosen.unflatten(0, (own.total, -1))
+    # cumulative sums of integers, because those of floats are not deterministic on GPUs
+    parts = chosen.to(torch.int32).unflatten(0, (own.total, -1))
     counts = chosen.new_zeros(own.length, *chosen.shape[1:])
     sums, row = parts.sum(1), 0
     for first, last in own.ranges:
@@ -357,7 +358,8 @@ def within_capacity(
         row += last - first
     for axis in axes:
         counts = collectives.all_reduce(counts, axis)
-    before = own.rows(counts.cumsum(0) - counts).unsqueeze(1) + parts.cumsum(1) - parts
+    all_counts = counts.to(torch.int32)
+    before = own.rows(all_counts.cumsum(0) - all_counts).unsqueeze(1) + parts.cumsum(1) - parts
     return before.flatten(0, 1).gather(-1, experts) < limit
 
 
@@ -415,7 +417,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
-    """Returns x[index]; with `holes`, zeros for an index `NONE`."""
+    """Returns x[index]; with `holes`, zeros for an index `NO_ROW`."""
     if not holes:
         return x.index_select(0, index)
     empty = (index < 0).view(-1, *(1,) * (x.dim() - 1))

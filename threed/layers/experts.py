@@ -12,9 +12,9 @@ Each rank of a block holds experts/ep of the experts, and ranks at the same plac
 the same experts. If tensor ranks hold the same tokens, because there is no sequence parallelism, each
 one routes its part of them.
 
-The host reads the numbers of rows once per forward; not if ep is 1 and a GPU computes in 16 bits, and
-not with `--experts.room`. A second forward in the backward (`--recompute.mode full`) uses the choices of
-the first (`MicroBatch.memo`).
+The host reads the numbers of rows once per forward. If one kernel multiplies all groups
+(`ops.grouped.in_one_kernel`), it reads nothing with ep 1 or `--experts.room`. A second forward in the
+backward (`--recompute.mode full`) uses the choices of the first (`MicroBatch.memo`).
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class MixtureOfExperts(nn.Module):
             else ()
         )
 
-    def double_room(self) -> float:
-        """Doubles the room of this layer (`Limits.room`), and returns it."""
-        self.limits = self.limits._replace(room=2 * self.limits.room)
+    def enlarge_room(self, factor: int) -> float:
+        """Multiplies the room of this layer (`Limits.room`) by `factor`; returns the new one."""
+        self.limits = self.limits._replace(room=factor * self.limits.room)
         return self.limits.room
 
     def assume_load(self, load: float) -> None:
@@ -293,6 +293,7 @@ class MixtureOfExperts(nn.Module):
         own, parts = positions(length), self.slicing.context.multiple
         for axis in axes[1:]:  # the tensor ranks
             own, parts = own.part(axis.size, axis.index), parts * axis.size
+        parts = length if length % parts else parts  # then each position is a part
         size = length // parts
         own = Positions(tuple((first // size, last // size) for first, last in own.ranges), parts)
         limit = math.ceil(capacity * self.per_token * length / self.experts)

@@ -77,7 +77,7 @@ class Decoder:
         return [
             self._embedding("embedding"),
             *(self._block(i) for i in range(self.config.layers)),
-            *(self._further(depth) for depth in range(1, self.config.mtp_depth + 1)),
+            *(self._multi_token(depth) for depth in range(1, self.config.mtp_depth + 1)),
             self._head("head", "head.norm"),
         ]
 
@@ -154,7 +154,7 @@ class Decoder:
             std=STD, softcap=c.logit_softcap or 0.0,
         )  # fmt: skip
 
-    def _further(self, depth: int) -> nn.Module:
+    def _multi_token(self, depth: int) -> nn.Module:
         """Returns the layer of multi-token prediction of a depth, 1 or more."""
         c, index = self.config, self.config.layers + depth - 1
         name = f"blocks.{index}"

@@ -2,8 +2,9 @@
 
     y = product(x, weights, groups)        the rows of each group times its matrix
 
-GPUs compute 16-bit products of all groups in one kernel (`torch._grouped_mm`). Elsewhere there is
-one product per group that has rows.
+GPUs since Hopper compute bf16 products of all groups in one kernel (`torch._grouped_mm`; see
+`in_one_kernel`). Elsewhere there is one product per group that has rows. The kernel's products for the
+gradients of weights are bf16, and are then added to the buffer of the gradient.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from threed.core import device
 from threed.ops import launch, matmul
 
 
@@ -104,14 +106,18 @@ def kernel_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
 def in_one_kernel(x: Tensor, weights: Tensor) -> bool:
     """Returns whether one kernel computes the products of all groups: x [n in], weights [e out in].
 
-    The kernel needs rows of a multiple of 16 bytes.
+    The kernel needs bf16 and rows of a multiple of 16 bytes. On GPUs before Hopper torch has no such
+    kernel: it reads the sizes on the host for each product.
     """
     aligned = weights.shape[1] % 8 == weights.shape[2] % 8 == 0
-    return launch.on_gpu(x) and x.dtype == torch.bfloat16 and aligned
+    fits = launch.on_gpu(x) and x.dtype == torch.bfloat16 and aligned
+    return fits and device.multiplies_groups(launch.gpu_of(x))
 
 
 def _slices(groups: Groups, rows: int) -> Iterator[tuple[int, slice]]:
     """Yields (number of the group, its rows) for each group that has rows."""
+    if len(groups.sizes) != len(groups.ends):
+        raise ValueError(f"sizes of {len(groups.sizes)} groups on the host, of {len(groups.ends)}")
     first = 0
     for group, size in enumerate(groups.sizes):
         if size:

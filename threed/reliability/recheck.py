@@ -170,13 +170,16 @@ class Recheck:
     def _remember(self) -> Callable[[], None]:
         """Returns a function that restores the current state of the engine after a skipped step."""
         engine, optimizer = self.engine, self.engine.optimizer
-        rewind, steps, consumed = engine.extras.rewinding(), engine.steps, engine.consumed
+        steps, consumed = engine.steps, engine.consumed
+        tallies = (tally.rewinding() for tally in engine.blueprint.tallies)
+        rewinds = [engine.extras.rewinding(), *tallies]
         bad = optimizer.bad
         counters = [bad.skips, bad.in_a_row, bad.mean, bad.norms, *optimizer.scaler.tensors]
         values = [counter.clone() for counter in counters]
 
         def restore() -> None:
-            rewind()
+            for rewind in rewinds:
+                rewind()
             engine.steps, engine.consumed = steps, consumed
             for counter, value in zip(counters, values, strict=True):
                 counter.copy_(value)

@@ -171,7 +171,9 @@ class Policy:
         spec = spec_of(param)
         spread = self.axes(spec.over).shard.size > 1 or self.params_tier is not None
         full_numel = param.numel() * spec.tile[1]  # for a tile, the size of the full matrix
-        return self.stage == 3 and spread and full_numel >= max(self.resident, 1)
+        # a parameter with a rule of its own is small, and is read between steps
+        shards = self.stage == 3 and spread and spec.rule is None
+        return shards and full_numel >= max(self.resident, 1)
 
 
 @dataclass(frozen=True)

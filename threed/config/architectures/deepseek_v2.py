@@ -32,9 +32,15 @@ record.register(
         title="DeepSeek-V2",
         model_type="deepseek_v2",
         hf_class="DeepseekV2ForCausalLM",
-        rules=tuple(rule for rule in DEEPSEEK_V3.rules if "correction_bias" not in rule.hf),
+        rules=tuple(
+            rule
+            for rule in DEEPSEEK_V3.rules
+            if rule not in record.MTP and "correction_bias" not in rule.hf
+        ),
         keys=tuple(
-            replace(key, absent=_ABSENT.get(key.hf, key.absent)) for key in DEEPSEEK_V3.keys
+            replace(key, absent=_ABSENT.get(key.hf, key.absent))
+            for key in DEEPSEEK_V3.keys
+            if key.hf != "num_nextn_predict_layers"
         ),
         fixed={
             **record.SILU_GATES,

@@ -85,7 +85,7 @@ DEEPSEEK_V3 = record.register(
             Key("routed_scaling_factor", "expert_scale", 2.5),
             Key("norm_topk_prob", "normalize_experts", True),
             Key("first_k_dense_replace", "dense_layers", 3, _or_zero),
-            Key("num_nextn_predict_layers", "mtp_depth", 0, _or_zero, other="num_mtp_depth"),
+            Key("num_nextn_predict_layers", "mtp_depth", 0, _or_zero, other="num_mtp_layers"),
         ),
         fixed={
             **record.SILU_GATES,

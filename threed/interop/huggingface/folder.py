@@ -67,6 +67,7 @@ class HFTensors(ABC):
     Args:
         path: the folder or checkpoint that contains the tensors.
         config: the path of config.json.
+        multi_token: whether to read the layers of multi-token prediction, if the files have them.
 
     Attributes:
         path: the folder or checkpoint that contains the tensors.
@@ -82,7 +83,7 @@ class HFTensors(ABC):
         CheckpointError: if the configuration or the files are not supported or cannot be read.
     """
 
-    def __init__(self, path: Path, config: Path) -> None:
+    def __init__(self, path: Path, config: Path, multi_token: bool = True) -> None:
         self.path = path
         self.config = read_object(config)
         try:
@@ -92,7 +93,9 @@ class HFTensors(ABC):
         names = self._open_files()
         self._record = self.model.layout
         self._is_base_model = not any(name.startswith(self._record.prefix) for name in names)
-        if self.model.mtp_depth and not self._has_block(names, self.model.layers):
+        further = self._of_blocks(names, self.model.layers, self.model.mtp_depth)
+        self._left_out = set() if multi_token else further
+        if not (further and multi_token):
             # transformers keeps the number of these layers in the configuration, but not the layers
             self.model = self.model.model_copy(update={"mtp_depth": 0})
         if what := too_large(self.model, len(names) + self._stacked_rows(names)):
@@ -135,7 +138,7 @@ class HFTensors(ABC):
         found: dict[str, Header] = {}
         yield from self._read_headers(found)
         wanted = {self._key(entry): entry.shape for entry in self.table}
-        unused = self._ignored_buffers() | ({HEAD} if self.model.tied else set())
+        unused = self._ignored_buffers() | self._left_out | ({HEAD} if self.model.tied else set())
         read = {
             name: shape
             for name, (_, shape) in found.items()
@@ -183,10 +186,11 @@ class HFTensors(ABC):
 
     # -------------------------------------------------------------------------------------------------------- names
 
-    def _has_block(self, names: set[str], block: int) -> bool:
-        """Returns whether the files have tensors of a block."""
-        prefix = self._name_in_files(f"{HF_BLOCK.replace('{i}', str(block))}.")
-        return any(name.startswith(prefix) for name in names)
+    def _of_blocks(self, names: set[str], first: int, count: int) -> set[str]:
+        """Returns the names of tensors of `count` blocks, from block number `first` on."""
+        blocks = [HF_BLOCK.replace("{i}", str(first + n)) for n in range(count)]
+        prefixes = tuple(self._name_in_files(f"{block}.") for block in blocks)
+        return {name for name in names if name.startswith(prefixes)}
 
     def _name_in_files(self, name: str) -> str:
         return name.removeprefix(self._record.prefix) if self._is_base_model else name
@@ -235,6 +239,7 @@ class HFFolder(HFTensors):
 
     Args:
         path: the folder.
+        multi_token: see `HFTensors`.
 
     Attributes:
         steps: number of completed training steps; always 0, because the folder does not store it.
@@ -246,11 +251,11 @@ class HFFolder(HFTensors):
 
     steps = 0
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, multi_token: bool = True) -> None:
         if (path / ADAPTER).exists():
             fix = f"merge it into the weights first (PEFT's merge_and_unload), or remove {ADAPTER}"
             raise CheckpointError(f"{path} has an adapter, which is not supported: {fix}")
-        super().__init__(path, path / CONFIG)
+        super().__init__(path, path / CONFIG, multi_token)
 
     def tokenizer(self, fix: str) -> str:
         """Returns the folder's path, as a value for `--data.tokenizer`.

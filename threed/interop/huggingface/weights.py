@@ -31,7 +31,11 @@ from threed.ops.precision import DTYPES
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import WEIGHT, fill_in_place, records
 
-FREE = ("seq", "dropout")  # model keys that a run may choose; the folder determines all other keys
+FREE = (
+    "seq",
+    "dropout",
+    "mtp_loss",
+)  # model keys that a run may choose; the folder determines all other keys
 
 
 def import_hf(
@@ -127,7 +131,7 @@ def _opened(
     and checks the tensors; on other ranks, the record is empty.
     """
     try:
-        folder = HFFolder(path)
+        folder = HFFolder(path, multi_token=config.model.mtp_depth > 0)
         problems = model_differences(path, folder.model, config.model)
         if everyone.index:
             return folder, {}, problems
