@@ -16,7 +16,8 @@ from threed.config.arguments import GROUPS, load
 from threed.config.groups import Config, key_name
 from threed.config.migration.megatron import split, translate
 from threed.config.migration.megatron_flags import FLAGS, find
-from threed.config.migration.megatron_rules import RULES, Given, Setting
+from threed.config.migration.megatron_items import Given, Setting
+from threed.config.migration.megatron_rules import RULES
 from threed.config.resolution import resolve_model
 from threed.interop.megatron.model_args import model_of
 
@@ -447,7 +448,7 @@ def test_what_a_plan_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--from-megatron", "--bf16"], "it is an option of threed plan"),
         (
             ["plan", "--from-megatron", "--moe-expert-capacity-factor 1 --bf16"],
-            "--moe-expert-capacity-factor 1: use the keys of threed",
+            "--moe-expert-capacity-factor 1: add the flags of threed",
         ),
     ):
         assert main(words) == 2

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from threed.config.groups import Config
 from threed.config.migration.megatron_flags import FLAGS, Flag, find
-from threed.config.migration.megatron_rules import RULES, Given, Setting, Untranslatable, Unused
+from threed.config.migration.megatron_items import Given, Setting, Untranslatable, Unused
+from threed.config.migration.megatron_rules import RULES
 
 _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\}|\([^)]*\))")
 _ORDER = ("model", *(name for name in Config.model_fields if name != "model"))

@@ -258,7 +258,7 @@ _FP32 = "master weights and optimizer states are fp32"
 _STD = f"initial weights have a standard deviation of 0.02; {_CUSTOM}"
 # Flags of features that threed does not have, by what to use instead. Names are written as in `_UNUSED`.
 _REFUSED: Mapping[str, str] = {
-    "use the keys of threed: --model.expert…, --experts… and --parallel.ep":
+    "add the flags of threed for experts, such as --experts.capacity":
         "moe-* ep-* use-grouped-gemm-* overlap-dispatch-backward-with-experts-wgrad",
     "threed chooses how context ranks communicate, or takes --parallel.cp-heads N; use --context-parallel-size":
         "hierarchical-context-parallel-sizes=N… hybrid-context-parallel cp-comm-type=N… max-seqlen-per-dp-cp-rank=N",

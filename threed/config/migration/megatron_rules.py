@@ -6,118 +6,17 @@ threed that follow from them. A flag that is missing has the default of Megatron
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from threed.config.architectures.rope_scaling import RopeScaling
+from threed.config.migration.megatron_experts import (
+    architecture_with_experts,
+    biases_with_experts,
+    experts,
+)
 from threed.config.migration.megatron_flags import ARCHITECTURES, FLAGS, LLAMA3_SCALING
-
-
-class Untranslatable(ValueError):
-    """Raised if flags cannot be translated; the message names them and what to do."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A value of a key of threed.
-
-    Attributes:
-        key: the key, as `group.key`.
-        value: the value, as a user writes it.
-        flags: the flags of Megatron-LM that determine the value, without hyphens; empty if the
-            value is a default of Megatron-LM.
-    """
-
-    key: str
-    value: str
-    flags: tuple[str, ...] = ()
-
-    @property
-    def words(self) -> list[str]:
-        """The setting as words of a command line."""
-        joined = self.value.startswith("-")
-        return [f"--{self.key}={self.value}"] if joined else [f"--{self.key}", self.value]
-
-
-@dataclass(frozen=True)
-class Unused:
-    """A flag of Megatron-LM that needs no replacement.
-
-    Attributes:
-        name: the flag without its hyphens.
-        reason: why it needs no replacement.
-    """
-
-    name: str
-    reason: str
-
-
-Items = Iterator[Setting | Unused]
-
-
-@dataclass(frozen=True)
-class Given:
-    """The flags of a command line of Megatron-LM.
-
-    Attributes:
-        values: the values of each flag, by name.
-        world_size: number of ranks.
-    """
-
-    values: Mapping[str, tuple[str, ...]]
-    world_size: int
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.values
-
-    def among(self, *names: str) -> tuple[str, ...]:
-        """Returns the names that are given."""
-        return tuple(name for name in names if name in self)
-
-    def text(self, name: str, default: str = "") -> str:
-        """Returns the first value of a flag, or `default` if it is not given or has no value."""
-        return (self.values.get(name) or (default,))[0]
-
-    def number(self, name: str, default: float) -> float:
-        """Returns the value of a flag as a number."""
-        try:
-            return float(self.text(name, str(default)))
-        except ValueError:
-            raise Untranslatable(f"--{name} {self.text(name)}: must be a number") from None
-
-    def integer(self, name: str, default: int = 1) -> int:
-        """Returns the value of a flag as a whole number of at least 1."""
-        text = self.text(name, str(default))
-        if not text.isdecimal() or int(text) < 1:
-            raise Untranslatable(f"--{name} {text}: must be a whole number of at least 1")
-        return int(text)
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of data-parallel ranks, at least 1."""
-        names = [f"{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "context")]
-        return max(1, self.world_size // math.prod(map(self.integer, names)))
-
-    @property
-    def batch(self) -> int:
-        """Sequences per step; by default, one micro-batch per data-parallel rank."""
-        return self.integer("global-batch-size", self.integer("micro-batch-size") * self.data_ranks)
-
-    @property
-    def iterations(self) -> int:
-        """Number of steps, or 0 if it is not given."""
-        if "train-samples" in self:
-            return self.integer("train-samples") // self.batch
-        return self.integer("train-iters") if "train-iters" in self else 0
-
-    @property
-    def decay_iterations(self) -> int:
-        """Number of steps over which the learning rate decays, or 0 if it is not given."""
-        if "lr-decay-samples" in self:
-            return self.integer("lr-decay-samples") // self.batch
-        return self.integer("lr-decay-iters") if "lr-decay-iters" in self else self.iterations
+from threed.config.migration.megatron_items import Given, Items, Setting, Untranslatable, Unused
 
 
 def _architecture(given: Given) -> Items:
@@ -136,7 +35,7 @@ def _architecture(given: Given) -> Items:
     if arch == "llama":
         arch = _variant(given)
     if "num-experts" in given:
-        arch = _with_experts(given, arch)
+        arch = architecture_with_experts(given, arch)
     yield Setting("model.arch", arch, given.among(*_SHAPES))
     if "window-size" in given:
         yield Setting("model.window", _window(given), ("window-size",))
@@ -165,67 +64,6 @@ def _variant(given: Given) -> str:
     if biased:
         return "qwen2"
     return "mistral" if "window-size" in given else "llama"
-
-
-def _with_experts(given: Given, arch: str) -> str:
-    """Returns the architecture of a model with experts; `arch` is the one without them."""
-    special = given.among("qk-layernorm", "moe-router-pre-softmax", "moe-layer-freq")
-    if arch == "llama" and "qk-layernorm" in given:
-        return "qwen3_moe"
-    if arch in ("llama", "mistral") and not special:
-        return "mixtral"
-    fix = "threed translates Mixtral, and Qwen3-MoE (--qk-layernorm); write a custom model"
-    raise Untranslatable(f"--num-experts: {fix}, or use the keys of threed")
-
-
-def _experts(given: Given) -> Items:
-    kinds, factors = "moe-router-load-balancing-type", "moe-aux-loss-coeff"
-    flags = [flag for flag in given.values if flag.startswith("moe-") and flag in FLAGS]
-    if "num-experts" not in given:
-        yield from (Unused(flag, "it needs --num-experts") for flag in flags)
-        return
-    topk, shared = "moe-router-topk", "moe-shared-expert-intermediate-size"
-    yield Setting("model.experts-per-token", given.text(topk, "2"), given.among(topk))
-    width = "moe-ffn-hidden-size"
-    if "qk-layernorm" in given:
-        own = given.text(width, given.text("ffn-hidden-size"))
-        if own:
-            yield Setting("model.expert-ffn", own, given.among(width))
-        pre = given.among("moe-router-pre-softmax")
-        yield Setting("model.normalize-experts", "false" if pre else "true", pre)
-        yield from _dense_layers(given)
-    if shared in given:
-        yield from _shared_experts(given, shared, width)
-    kind, factor = given.text(kinds, "aux_loss"), given.number(factors, 0.0)
-    if factor and kind not in ("seq_aux_loss", "none"):
-        fix = "threed balances experts within each sequence; use seq_aux_loss"
-        raise Untranslatable(f"--{kinds} {kind}: {fix}")
-    used = given.among(kinds, factors)
-    if used:
-        yield Setting("experts.aux-loss", f"{factor:g}" if kind == "seq_aux_loss" else "0", used)
-
-
-def _dense_layers(given: Given) -> Items:
-    """Yields the number of first blocks without experts."""
-    name = "moe-layer-freq"
-    text = given.text(name, "1").replace(" ", "")
-    found = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?", text)
-    if text != "1" and found is None:
-        fix = 'threed translates 1, and patterns such as "([0]*3+[1]*58)"'
-        raise Untranslatable(f"--{name} {text}: {fix}; or use --model.expert-every")
-    yield Setting("model.dense-layers", found[1] if found else "0", given.among(name))
-
-
-def _shared_experts(given: Given, shared: str, width: str) -> Items:
-    """Yields the number of shared experts, each as wide as another expert."""
-    each = given.integer(width, given.integer("ffn-hidden-size"))
-    count, rest = divmod(given.integer(shared), each)
-    if rest or "qk-layernorm" not in given:
-        fix = (
-            f"must be a multiple of {each}, the width of an expert, in a model with --qk-layernorm"
-        )
-        raise Untranslatable(f"--{shared} {given.text(shared)}: {fix}")
-    yield Setting("model.shared-experts", str(count), (shared,))
 
 
 def _window(given: Given) -> str:
@@ -265,7 +103,7 @@ def _weights(given: Given) -> Items:
 def _biases(given: Given) -> Items:
     without = "disable-bias-linear" in given
     if "num-experts" in given:
-        yield from _biases_with_experts(given)
+        yield from biases_with_experts(given)
         return
     plain = "swiglu" not in given or _variant(given) == "llama"
     if without and plain:
@@ -276,16 +114,6 @@ def _biases(given: Given) -> Items:
         yield Setting("model.bias", "true")
     if "qk-layernorm" in given:
         yield Setting("model.qk-norm", "true", ("qk-layernorm",))
-
-
-def _biases_with_experts(given: Given) -> Items:
-    if "disable-bias-linear" not in given:
-        raise Untranslatable("--num-experts: experts have no biases; add --disable-bias-linear")
-    if "qk-layernorm" in given:
-        yield Setting("model.bias", "false", ("disable-bias-linear",))
-        yield Unused("qk-layernorm", "the architecture has norms of query and key heads")
-    else:
-        yield Unused("disable-bias-linear", "the architecture has no biases in linear layers")
 
 
 def _attention(given: Given) -> Items:
@@ -576,7 +404,7 @@ def _profile(given: Given) -> Items:
 
 
 RULES: tuple[Callable[[Given], Items], ...] = (
-    _architecture, _weights, _experts, _biases, _attention, _pipeline, _tensor, _sharding, _recomputation, _steps, _warmup,
+    _architecture, _weights, experts, _biases, _attention, _pipeline, _tensor, _sharding, _recomputation, _steps, _warmup,
     _schedule, _betas, _data, _tokenizer, _checkpoints, _profile,
 )  # fmt: skip
 """All rules."""
