@@ -26,6 +26,7 @@ from threed.layers import MixtureOfExperts, Slicing, dispatch, linear
 from threed.layers import experts as experts_module
 from threed.layers.dispatch import Limits
 from threed.ops.positions import Positions
+from threed.reliability.recheck import Recheck
 from threed.zero.step_metrics import Faults
 
 EP = Case(model="Softmax", layers=2, zero=1)
@@ -139,6 +140,20 @@ def test_a_step_that_does_not_fit_is_skipped_and_the_room_grows(pp: int) -> None
     assert sum("the room is 2.5 from now on" in text for text in texts) == 2
     assert any("more rows for an expert rank than --experts.room" in text for text in texts)
     assert not any(texts for *_, texts in found[1:])
+
+
+def rechecked() -> tuple[list[str], list[int]]:
+    """What a recheck prints, and the number of skipped steps after each step."""
+    case = replace(EP, model="Lopsided", dp=2, ep=2, layers=2, microbatches=2, room=1.25)
+    notes, engine = list[str](), engine_of(config_of(case))
+    recheck = Recheck(engine, notes.append)
+    return notes, [recheck.step(batch_of(engine, n)).skipped for n in range(4)]
+
+
+def test_a_step_that_does_not_fit_is_not_computed_twice() -> None:
+    for notes, skipped in run_ranks(2, rechecked):
+        assert notes == []
+        assert skipped == [1, 2, 2, 2]
 
 
 # ------------------------------------------------------------------------------------------------------ capacity

@@ -453,6 +453,14 @@ class Engine(metaclass=_EngineType):
         self.finish()
         return int(self.optimizer.bad.in_a_row)
 
+    def lacked_room(self) -> bool:
+        """Completes the last step; returns whether rows of experts did not fit since the last call.
+
+        See `--experts.room`. Collective.
+        """
+        self.finish()
+        return self._numbers is not None and self.rooms.lacked(self._numbers().counts)
+
     def compare_replicas(self) -> None:
         """Checks that replicas of parameters and optimizer states are equal. Collective.
 

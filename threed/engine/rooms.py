@@ -32,7 +32,7 @@ class Rooms:
             [places[id(mixture.data_flags[0])] for mixture in self._mixtures], dtype=torch.int64
         )
         self._warns = faults.warns
-        self._before = [0.0] * len(self._mixtures)
+        self._before = self._seen = [0.0] * len(self._mixtures)
         self._counts: Callable[[], Tensor] | None = None
         self._age = [3] * len(self._mixtures)  # checks since the last growth
 
@@ -54,6 +54,15 @@ class Rooms:
                 self._enlarge(mixture, 4 if self._age[n] == 2 else 2)
                 self._age[n] = 0
         self._before = now
+
+    def lacked(self, counts: Tensor) -> bool:
+        """Returns whether rows did not fit since the last call; waits for the device.
+
+        Args:
+            counts: the counts of the flags, fp64 [number of flags].
+        """
+        before, self._seen = self._seen, counts.cpu()[self._places].tolist()
+        return self._seen != before
 
     def _enlarge(self, mixture: MixtureOfExperts, factor: int) -> None:
         before, room = mixture.limits.room, mixture.enlarge_room(factor)

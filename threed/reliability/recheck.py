@@ -151,7 +151,8 @@ class Recheck:
         engine = self.engine
         restore, before = self._remember(), engine.bad_steps()
         metrics, record = self._recorded(batch)
-        if engine.bad_steps() <= before:
+        # a second computation of a step for which a room was too small would be skipped, too
+        if engine.lacked_room() or engine.bad_steps() <= before:
             return metrics
         restore()
         again, second = self._recorded(batch)
