@@ -37,6 +37,12 @@ MEGATRON: Mapping[str, str] = {
         "hidden-dropout",
     "model.ffn":
         "ffn-hidden-size",
+    "model.experts":
+        "num-experts",
+    "model.experts-per-token":
+        "moe-router-topk",
+    "parallel.ep":
+        "expert-model-parallel-size",
     "model.head-dim":
         "kv-channels",
     "model.heads":
@@ -151,8 +157,7 @@ MEGATRON: Mapping[str, str] = {
         "use-distributed-optimizer use-torch-fsdp2 use-megatron-fsdp data-parallel-sharding-strategy",
     "":
         "squared-relu attention-dropout init-method-std make-vocab-size-divisible-by softmax-type"
-        " account-for-embedding-in-pipeline-split expert-model-parallel-size"
-        " num-experts moe-router-topk overlap-grad-reduce overlap-param-gather fp8-format"
+        " account-for-embedding-in-pipeline-split overlap-grad-reduce overlap-param-gather fp8-format"
         " initial-loss-scale attention-softmax-in-fp32 rampup-batch-size start-weight-decay"
         " train-data-path data-cache-path vocab-file merge-file mock-data num-workers"
         " finetune no-load-optim no-load-rng no-save-optim"
@@ -398,7 +403,7 @@ def test_names_of_other_frameworks(table: Mapping[str, str], least: int) -> None
             "batch-size",
             " (Megatron-LM: not supported: use --micro-batch-size; in threed: --train.micro-batch)",
         ),
-        ("moe-anything", " (Megatron-LM: not supported: experts are not translated; use"),
+        ("moe-anything", " (Megatron-LM: not supported: add the flags of threed for experts"),
         ("tensor-model-paralel-size", " (Megatron-LM: use --parallel.tp)"),
         ("learning_rate", " (TrainingArguments: use --optim.lr)"),
         ("lerning_rate", " (TrainingArguments: use --optim.lr)"),

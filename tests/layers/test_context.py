@@ -257,9 +257,9 @@ def labels_shifted_after_the_split() -> AbstractContextManager[Any]:
     """Labels are computed from a rank's own tokens."""
     real = batches.Batches._own_positions
 
-    def own(self: Any, part: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = real(self, part)
-        return found | {"labels": found["tokens"].roll(-1, 1)}
+    def own(self: Any, part: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        found, full = real(self, part)
+        return found | {"labels": found["tokens"].roll(-1, 1)}, full
 
     return patch(batches.Batches, "_own_positions", own)
 

@@ -112,7 +112,7 @@ Build = Callable[..., layers.Attention]
 
 def with_sinks(*args: Any, **more: Any) -> layers.Attention:
     """Attention with sinks that begin with random numbers: equal ones hide an exchange of heads."""
-    made = layers.Attention(*args, sinks=True, **more)
+    made = layers.Attention(*args, **more | {"sinks": True})
     assert made.sinks is not None
     spec = spec_of(made.sinks)
     attach(made.sinks, replace(spec, pieces=(replace(spec.pieces[0], init=Init(std=1.0)),)))
