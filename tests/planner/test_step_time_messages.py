@@ -97,13 +97,13 @@ def test_llama_405b(seq: int, cp: int, rows: int, published: int, deviation: flo
 def test_qwen3_30b_on_16_h100s_is_far_off() -> None:
     """Megatron-Bridge (performance summary, 25.11): 5,275 tokens/s per GPU, ep 8, pp 2, balanced experts.
 
-    Predicted: 1.7 times as many. The published step has products in fp8, so it mostly waits for the host
+    Predicted: 1.85 times as many. The published step has products in fp8, so it mostly waits for the host
     and for kernels that permute tokens. The prediction counts the bytes of these kernels at the bandwidth of
     large copies, and sorting as one kernel.
     """
     made = forecast("h100", 16, 151936, (2, 512), model=QWEN, parallel={"pp": 2, "ep": 8})
     found = time(made)
-    assert 512 * 4096 / 16 / found.total / 5275 == pytest.approx(1.74, abs=0.1)
+    assert 512 * 4096 / 16 / found.total / 5275 == pytest.approx(1.85, abs=0.1)
     assert found.elementwise > found.products
 
 
@@ -111,7 +111,7 @@ def test_qwen3_30b_on_16_h100s_is_far_off() -> None:
 def test_deepseek_v3_on_2048_h800s_is_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """arXiv 2412.19437, section 1: 180,000 GPU hours per 10^12 tokens, 1,543 tokens/s per GPU.
 
-    The predicted step is 1.4 times as long. The paper's kernels send a token at most once to each of 4 machines, and its
+    The predicted step is 1.3 times as long. The paper's kernels send a token at most once to each of 4 machines, and its
     products are in fp8. Here each copy of a token is sent in bf16. An H800 has an H100's processor with slower NVLink.
     """
     h800 = DEVICES["h100"].faster(nvlink=200 / 450)
@@ -122,7 +122,7 @@ def test_deepseek_v3_on_2048_h800s_is_far_off(monkeypatch: pytest.MonkeyPatch) -
         made = forecast("h100", 2048, 129280, (1, 15360), model=DEEPSEEK, parallel=parallel)
         found[schedule] = time(made).total
     published = 15360 * 4096 / 2048 / (1e12 / 180_000 / 3600)
-    assert found["dualpipe"] / published - 1 == pytest.approx(0.4, abs=0.1)
+    assert found["dualpipe"] / published - 1 == pytest.approx(0.32, abs=0.1)
     assert found["1f1b"] > 1.4 * found["dualpipe"]  # pairs hide a part of the messages
 
 
