@@ -14,10 +14,11 @@ from threed.zero.step_metrics import Faults
 
 
 class Rooms:
-    """Doubles the room of a mixture of experts whose rows did not fit; if they still do not, quadruples it.
+    """Enlarges the room of a mixture of experts whose rows did not fit.
 
-    All ranks do so in the same step, the second one after the step that was skipped. By then the
-    numbers of that step are on the host, so that the host does not wait for the last step.
+    The room is doubled; if it is then still too small, it is multiplied by four. All ranks do so in
+    the same step, the second one after the step that was skipped. By then the numbers of that step
+    are on the host, so that the host does not wait for the last step.
 
     Args:
         layers: all layers of the model.

@@ -155,8 +155,8 @@ def open_routes(
         assumed_load: see `start_reading`.
 
     Returns:
-        (routes, counts, overflow): the number of this rank's rows per expert, int32 [count]; and a
-        bool scalar: whether choices did not fit into the room, None without a room.
+        (routes, counts, overflow): the number of kept choices per expert, int32 [count]; and a bool
+        scalar: whether some of them did not fit into the room, None without a room.
     """
     flat, k, ranks = experts.flatten(), experts.shape[-1], axis.size
     total, device = len(flat), experts.device
@@ -173,7 +173,6 @@ def open_routes(
         overflow = (bounds[1:].view(ranks, -1)[:, -1:] - first > size).any()
         sent = ends.diff(dim=1, prepend=torch.zeros_like(first))
         sources = _in_segments(order, first, ends[:, -1:], size)
-        counts = sent.flatten()
     else:
         sent, sources, size = counts.view(ranks, -1), order, 0
         if kept is not None:
@@ -226,15 +225,16 @@ def _arrivals(
         read = start_reading(sent, sent, total)
         return lambda: Arrival(Sizes([total], [total], []), Groups(ends, read().groups))
     received = collectives.all_to_all(sent, axis)
-    if size and one_kernel:
-        fixed = Sizes([size] * axis.size, [size] * axis.size, [])
-        return lambda: _sorted_by_expert(received, fixed, size)
-    read = start_reading(sent, received, total, assumed_load)
+    fixed = [size] * axis.size
+    read = (
+        (lambda: Sizes(fixed, fixed, []))
+        if size and one_kernel
+        else start_reading(sent, received, total, assumed_load)
+    )
 
     def arrive() -> Arrival:
         sizes = read()
-        if size:
-            sizes = Sizes([size] * axis.size, [size] * axis.size, sizes.groups)
+        sizes = Sizes(fixed, fixed, sizes.groups) if size else sizes
         return _sorted_by_expert(received, sizes, size)
 
     return arrive
@@ -337,7 +337,8 @@ def within_capacity(
 ) -> Tensor:
     """Returns whether each choice is among the first `limit` choices of its sequence for its expert.
 
-    The first are those of the first tokens of the sequence, on whichever ranks they are. Collective.
+    Choices count in the order of the tokens of the sequence, over all ranks that have parts of it.
+    Collective.
 
     Args:
         chosen: 1 if a token chose an expert, else 0, [n b e].

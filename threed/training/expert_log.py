@@ -28,8 +28,8 @@ class ExpertLog(Callback):
 
     They are means over the steps since the last logged one: `moe/load_max` and `moe/load_min`, the
     largest and the smallest number of tokens of an expert of any layer, divided by the mean of the
-    layer; `moe/aux_loss` and `moe/z_loss`, means over tokens and layers, without coefficients, 0 for a loss that is off; and
-    `moe/bias_max`, the largest absolute value of a selection bias.
+    layer; `moe/aux_loss` and `moe/z_loss`, means over tokens and layers, without coefficients, 0 for
+    a loss that is off; and `moe/bias_max`, the largest absolute value of a selection bias.
 
     Args:
         blueprint: the layers of the model, and those of this rank.
