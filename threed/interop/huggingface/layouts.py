@@ -317,7 +317,8 @@ def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
     found: dict[str, Tensor] = {}
     for entry in sorted(table, key=lambda entry: entry.rule.copy):
         for name, part in entry.split(weights[entry.name]).items():
-            if not torch.equal(found.setdefault(name, part), part) and entry.rule.copy:
+            first = found.setdefault(name, part)
+            if entry.rule.copy and not torch.equal(first, part):
                 raise CheckpointError(unequal(entry, table))
     return found
 
