@@ -299,6 +299,14 @@ def batch(step: int, rows: int) -> dict[str, Tensor]:
     return {"tokens": ids[:, :-1].contiguous(), "labels": labels}
 
 
+def documents(step: int, rows: int) -> Tensor:
+    """Returns the documents [b s] of a step's rows; each has 1 to 16 tokens. The first row is one document."""
+    draw = torch.Generator().manual_seed(77 * rows + step)
+    begins = torch.rand(rows, SEQ, generator=draw) < torch.linspace(0, 0.6, rows).view(-1, 1)
+    begins[0] = False
+    return begins.cumsum(1) + 5
+
+
 def share(full: dict[str, Tensor], topology: Topology) -> dict[str, Tensor]:
     """Returns this data rank's rows of a global batch."""
     index = topology.axis("dp").index

@@ -2,10 +2,11 @@
 
     python -m tests.fuzz --seeds 0 100       # a line for each seed, then counts; exit code 0 if all are the same or refused
 
-A seed determines topology, schedule (including random legal plans), ZeRO, offload, recompute,
-compilation, optimizer, model, frozen parts, and whether evaluations and comparisons of replicas run
-between steps. Losses, norms, weights, moments and evaluations are compared in fp64 with a tolerance
-of 1e-9, because only the order of sums differs.
+A seed determines topology (with context and expert parallelism), schedule (including random legal
+plans), ZeRO, offload, recompute, compilation, optimizer, model, frozen parts, documents in rows,
+whether evaluations and comparisons of replicas run between steps, and whether the last step runs
+from a checkpoint, in another layout. Losses, norms, weights, moments and evaluations are compared in
+fp64 with a tolerance of 1e-9, because only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -15,14 +16,23 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from tests.configs import MODELS, SEQ, VOCAB, batch, share, topology_of
+from tests.configs import (
+    EXPERT_MODELS,
+    MODELS,
+    SEQ,
+    VOCAB,
+    batch,
+    documents,
+    share,
+    topology_of,
+)  # fmt: skip
 from tests.harness import run_ranks
 from tests.users_models import MODELS as USERS
 from threed import models
@@ -30,11 +40,11 @@ from threed.config import Config
 from threed.config.checks import find_problems
 from threed.config.resolution import resolve
 from threed.engine import Engine, StepMetrics
-from threed.layers import Slicing
+from threed.layers import Block, Slicing
 from threed.schedules.registry import ScheduleName
 from threed.testing import RanksFailed, Results, differences, results_of
 
-STEPS, RANKS, TOLERANCE, TIMEOUT_S = 3, 6, 1e-9, 150.0
+STEPS, RANKS, TOLERANCE, TIMEOUT_S = 3, 8, 1e-9, 150.0
 PLANS = [
     f"{Path(__file__).with_name('random_plans.py')}:{name}"
     for name in ("first", "second", "third", "fourth")
@@ -60,16 +70,20 @@ class Trial:
     Attributes:
         world: number of ranks.
         keys: the configuration, by group.
-        model: a name of `tests.configs.MODELS` or of `tests.users_models`.
+        model: a name of `tests.configs` or of `tests.users_models`.
         frozen: which parts of blocks are frozen.
         looks: whether evaluations and comparisons of replicas run between steps.
+        documents: whether the rows of batches consist of several documents.
+        then: the layout in which the last step runs, from a checkpoint; None: the same layout.
     """
 
     world: int
     keys: dict[str, Keys]
     model: str
-    frozen: str
-    looks: bool
+    frozen: str = ""
+    looks: bool = False
+    documents: bool = False
+    then: Trial | None = None
 
     @property
     def truth(self) -> Trial:
@@ -87,8 +101,17 @@ class Trial:
             "recompute": {},
             "run": {},
             "train": train,
+            "experts": self.keys["experts"] | {"room": 0.0},
         }
-        return Trial(1, keys, self.model, self.frozen, self.looks)
+        return replace(self, world=1, keys=keys, then=None)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the configuration is refused without building the model; empty if it is not."""
+        try:
+            return find_problems(Config.model_validate(self.keys), self.world)
+        except ValueError as error:
+            return [str(error)]
 
 
 @dataclass(frozen=True)
@@ -109,13 +132,34 @@ class Outcome:
 def draw(seed: int) -> Trial:
     """Returns the trial of a seed."""
     d = random.Random(seed)
+    model = d.choice([*MODELS, *d.sample([*EXPERT_MODELS], 7), *OWN])
+    built = model in MODELS or model in EXPERT_MODELS
+    trial = Trial(1, {"model": _model(d, model), "optim": _optim(d, built)}, model)
+    trial = _laid_out(d, trial)
+    trial = replace(
+        trial,
+        frozen=d.choice(["", "", "block", "mlp"]) if built else "",
+        looks=d.random() < 0.5,
+        documents=built and d.random() < 0.3,
+    )
+    late = trial.keys["parallel"]["schedule"] == "2bw" or trial.keys["zero"].get("delayed_update")
+    return trial if late or d.random() < 0.6 else replace(trial, then=_other_layout(d, trial))
+
+
+def _laid_out(d: random.Random, trial: Trial) -> Trial:
+    """Returns the trial with a layout: everything except the model and the optimizer."""
+    model = trial.model
+    built, experts = model in MODELS or model in EXPERT_MODELS, model in EXPERT_MODELS
     while True:
         pp, tp, dp = d.choice([1, 1, 2, 2, 2, 3, 4]), d.choice([1, 1, 2]), d.choice([1, 1, 2, 3])
-        if 2 <= pp * tp * dp <= RANKS:
+        cp = d.choice([1, 1, 1, 2, 2, 4]) if built else 1
+        if 2 <= pp * tp * dp * cp <= RANKS and (pp * tp * dp * cp <= 6 or d.random() < 0.3):
             break
-    model = d.choice([*MODELS, *OWN])
     parallel, count = _parallel(d, pp, tp)
-    zero, run = _zero(d, parallel, dp), _run(d, model)
+    ep = d.choice([n for n in (1, 2, 4) if dp * cp * tp % n == 0]) if experts else 1
+    parallel |= {"pp": pp, "tp": tp, "dp": dp, "cp": cp, "ep": ep}
+    parallel |= {"cp_heads": d.choice(["auto", "auto", 1, cp])} if cp > 1 else {}
+    zero, run = _zero(d, parallel, dp * cp), _run(d, model)
     if run and parallel["schedule"] != "2bw" and parallel.get("optimistic_step") is not True:
         zero |= {"stage": 3, "offload_params": d.choice(["none", "cpu", "nvme"])}
     recompute = _recompute(d, tp)
@@ -125,12 +169,40 @@ def draw(seed: int) -> Trial:
     train = {
         "global_batch": dp * micro * count, "micro_batch": micro, "steps": 10, "grad_clip": d.choice([0.0, 0.05, 1.0])
     }  # fmt: skip
-    keys = {
-        "parallel": {**parallel, "pp": pp, "tp": tp, "dp": dp}, "zero": zero, "recompute": recompute, "train": train,
-        "optim": _optim(d), "run": run, "precision": {"dtype": "fp64"}, "model": _model(d, model),
+    keys = trial.keys | {
+        "parallel": parallel, "zero": zero, "recompute": recompute, "train": train, "run": run,
+        "precision": {"dtype": "fp64"}, "experts": _experts(d, model, ep) if experts else {},
     }  # fmt: skip
-    frozen = d.choice(["", "", "block", "mlp"]) if model in MODELS else ""
-    return Trial(pp * tp * dp, keys, model, frozen, d.random() < 0.5)
+    return replace(trial, world=pp * tp * dp * cp, keys=keys)
+
+
+def _other_layout(d: random.Random, trial: Trial) -> Trial | None:
+    """Returns the same training in another layout; None if few tries find none."""
+    keys = trial.keys
+    for _ in range(200):
+        other = _laid_out(d, trial)
+        room = {"room": other.keys["experts"].get("room", 0.0)}
+        same = {"experts": keys["experts"] | room, "optim": keys["optim"]}
+        train = other.keys["train"] | {"grad_clip": keys["train"]["grad_clip"]}
+        other = replace(other, keys=other.keys | same | {"train": train})
+        late = other.keys["parallel"]["schedule"] == "2bw" or other.keys["zero"].get(
+            "delayed_update"
+        )
+        if (
+            train["global_batch"] == keys["train"]["global_batch"]
+            and not late
+            and not other.problems
+        ):
+            return other
+    return None
+
+
+def _experts(d: random.Random, model: str, ep: int) -> Keys:
+    room = d.choice([0.0, 0.0, 8.0]) if ep > 1 else 0.0  # never too small
+    keys = {"room": room, "capacity": d.choice([0.0, 0.0, 0.0, 0.7])}
+    if ":" in EXPERT_MODELS[model]["arch"]:  # these have coefficients of their own
+        return keys
+    return keys | {"aux_loss": d.choice([0.0, 0.02]), "z_loss": d.choice([0.0, 0.01])}
 
 
 def _parallel(d: random.Random, pp: int, tp: int) -> tuple[Keys, int]:
@@ -173,7 +245,7 @@ def _zero(d: random.Random, parallel: Keys, dp: int) -> Keys:
 
 
 def _recompute(d: random.Random, tp: int) -> Keys:
-    more = {"loss_chunks": d.choice([1, 1, 3])}
+    more = {"loss_chunks": d.choice([1, 1, 3]), "mlp_chunks": d.choice([1, 1, 1, 2, 3])}
     mode = d.choice(["none", "full", "full", "selective"])
     if mode == "none":
         return more
@@ -194,25 +266,31 @@ def _run(d: random.Random, model: str) -> Keys:
 
     There are none for models of `tests.users_models`, which are not compilable.
     """
-    if model in MODELS and d.random() < 0.15:
+    if model in MODELS | EXPERT_MODELS and d.random() < 0.15:
         return {"compile": True, "compile_backend": "aot_eager"}
     return {}
 
 
-def _optim(d: random.Random) -> Keys:
+def _optim(d: random.Random, built: bool) -> Keys:
     name = d.choice(["adamw", "adamw", "sgd", "lion"])
     rate = {"adamw": 3e-3, "sgd": 3e-2, "lion": 1e-3}[name]
-    return {
+    groups = d.choice(
+        ["", "", "*mlp*: lr=5e-3", "*norm*: weight-decay=0.3, lr=1e-2; embedding.*: lr=1e-3"]
+    )
+    keys = {
         "name": name,
         "lr": rate,
         "warmup": d.choice([0, 2]),
         "schedule": d.choice(["cosine", "linear", "constant"]),
     }
+    return keys | ({"groups": groups} if groups and built else {})
 
 
 def _model(d: random.Random, model: str) -> Keys:
-    keys = MODELS.get(model, {"heads": 4})
-    tied = {"tied": d.choice([True, False])} if model in MODELS and d.random() < 0.5 else {}
+    keys = (MODELS | EXPERT_MODELS).get(model, {"heads": 4})
+    built_in = "arch" in keys and ":" not in keys["arch"]
+    tied = {"tied": d.choice([True, False])} if built_in and d.random() < 0.5 else {}
+    tied |= {"mtp_depth": 1} if built_in and d.random() < 0.1 else {}
     return {
         "layers": d.choice([3, 4, 6]),
         "hidden": 32,
@@ -235,37 +313,48 @@ class Frozen:
     def layers(self) -> list[nn.Module]:
         """The layers of the model."""
         found = self.model.layers()
-        for layer in (
-            found[1:-1:2] if self.part == "block" else [layer.mlp for layer in found[1:-1]]
-        ):
-            layer.requires_grad_(False)  # type: ignore[union-attr]
+        blocks = [layer for layer in found if isinstance(layer, Block)]
+        for layer in blocks[::2] if self.part == "block" else [block.mlp for block in blocks]:
+            layer.requires_grad_(False)
         return found
 
 
 def engine_of(trial: Trial) -> Engine:
     """Returns the engine of a trial on this rank."""
     config = resolve(Config.model_validate(trial.keys), VOCAB, trial.world)
-    topology = topology_of(config.parallel.pp, config.parallel.tp)
-    slicing = Slicing(
-        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
-    )
+    p = config.parallel
+    topology = topology_of(p.pp, p.tp, p.cp)
+    slicing = Slicing.of(topology, config)
     build = USERS.get(trial.model, models.build)
     model: Any = build(config.model, slicing)
     return Engine(Frozen(model, trial.frozen) if trial.frozen else model, topology, config)
 
 
-def train(trial: Trial) -> tuple[Engine, list[StepMetrics], list[float]]:
-    """Returns the engine after some steps, their metrics, and the losses of evaluations."""
-    engine, metrics, evaluated = engine_of(trial), list[StepMetrics](), list[float]()
-    rows = trial.keys["train"]["global_batch"]
-    for step in range(STEPS):
-        metrics.append(engine.step(share(batch(step, rows), engine.topology)))
+def train(
+    trial: Trial, engine: Engine | None = None
+) -> tuple[Engine, list[StepMetrics], list[float]]:
+    """Returns the engine after the remaining steps, their metrics, and the losses of evaluations.
+
+    Args:
+        trial: the trial. With `then`, its engine makes all steps except the last one.
+        engine: an engine that has made some of the steps.
+    """
+    engine, metrics, evaluated = engine or engine_of(trial), list[StepMetrics](), list[float]()
+    for step in range(engine.steps, STEPS - 1 if trial.then else STEPS):
+        metrics.append(engine.step(_batch(trial, step, engine)))
         if trial.looks:
-            evaluated.append(
-                float(engine.evaluate(share(batch(100 + step, rows), engine.topology)))
-            )
+            evaluated.append(float(engine.evaluate(_batch(trial, 100 + step, engine))))
             engine.compare_replicas()
     return engine, metrics, evaluated
+
+
+def _batch(trial: Trial, step: int, engine: Engine) -> dict[str, torch.Tensor]:
+    """Returns this data rank's rows of a batch."""
+    rows = trial.keys["train"]["global_batch"]
+    whole = batch(step, rows)
+    if trial.documents:
+        whole["documents"] = documents(step, rows)
+    return share(whole, engine.topology)
 
 
 def find_truth(trial: Trial, file: Path) -> None:
@@ -274,9 +363,29 @@ def find_truth(trial: Trial, file: Path) -> None:
     torch.save({"results": vars(results_of(engine, metrics)), "evaluated": evaluated}, file)
 
 
-def compare(trial: Trial, file: Path) -> list[str]:
-    """Returns this rank's differences from the results of one process."""
+def save(trial: Trial, folder: Path) -> tuple[list[StepMetrics], list[float]]:
+    """Makes all steps except the last one, and saves a checkpoint."""
     engine, metrics, evaluated = train(trial)
+    engine.save(folder)
+    return metrics, evaluated
+
+
+def compare(
+    trial: Trial, file: Path, checkpoint: Path, before: tuple[list[StepMetrics], list[float]]
+) -> list[str]:
+    """Returns this rank's differences from the results of one process.
+
+    Args:
+        trial: the trial, or the layout of its last step.
+        file: the results of one process.
+        checkpoint: the checkpoint before the last step, if `before` has steps.
+        before: metrics and evaluations of the steps before the checkpoint.
+    """
+    engine = engine_of(trial)
+    if before[0]:
+        engine.load(checkpoint)
+    engine, metrics, evaluated = train(trial, engine)
+    metrics, evaluated = before[0] + metrics, before[1] + evaluated
     truth = torch.load(file)
     found = differences(engine, metrics, Results(**truth["results"]), TOLERANCE)
     # The gradient of a key's bias consists only of rounding errors, and Lion uses its sign. So these biases are not compared.
@@ -292,14 +401,16 @@ def compare(trial: Trial, file: Path) -> list[str]:
 
 def outcome(trial: Trial, folder: Path) -> Outcome:
     """Runs a trial and returns its outcome."""
+    if problems := trial.problems:
+        return Outcome("refused", "; ".join(problems))
+    truth, checkpoint, last = folder / "truth.pt", folder / "checkpoint", trial
+    before: tuple[list[StepMetrics], list[float]] = ([], [])
     try:
-        if problems := find_problems(Config.model_validate(trial.keys), trial.world):
-            return Outcome("refused", "; ".join(problems))
-    except ValueError as error:
-        return Outcome("refused", str(error))
-    try:
-        run_ranks(1, find_truth, trial.truth, folder / "truth.pt", timeout=TIMEOUT_S)
-        ranks = run_ranks(trial.world, compare, trial, folder / "truth.pt", timeout=TIMEOUT_S)
+        run_ranks(1, find_truth, trial.truth, truth, timeout=TIMEOUT_S)
+        if trial.then:
+            before = run_ranks(trial.world, save, trial, checkpoint, timeout=TIMEOUT_S)[0]
+            last = replace(trial.then, frozen=trial.frozen, looks=trial.looks, documents=trial.documents)  # fmt: skip
+        ranks = run_ranks(last.world, compare, last, truth, checkpoint, before, timeout=TIMEOUT_S)
     except RanksFailed as error:
         if not error.failures:
             return Outcome("hang", str(error))
@@ -322,7 +433,8 @@ def main() -> int:
             found = outcome(trial, Path(folder))
         counts[found.kind] += 1
         print(
-            f"{seed}: {found.kind}, {trial.world} ranks, {trial.model}, {trial.keys['parallel']}, {trial.keys['zero']}"
+            f"{seed}: {found.kind}, {trial.world} ranks, {trial.model}, {trial.keys['parallel']}, {trial.keys['zero']}",
+            flush=True,
         )
         if found.why:
             print(f"    {found.why}", flush=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import configs, programs
-from tests.configs import SEQ, VOCAB, Case, config_of, engine_of, share
+from tests.configs import SEQ, VOCAB, Case, config_of, documents, engine_of, share
 from tests.harness import run_ranks, run_script
 from tests.training.test_pretrain import environment
 from threed import layers, models
@@ -52,14 +52,6 @@ CASES = [
 ]  # fmt: skip
 # every model, every axis, and every kind of recomputation; the others run in the grid
 EVERYDAY = [CASES[number] for number in (0, 1, 4, 5, 6, 9, 13, 14)]
-
-
-def documents(step: int, rows: int) -> Tensor:
-    """Documents [b s] of 1 to 16 tokens; the first row is one document."""
-    draw = torch.Generator().manual_seed(77 * rows + step)
-    begins = torch.rand(rows, SEQ, generator=draw) < torch.linspace(0, 0.6, rows).view(-1, 1)
-    begins[0] = False
-    return begins.cumsum(1) + 5
 
 
 def batch(step: int, rows: int) -> dict[str, Tensor]:
