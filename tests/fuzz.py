@@ -134,14 +134,15 @@ def draw(seed: int) -> Trial:
     d = random.Random(seed)
     model = d.choice([*MODELS, *d.sample([*EXPERT_MODELS], 7), *OWN])
     built = model in MODELS or model in EXPERT_MODELS
-    trial = Trial(1, {"model": _model(d, model), "optim": _optim(d, built)}, model)
-    trial = _laid_out(d, trial)
-    trial = replace(
-        trial,
+    trial = Trial(
+        1,
+        {"model": _model(d, model), "optim": _optim(d, built)},
+        model,
         frozen=d.choice(["", "", "block", "mlp"]) if built else "",
         looks=d.random() < 0.5,
         documents=built and d.random() < 0.3,
     )
+    trial = _laid_out(d, trial)
     late = trial.keys["parallel"]["schedule"] == "2bw" or trial.keys["zero"].get("delayed_update")
     return trial if late or d.random() < 0.6 else replace(trial, then=_other_layout(d, trial))
 
@@ -159,7 +160,8 @@ def _laid_out(d: random.Random, trial: Trial) -> Trial:
     ep = d.choice([n for n in (1, 2, 4) if dp * cp * tp % n == 0]) if experts else 1
     parallel |= {"pp": pp, "tp": tp, "dp": dp, "cp": cp, "ep": ep}
     parallel |= {"cp_heads": d.choice(["auto", "auto", 1, cp])} if cp > 1 else {}
-    zero, run = _zero(d, parallel, dp * cp), _run(d, model)
+    zero = _zero(d, parallel, dp * cp)
+    run = {} if trial.documents else _run(d, model)  # documents need blocks that are not compiled
     if run and parallel["schedule"] != "2bw" and parallel.get("optimistic_step") is not True:
         zero |= {"stage": 3, "offload_params": d.choice(["none", "cpu", "nvme"])}
     recompute = _recompute(d, tp)
@@ -290,7 +292,7 @@ def _model(d: random.Random, model: str) -> Keys:
     keys = (MODELS | EXPERT_MODELS).get(model, {"heads": 4})
     built_in = "arch" in keys and ":" not in keys["arch"]
     tied = {"tied": d.choice([True, False])} if built_in and d.random() < 0.5 else {}
-    tied |= {"mtp_depth": 1} if built_in and d.random() < 0.1 else {}
+    ahead = {"mtp_depth": 1} if built_in and keys["arch"] != "gpt" and d.random() < 0.1 else {}
     return {
         "layers": d.choice([3, 4, 6]),
         "hidden": 32,
@@ -298,6 +300,7 @@ def _model(d: random.Random, model: str) -> Keys:
         "dropout": d.choice([0.0, 0.1]),
         **keys,
         **tied,
+        **ahead,
     }
 
 
@@ -409,7 +412,7 @@ def outcome(trial: Trial, folder: Path) -> Outcome:
         run_ranks(1, find_truth, trial.truth, truth, timeout=TIMEOUT_S)
         if trial.then:
             before = run_ranks(trial.world, save, trial, checkpoint, timeout=TIMEOUT_S)[0]
-            last = replace(trial.then, frozen=trial.frozen, looks=trial.looks, documents=trial.documents)  # fmt: skip
+            last = trial.then
         ranks = run_ranks(last.world, compare, last, truth, checkpoint, before, timeout=TIMEOUT_S)
     except RanksFailed as error:
         if not error.failures:
