@@ -11,22 +11,24 @@ struct Parts {
   const float* parts;
   float* out;
   bool add;
+  int count;
 };
 
 // out [columns] = (add ? out : 0) + the sum of parts [count columns] over count. blockIdx.y selects
-// one of up to two sums. LANES neighboring threads add every THREADS / LANES-th part of their columns; then
+// one of up to three sums. LANES neighboring threads add every THREADS / LANES-th part of their columns; then
 // the sums of a warp are added, and the sums of the warps in order. Few columns per block make enough blocks for all
 // multiprocessors. columns: a multiple of 4.
-__global__ void __launch_bounds__(THREADS) add_parts(Parts first, Parts second, int count, int64_t columns) {
+__global__ void __launch_bounds__(THREADS) add_parts(Parts first, Parts second, Parts third, int64_t columns) {
   __shared__ float4 of_warp[WARPS][LANES];
-  const float* const __restrict__ parts = blockIdx.y ? second.parts : first.parts;
-  float* const __restrict__ out = blockIdx.y ? second.out : first.out;
+  const Parts mine = blockIdx.y == 0 ? first : blockIdx.y == 1 ? second : third;
+  const float* const __restrict__ parts = mine.parts;
+  float* const __restrict__ out = mine.out;
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / WARP;
   const int64_t column = int64_t(blockIdx.x) * COLUMNS + 4 * lane;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   if (column < columns) {
 #pragma unroll 4
-    for (int part = threadIdx.x / LANES; part < count; part += THREADS / LANES) {
+    for (int part = threadIdx.x / LANES; part < mine.count; part += THREADS / LANES) {
       const float4 x = __ldcs(reinterpret_cast<const float4*>(parts + part * columns + column));
       sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
     }
@@ -40,7 +42,7 @@ __global__ void __launch_bounds__(THREADS) add_parts(Parts first, Parts second, 
   __syncthreads();
   if (threadIdx.x >= LANES || column >= columns) return;
   float4* const to = reinterpret_cast<float4*>(out + column);
-  sum = (blockIdx.y ? second.add : first.add) ? *to : make_float4(0.f, 0.f, 0.f, 0.f);
+  sum = mine.add ? *to : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (int w = 0; w < WARPS; w++) {
     const float4 x = of_warp[w][lane];
@@ -107,13 +109,16 @@ __global__ void __launch_bounds__(WARP) sum_parts(const float* __restrict__ part
 
 extern "C" {
 
-// out fp32 [columns] = (add ? out : 0) + the sum over parts [count columns]; the same for a second
-// sum, unless second_out is null.
-int threed_cuda_add_parts(const float* parts, float* out, int64_t add, const float* second_parts, float* second_out,
-                          int64_t add_second, int64_t count, int64_t columns, cudaStream_t stream) {
-  const dim3 grid(unsigned(ceil_div(columns, COLUMNS)), second_out ? 2 : 1);
-  return launch(add_parts, grid, THREADS, 0, stream, Parts{parts, out, add != 0},
-                Parts{second_parts, second_out, add_second != 0}, count, columns);
+// out fp32 [columns] = (add ? out : 0) + the sum over parts [count columns]; the same for the second
+// and the third sum. The last `3 - sums` are not computed.
+int threed_cuda_add_parts(const float* parts, float* out, int64_t add, int64_t count, const float* second_parts,
+                          float* second_out, int64_t add_second, int64_t second_count, const float* third_parts,
+                          float* third_out, int64_t add_third, int64_t third_count, int64_t sums, int64_t columns,
+                          cudaStream_t stream) {
+  const dim3 grid(unsigned(ceil_div(columns, COLUMNS)), unsigned(sums));
+  return launch(add_parts, grid, THREADS, 0, stream, Parts{parts, out, add != 0, int(count)},
+                Parts{second_parts, second_out, add_second != 0, int(second_count)},
+                Parts{third_parts, third_out, add_third != 0, int(third_count)}, columns);
 }
 
 // parts, fp32 [blocks columns] = each block's sums over its rows of x, bf16 [rows columns].

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from tests.cuda.cases import (
 )
 from tests.cuda.emulator import COMPILER, PROCESSORS, Machine, emulated
 from threed.distributed.topology import alone
-from threed.layers import LayerNorm, RMSNorm, Slicing
+from threed.layers import MLP, Attention, Block, LayerNorm, MicroBatch, RMSNorm, Slicing
 from threed.layers.norm import sum_and_norm
 from threed.ops import norm
 
@@ -198,3 +200,86 @@ def test_a_frozen_norm_gives_the_gradient_of_its_input(
     bias = None if module.bias is None else module.bias.double()
     truth = norm.reference(wide, module.weight.double(), bias, module.eps, kind is LayerNorm)
     assert_close_in_bf16(got, torch.autograd.grad(truth, wide, dy.double())[0], 2e-6)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_the_gradient_of_a_bias_before_the_norm(add: bool) -> None:
+    """The sum over rows of the gradient of the norm's input, in the launch that ends the other sums."""
+    rows, h = 300, 264
+    x, dy, residual = (bf16(rows, h, seed=seed) for seed in range(3))
+    weight, held = 1 + bf16(h, seed=3, scale=0.2), normal(h, seed=4)
+    dweight, dbias, dbefore = torch.empty(h), torch.empty(h), held.clone()
+    with emulated() as machine:
+        result = norm.forward(x, weight, weight, EPS, True, residual, weight)
+        dx = norm.backward(
+            dy, result, weight, dweight, dbias, add=False, residual=residual, dbefore=dbefore, add_before=add
+        )  # fmt: skip
+    assert [ran.name for ran in machine.launches] == [
+        "norm",
+        "norm_backward",
+        "column_sums",
+        "add_parts",
+    ]
+    total = x.double() + residual.double() + weight.double()
+    assert_close_in_bf16(result.sum, total, 2e-6)
+    assert_close(dbefore, dx.double().sum(0) + (held.double() if add else 0), 1e-6)
+
+
+class Plain(Block):
+    """A block that adds the bias of its attention in the projection."""
+
+    def _bias_for_norm(self, x: Tensor) -> None:
+        return None
+
+
+def _gradients(
+    kind: type[Block], change: Callable[[Block], object]
+) -> tuple[list[Tensor], list[str]]:
+    """Output and gradients of a block of this kind, and the kernels that it launched."""
+    slicing, h = Slicing(alone()), 32
+    norms = (LayerNorm("first", h, slicing), LayerNorm("second", h, slicing))
+    attention = Attention("attention", h, 2, slicing)
+    block = kind("block", norms, attention, MLP("mlp", h, 64, slicing), slicing)
+    block = block.to_empty(device="cpu").bfloat16()
+    for seed, param in enumerate(block.parameters()):
+        param.data.copy_(bf16(*param.shape, seed=seed, scale=0.2))
+    change(block)
+    x = bf16(9, 2, h, seed=30).requires_grad_()
+    with emulated(torch_writes=True) as machine:
+        y = block(x, MicroBatch())
+        y.backward(bf16(9, 2, h, seed=31))
+    given = [x, *block.parameters()]
+    return [y, *(t.grad for t in given if t.grad is not None)], [
+        ran.name for ran in machine.launches
+    ]
+
+
+def _freeze(block: Block) -> None:
+    block.attention.out.bias.requires_grad_(False)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", [lambda block: None, _freeze])
+def test_a_norm_adds_the_bias_of_the_attention_before_it(change: Callable[[Block], object]) -> None:
+    """Its gradient's sum ends in the norm's last launch; values differ by roundings to bf16 only."""
+    (got, names), (want, plain) = _gradients(Block, change), _gradients(Plain, change)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()
+    if change is _freeze:
+        return
+    assert plain.count("add_parts") - names.count("add_parts") == 1
+    assert plain.count("column_sums") == names.count("column_sums")
+
+
+@pytest.mark.parametrize("where", ["attention", "attention.out", "mlp_norm"])
+def test_hooks_see_the_bias_of_the_attention(where: str) -> None:
+    """So with a hook the projection adds its bias."""
+    seen = list[Tensor]()
+
+    def change(block: Block) -> None:
+        block.get_submodule(where).register_forward_hook(lambda module, args, y: seen.append(y))
+
+    got, want = _gradients(Block, change), _gradients(Plain, change)
+    assert all(map(torch.equal, got[0], want[0]))
+    assert torch.equal(*seen)
+    assert got[1] == want[1]

@@ -42,6 +42,24 @@ def test_column_sums(rows: int, columns: int, add: bool) -> None:
     assert_close(out, x.double().sum(0) + (held.double() if add else 0), 1e-6)
 
 
+@pytest.mark.parametrize("add", [(False, True, False), (True, False, True), (True, False)])
+def test_several_sets_of_partial_sums(add: tuple[bool, ...]) -> None:
+    """In one launch; their numbers of partial sums differ."""
+    parts = [normal(count, 264, seed=count) for count in (3, 130, 17)[: len(add)]]
+    held = [normal(264, seed=seed) for seed in range(len(add))]
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        outs = [
+            one.clone() if added else torch.empty(264) for one, added in zip(held, add, strict=True)
+        ]
+        sums.add_parts(*map(sums.Parts, parts, outs, add))
+        assert len(machine.launches) == 1
+        return tuple(outs)
+
+    for out, part, one, added in zip(in_every_order(work), parts, held, add, strict=True):
+        assert_close(out, part.double().sum(0) + (one.double() if added else 0), 1e-6)
+
+
 @pytest.mark.parametrize("n", [0, 4, 1020, 4096, 300_000])
 def test_sum_of_squares(n: int) -> None:
     x = normal(n, seed=0)
@@ -74,3 +92,6 @@ def test_wrong_arguments_are_refused() -> None:
         sums.square_sum(torch.ones(7))
     with emulated(), pytest.raises(ValueError, match="add_parts takes"):
         sums.add_parts(sums.Parts(torch.ones(2, 8), torch.empty(4), False))
+    one, other = (sums.Parts(torch.ones(2, n), torch.empty(n), False) for n in (8, 12))
+    with emulated(), pytest.raises(ValueError, match="add_parts takes"):
+        sums.add_parts(one, other)

@@ -144,12 +144,13 @@ OFFLOADED = [
         prefetch=3,
     ),
     Case(pp=2, **DRIVE, schedule="zb-h1", microbatches=3, dropout=0.1),
+    Case(tp=2, **DRIVE, tile=3, layers=1),
 ]
 
 
 def test_every_number_is_the_same_where_states_are_offloaded() -> None:
     """While a layer runs, parameters of others are freed, or being read from a drive: torch must not look at them."""
-    compare_in_worlds(OFFLOADED[::3], compare)
+    compare_in_worlds([OFFLOADED[0], *OFFLOADED[3:]], compare)
 
 
 @pytest.mark.grid

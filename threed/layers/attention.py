@@ -171,7 +171,7 @@ class Attention(nn.Module):
         states = None if isinstance(self.core, nn.Module) else getattr(self.core, "flops", None)
         return None if states is None else states(tokens, seq, self.heads, self.d)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None, add_bias: bool = True) -> Tensor:
         """Returns the output, [s b h] (with sequence parallelism [s/t b h]). Collective.
 
         Args:
@@ -179,6 +179,7 @@ class Attention(nn.Module):
             documents: number of each token's document in the full sequences, int64 [b s], not
                 decreasing along s. A token attends only to its own document, in which positions
                 begin at 0. Default: each sequence is one document.
+            add_bias: whether to add the bias of the output projection; if false, the caller adds it.
 
         Raises:
             ValueError: if documents are given, and the core does not support them.
@@ -191,7 +192,8 @@ class Attention(nn.Module):
                     " `documents` (int64 [b s]), or leave out the batch's 'documents' and --data.packing"
                 )
             attend = functools.partial(attend, documents=documents)
-        return self.out(self.recompute.run("attention", attend, *self._project(x)))
+        y = self.recompute.run("attention", attend, *self._project(x))
+        return self.out(y) if add_bias else self.out(y, add_bias=False)
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns (qkv [s b (a+2k)d/t],), or (query, key_value) if ranks share key/value heads."""

@@ -7,13 +7,14 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from threed.layers.attention import takes
+from threed.layers.attention import Attention, takes
 from threed.layers.contract import PipelineLayer
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
-from threed.layers.norm import sum_and_norm
+from threed.layers.linear import RowLinear
+from threed.layers.norm import adds_bias, sum_and_norm
 from threed.layers.recompute import Recompute
-from threed.layers.slicing import MicroBatch, Slicing
+from threed.layers.slicing import MicroBatch, Slicing, is_plain
 
 
 class Embedding(PipelineLayer):
@@ -142,17 +143,38 @@ class Block(PipelineLayer):
             ValueError: if the micro-batch has documents, which the attention does not support.
         """
         x, y = self._normed(self.attention_norm, x)
-        y = self._post(self.attention_post_norm, self._attend(y, micro.documents))
+        bias = self._bias_for_norm(x)
+        y = self._post(self.attention_post_norm, self._attend(y, micro.documents, bias is None))
         # A dropout adds the residual in its own pass. Without one, the norm does.
         drop = self.attention_dropout
-        terms = (y, x) if drop is None else (drop(y, micro, x),)
+        terms = (y, x, bias) if drop is None else (drop(y, micro, x),)
         x, y = self._normed(self.mlp_norm, *terms)
         y = self._post(self.mlp_post_norm, self.mlp(y, micro) if self._takes_micro else self.mlp(y))
         return x + y if self.mlp_dropout is None else self.mlp_dropout(y, micro, x)
 
-    def _attend(self, y: Tensor, documents: Tensor | None) -> Tensor:
+    def _bias_for_norm(self, x: Tensor) -> Tensor | None:
+        """Returns the bias of the attention's output if the kernel of the MLP's norm can add it.
+
+        x is the block's input.
+        """
+        between = (self.attention_dropout, self.attention_post_norm)
+        if not is_plain(self.attention, Attention) or between != (None, None):
+            return None
+        out = self.attention.out
+        if (
+            not is_plain(out, RowLinear)
+            or out.bias is None
+            or type(self.recompute) is not Recompute
+        ):
+            return None
+        return out.bias if adds_bias(self.mlp_norm, x, out.bias) else None
+
+    def _attend(self, y: Tensor, documents: Tensor | None, add_bias: bool) -> Tensor:
+        if not add_bias:
+            attended: Tensor = self.attention(y, documents, add_bias)
+            return attended
         if documents is None:
-            attended: Tensor = self.attention(y)
+            attended = self.attention(y)
             return attended
         if not self._takes_documents:
             raise ValueError(
@@ -167,14 +189,14 @@ class Block(PipelineLayer):
         return y if norm is None else self.recompute.run("norm", norm, y)
 
     def _normed(
-        self, norm: nn.Module, x: Tensor, residual: Tensor | None = None
+        self, norm: nn.Module, x: Tensor, residual: Tensor | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the sum x + residual (x without a residual) and the norm of the sum.
+        """Returns the sum x + residual + bias (x without a residual) and the norm of the sum.
 
         With selective recompute the sum is a separate operation, because the backward recomputes
         the norm from the sum.
         """
         if type(self.recompute) is Recompute:
-            return sum_and_norm(norm, x, residual)
+            return sum_and_norm(norm, x, residual, bias)
         total = x if residual is None else x + residual
         return total, self.recompute.run("norm", norm, total)

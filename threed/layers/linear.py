@@ -456,13 +456,14 @@ class RowLinear(Product):
             parameter(slicing.shared(vector(f"{name}.bias", outputs)), (outputs,)) if bias else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         """Returns the product, summed over tensor ranks: [s b out] (or [s/t b out]). Collective.
 
         Args:
             x: this rank's input features, [s b in/t].
+            add_bias: whether to add the bias; if false, the caller adds it.
         """
-        bias = self.bias
+        bias = self.bias if add_bias else None
         if self.slicing.tp.size == 1:
             return self.product(x, bias)
         y = self._reduced(x)
@@ -497,14 +498,15 @@ class RowLinear(Product):
 
     def _reduced(self, x: Tensor) -> Tensor:
         """Returns the product without bias, summed over tensor ranks."""
-        slicing, chunks = self.slicing, 1
-        terms = Terms(tiled.tiles_of(self), None, slicing.tp, False, self.matmul)
+        slicing = self.slicing
+        # Under torch.compile the tiles must not be touched: they may not be in memory.
         if slicing.sequence_parallel and not torch.compiler.is_compiling():
+            terms = Terms(tiled.tiles_of(self), None, slicing.tp, False, self.matmul)
             chunks = terms.chunks(x.shape[0] // slicing.tp.size, x.shape[1:-1].numel())
-        if chunks == 1:
-            return slicing.reduce(self.product(x, None))
-        y: Tensor = _Reduced.apply(x, terms, chunks, *for_autograd(x, *terms.weights))
-        return y
+            if chunks > 1:
+                y: Tensor = _Reduced.apply(x, terms, chunks, *for_autograd(x, *terms.weights))
+                return y
+        return slicing.reduce(self.product(x, None))
 
 
 class ReplicatedLinear(Product):

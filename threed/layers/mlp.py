@@ -26,6 +26,7 @@ from threed.layers.slicing import (
     VectorGradient,
     for_autograd,
     has_gradient_hooks,
+    is_plain,
     one_contribution,
     sink_of,
 )
@@ -188,7 +189,7 @@ class MLP(nn.Module):
         Args:
             x: see `forward`.
         """
-        if self.chunks > 1 or not _is_plain(self, type(self)):
+        if self.chunks > 1 or not is_plain(self, type(self)):
             y = self(x)
             return lambda: y
         inner = self._inner(x)
@@ -215,7 +216,7 @@ class MLP(nn.Module):
         Raises:
             RuntimeError: if a parameter of the activation has gradient hooks.
         """
-        x, plain = x.detach().requires_grad_(), _is_plain(self.down, RowLinear)
+        x, plain = x.detach().requires_grad_(), is_plain(self.down, RowLinear)
         params = {name: param for name, param in self.named_parameters() if param.requires_grad}
         with torch.enable_grad():
             y = self.recompute.run_as_one(self._inner, x)
@@ -242,7 +243,7 @@ class MLP(nn.Module):
         bias = self.up.bias
         return (
             self.activation is gelu and type(self).activate is MLP.activate and bias is not None
-            and _is_plain(self.up, ColumnLinear)
+            and is_plain(self.up, ColumnLinear)
             and activation_ops.fits(x, bias.numel()) and launch.packed(bias)  # the first is False under compile
         )  # fmt: skip
 
@@ -253,12 +254,6 @@ class MLP(nn.Module):
     def activate(self, x: Tensor) -> Tensor:
         """Returns the activation of the output x of `up`; it is the input of `down`."""
         return self.activation(x)
-
-
-def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Returns whether a module is of this class itself, and has no hooks."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return type(module) is kind and not any(getattr(module, name) for name in hooks)
 
 
 class GatedMLP(MLP):

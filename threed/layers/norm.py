@@ -14,27 +14,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threed.distributed.sharding import parameter, vector
-from threed.layers.slicing import Slicing, VectorGradient, for_autograd
+from threed.layers.slicing import Slicing, VectorGradient, for_autograd, is_plain
 from threed.ops import launch, norm
 
 
 class _Fused(torch.autograd.Function):
-    """Computes norm(s) by the fused kernel; s is x + residual, or x without a residual.
+    """Computes norm(s) by the fused kernel; s is x + residual + before, without those that are None.
 
     If `with_sum`, the forward returns (s, norm(s)), and the backward adds the gradient of the
-    output s to the gradient through the norm. `params` are weight and bias. `tracked_weight` and
-    `tracked_bias` are the same two tensors, or None if autograd needs no gradient for them
-    (`for_autograd`).
+    output s to the gradient through the norm. `params` are weight, bias and `before`, a bias that is
+    added before the norm. `tracked` are the same three tensors, or None if autograd needs no
+    gradient for them (`for_autograd`).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, tracked_weight: Tensor | None, tracked_bias: Tensor | None,
-        params: tuple[Tensor, Tensor | None], eps: float, layer: bool, with_sum: bool,
+        ctx: Any, x: Tensor, residual: Tensor | None, params: tuple[Tensor, Tensor | None, Tensor | None], eps: float,
+        layer: bool, with_sum: bool, *tracked: Tensor | None,
     ) -> Any:  # fmt: skip
-        rows, added = x.view(-1, x.shape[-1]), residual
+        rows, added, (weight, bias, before) = x.view(-1, x.shape[-1]), residual, params
         result = norm.forward(
-            rows, *params, eps, layer, None if added is None else added.view_as(rows)
+            rows, weight, bias, eps, layer, None if added is None else added.view_as(rows), before
         )
         ctx.save_for_backward(result.sum, params[0], result.scales, result.means)
         ctx.params, ctx.added = params, added is not None
@@ -45,35 +45,53 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (*dsum, dy), (total, weight, scales, means) = gradients, ctx.saved_tensors
         dweight = VectorGradient(ctx.params[0])
-        dbias = None if ctx.params[1] is None else VectorGradient(ctx.params[1])
+        dbias, dbefore = (None if p is None else VectorGradient(p) for p in ctx.params[1:])
         dx = norm.backward(
             dy.contiguous().view_as(total), norm.Normalized(total, total, means, scales), weight, dweight.out,
             dbias.out if dbias else None, add=dweight.add,
             add_bias=dbias is not None and dbias.add,
             residual=dsum[0].contiguous().view_as(total) if dsum else None,
+            dbefore=dbefore.out if dbefore else None, add_before=dbefore is not None and dbefore.add,
         ).view_as(dy)  # fmt: skip
-        ended = (dweight.done(), dbias.done() if dbias else None)
+        ended = [one.done() if one else None for one in (dweight, dbias, dbefore)]
         # If an input was None or frozen, autograd accepts only None as its gradient.
-        tracked = [ended[i] if ctx.needs_input_grad[2 + i] else None for i in range(2)]
-        return dx, dx if ctx.added else None, *tracked, None, None, None, None
+        tracked = [
+            g if needed else None for g, needed in zip(ended, ctx.needs_input_grad[6:], strict=True)
+        ]
+        return dx, dx if ctx.added else None, None, None, None, None, *tracked
 
 
 def sum_and_norm(
-    module: nn.Module, x: Tensor, residual: Tensor | None = None
+    module: nn.Module,
+    x: Tensor,
+    residual: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (s, module(s)) for s = x + residual, by one kernel if possible.
+    """Returns (s, module(s)) for s = x + residual + before, by one kernel if possible.
 
     Without a residual, s is x.
+
+    Args:
+        module: the norm.
+        x: [... h].
+        residual: [... h] to add, or None.
+        before: parameter [h] to add, or None.
     """
-    is_plain = type(module) in (LayerNorm, RMSNorm) and not (
-        module._forward_hooks or module._forward_pre_hooks
-        or module._backward_hooks or module._backward_pre_hooks
-    )  # fmt: skip
-    if is_plain and module.fits(x) and (residual is None or launch.packed(residual)):  # type: ignore[operator]
-        pair: tuple[Tensor, Tensor] = module.fused(x, residual, with_sum=True)  # type: ignore[operator]
+    if (
+        is_plain(module, LayerNorm, RMSNorm)
+        and module.fits(x)
+        and (residual is None or launch.packed(residual))
+    ):
+        pair: tuple[Tensor, Tensor] = module.fused(x, residual, before, with_sum=True)
         return pair
+    x = x if before is None else x + before
     total = x if residual is None else x + residual
     return total, module(total)
+
+
+def adds_bias(module: nn.Module, x: Tensor, bias: Tensor) -> bool:
+    """Returns whether the kernel of `sum_and_norm` adds this bias [h] to rows like x [... h]."""
+    return is_plain(module, LayerNorm, RMSNorm) and module.fits(x) and launch.packed(bias)
 
 
 class Norm(nn.Module):
@@ -104,19 +122,22 @@ class Norm(nn.Module):
 
     def fits(self, x: Tensor) -> bool:
         """Returns whether the fused kernel supports x."""
-        return not self.offset and launch.ready(x) and norm.fits(x, *self._params())
+        return not self.offset and launch.ready(x) and norm.fits(x, self.weight, self.bias)
 
-    def fused(self, x: Tensor, residual: Tensor | None, *, with_sum: bool) -> Any:
-        """Returns norm(x + residual) by the fused kernel, or a pair if `with_sum`.
+    def fused(
+        self, x: Tensor, residual: Tensor | None, before: Tensor | None = None, *, with_sum: bool
+    ) -> Any:
+        """Returns norm(x + residual + before) by the fused kernel, or a pair if `with_sum`.
 
         Args:
             x: [... h].
             residual: [... h]; None for the norm of x.
-            with_sum: whether to return the pair (x + residual, norm(x + residual)).
+            before: parameter [h]; None to add nothing.
+            with_sum: whether to return the pair (input of the norm, output).
         """
-        params = self._params()
+        params = (self.weight, self.bias, before)
         return _Fused.apply(
-            x, residual, *for_autograd(x, *params), params, self.eps, self.layer, with_sum
+            x, residual, params, self.eps, self.layer, with_sum, *for_autograd(x, *params)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,9 +148,6 @@ class Norm(nn.Module):
     def plain(self, x: Tensor) -> Tensor:
         """Returns the norm of x [... h], computed by operations of torch."""
         raise NotImplementedError
-
-    def _params(self) -> tuple[Tensor, Tensor | None]:
-        return self.weight, self.bias
 
 
 class LayerNorm(Norm):

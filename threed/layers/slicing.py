@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from threed.config import Config
 from threed.config.resolution import context_heads
@@ -21,6 +21,8 @@ from threed.ops import grouped, launch, sums
 from threed.ops.grouped import Groups
 from threed.ops.matmul import NATIVE, Matmul
 from threed.ops.positions import IGNORED, Positions
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -490,6 +492,17 @@ def sink_of(weight: Tensor) -> GradSink | None:
 def has_gradient_hooks(param: Tensor) -> bool:
     """Returns whether a parameter has gradient hooks other than the sink's post-accumulate hook."""
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether hooks of a module may read or change its input, its output or gradients."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_plain(module: nn.Module, *kinds: type[Module]) -> TypeGuard[Module]:
+    """Returns whether a module is of one of these classes itself, and has no hooks."""
+    return type(module) in kinds and not has_hooks(module)
 
 
 def goes_to_sink(param: Tensor | None) -> bool:

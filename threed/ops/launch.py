@@ -34,7 +34,7 @@ LAUNCHERS = {
     "cross_entropy": "PPPPqqq", "cross_entropy_stats": "PPPqqqq", "cross_entropy_gradient": "PPPPPqqqqqq",
     "dropout": "PPPPPPqqqqqqqqd", "norm": "PPPPPPPPPqqd", "norm_backward": "PPPPPPPPPqqq", "quantize": "PPPqqq",
     "dequantize": "PPPqqqq", "rotary": "PPqqqqqd", "rotary_backward": "PPPPP" + 14 * "q",
-    "add_parts": "PPqPPqqq", "column_sums": "PPqqq",
+    "add_parts": 3 * "PPqq" + "qq", "column_sums": "PPqqq",
     "square_sum": "PPPqq",
 }  # fmt: skip
 

@@ -74,7 +74,7 @@ def forward(
         eps: constant added to the variance (to the mean square in RMSNorm).
         layer: whether the norm is LayerNorm; otherwise it is RMSNorm.
         residual: rows to add to x, bf16 [n h].
-        before: bf16 [h], a bias added before the norm. No layer passes it yet.
+        before: bf16 [h], a bias added before the norm.
     """
     total, y, means, scales = _start(x, residual, before, weight, bias, eps, layer)
     return Normalized(
@@ -84,9 +84,11 @@ def forward(
 
 def backward(
     dy: Tensor, result: Normalized, weight: Tensor, dweight: Tensor, dbias: Tensor | None, *, add: bool,
-    add_bias: bool = False, residual: Tensor | None = None,
+    add_bias: bool = False, residual: Tensor | None = None, dbefore: Tensor | None = None, add_before: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns the gradient of `sum` [n h], plus `residual`. Launches two kernels.
+    """Returns the gradient of `sum` [n h], plus `residual`.
+
+    Launches two kernels. With `dbefore` a third kernel reads the returned gradient once more.
 
     Args:
         dy: gradient of y, bf16 [n h].
@@ -97,10 +99,12 @@ def backward(
         add: whether to add to dweight instead of overwriting it.
         add_bias: whether to add to dbias instead of overwriting it.
         residual: gradient of the residual branch, bf16 [n h].
+        dbefore: fp32 [h], receives the gradient of `before`; None if it is not needed.
+        add_before: whether to add to dbefore instead of overwriting it.
     """
     return _start_backward(
-        dy, result.sum, weight, result.means, result.scales, residual, dweight, dbias, add, add_bias
-    )
+        dy, result.sum, weight, result.means, result.scales, residual, dweight, dbias, dbefore, add, add_bias, add_before
+    )  # fmt: skip
 
 
 def _outputs(
@@ -133,26 +137,33 @@ def _start(
 
 @launch.operator(
     "norm_backward(Tensor dy, Tensor total, Tensor weight, Tensor? means, Tensor scales, Tensor? residual,"
-    " Tensor(a!) dweight, Tensor(b!)? dbias, bool add, bool add_bias) -> Tensor",
-    lambda dy, *rest: torch.empty_like(dy), launches=2,
+    " Tensor(a!) dweight, Tensor(b!)? dbias, Tensor(c!)? dbefore, bool add, bool add_bias, bool add_before) -> Tensor",
+    lambda dy, *rest: torch.empty_like(dy), launches=lambda *args: 2 if args[8] is None else 3,
 )  # fmt: skip
 def _start_backward(
     dy: Tensor, total: Tensor, weight: Tensor, means: Tensor | None, scales: Tensor, residual: Tensor | None,
-    dweight: Tensor, dbias: Tensor | None, add: bool, add_bias: bool,
+    dweight: Tensor, dbias: Tensor | None, dbefore: Tensor | None, add: bool, add_bias: bool, add_before: bool,
 ) -> Tensor:  # fmt: skip
     rows, h = _check("norm_backward", dy, weight, (total, residual), ())
-    gradients = [g for g in (dweight, dbias) if g is not None]
+    pairs = [(dweight, add), (dbias, add_bias), (dbefore, add_before)]
+    gradients = [g for g, _ in pairs if g is not None]
     fits = all(g.dtype == torch.float32 and g.numel() == h and g.is_contiguous() for g in gradients)
-    launch.check(fits, "norm_backward", "dweight and dbias fp32 [h]", *gradients)
+    launch.check(fits, "norm_backward", "dweight, dbias and dbefore fp32 [h]", *gradients)
     dx = torch.empty_like(dy)
     blocks = max(1, min(blocks_of_backward(h) * device.processors(dy.device), rows))
-    parts = [torch.empty(blocks, h, dtype=torch.float32, device=dy.device) for _ in gradients]
-    launch.start(
-        "norm_backward", dy, total, weight, means, scales, residual, dx, parts[0],
-        parts[1] if dbias is not None else None, rows, h, blocks,
+    dw_parts, db_parts = (
+        None if g is None else torch.empty(blocks, h, dtype=torch.float32, device=dy.device)
+        for g in (dweight, dbias)
     )  # fmt: skip
-    summed = [sums.Parts(*one) for one in zip(parts, gradients, (add, add_bias), strict=False)]
-    sums.add_parts(*summed)
+    launch.start(
+        "norm_backward", dy, total, weight, means, scales, residual, dx, dw_parts, db_parts, rows, h, blocks
+    )  # fmt: skip
+    parts = (dw_parts, db_parts, None if dbefore is None else sums.column_parts(dx))
+    sums.add_parts(*(
+        sums.Parts(part, g, added)
+        for part, (g, added) in zip(parts, pairs, strict=True)
+        if part is not None and g is not None
+    ))  # fmt: skip
     return dx
 
 

@@ -17,6 +17,7 @@ from threed.ops import launch
 # memory as the input
 ROWS_OF_A_BLOCK = 64
 PER_PROCESSOR = 2  # thread blocks per multiprocessor
+SETS = 3  # maximum number of sets that a call of `add_parts` adds up
 
 
 def row_blocks(x: Tensor) -> int:
@@ -55,23 +56,22 @@ class Parts:
     add: bool
 
 
-def add_parts(first: Parts, second: Parts | None = None) -> None:
-    """Adds up one or two sets of partial sums, each into its own `out`. Launches one kernel.
+def add_parts(*several: Parts) -> None:
+    """Adds up one to three sets of partial sums, each into its own `out`. Launches one kernel.
 
     Args:
-        first: the first set.
-        second: the second set, with the shapes of the first; None if there is only one set.
+        several: the sets. Their numbers of partial sums may differ, but not their h.
     """
     wanted = "fp32 parts [k h] and out [h], 16-byte aligned, h a multiple of 4"
-    for one in (first,) if second is None else (first, second):
-        fits = _is_plain(one.out) and one.parts.shape == (len(first.parts), one.out.numel())
+    columns = several[0].out.numel()
+    for one in several:
+        fits = _is_plain(one.out) and one.parts.shape[1:] == (columns,) == (one.out.numel(),)
         fits = fits and one.parts.dtype == torch.float32 and one.parts.is_contiguous()
         launch.check(fits and launch.aligned(one.parts), "add_parts", wanted, one.parts, one.out)
-    if first.out.numel():
-        of_second = (
-            (None, None, False) if second is None else (second.parts, second.out, second.add)
-        )
-        launch.start("add_parts", first.parts, first.out, first.add, *of_second, *first.parts.shape)
+    if columns:
+        given = [x for one in several for x in (one.parts, one.out, one.add, len(one.parts))]
+        absent = [None, None, False, 0] * (SETS - len(several))
+        launch.start("add_parts", *given, *absent, len(several), columns)
 
 
 @launch.operator(
@@ -86,13 +86,22 @@ def column_sums(x: Tensor, out: Tensor, *, add: bool) -> None:
         out: fp32 [h].
         add: whether to add to `out` instead of overwriting it.
     """
+    add_parts(Parts(column_parts(x), out, add))
+
+
+def column_parts(x: Tensor) -> Tensor:
+    """Returns sums over groups of rows of x [n h], fp32 [k h], for `add_parts`. Launches one kernel.
+
+    Args:
+        x: bf16 [n h], read once (2 bytes per element).
+    """
     fits = x.dim() == 2 and x.shape[1] % 8 == 0 and launch.packed(x)
     wanted = "bf16 [n h], contiguous and 16-byte aligned, h a multiple of 8"
     launch.check(fits, "column_sums", wanted, x)
     parts = x.new_empty(row_blocks(x), x.shape[1], dtype=torch.float32)
     if parts.numel():
         launch.start("column_sums", x, parts, len(x), x.shape[1], len(parts))
-    add_parts(Parts(parts, out, add))
+    return parts
 
 
 @launch.operator(

@@ -56,7 +56,7 @@ from threed.distributed.sharding import spec_of
 from threed.distributed.topology import Topology
 from threed.layers.contract import contract, title
 from threed.layers.experts import MixtureOfExperts
-from threed.layers.slicing import Flag, MicroBatch, has_gradient_hooks
+from threed.layers.slicing import Flag, MicroBatch, has_gradient_hooks, has_hooks
 from threed.models import Model, Wrapped, options_of
 from threed.pipeline.boundary import signature
 from threed.pipeline.operations import tensors_in
@@ -69,7 +69,6 @@ from threed.pipeline.trace import stated_flops
 # in this time.
 LAUNCH_BOUND = 0.5e12
 MOST_SHAPES = 4  # shapes of micro-batches that get graphs, separately for training and evaluation
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
 
 
@@ -541,7 +540,7 @@ class StageGraph(Stage):
         if nn.modules.module._has_any_global_hook():
             return "every module (a global hook)"
         for module in self._modules:
-            if any(getattr(module, kind) for kind in HOOKS):
+            if has_hooks(module):
                 return type(module).__name__
             for name, param in module._parameters.items():
                 if param is not None and has_gradient_hooks(param):
