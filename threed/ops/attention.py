@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -240,24 +240,33 @@ class Plan(Protocol):
         """
 
 
-class Blockwise(torch.autograd.Function):
-    """Attention computed step by step; the arguments are those of `output`.
+Keep = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 
-    The forward saves its inputs, its output and the log-sum-exp per query and head.
+
+def compute(f: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Returns f(). The default of `keep` in `Blockwise`."""
+    return f()
+
+
+class Blockwise(torch.autograd.Function):
+    """Attention computed step by step; the first arguments are those of `output`.
+
+    The forward saves its inputs, its output and the log-sum-exp per query and head. It calls `keep`
+    with a function that computes the last two, see `layers.recompute.Recompute.keep`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan
-    ) -> Tensor:
-        out, lse = output(plan, q, k, v, sinks)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan, keep: Keep = compute
+    ) -> Tensor:  # fmt: skip
+        out, lse = keep(lambda: output(plan, q, k, v, sinks))
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients(ctx.plan, dy, *ctx.saved_tensors), None
+        return *gradients(ctx.plan, dy, *ctx.saved_tensors), None, None
 
 
 def output(
