@@ -125,7 +125,7 @@ class Context:
 
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-        sinks: Tensor | None = None, keep: Keep = attention.compute,
+        sinks: Tensor | None = None, keep: Keep | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns the attention of a core that sees full sequences. Collective over cp.
 
@@ -181,7 +181,7 @@ def _order(length: int, ring: int, heads: int, device: torch.device) -> Tensor:
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis, documents: Tensor | None = None,
-    sinks: Tensor | None = None, keep: Keep = attention.compute,
+    sinks: Tensor | None = None, keep: Keep | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns causal attention over sequences that are split over a ring. Collective over the ring.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from threed.core.device import is_capturing
 from threed.ops import launch
 
 BLOCK = 128  # queries and keys per block
@@ -126,7 +127,7 @@ def block_mask(length: int, window: int, device: torch.device, documents: Tensor
         return _block_mask(length, window, device, documents)
     if documents is None:
         return _cached_block_mask(length, window, device)
-    if documents.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         return _block_mask(length, window, device, documents)
     version = -1 if documents.is_inference() else documents._version
     if _MASKS.get(documents, (None,))[0] != version:
