@@ -73,7 +73,8 @@ class LatentAttention(nn.Module):
         one = layers.rotate(turned.unsqueeze(2), self.theta, positions)
         k = torch.cat((k, one.expand(*k.shape[:3], self.r)), dim=-1)
         # over this rank's heads and the positions of all context ranks
-        return self.slicing.context.attend(layers.Causal(), q, k, v).flatten(2)
+        keep = self.recompute.keep  # keys of other context ranks travel once, also with recompute
+        return self.slicing.context.attend(layers.Causal(), q, k, v, keep=keep).flatten(2)
 
 
 class LatentModel:

@@ -140,7 +140,7 @@ def draw(seed: int) -> Trial:
         model,
         frozen=d.choice(["", "", "block", "mlp"]) if built else "",
         looks=d.random() < 0.5,
-        documents=built and d.random() < 0.3,
+        documents=d.random() < 0.3,
     )
     trial = _laid_out(d, trial)
     late = trial.keys["parallel"]["schedule"] == "2bw" or trial.keys["zero"].get("delayed_update")
@@ -150,10 +150,10 @@ def draw(seed: int) -> Trial:
 def _laid_out(d: random.Random, trial: Trial) -> Trial:
     """Returns the trial with a layout: everything except the model and the optimizer."""
     model = trial.model
-    built, experts = model in MODELS or model in EXPERT_MODELS, model in EXPERT_MODELS
+    experts = model in EXPERT_MODELS
     while True:
         pp, tp, dp = d.choice([1, 1, 2, 2, 2, 3, 4]), d.choice([1, 1, 2]), d.choice([1, 1, 2, 3])
-        cp = d.choice([1, 1, 1, 2, 2, 4]) if built else 1
+        cp = d.choice([1, 1, 1, 2, 2, 4])
         if 2 <= pp * tp * dp * cp <= RANKS and (pp * tp * dp * cp <= 6 or d.random() < 0.3):
             break
     parallel, count = _parallel(d, pp, tp)

@@ -1,7 +1,7 @@
 """Context parallelism gives the losses, gradient norms and weights of one process.
 
-A set of cases in which every value of every setting occurs always runs. `pytest -m grid` runs sets
-with every pair of values.
+A set of cases in which every value of every setting occurs always runs, also with models written as
+users write them. `pytest -m grid` runs sets with every pair of values.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests import users_cases
 from tests.configs import MODELS, RECOMPUTE, Case
 from tests.covering import Space, Values
+from tests.harness import run_ranks
+from tests.layers import test_users_models as users
 from tests.test_equivalence import BOTH_WAYS, CHUNKS, RANKS, run_all, settled
 from threed.config.resolution import context_fits
+from threed.models.check import ModelError
 
 SETTINGS: dict[str, list[object]] = {
     "cp": [2, 4],
@@ -78,3 +82,56 @@ def test_every_setting_equals_one_process() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_every_pair_of_settings_equals_one_process(seed: int) -> None:
     run_all(SPACE.covering(seed))
+
+
+# The users' models that mix positions in other ways than by `layers.Attention`, with the layers that do.
+MIXING = {
+    "kernels": ("convolution (Convolution)",),
+    "hourglass": ("blocks.2 (Before)", "head (Before)"),
+    "latent": ("latent.0 (Latent)", "latent.1 (Latent)"),
+    "two-tensors": ("value (ValueEmbedding)", "head (Join)"),
+    "vision": (
+        "patches (Patches)", "blocks.0 (Encoder)", "blocks.1 (Encoder)", "head (Classifier)"
+    ),
+}  # fmt: skip
+USERS = replace(
+    users.SPACE,
+    settings=users.SETTINGS
+    | {
+        "model": [name for name in users.SETTINGS["model"] if name not in MIXING],
+        "cp": [2],
+        "cp_heads": [1, 2],
+    },
+    shape=lambda case: (case.pp > 1, case.cp_heads),
+)
+
+
+def test_every_users_model_equals_plain_pytorch() -> None:
+    cases = USERS.touching(CHEAPEST)
+    for name, options in USERS.settings.items():
+        assert {getattr(case, name) for case in cases} == set(options), name
+    users.run_all(cases)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(7200)
+def test_every_pair_of_a_users_model_and_a_setting_equals_plain_pytorch() -> None:
+    users.run_all(USERS.covering(0))
+
+
+def find_refusals() -> dict[str, str]:
+    """Returns the errors of the engines of the models in MIXING, with two context ranks."""
+    found = {}
+    for name in MIXING:
+        with pytest.raises(ModelError) as error:
+            users_cases.engine_of(users_cases.Case(name, cp=2))
+        found[name] = str(error.value)
+    return found
+
+
+def test_users_layers_that_mix_positions_otherwise_are_refused_by_name() -> None:
+    for found in run_ranks(2, find_refusals):
+        for model, layers in MIXING.items():
+            message = "does not state that it supports context parallelism"
+            assert found[model].count(message) == len(layers), found[model]
+            assert all(f"{layer} {message}" in found[model] for layer in layers), found[model]

@@ -55,6 +55,7 @@ STATE: dict[str, str] = {
     "ops.attention_backends: _checked": "a message is given once per process",
     "ops.attention_backends: _chosen": "torch's choice of a kernel, per combination of arguments",
     "ops.attention_backends: _described": "the kernels that have run in this process, for the log",
+    "ops.flex: _MASKS": "lists of blocks of documents, once per micro-batch",
     "ops.launch: OPERATORS": "torch's registry of operators is per process, too",
     "schedules.registry: _SCHEDULES": "schedules of the user, added before a configuration is read",
     "testing.ranks: _pipe": "the rank of a process that `run_ranks` has started",

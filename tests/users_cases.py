@@ -40,6 +40,8 @@ class Case:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
+    cp_heads: int = 1
     sequence: bool = False
     zero: int = 1
     offload: str = "none"
@@ -53,7 +55,7 @@ class Case:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.tp * self.cp
 
     @property
     def truth(self) -> Case:
@@ -87,7 +89,8 @@ def config_of(case: Case) -> Config:
     params = case.offload if case.zero == 3 else "none"
     config = Config.model_validate({
         "parallel": {
-            "tp": case.tp, "pp": case.pp, "sequence": case.sequence, "schedule": case.schedule,
+            "tp": case.tp, "pp": case.pp, "cp": case.cp, "cp_heads": case.cp_heads,
+            "sequence": case.sequence, "schedule": case.schedule,
             "partition": counts(case) if case.partition == "explicit" else case.partition,
         },
         "zero": {
@@ -135,9 +138,9 @@ def engine_of(case: Case, model: type[Decoder] | None = None) -> Engine:
         case: the case.
         model: class to use instead of the case's model.
     """
-    config, topology = config_of(case), topology_of(case.pp, case.tp)
-    slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed)
-    return Engine((model or MODELS[case.model])(config.model, slicing), topology, config)
+    config, topology = config_of(case), topology_of(case.pp, case.tp, case.cp)
+    built = (model or MODELS[case.model])(config.model, Slicing.of(topology, config))
+    return Engine(built, topology, config)
 
 
 def train(case: Case, model: type[Decoder] | None = None) -> Result:

@@ -58,6 +58,7 @@ class FactorizedEmbedding(nn.Module):
     """Word vectors of a small width e, projected to h: tokens -> [s b h]."""
 
     name = "embedding"
+    context = documents = True  # acts on each position separately
 
     def __init__(self, word: layers.VocabEmbedding, up: nn.Parameter) -> None:
         super().__init__()
@@ -71,6 +72,7 @@ class FactorizedHead(nn.Module):
     """Projects from h to e by the transposed projection of the embedding; then applies a head."""
 
     name = "head"
+    context = documents = True  # acts on each position separately
     recomputable = False
 
     def __init__(self, up: nn.Parameter, head: nn.Module) -> None:
@@ -83,6 +85,8 @@ class FactorizedHead(nn.Module):
 
 class WordMemory(nn.Module):
     """x + tanh(norm(x) W^T) W, where W is the token embedding, sharded by rows."""
+
+    context = documents = True  # acts on each position separately
 
     def __init__(
         self, name: str, norm: nn.Module, vocab: int, hidden: int, slicing: Slicing
@@ -99,6 +103,8 @@ class WordMemory(nn.Module):
 class Universal(nn.Module):
     """A block that runs three times in each forward (Universal Transformer, arXiv 1807.03819)."""
 
+    context = documents = True  # mixes positions by `layers.Attention` only
+
     def __init__(self, block: layers.Block) -> None:
         super().__init__()
         self.name, self.block = block.name, block
@@ -112,6 +118,8 @@ class Universal(nn.Module):
 class Gate(nn.Module):
     """x + a sigmoid(b), where one replicated weight [2 h h] computes a and b."""
 
+    context = documents = True  # acts on each position separately
+
     def __init__(self, name: str, norm: nn.Module, hidden: int, slicing: Slicing) -> None:
         super().__init__()
         self.name, self.norm = name, norm
@@ -124,6 +132,8 @@ class Gate(nn.Module):
 
 class Stacked(nn.Module):
     """A gated MLP whose gate and up are one weight [2 f h], split over tp along f."""
+
+    context = documents = True  # acts on each position separately
 
     def __init__(self, name: str, norm: nn.Module, hidden: int, slicing: Slicing) -> None:
         super().__init__()
@@ -164,6 +174,7 @@ class Running(nn.Module):
     """
 
     recomputable = False  # a second forward would count the micro-batch twice
+    context = True  # sums its means over the ranks of a sequence
 
     def __init__(
         self, name: str, norm: nn.Module, hidden: int, length: int, slicing: Slicing
@@ -185,9 +196,10 @@ class Running(nn.Module):
         return x + positions + self.norm(y) * self.scale
 
     def _see(self, x: Tensor, micro: MicroBatch) -> None:
-        mean = x.mean((0, 1))
+        mean = x.mean((0, 1)) / self.slicing.sequence_parts
         if self.slicing.sequence_parallel:
-            mean = collectives.all_reduce(mean, self.slicing.tp) / self.slicing.tp.size
+            mean = collectives.all_reduce(mean, self.slicing.tp)
+        mean = collectives.all_reduce(mean, self.slicing.context.axis)
         self.mean.lerp_(mean, 0.1)
         # A new tensor, not an in-place change: under a pipeline, backwards of earlier micro-batches still need the old values.
         self.scale = torch.full_like(self.scale, 1 / (1 + micro.step))
@@ -195,6 +207,8 @@ class Running(nn.Module):
 
 class WideResidual(nn.Module):
     """A block whose residual stream is fp32, for any dtype of its weights."""
+
+    context = True  # mixes positions by `layers.Attention` only
 
     def __init__(self, block: layers.Block) -> None:
         super().__init__()
@@ -209,10 +223,13 @@ class WideResidual(nn.Module):
 class Before(nn.Module):
     """A layer applied to f(x)."""
 
-    def __init__(self, function: Function, layer: nn.Module) -> None:
+    def __init__(self, function: Function, layer: nn.Module, separate: bool = False) -> None:
         super().__init__()
         self.name, self.function, self.layer = layer.name, function, layer
         self.recomputable = getattr(layer, "recomputable", True)
+        # `separate`: whether f acts on each position separately
+        self.context = separate and layer.context
+        self.documents = separate and layer.documents
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         return self.layer(self.function(x), micro)
@@ -283,6 +300,7 @@ class Sources(nn.Module):
     """tokens -> x [s b h], a memory [s b 2h] for the head, and the token ids [b s]."""
 
     name = "embedding"
+    context = documents = True  # acts on each position separately
 
     def __init__(self, word: layers.VocabEmbedding) -> None:
         super().__init__()
@@ -296,6 +314,8 @@ class Sources(nn.Module):
 
 class Passing(nn.Module):
     """A layer applied to the first of several tensors; the others are passed on."""
+
+    context = documents = True  # mixes positions by `layers.Attention` only
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -347,6 +367,8 @@ class Supervised(nn.Module):
     square of its output over all labeled tokens.
     """
 
+    context = documents = True  # mixes positions by `layers.Attention` only
+
     def __init__(
         self, layer: nn.Module, slicing: Slicing, head: layers.LanguageModelHead | None = None
     ) -> None:
@@ -370,6 +392,8 @@ class Supervised(nn.Module):
 
 class WithLosses(nn.Module):
     """The head; it adds its loss to the losses of earlier layers."""
+
+    context = documents = True  # acts on each position separately
 
     def __init__(self, head: layers.LanguageModelHead) -> None:
         super().__init__()

@@ -177,18 +177,18 @@ class Residual32(Decoder):
 
     def layers(self) -> list[nn.Module]:
         blocks = [own.WideResidual(self.block(f"blocks.{i}")) for i in range(3)]
-        return [self.embedding(), *blocks, own.Before(Tensor.bfloat16, self.head())]
+        return [self.embedding(), *blocks, own.Before(Tensor.bfloat16, self.head(), separate=True)]
 
 
 class Cast(Decoder):
     """An fp32 tensor between layers of an fp64 model."""
 
     def layers(self) -> list[nn.Module]:
+        before, after = (functools.partial(kind, separate=True) for kind in (own.Before, own.After))
         blocks = [
-            own.Before(Tensor.double, own.After(Tensor.float, self.block(f"blocks.{i}")))
-            for i in range(2)
+            before(Tensor.double, after(Tensor.float, self.block(f"blocks.{i}"))) for i in range(2)
         ]
-        return [self.embedding(), *blocks, own.Before(Tensor.double, self.head())]
+        return [self.embedding(), *blocks, before(Tensor.double, self.head())]
 
 
 class Hourglass(Decoder):
@@ -196,8 +196,9 @@ class Hourglass(Decoder):
 
     def layers(self) -> list[nn.Module]:
         half = self.hidden // 2
-        narrow = own.After(lambda x: x[..., :half].contiguous(), self.block("blocks.0"))
-        widen = own.After(lambda x: torch.cat((x, x.square()), -1), self.block("blocks.1", half))
+        after = functools.partial(own.After, separate=True)
+        narrow = after(lambda x: x[..., :half].contiguous(), self.block("blocks.0"))
+        widen = after(lambda x: torch.cat((x, x.square()), -1), self.block("blocks.1", half))
         short = own.Before(own.pool, self.block("blocks.2"))
         return [
             self.embedding(),

@@ -451,6 +451,11 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
             ["--zero.shard-size 3 does not divide dp 8", "use 1, 2, 4 or 8, or all"],
         ),
         (
+            "--zero.shard-size 3 --parallel.cp 4",
+            8,
+            ["--zero.shard-size 3 does not divide dp 2 × cp 4 = 8", "use 1, 2, 4 or 8, or all"],
+        ),
+        (
             "--zero.shard-size 8 --parallel.tp 2 --zero.stage 3",
             8,
             ["does not divide dp 4", "1, 2 or 4, or all"],
@@ -517,6 +522,7 @@ def test_an_impossible_combination_is_refused_with_its_fix(
         ("--precision.dtype bf16 --precision.grad-dtype bf16 --precision.reduce-dtype bf16", 1),
         ("--zero.stage 0 --parallel.schedule gpipe --parallel.chunks 1", 8),
         ("--zero.stage 2 --zero.shard-size 2 --zero.bucket-mib 1", 8),
+        ("--zero.stage 2 --zero.shard-size 4 --parallel.cp 4", 4),
         (
             "--zero.stage 3 --zero.shard-size 4 --zero.prefetch 3 --zero.resident 0 --parallel.tp 2",
             8,

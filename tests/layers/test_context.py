@@ -177,6 +177,28 @@ def test_transfers_start_before_the_blocks_that_they_overlap_with() -> None:
         assert found == hops + backward
 
 
+def transfers(model: str) -> dict[str, tuple[int, list[float], list[Tensor]]]:
+    """Returns the number of transfers, the losses and the weights, without and with recompute."""
+    found = {}
+    for mode in ("none", "selective"):
+        case = Case(cp=2, cp_heads=1, model=model, microbatches=1, layers=2, recompute=mode)
+        shift = context_module.collectives.start_shift
+        with patch(context_module.collectives, "start_shift", mock.Mock(wraps=shift)) as counted:
+            engine, metrics = trained(case)
+        weights = list(engine.full_state_dict().values())
+        found[mode] = counted.call_count, [m.loss for m in metrics], weights
+    return found
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "deepseek_v2"])
+def test_keys_do_not_travel_again_if_attention_is_recomputed(model: str) -> None:
+    for found in run_ranks(2, transfers, model):
+        (count, losses, weights), (again, *recomputed) = found["none"], found["selective"]
+        assert again == count > 0
+        assert recomputed[0] == losses
+        assert all(map(torch.equal, recomputed[1], weights))
+
+
 def test_bf16_on_eight_ranks_is_as_exact_as_one_kernel() -> None:
     """Partial outputs are merged, and gradients of keys are summed, in fp32."""
     exact = truth(torch.bfloat16, Causal(), 2, torch.float64)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.configs import Case, batch, config_of, share, topology_of
+from tests.configs import SEQ, Case, batch, config_of, engine_of, share, topology_of
 from tests.harness import run_ranks
 from threed import layers
 from threed.config import ModelConfig
@@ -199,6 +199,41 @@ def wrong_ids(case: Case) -> None:
 def test_ids_beyond_the_vocabulary_are_told_on_every_rank(shape: tuple[int, int, int]) -> None:
     case = Case(*shape)
     run_ranks(case.world, wrong_ids, case)
+
+
+def different_batches(case: Case) -> None:
+    """Steps in which one rank of a stage has other tokens, labels or documents than the others."""
+    engine = engine_of(config_of(case))
+    rows, axes = config_of(case).train.global_batch, map(engine.topology.axis, ("cp", "tp"))
+    last = all(axis.index == axis.size - 1 for axis in axes)
+    before = engine.full_state_dict()
+    same = batch(0, rows)
+    documents = torch.arange(SEQ).expand(rows, -1) // 5
+    for other in (
+        {"tokens": same["tokens"].flip(0)},
+        {"labels": same["labels"].roll(1, 1)},
+        {"documents": documents},
+    ):
+        given = same | other if last else same
+        data = share(given, engine.topology)
+        metrics = engine.step(data)
+        with pytest.raises(
+            DataError, match=r"tensor or context ranks with different batches: pass the same batch"
+        ):
+            _ = metrics.loss
+        assert engine.evaluate(data).isnan()
+    for name, weight in engine.full_state_dict().items():
+        assert torch.equal(weight, before[name])
+    assert engine.step(share(same | {"documents": documents}, engine.topology)).loss > 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(tp=2, microbatches=1), Case(cp=2, cp_heads=1, tp=2, dp=2, microbatches=1), Case(cp=2, cp_heads=2, pp=2)],
+    ids=lambda case: f"cp{case.cp}-tp{case.tp}",
+)  # fmt: skip
+def test_different_batches_on_tensor_or_context_ranks_are_an_error(case: Case) -> None:
+    run_ranks(case.world, different_batches, case)
 
 
 def unequal_rows(stage: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tests.models.test_models_families import plain_attention
 from threed.layers import Causal
@@ -132,3 +134,22 @@ def test_without_a_compiler_plain_operations_run_and_a_warning_names_their_cost(
     flex.problem.cache_clear()
     want = plain_attention(q.double(), k.double(), v.double(), Causal(50))
     torch.testing.assert_close(y.double(), want, rtol=0, atol=1e-5)
+
+
+def test_layers_share_the_lists_of_blocks_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the documents change in place, as those of a CUDA graph do, or are freed."""
+    documents, cpu, made = packed(), torch.device("cpu"), flex._block_mask
+    monkeypatch.setattr(flex, "_MASKS", WeakTensorKeyDictionary())
+    first = flex.block_mask(LENGTH, 0, cpu, documents)
+    assert flex.block_mask(LENGTH, 0, cpu, documents) is first
+    assert flex.block_mask(LENGTH, 64, cpu, documents) is not first
+    assert flex.block_mask(LENGTH, 0, cpu, documents) is first
+    documents.copy_(documents.flip(0))
+    other = flex.block_mask(LENGTH, 0, cpu, documents)
+    again = made(LENGTH, 0, cpu, documents)
+    assert torch.equal(other.kv_num_blocks, again.kv_num_blocks)
+    assert not torch.equal(other.kv_num_blocks, first.kv_num_blocks)
+    alive = weakref.ref(other)
+    del documents, other, again
+    assert alive() is None
+    assert not len(flex._MASKS)

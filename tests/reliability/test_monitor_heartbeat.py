@@ -9,10 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from threed.distributed.topology import Topology
 from threed.reliability.heartbeat import RECORD_BYTES, Heartbeat, process_state, read_all, who
+from threed.reliability.supervision import place_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,3 +121,11 @@ while True:
     steps = [beat["step"] for (beat,) in seen]
     assert steps == sorted(steps)
     assert steps[-1] > steps[0]
+
+
+def test_messages_name_the_context_rank_if_there_are_several() -> None:
+    at = {"pp": 1, "dp": 0, "cp": 2, "tp": 3}
+    place = place_of(cast(Topology, SimpleNamespace(coordinates=at, cp=4)))
+    assert place == "stage 1, dp 0, cp 2, tp 3"
+    place = place_of(cast(Topology, SimpleNamespace(coordinates=at | {"cp": 0}, cp=1)))
+    assert place == "stage 1, dp 0, tp 3"

@@ -433,6 +433,11 @@ def hang(rank: int) -> None:
     raise RuntimeError("without the other")
 
 
+def test_heads_that_do_not_divide_the_context_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cp4h3: 3 does not divide the 4 ranks"):
+        configured(Config(), words("cp4h3"))
+
+
 def test_a_rank_that_hangs_is_named_with_what_it_did_last() -> None:
     with pytest.raises(
         RanksFailed, match=r"ranks still running: \[1\], last seen at \{1: 'call 3, "

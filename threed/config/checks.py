@@ -124,10 +124,11 @@ def _around(number: int, step: int) -> str:
 
 
 def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
-    size = config.zero.shard_size
-    if config.zero.stage and size != "all" and dp is not None and dp % size:
-        given = f"--zero.shard-size {size} does not divide dp {dp}"
-        yield f"{given}: use {listed(_divisors(dp))}, or all"
+    size, cp = config.zero.shard_size, config.parallel.cp
+    if config.zero.stage and size != "all" and dp is not None and dp * cp % size:
+        ranks = f"dp {dp}" if cp == 1 else f"dp {dp} × cp {cp} = {dp * cp}"
+        given = f"--zero.shard-size {size} does not divide {ranks}"
+        yield f"{given}: use {listed(_divisors(dp * cp))}, or all"
 
 
 def _check_experts(config: Config, dp: int | None) -> Iterator[str]:

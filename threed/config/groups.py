@@ -107,7 +107,8 @@ class ZeroConfig(Group):
     bucket_mib: MemorySize = 64.0
     """MiB of gradients per reduction"""
     shard_size: ShardSize = "all"
-    """data-parallel ranks per shard group; the groups are replicas of each other; all: one group"""
+    """ranks per shard group, a divisor of dp × cp; the groups are replicas of each other; all: one
+    group"""
     offload_optimizer: Place = "none"
     """where optimizer states are stored: on the device (none), in host memory (cpu), or on a
     drive (nvme)"""

@@ -295,6 +295,11 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Returns whether the current stream of a device captures kernels for a `DeviceGraph`."""
+    return can_capture(device) and torch.cuda.is_current_stream_capturing()
+
+
 def graph_pool() -> Any:
     """Returns a new memory pool of the current GPU for `DeviceGraph`s, which may share a pool."""
     return torch.cuda.graph_pool_handle()

@@ -218,7 +218,8 @@ class Attention(nn.Module):
         if documents is None and self.plain and self._is_short(projected[0]):
             return short_attention.short_attention(projected[0], self.d)
         q, k, v = self._heads(*projected, documents=documents)
-        y = self.slicing.context.attend(self.core, q, k, v, documents, self.sinks)
+        context, keep = self.slicing.context, self.recompute.keep
+        y = context.attend(self.core, q, k, v, documents, self.sinks, keep)
         return y.flatten(2) if y.dim() == 4 else y
 
     def _is_short(self, qkv: Tensor) -> bool:

@@ -29,7 +29,7 @@ from threed.config.resolution import context_chunks
 from threed.distributed import collectives, conjugate
 from threed.distributed.topology import Axis, Topology, alone
 from threed.ops import attention
-from threed.ops.attention import Blockwise, Causal, Step
+from threed.ops.attention import Blockwise, Causal, Keep, Step
 from threed.ops.positions import Block, Positions, blocks
 
 Core = Callable[..., Tensor]
@@ -125,7 +125,7 @@ class Context:
 
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, keep: Keep | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns the attention of a core that sees full sequences. Collective over cp.
 
@@ -137,6 +137,8 @@ class Context:
             documents: number of each token's document in the full sequences, int64 [b s], for a
                 core with this parameter. Default: each sequence is one document.
             sinks: attention sinks [a], for a core with this parameter. Default: none.
+            keep: `Recompute.keep` of the layer, if attention is a part of a named operation of it.
+                A ring then runs once in the forward, and not again if the operation is recomputed.
 
         Returns:
             The output at this rank's positions, [s/c b a d] or [s/c b (a d)].
@@ -159,7 +161,7 @@ class Context:
         else:
             if not isinstance(core, Causal):
                 raise ValueError(NEEDS_HEADS.format(cp=self.size))
-            y = ring_attention(q, k, v, core, self.ring, **given)
+            y = ring_attention(q, k, v, core, self.ring, **given, keep=keep)
         y = y if y.dim() == 4 else y.unflatten(2, (q.shape[2], -1))
         return conjugate.to_positions(self.heads, y)
 
@@ -179,7 +181,7 @@ def _order(length: int, ring: int, heads: int, device: torch.device) -> Tensor:
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis, documents: Tensor | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, keep: Keep | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns causal attention over sequences that are split over a ring. Collective over the ring.
 
@@ -192,6 +194,7 @@ def ring_attention(
         documents: number of each token's document in the full sequences, int64 [b s], not
             decreasing along s. Default: each sequence is one document.
         sinks: attention sinks [a]. Default: none.
+        keep: see `Context.attend`.
 
     Returns:
         The output at this rank's positions, [s/r b (a d)].
@@ -199,7 +202,7 @@ def ring_attention(
     if causal.window >= len(q) * ring.size:
         causal = replace(causal, window=0)
     found = None if documents is None else attention.borders(documents)
-    y: Tensor = Blockwise.apply(q, k, v, sinks, _Ring(causal, ring, found))
+    y: Tensor = Blockwise.apply(q, k, v, sinks, _Ring(causal, ring, found), keep)
     return y
 
 

@@ -168,5 +168,6 @@ class LatentAttention(nn.Module):
         )
         q = torch.cat((q, q_rope), -1)
         k = torch.cat((k, k_rope.expand(-1, -1, self.heads, -1)), -1)
-        y = self.slicing.context.attend(self.core, q, k, v, documents)
+        context, keep = self.slicing.context, self.recompute.keep
+        y = context.attend(self.core, q, k, v, documents, keep=keep)
         return y.flatten(2) if y.dim() == 4 else y

@@ -27,7 +27,8 @@ tensors that pass through saved-tensor hooks.
 
 Names of operations:
     attention     norms of heads, rotary positions, scaled dot product; the projected queries, keys
-                  and values are saved
+                  and values are saved. If keys travel around a ring of context ranks, the output
+                  and its log-sum-exp are saved too, so that they travel only once in the forward.
     activation    the activation of the MLP; its input is saved
     norm          the norms of a block; their inputs are saved. With sequence parallelism the
                   backward also gathers a norm's result again.
@@ -116,6 +117,17 @@ class Recompute:
         """
         return f(*inputs)
 
+    def keep(self, f: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Returns f(); the second run of the surrounding operation gets the results of the first.
+
+        For results inside a named operation that take less memory than it takes time to compute
+        them again.
+
+        Args:
+            f: computes tensors that need no gradient, as in the forward of an autograd function.
+        """
+        return f()
+
     def column(self, layer: Product, x: Tensor, **options: bool) -> Tensor:
         """Returns layer(x, **options).
 
@@ -184,6 +196,27 @@ def unpack(packed: Packed, description: str = "a tensor that the backward needs"
         assert packed.value is not None
         packed = packed.value
     return packed.get(description)
+
+
+class _Kept:
+    """Results inside a named operation that its second run does not compute again (`keep`)."""
+
+    def __init__(self) -> None:
+        self._results: list[list[_SavedTensor]] = []
+        self._next: Iterator[list[_SavedTensor]] | None = None  # None: the first run
+
+    def run(self, f: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Returns f() in the first run, and the same results in later runs."""
+        if self._next is not None:
+            description = "a kept result of a recomputed operation"
+            return tuple(saved.get(description) for saved in next(self._next))
+        found = f()
+        self._results.append([_SavedTensor(x) for x in found])
+        return found
+
+    def rewind(self) -> None:
+        """Marks the end of a run."""
+        self._next = iter(self._results)
 
 
 class _Operation:
@@ -302,6 +335,7 @@ class Selective(Recompute):
         # weak reference to the storage exists, torch does not reuse the address.
         self._results: dict[int, tuple[StorageWeakRef, _Operation]] = {}
         self._running = False
+        self._kept: _Kept | None = None  # of the operation that is running
 
     def install(self, layer: nn.Module) -> None:
         """Makes a layer and its submodules run their operations through this object."""
@@ -325,7 +359,7 @@ class Selective(Recompute):
         if torch.compiler.is_compiling():
             again: Tensor = checkpoint(f, *inputs, use_reentrant=False, context_fn=_contexts)
             return again
-        as_one = functools.partial(self.run_as_one, f)
+        as_one = functools.partial(self._run_keeping, _Kept(), f)
         operation = _Operation(
             name, as_one, [self._pack(x) for x in inputs], [x.requires_grad for x in inputs]
         )
@@ -340,6 +374,17 @@ class Selective(Recompute):
             return f(*inputs)
         finally:
             self._running = False
+
+    def _run_keeping(self, kept: _Kept, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        self._kept = kept
+        try:
+            return self.run_as_one(f, *inputs)
+        finally:
+            self._kept = None
+            kept.rewind()
+
+    def keep(self, f: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        return f() if self._kept is None else self._kept.run(f)
 
     def column(self, layer: Product, x: Tensor, **options: bool) -> Tensor:
         """Returns layer(x, **options).

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -57,6 +57,7 @@ FUSED = (FLASH, EFFICIENT, _FLASH_GPU, _ATEN._scaled_dot_product_cudnn_attention
 # fit into a cache.
 SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19
 Borders = tuple[tuple[Range, ...], ...]
+Keep = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 _BORDERS = WeakTensorKeyDictionary()  # documents of a micro-batch -> Borders
 CHUNKS_OF_A_TRACE = 64  # maximum number of chunks per sequence on the meta device
 
@@ -241,23 +242,25 @@ class Plan(Protocol):
 
 
 class Blockwise(torch.autograd.Function):
-    """Attention computed step by step; the arguments are those of `output`.
+    """Attention computed step by step; the first arguments are those of `output`.
 
-    The forward saves its inputs, its output and the log-sum-exp per query and head.
+    The forward saves its inputs, its output and the log-sum-exp per query and head. With `keep`, it
+    calls `keep` with a function that computes the last two, see `layers.recompute.Recompute.keep`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan
-    ) -> Tensor:
-        out, lse = output(plan, q, k, v, sinks)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan, keep: Keep | None = None
+    ) -> Tensor:  # fmt: skip
+        find = functools.partial(output, plan, q, k, v, sinks)
+        out, lse = find() if keep is None else keep(find)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients(ctx.plan, dy, *ctx.saved_tensors), None
+        return *gradients(ctx.plan, dy, *ctx.saved_tensors), None, None
 
 
 def output(
@@ -287,8 +290,7 @@ def output(
         scores = sinks.to(wide).unsqueeze(1)
         heads.mul_(torch.sigmoid(lse - scores).unsqueeze(-1))
         lse = torch.logaddexp(lse, scores)
-    # The result must not be a view, because autograd forbids in-place changes of a view that was
-    # made in a Function.
+    # Not a view, because autograd forbids in-place changes of a view that was made in a Function.
     out: Tensor = _ATEN._unsafe_view(y.to(dtype), (s, b, -1))
     return out, lse
 
@@ -415,8 +417,7 @@ def _chunks_of_document(
     count = max(count, -(-s // CHUNKS_OF_A_TRACE)) if q.is_meta else count
     for first in range(start, end, count):
         last = min(end, first + count)
-        # Cost traces, which run on the meta device, count all pairs of positions, so they use all
-        # keys.
+        # Cost traces, on the meta device, count all pairs of positions, so they use all keys.
         seen = max(start, first - window + 1)
         yield slice(first, last), slice(start, end) if q.is_meta else slice(seen, last)
 

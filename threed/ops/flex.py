@@ -16,12 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from threed.core.device import is_capturing
 from threed.ops import launch
 
 BLOCK = 128  # queries and keys per block
 # Maximum number of generated kernels; one per combination of shapes, window and cap.
 RECOMPILES = 64
+# documents of a micro-batch -> (their version, {(length, window): the result of `block_mask`})
+_MASKS = WeakTensorKeyDictionary()
 
 
 def fits(q: Tensor) -> bool:
@@ -115,11 +119,24 @@ def with_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def block_mask(length: int, window: int, device: torch.device, documents: Tensor | None) -> Any:
     """Returns the lists of blocks, and the mask inside of blocks, for `attend`.
 
-    Without documents the result is cached per length and window.
+    The result is cached per length and window, and per tensor of documents, so that the layers of a
+    micro-batch share it. A CUDA graph computes it in every layer, because the documents of its next
+    replay are other ones, in the same tensor.
     """
-    if documents is None and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return _block_mask(length, window, device, documents)
+    if documents is None:
         return _cached_block_mask(length, window, device)
-    return _block_mask(length, window, device, documents)
+    if is_capturing(device):
+        return _block_mask(length, window, device, documents)
+    version = -1 if documents.is_inference() else documents._version
+    if _MASKS.get(documents, (None,))[0] != version:
+        _MASKS[documents] = version, {}
+    masks = _MASKS[documents][1]
+    if (length, window) not in masks:
+        # An alias of the documents: if the value referred to its key, neither would be freed.
+        masks[length, window] = _block_mask(length, window, device, documents.detach())
+    return masks[length, window]
 
 
 @functools.lru_cache(maxsize=32)

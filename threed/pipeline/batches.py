@@ -12,6 +12,8 @@ token of a document would be the first token of the next document, so it is igno
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,7 +24,7 @@ from threed.config import Config, ConfigError
 from threed.core.device import start_copy_in
 from threed.core.messages import counted
 from threed.distributed import collectives
-from threed.distributed.topology import Topology
+from threed.distributed.topology import Axis, Topology
 from threed.layers import Embedding, LanguageModelHead, MicroBatch
 from threed.layers.contract import contract, title
 from threed.layers.slicing import Flag
@@ -63,7 +65,14 @@ class Batches:
             key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)
         ]
         self.empty = Flag("the global batch has no valid label (all are below 0)", error=False)
-        self.decreasing = Flag("'documents' that decrease along a row")
+        self.decreasing = Flag(
+            "'documents' that decrease along a row: number the documents of a row in their order"
+        )
+        self.differing = Difference(
+            "tensor or context ranks with different batches: pass the same batch, with full sequences, on all ranks"
+            " with the same index on the axis dp (`topology.axis('dp').index`)",
+            [topology.axis("cp"), topology.axis("tp")],
+        )
         self._no_documents = _documents_problem(self.wrapped, layers, config, topology)
         if config.data.packing and self._no_documents:
             raise ConfigError([f"--data.packing true: {self._no_documents}"])
@@ -188,6 +197,8 @@ class Batches:
                 self.slicing.positions(batch["tokens"].shape[1])
             self._end_documents(tensors)
             first, device = consumed + data.index * rows, self.topology.device
+            read = (tensors.get(name) for name in ("tokens", "labels", "documents"))
+            self.differing.compare([x for x in read if x is not None and x.dtype == torch.int64])
             tensors.setdefault("samples", torch.arange(first, first + rows, device=device))
         parts = [
             {key: value[at : at + self.size] for key, value in tensors.items()}
@@ -269,6 +280,39 @@ class Batches:
         total = collectives.sum_of_scalars(valid.view(-1), self.topology.axis("dp"))
         self.empty.note(total.amax() == 0)
         return (scale / total.clamp(min=1)).view(valid.shape)
+
+
+class Difference(Flag):
+    """Detects different batches on ranks that must have the same one, without a further message.
+
+    Every rank adds a number to the sum of the flag over all ranks: a hash of the batch, times a
+    factor. The factors of a group of ranks with the same batch add up to 0, and so do the products.
+
+    Args:
+        what: description of the error.
+        axes: the axes of a group, whose ranks have the same batch.
+    """
+
+    def __init__(self, what: str, axes: Sequence[Axis]) -> None:
+        super().__init__(what)
+        self._ranks = math.prod(axis.size for axis in axes)
+        first = all(axis.index == 0 for axis in axes)
+        self._factor = 1 - self._ranks if first else 1
+
+    def compare(self, batch: Sequence[Tensor]) -> None:
+        """Records the hash of a batch, int64 tensors of any shapes."""
+        if self._ranks == 1 or not batch:
+            return
+        numbers = torch.cat([x.reshape(-1) for x in batch])
+        hashed = (numbers * _hash_factors(len(numbers), numbers.device)).sum()
+        # 31 bits, so that sums over all ranks are exact in fp64
+        self._found = ((hashed ^ (hashed >> 32)) & 0x7FFFFFFF) * self._factor
+
+
+@functools.lru_cache(maxsize=4)
+def _hash_factors(count: int, device: torch.device) -> Tensor:
+    """Returns a factor for each number of a hash, int64 [count]: odd, and different numbers."""
+    return torch.arange(1, 2 * count, 2, device=device) * 0x9E3779B97F4A7C1
 
 
 def _documents_problem(

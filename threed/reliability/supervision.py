@@ -63,9 +63,7 @@ class Supervision:
     ) -> None:
         self.topology, self.limit = topology, config.train.time_limit
         self.interrupted = interrupted or threading.Event()
-        at = topology.coordinates
-        place = f"stage {at['pp']}, dp {at['dp']}, tp {at['tp']}"
-        self.heart = Heartbeat(folder / "heartbeat", topology.rank, place)
+        self.heart = Heartbeat(folder / "heartbeat", topology.rank, place_of(topology))
         if topology.rank == 0:
             for old in self.heart.folder.glob("hung-*"):
                 old.unlink(missing_ok=True)
@@ -186,3 +184,10 @@ class Supervision:
 
 def _print(text: str) -> None:
     print(f"threed: {text}{failure.attempt()}", file=sys.stderr, flush=True)
+
+
+def place_of(topology: Topology) -> str:
+    """Returns the coordinates of this rank, for messages."""
+    at = topology.coordinates
+    context = f", cp {at['cp']}" if topology.cp > 1 else ""
+    return f"stage {at['pp']}, dp {at['dp']}{context}, tp {at['tp']}"

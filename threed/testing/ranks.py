@@ -171,8 +171,9 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
             for rank in range(world):
                 receiver, sender = _context.Pipe(duplex=False)
                 target = (sender, rank, world, folder, task)
-                state.processes.append(_context.Process(target=_rank, args=target, daemon=True))
-                state.processes[-1].start()
+                process = _context.Process(target=_rank, args=target, daemon=True)
+                process.start()
+                state.processes.append(process)
                 sender.close()
                 state.pipes.append(receiver)
             return state.collect(timeout, Path(folder))

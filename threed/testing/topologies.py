@@ -107,6 +107,9 @@ def configured(config: Config, parsed: dict[str, int]) -> Config:
     holders = math.prod(sizes[axis] for axis in ("dp", "cp", "tp"))
     if holders % parsed.get("ep", 1):
         raise ConfigError([f"ep{parsed['ep']}: it does not divide the {holders} ranks of a stage"])
+    if sizes["cp"] % parsed.get("heads", 1):
+        given = f"cp{sizes['cp']}h{parsed['heads']}"
+        raise ConfigError([f"{given}: {parsed['heads']} does not divide the {sizes['cp']} ranks"])
     mode = "full" if "recompute" in parsed else "none"
     micro = parsed.get("micro", config.train.micro_batch)
     share, rest = divmod(config.train.global_batch, sizes["dp"])

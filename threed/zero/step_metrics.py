@@ -73,7 +73,8 @@ class Faults:
             loss: this rank's term of the loss, fp64 [1].
 
         Returns:
-            fp64 [1 + number of flags]: the loss, and 1.0 for each flag that is set, else 0.0.
+            fp64 [1 + number of flags]: the loss, and a number per flag (`Flag.take`), usually 1.0
+            if it is set, else 0.0.
         """
         return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
 
@@ -81,12 +82,12 @@ class Faults:
         """Adds the flags of a step to the counts.
 
         Args:
-            found: fp64 [number of flags]: per flag, the number of ranks on which it was set.
+            found: fp64 [number of flags]: per flag, the sum over all ranks, not 0 if it was set.
 
         Returns:
             A copy of the counts, fp64 [number of flags].
         """
-        self._count += found
+        self._count += found.abs()
         return self._count.clone()
 
     def raise_new(self, step: int, counts: Tensor) -> None:
