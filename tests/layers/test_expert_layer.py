@@ -531,6 +531,12 @@ def test_sizes_of_expert_parallelism_are_checked() -> None:
     (problem,) = find_problems(config, 4)
     assert "--parallel.ep 3 does not divide" in problem
     assert "use 1, 2 or 4" in problem
+    config = Config.model_validate(
+        {"parallel": {"tp": 2, "sequence": False}, "model": {"arch": "mixtral", "seq": 31}}
+    )
+    (problem,) = find_problems(config, 2)
+    assert "--model.seq 31 with experts is not divisible by --parallel.tp 2" in problem
+    assert "use 30 or 32" in problem
 
 
 def no_experts() -> None:

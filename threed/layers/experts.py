@@ -160,10 +160,9 @@ class MixtureOfExperts(nn.Module):
             else ()
         )
 
-    def enlarge_room(self, factor: int) -> float:
-        """Multiplies the room of this layer (`Limits.room`) by `factor`; returns the new one."""
-        self.limits = self.limits._replace(room=factor * self.limits.room)
-        return self.limits.room
+    def set_room(self, room: float) -> None:
+        """Replaces the room of this layer (`Limits.room`), which must have one, by another one."""
+        self.limits = self.limits._replace(room=room)
 
     def assume_load(self, load: float) -> None:
         """Sets `assumed_load` to `load`."""
