@@ -228,8 +228,10 @@ class MixtureOfExperts(nn.Module):
             if torch.is_grad_enabled():  # not in the first of two forwards
                 self.tallies[1].add(sums)
         if micro.training and self.bias is not None:
-            mean = choices.experts.numel() / self.experts
-            bias, excess = self.bias, choices.counts.to(self.bias.dtype) - mean
+            # times the number of experts, so that it is an integer, and its sum exact in any order
+            total = torch.tensor(-choices.experts.numel())
+            excess = torch.add(total, choices.counts, alpha=self.experts).to(self.bias.dtype)
+            bias = self.bias
         return gates(self.routing, logits, scores, choices.experts, found, bias, excess)
 
     def _choices(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Choices:

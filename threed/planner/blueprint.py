@@ -432,7 +432,15 @@ def set_up_experts(config: Config, layers: Sequence[nn.Module], wrapped: bool = 
     keys, ep = config.experts, config.parallel.ep
     factors, limits = LossFactors(keys.aux_loss, keys.z_loss), Limits(keys.room, keys.capacity)
     found = [p for layer in layers for p in layer.modules() if isinstance(p, MixtureOfExperts)]
-    if ep > 1 and (wrapped or not dealt_over(layers)):
+    if ep > 1 and wrapped:
+        fix = "use --parallel.ep 1, or build the model from threed.layers"
+        raise ConfigError([f"--parallel.ep {ep}: a wrapped module has no expert ranks; {fix}"])
+    if others := {mixture.axis.size for mixture in found} - {ep}:
+        given = (
+            f"the model's Slicing has {counted(others.pop(), 'expert rank')}, parallel.ep is {ep}"
+        )
+        raise ConfigError([f"{given}: build the model with Slicing.of(topology, config)"])
+    if ep > 1 and not dealt_over(layers):
         raise ConfigError([f"--parallel.ep {ep}: this model has no experts; use --parallel.ep 1"])
     unused = {"bias_rate"} if found else set(type(keys).model_fields)
     unused = set() if any(mixture.bias is not None for mixture in found) else unused
