@@ -430,15 +430,14 @@ def _check_choices(model: ModelConfig) -> Iterator[str]:
     experts, each = keys["experts"], keys["experts_per_token"]
     if experts is None:
         return
-    if each is not None and each > experts:
+    if too_many := each is not None and each > experts:
         given = f"--model.experts-per-token {each} with --model.experts {experts}"
         yield f"{given}: use at most {experts}"
-        each = experts
     groups, chosen = model.expert_groups, model.groups_per_token
     if experts % groups:
         given = f"--model.expert-groups {groups} does not divide --model.experts {experts}"
         yield f"{given}: use {listed(_divisors(experts))}"
-    elif chosen > groups or (each or 0) > experts // groups * chosen:
+    elif chosen > groups or (not too_many and (each or 0) > experts // groups * chosen):
         given = f"--model.groups-per-token {chosen} of --model.expert-groups {groups}"
         yield f"{given} cannot have {each} of {counted(experts, 'expert')}: use other numbers"
     dense, every = model.dense_layers, model.expert_every
