@@ -229,8 +229,8 @@ class MixtureOfExperts(nn.Module):
                 self.tallies[1].add(sums)
         if micro.training and self.bias is not None:
             # times the number of experts, so that it is an integer, and its sum exact in any order
-            total = torch.tensor(-choices.experts.numel())
-            excess = torch.add(total, choices.counts, alpha=self.experts).to(self.bias.dtype)
+            total = choices.experts.numel()
+            excess = torch.rsub(choices.counts, -total, alpha=-self.experts).to(self.bias.dtype)
             bias = self.bias
         return gates(self.routing, logits, scores, choices.experts, found, bias, excess)
 
