@@ -138,6 +138,13 @@ def test_a_scaling_that_is_none_is_refused_at_the_flag(given: str, problem: str)
     assert problem in line
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_more_experts_per_token_than_experts_are_one_problem(groups: int) -> None:
+    words = f"--model.arch deepseek_v3 --model.experts-per-token 9 --model.expert-groups {groups}"
+    (problem,) = find_problems(read_all(words.split()), 1)
+    assert problem == "--model.experts-per-token 9 with --model.experts 8: use at most 8"
+
+
 def test_the_numbers_of_longrope_are_as_many_as_a_head_turns_pairs() -> None:
     scaling = "longrope: short-factor=1 1, long-factor=2 2, original-max-position-embeddings=8"
     words = ["--model.arch", "phi3", "--model.head-dim", "6", "--model.rope-scaling", scaling]

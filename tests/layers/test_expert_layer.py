@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.configs import EXPERT_MODELS, Case, config_of, engine_of, trained
+from tests.configs import EXPERT_MODELS, Case, config_of, engine_of, topology_of, trained
+from tests.expert_models import Softmax
 from tests.harness import run_ranks
 from tests.test_equivalence import run_cases, write_truths
 from threed import models
@@ -165,6 +166,29 @@ def test_a_bias_chooses_but_does_not_weigh() -> None:
     assert (chosen == 2).all()
     weights = routing.gates(how, logits, scores, chosen, routing.Losses())
     torch.testing.assert_close(weights, torch.full((7, 1), 2.5).double())
+
+
+@dataclass(frozen=True)
+class Listed(Routing):
+    """Chooses the experts of a list, one per token."""
+
+    experts: tuple[int, ...] = ()
+
+    def choose(self, scores: Tensor, bias: Tensor | None, count: int) -> Tensor:
+        return torch.tensor(self.experts).view(*scores.shape[:-1], 1)
+
+
+def test_biases_of_balanced_experts_have_no_gradient() -> None:
+    """8 tokens for 3 experts in each of 3 micro-batches; their sum is balanced, no part of it is."""
+    module = MixtureOfExperts("mlp", 8, 6, 3, 1, Slicing(), routing=Routing(bias=True))
+    module.to_empty(device="cpu")
+    for counts in ((3, 3, 2), (3, 2, 3), (2, 3, 3)):
+        experts = tuple(e for e, count in enumerate(counts) for _ in range(count))
+        module.routing = Listed(bias=True, experts=experts)
+        module(torch.ones(8, 1, 8), MicroBatch()).sum().backward()
+    assert module.bias is not None
+    assert module.bias.grad is not None
+    assert module.bias.grad.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -531,6 +555,12 @@ def test_sizes_of_expert_parallelism_are_checked() -> None:
     (problem,) = find_problems(config, 4)
     assert "--parallel.ep 3 does not divide" in problem
     assert "use 1, 2 or 4" in problem
+    config = Config.model_validate(
+        {"parallel": {"tp": 2, "sequence": False}, "model": {"arch": "mixtral", "seq": 31}}
+    )
+    (problem,) = find_problems(config, 2)
+    assert "--model.seq 31 with experts is not divisible by --parallel.tp 2" in problem
+    assert "use 30 or 32" in problem
 
 
 def no_experts() -> None:
@@ -541,6 +571,24 @@ def no_experts() -> None:
 
 def test_a_model_without_experts_is_refused() -> None:
     run_ranks(2, no_experts)
+
+
+def other_slicing() -> None:
+    config = config_of(Case(model="Softmax", dp=2, ep=2, layers=2))
+    model = Softmax(config.model, Slicing())
+    with pytest.raises(ValueError, match=r"Slicing has 1 expert rank, parallel\.ep is 2: build"):
+        Engine(model, topology_of(1, 1, 1), config)
+
+
+def wrapped() -> None:
+    config = Config.model_validate({"parallel": {"ep": 2}})
+    with pytest.raises(ValueError, match=r"a wrapped module has no expert ranks; use --parallel"):
+        Engine(torch.nn.Linear(2, 2), topology_of(1, 1, 1), config)
+
+
+def test_expert_ranks_that_the_model_does_not_have_are_refused() -> None:
+    run_ranks(2, other_slicing)
+    run_ranks(2, wrapped)
 
 
 def odd() -> None:

@@ -142,6 +142,40 @@ def test_a_step_that_does_not_fit_is_skipped_and_the_room_grows(pp: int) -> None
     assert not any(texts for *_, texts in found[1:])
 
 
+def saves(case: Case, folder: str) -> list[float]:
+    """Trains until the rooms have grown, and saves; returns the rooms of a fresh engine that loads."""
+    engine = engine_of(config_of(case))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(4):
+            engine.step(batch_of(engine, number))
+    engine.save(folder)
+    return resumes(case, folder)[1]
+
+
+def resumes(case: Case, folder: str) -> tuple[int, list[float]]:
+    """The number of steps that are skipped after a load, and the rooms."""
+    engine = engine_of(config_of(case))
+    engine.load(folder)
+    before = engine.step(batch_of(engine, 4)).skipped
+    return engine.step(batch_of(engine, 5)).skipped - before, [
+        mixture.limits.room for mixture in mixtures(engine)
+    ]
+
+
+def test_a_resumed_run_has_the_rooms_of_the_checkpoint(tmp_path: Any) -> None:
+    case = replace(EP, model="Lopsided", dp=2, ep=2, layers=2, microbatches=2, room=1.25)
+    folder = str(tmp_path / "step-4")
+    assert run_ranks(2, saves, case, folder) == [[2.5, 2.5]] * 2
+    for dp, pp, room in ((2, 2, 1.25), (4, 1, 1.25), (2, 1, 4.0)):
+        other = replace(case, dp=dp, pp=pp, room=room)
+        for skipped, rooms in run_ranks(other.world, resumes, other, folder):
+            assert skipped == 0
+            assert rooms == [max(2.5, room)] * 2
+    none = replace(case, room=0.0)
+    assert run_ranks(2, resumes, none, folder) == [(0, [0.0, 0.0])] * 2
+
+
 def rechecked() -> tuple[list[str], list[int]]:
     """What a recheck prints, and the number of skipped steps after each step."""
     case = replace(EP, model="Lopsided", dp=2, ep=2, layers=2, microbatches=2, room=1.25)
@@ -200,6 +234,14 @@ def drops() -> float:
 def test_choices_beyond_the_capacity_are_dropped_in_training() -> None:
     (share,) = run_ranks(1, drops)
     assert 0.1 < share < 0.9
+
+
+def test_ranks_whose_choices_are_all_dropped_equal_one_process(tmp_path: Any) -> None:
+    """All tokens go to the same experts (model Lopsided), which the first part of a sequence fills."""
+    for sizes in ({"tp": 2}, {"cp": 2, "cp_heads": 1}, {"tp": 2, "ep": 2, "recompute": "full"}):
+        case = replace(EP, model="Lopsided", capacity=0.25, **sizes)
+        run_ranks(1, write_truths, [case.truth], str(tmp_path))
+        assert not any(run_ranks(2, run_cases, [case], str(tmp_path), trained)), sizes
 
 
 def odd_length() -> bool:
@@ -289,5 +331,10 @@ def test_limits_that_do_nothing_are_refused() -> None:
 
 
 def without_experts() -> None:
-    with pytest.raises(ValueError, match=r"this model has no layers\.MixtureOfExperts"):
+    refused = r"--experts\.capacity 1: this model has no layers\.MixtureOfExperts; leave it out"
+    with pytest.raises(ValueError, match=f"^{refused}$"):
         engine_of(config_of(Case(capacity=1.0)))
+    config = config_of(EP)
+    rate = config.experts.model_copy(update={"bias_rate": 0.01})
+    with pytest.raises(ValueError, match=r"bias-rate 0\.01: this model has no selection biases"):
+        engine_of(config.model_copy(update={"experts": rate}))

@@ -99,6 +99,17 @@ def test_the_peak_with_a_room_is_forecast() -> None:
     assert peaks[1] > 1.1 * peaks[0]
 
 
+def test_a_room_limits_the_imbalance() -> None:
+    """More rows than fit are not sent: the step is skipped."""
+    groups = {"model": MODEL, "parallel": {"ep": 2}, "train": {"global_batch": 16}}
+    made = Forecast.of(config_of(2, experts={"room": 1.5}, **groups), 2)
+    peaks = [made.with_imbalance(load) for load in (1.5, 2.0)]
+    assert peaks[0] is not None
+    assert peaks[1] is not None
+    assert peaks[0].peak == peaks[1].peak
+    assert "2 times the mean" in made.imbalance_text()
+
+
 def test_models_without_expert_ranks_have_no_imbalance() -> None:
     made = Forecast.of(config_of(2, model=MODEL, train={"global_batch": 8}), 2)
     assert made.with_imbalance(2.0) is None

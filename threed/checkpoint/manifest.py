@@ -146,6 +146,7 @@ class _State(_Strict):
     norm_mean: Annotated[float, Field(ge=0)] = 0.0  # mean gradient norm
     norms: Amount = 0.0  # number of gradient norms that `norm_mean` averages
     rates: list[Annotated[float, Field(ge=0)]] | None = None  # learning rates set by the program
+    rooms: dict[Name, Annotated[float, Field(gt=1)]] = Field(default_factory=dict)  # of experts
     last_update: Annotated[  # with schedule 2bw: [gradient norm, learning rate] of the last update
         list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])
     ]

@@ -141,6 +141,10 @@ def _check_experts(config: Config, dp: int | None) -> Iterator[str]:
     if experts is not None and experts % p.ep:
         given = f"--parallel.ep {p.ep} does not divide --model.experts {experts}"
         yield f"{given}: use {listed(_divisors(experts))}"
+    seq, parts = config.model.seq, context_multiple(config) * p.tp
+    if experts is not None and p.sequence is False and seq % (p.cp * p.tp):
+        given = f"--model.seq {seq} with experts is not divisible by --parallel.tp {p.tp} × --parallel.cp {p.cp}"
+        yield f"{given}: use {_around(seq, parts)}, so that each tensor rank routes a part of the tokens"
     if config.experts.room and p.ep == 1:
         yield "--experts.room without --parallel.ep above 1, so no rows of tokens are sent: leave it out"
 
@@ -427,14 +431,14 @@ def _check_choices(model: ModelConfig) -> Iterator[str]:
     experts, each = keys["experts"], keys["experts_per_token"]
     if experts is None:
         return
-    if each is not None and each > experts:
+    if too_many := each is not None and each > experts:
         given = f"--model.experts-per-token {each} with --model.experts {experts}"
         yield f"{given}: use at most {experts}"
     groups, chosen = model.expert_groups, model.groups_per_token
     if experts % groups:
         given = f"--model.expert-groups {groups} does not divide --model.experts {experts}"
         yield f"{given}: use {listed(_divisors(experts))}"
-    elif chosen > groups or (each or 0) > experts // groups * chosen:
+    elif chosen > groups or (not too_many and (each or 0) > experts // groups * chosen):
         given = f"--model.groups-per-token {chosen} of --model.expert-groups {groups}"
         yield f"{given} cannot have {each} of {counted(experts, 'expert')}: use other numbers"
     dense, every = model.dense_layers, model.expert_every

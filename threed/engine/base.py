@@ -563,8 +563,8 @@ class Engine(metaclass=_EngineType):
 
         Returns:
             A dict with the number of completed steps ("steps"), the number of consumed samples
-            ("consumed") and `extra` ("extra"). Entries of `Reducer.state` and, with an asynchronous
-            schedule, of `Asynchronous.state` are added.
+            ("consumed") and `extra` ("extra"). Entries of `Reducer.state`, `Rooms.state` and, with an
+            asynchronous schedule, of `Asynchronous.state` are added.
 
         Raises:
             DataError: see `save`.
@@ -575,7 +575,8 @@ class Engine(metaclass=_EngineType):
                 self.steps, self._numbers().counts, self.topology.axis("world")
             )
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {})}
-        return state | self.reducer.state(self.topology.axis("pp")) | self.runner.state()
+        state |= self.reducer.state(self.topology.axis("pp")) | self.rooms.state()
+        return state | self.runner.state()
 
     def load(self, path: str | Path, hashed: Collection[str] | None = None) -> dict[str, Any]:
         """Loads a checkpoint of any topology, or the weights of a Hugging Face folder. Collective.
@@ -602,6 +603,7 @@ class Engine(metaclass=_EngineType):
         state = load_hf(*arguments) if is_hf_folder(Path(path)) else native.load(*arguments, hashed)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         self.reducer.restore(state)
+        self.rooms.restore(state)
         self.runner.restore(state)
         return dict(state["extra"])
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,21 @@ class Rooms:
                 self._age[n] = 0
         self._before = now
 
+    def state(self) -> dict[str, Any]:
+        """Returns {"rooms": room of each mixture, by name} for a checkpoint; {} without rooms."""
+        rooms = {mixture.name: mixture.limits.room for mixture in self._mixtures}
+        return {"rooms": rooms} if rooms else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Enlarges the rooms to those of a checkpoint; rooms that are larger already stay.
+
+        Args:
+            state: the dict that `state()` returned.
+        """
+        rooms = state.get("rooms", {})
+        for mixture in self._mixtures:
+            mixture.set_room(max(mixture.limits.room, rooms.get(mixture.name, 0.0)))
+
     def lacked(self, counts: Tensor) -> bool:
         """Returns whether rows did not fit since the last call; waits for the device.
 
@@ -66,7 +82,8 @@ class Rooms:
         return self._seen != before
 
     def _enlarge(self, mixture: MixtureOfExperts, factor: int) -> None:
-        before, room = mixture.limits.room, mixture.enlarge_room(factor)
+        before = mixture.limits.room
+        mixture.set_room(room := factor * before)
         if self._warns:
             warnings.warn(
                 f"{mixture.name}: a step was skipped, because an expert rank would have got more rows than"

@@ -226,6 +226,8 @@ def _arrivals(
         return lambda: Arrival(Sizes([total], [total], []), Groups(ends, read().groups))
     received = collectives.all_to_all(sent, axis)
     fixed = [size] * axis.size
+    if size:  # rows beyond the room are not sent
+        assumed_load = min(assumed_load, sum(fixed) / total)
     read = (
         (lambda: Sizes(fixed, fixed, []))
         if size and one_kernel
@@ -421,6 +423,8 @@ def _rows(x: Tensor, index: Tensor, holes: bool) -> Tensor:
     """Returns x[index]; with `holes`, zeros for an index `NO_ROW`."""
     if not holes:
         return x.index_select(0, index)
+    if not len(x):  # all choices of this rank were dropped
+        return x.new_zeros(len(index), *x.shape[1:])
     empty = (index < 0).view(-1, *(1,) * (x.dim() - 1))
     return x.index_select(0, index.clamp(min=0)).masked_fill_(empty, 0)
 

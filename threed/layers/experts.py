@@ -160,10 +160,9 @@ class MixtureOfExperts(nn.Module):
             else ()
         )
 
-    def enlarge_room(self, factor: int) -> float:
-        """Multiplies the room of this layer (`Limits.room`) by `factor`; returns the new one."""
-        self.limits = self.limits._replace(room=factor * self.limits.room)
-        return self.limits.room
+    def set_room(self, room: float) -> None:
+        """Replaces the room of this layer (`Limits.room`), which must have one, by another one."""
+        self.limits = self.limits._replace(room=room)
 
     def assume_load(self, load: float) -> None:
         """Sets `assumed_load` to `load`."""
@@ -229,8 +228,10 @@ class MixtureOfExperts(nn.Module):
             if torch.is_grad_enabled():  # not in the first of two forwards
                 self.tallies[1].add(sums)
         if micro.training and self.bias is not None:
-            mean = choices.experts.numel() / self.experts
-            bias, excess = self.bias, choices.counts.to(self.bias.dtype) - mean
+            # times the number of experts, so that it is an integer, and its sum exact in any order
+            total = choices.experts.numel()
+            excess = torch.rsub(choices.counts, -total, alpha=-self.experts).to(self.bias.dtype)
+            bias = self.bias
         return gates(self.routing, logits, scores, choices.experts, found, bias, excess)
 
     def _choices(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Choices:

@@ -1,7 +1,8 @@
 """The update rule of a router's selection biases (arXiv 2408.15664).
 
 The gradient of an expert's bias is the number of tokens that the expert got in the step, minus the
-mean over experts. Each step moves the bias by a constant against the sign of that difference.
+mean over experts, times the number of experts: an integer. Each step moves the bias by a constant
+against the sign of the gradient.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from threed import schedules
 from threed.config import Config, ConfigError
 from threed.config.checks import find_partition_problems, named_stages
 from threed.config.resolution import count_microbatches
+from threed.config.schema import key_name, written
 from threed.core.device import is_accelerator
 from threed.core.messages import counted
 from threed.distributed.sharding import spec_of
@@ -426,16 +427,30 @@ def set_up_experts(config: Config, layers: Sequence[nn.Module], wrapped: bool = 
         wrapped: whether they are a wrapped module, which cannot have expert ranks.
 
     Raises:
-        ConfigError: if keys ask for experts that the model does not have.
+        ConfigError: if keys ask for experts or selection biases that the model does not have.
     """
-    factors, ep = LossFactors(config.experts.aux_loss, config.experts.z_loss), config.parallel.ep
+    keys, ep = config.experts, config.parallel.ep
+    factors, limits = LossFactors(keys.aux_loss, keys.z_loss), Limits(keys.room, keys.capacity)
     found = [p for layer in layers for p in layer.modules() if isinstance(p, MixtureOfExperts)]
-    if ep > 1 and (wrapped or not dealt_over(layers)):
+    if ep > 1 and wrapped:
+        fix = "use --parallel.ep 1, or build the model from threed.layers"
+        raise ConfigError([f"--parallel.ep {ep}: a wrapped module has no expert ranks; {fix}"])
+    if others := {mixture.axis.size for mixture in found} - {ep}:
+        given = (
+            f"the model's Slicing has {counted(others.pop(), 'expert rank')}, parallel.ep is {ep}"
+        )
+        raise ConfigError([f"{given}: build the model with Slicing.of(topology, config)"])
+    if ep > 1 and not dealt_over(layers):
         raise ConfigError([f"--parallel.ep {ep}: this model has no experts; use --parallel.ep 1"])
-    limits = Limits(config.experts.room, config.experts.capacity)
-    if any((*factors, *limits)) and not found:
-        keys = "--experts.aux-loss, --experts.z-loss, --experts.room and --experts.capacity"
-        raise ConfigError([f"{keys}: this model has no layers.MixtureOfExperts; leave them out"])
+    unused = {"bias_rate"} if found else set(type(keys).model_fields)
+    unused = set() if any(mixture.bias is not None for mixture in found) else unused
+    without = "selection biases" if found else "layers.MixtureOfExperts"
+    if problems := [
+        f"--experts.{key_name(key)} {written(value)}: this model has no {without}; leave it out"
+        for key, value in keys
+        if key in unused and value != type(keys).model_fields[key].default
+    ]:
+        raise ConfigError(problems)
     for mixture in found:
         mixture.set_limits(limits)
         if any(factors):
