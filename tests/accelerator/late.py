@@ -78,10 +78,15 @@ class Late(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is prim.device.default:
-            return torch.device("meta") if _on_meta.in_kernel_invocation else pretend.device()
+            return args[0].device
         raise LateError(
             f"{place()}: {func} in a thread that does not know the device, or after it has gone"
         )
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device, without a dispatch."""
+        return torch.device("meta") if _on_meta.in_kernel_invocation else pretend.device()
 
     def data_ptr(self) -> int:
         """The address of the values."""
@@ -315,7 +320,7 @@ class Device(TorchDispatchMode):
             for target, result in zip(targets, tensors_in(results), strict=bool(targets)):
                 target.copy_(result)
 
-        self.streams.current.add(run, str(func))
+        self.streams.current.add(run, func)
         return out
 
 

@@ -104,26 +104,26 @@ class Stream:
 
     def __init__(self, owner: Streams) -> None:
         self.owner, self.device = owner, owner.device
-        self.queue: deque[tuple[Callable[[], Any], str]] = deque()
+        self.queue: deque[tuple[Callable[[], Any], object, str]] = deque()
         self.told = self.done = 0  # entries
         self.freed: list[tuple[Block, list[Event]]] = []
 
-    def add(self, work: Callable[[], Any], what: str) -> None:
-        """Adds work, which returns False when it cannot run yet."""
-        self.queue.append((work, f"{what} of {place()}"))
+    def add(self, work: Callable[[], Any], what: object) -> None:
+        """Adds work, which returns False when it cannot run yet; what: its name, by `str`."""
+        self.queue.append((work, what, place()))
         self.told += 1
 
     def turn(self) -> bool:
         """Runs the next entry; returns whether that was possible."""
         if not self.queue:
             return False
-        work, what = self.queue[0]
+        work, what, line = self.queue[0]
         try:
             if work() is False:
                 return False
         except Exception as error:
             raise LateError(
-                f"{what} failed, on values that may not have been there yet: {error}"
+                f"{what} of {line} failed, on values that may not have been there yet: {error}"
             ) from error
         self.queue.popleft()
         self.done += 1
@@ -189,7 +189,9 @@ class Streams:
                 if not self.turn():
                     if not self.elsewhere:
                         heads = "; ".join(
-                            stream.queue[0][1] for stream in self.order if stream.queue
+                            "{} of {}".format(*stream.queue[0][1:])
+                            for stream in self.order
+                            if stream.queue
                         )
                         raise LateError(f"streams wait for one another: {heads}")
                     time.sleep(1e-4)
