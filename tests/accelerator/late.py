@@ -215,6 +215,10 @@ class Device(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is prim.device.default:
             return self.where
+        with torch._C.DisableTorchFunction():  # the backward calls this with the modes of functions
+            return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         given, target = list(tensors_in(*args, *kwargs.values())), kwargs.get("device")
         if not any(isinstance(t, Late) for t in given) and (target is None or target.type != NAME):
             return self._on_host(func, args, kwargs)

@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +183,16 @@ class Streams:
             self.random.shuffle(self.order)
         return any(stream.turn() for stream in self.order)
 
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Entries compute real values, which no mode looks at."""
+        modes = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
+        with self.lock, modes[0], modes[1], torch.no_grad():
+            yield
+
     def run_until(self, event: Event) -> None:
         """Runs the queues until an event comes."""
-        with self.lock, torch._C._DisableTorchDispatch(), torch.no_grad():
+        with self._running():
             while not event.reached:
                 if not self.turn():
                     if not self.elsewhere:
@@ -198,7 +206,7 @@ class Streams:
 
     def get_on(self) -> None:
         """Runs some entries, or none."""
-        with self.lock, torch._C._DisableTorchDispatch(), torch.no_grad():
+        with self._running():
             for _ in range(self.random.choice((0, 0, 5, 50, 500))):
                 self.turn()
 
