@@ -40,9 +40,7 @@ def result(func: Any, args: Any, kwargs: Any, given: list[Tensor], device: torch
             out = func(*args, **kwargs)
         wrap = functools.partial(FakeTensor, mode, device=device)
         return wrap(out) if isinstance(out, Tensor) else type(out)(map(wrap, out))
-    try:
-        key = (func, _key(args), _key(tuple(kwargs)), _key(tuple(kwargs.values())))
-    except TypeError:
+    if (key := key_of(func, args, kwargs)) is None:
         return func(*args, **kwargs)
     if (form := _known.get(key)) is not None:
         kind, parts = form
@@ -59,10 +57,17 @@ def result(func: Any, args: Any, kwargs: Any, given: list[Tensor], device: torch
     return out
 
 
+def key_of(func: Any, args: Any, kwargs: Any) -> Hashable | None:
+    """Returns what the forms of an operation's results depend on; None if they may depend on more."""
+    try:
+        return (func, _key(args), _key(tuple(kwargs)), _key(tuple(kwargs.values())))
+    except TypeError:
+        return None
+
+
 def _key(value: Any) -> Hashable:
-    """What the forms of results depend on; raises TypeError if this is not known."""
-    if isinstance(value, FakeTensor):
-        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, Tensor):
+        return (type(value), value.shape, value.stride(), value.dtype)
     if isinstance(value, list | tuple):
         return tuple(map(_key, value))
     if isinstance(value, PLAIN):
