@@ -369,7 +369,7 @@ CONFIGS: dict[int, list[dict[str, dict[str, Any]]]] = {
 @pytest.mark.parametrize("world", CONFIGS)
 def test_the_forecast_is_the_measured_peak(world: int) -> None:
     """Up to a percent; gloo may keep messages."""
-    configs = [sized(world, 512, **groups) for groups in CONFIGS[world]]
+    configs = [sized(world, 1024, **groups) for groups in CONFIGS[world]]
     measured = zip(*run_ranks(world, peaks.measure_all, configs, timeout=900), strict=True)
     for config, found in zip(configs, measured, strict=True):
         said = [rank.bytes["peak"] for rank in Forecast.of(config, world).ranks]
