@@ -387,8 +387,12 @@ CASES = {
 }
 
 
-# Their settings occur in other cases too; these run only with `-m grid`.
+# Their settings, and each pair of settings that are not the defaults, occur in other cases too; these run only with
+# `-m grid`.
 GRID = {
+    "2x2x2", "tp4 bf16", "pp2 tp2", "dp4 zero 3 in pairs", "dp3", "dp3 zero 0", "tp2 sequence", "pp2 untied",
+    "dp2 zero 3 by layer, bf16, small ones whole, small buckets", "dp2 bf16, small buckets", "dp2 zero 2",
+    "dp2 zero 3 by layer", "dp2 zero 3, int8", "cp2 ring", "dp2 zero 3, small ones whole",
     "tp4 sequence fp64", "tp4, two shared kv heads, whole sequences", "dp3 zero 2", "2x2x2 zero 0, whole sequences",
     "2x2x2 llama bf16", "2x2x2 zero 3 sums in bf16", "dp4 zero 2 in pairs, bf16", "dp4 zero 3 by layer in pairs",
     "tp2 dp2 zero 3 by layer", "tp2 dp2 zero 2", "pp2 dp2 zero 3", "pp3 dp2 zero 3", "cp2 ring tp2, fp64",

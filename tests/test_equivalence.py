@@ -92,10 +92,10 @@ def make(values: Values) -> Case | None:
         v["zero"] = 1  # no other rank has slices, and nothing is offloaded
     v["tile"], v["prefetch"] = (v["tile"], v["prefetch"]) if v["zero"] == 3 else (1, 1)
     v["shard"] = v["shard"] if dp == 4 else "all"
-    # Six blocks, embedding and head are enough for two chunks on each of four ranks. With three blocks, one block has
-    # two neighbors, which ZeRO-3, pipelines and Gemma 3 need; otherwise two are enough.
+    # With embedding and head, pp + 2 blocks are enough for two chunks per rank on up to four ranks. With three blocks,
+    # one block has two neighbors, which ZeRO-3, pipelines and Gemma 3 need; otherwise two are enough.
     few = pp == 1 and v["zero"] != 3 and v["model"] != "gemma3"
-    v["layers"] = 6 if v["schedule"] in CHUNKS else 2 if few else 3
+    v["layers"] = pp + 2 if v["schedule"] in CHUNKS else 2 if few else 3
     return Case(**v)
 
 

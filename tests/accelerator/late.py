@@ -78,10 +78,15 @@ class Late(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is prim.device.default:
-            return torch.device("meta") if _on_meta.in_kernel_invocation else pretend.device()
+            return args[0].device
         raise LateError(
             f"{place()}: {func} in a thread that does not know the device, or after it has gone"
         )
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device, without a dispatch."""
+        return torch.device("meta") if _on_meta.in_kernel_invocation else pretend.device()
 
     def data_ptr(self) -> int:
         """The address of the values."""
@@ -210,6 +215,10 @@ class Device(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is prim.device.default:
             return self.where
+        with torch._C.DisableTorchFunction():  # the backward calls this with the modes of functions
+            return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         given, target = list(tensors_in(*args, *kwargs.values())), kwargs.get("device")
         if not any(isinstance(t, Late) for t in given) and (target is None or target.type != NAME):
             return self._on_host(func, args, kwargs)
@@ -315,7 +324,7 @@ class Device(TorchDispatchMode):
             for target, result in zip(targets, tensors_in(results), strict=bool(targets)):
                 target.copy_(result)
 
-        self.streams.current.add(run, str(func))
+        self.streams.current.add(run, func)
         return out
 
 

@@ -23,7 +23,7 @@ class Capture(Stream):
         self.entries: list[tuple[Callable[[], Any], str]] = []
         self.generators: set[int] = set()
 
-    def add(self, work: Callable[[], Any], what: str) -> None:
+    def add(self, work: Callable[[], Any], what: object) -> None:
         self.entries.append((work, f"{what} of {place()}"))
 
     def refuse(self, *_: Any) -> Any:

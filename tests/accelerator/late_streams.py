@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,26 +105,26 @@ class Stream:
 
     def __init__(self, owner: Streams) -> None:
         self.owner, self.device = owner, owner.device
-        self.queue: deque[tuple[Callable[[], Any], str]] = deque()
+        self.queue: deque[tuple[Callable[[], Any], object, str]] = deque()
         self.told = self.done = 0  # entries
         self.freed: list[tuple[Block, list[Event]]] = []
 
-    def add(self, work: Callable[[], Any], what: str) -> None:
-        """Adds work, which returns False when it cannot run yet."""
-        self.queue.append((work, f"{what} of {place()}"))
+    def add(self, work: Callable[[], Any], what: object) -> None:
+        """Adds work, which returns False when it cannot run yet; what: its name, by `str`."""
+        self.queue.append((work, what, place()))
         self.told += 1
 
     def turn(self) -> bool:
         """Runs the next entry; returns whether that was possible."""
         if not self.queue:
             return False
-        work, what = self.queue[0]
+        work, what, line = self.queue[0]
         try:
             if work() is False:
                 return False
         except Exception as error:
             raise LateError(
-                f"{what} failed, on values that may not have been there yet: {error}"
+                f"{what} of {line} failed, on values that may not have been there yet: {error}"
             ) from error
         self.queue.popleft()
         self.done += 1
@@ -182,21 +183,30 @@ class Streams:
             self.random.shuffle(self.order)
         return any(stream.turn() for stream in self.order)
 
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Entries compute real values, which no mode looks at."""
+        modes = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
+        with self.lock, modes[0], modes[1], torch.no_grad():
+            yield
+
     def run_until(self, event: Event) -> None:
         """Runs the queues until an event comes."""
-        with self.lock, torch._C._DisableTorchDispatch(), torch.no_grad():
+        with self._running():
             while not event.reached:
                 if not self.turn():
                     if not self.elsewhere:
                         heads = "; ".join(
-                            stream.queue[0][1] for stream in self.order if stream.queue
+                            "{} of {}".format(*stream.queue[0][1:])
+                            for stream in self.order
+                            if stream.queue
                         )
                         raise LateError(f"streams wait for one another: {heads}")
                     time.sleep(1e-4)
 
     def get_on(self) -> None:
         """Runs some entries, or none."""
-        with self.lock, torch._C._DisableTorchDispatch(), torch.no_grad():
+        with self._running():
             for _ in range(self.random.choice((0, 0, 5, 50, 500))):
                 self.turn()
 

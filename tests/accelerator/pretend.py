@@ -21,6 +21,7 @@ says.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -57,6 +58,7 @@ from threed.zero.offload import OffloadedOptimizer
 from threed.zero.step_metrics import StepMetrics
 
 
+@functools.cache
 def device() -> torch.device:
     """Torch's device for backends made in Python, under our name; skips the test where this torch has none."""
     set_up = getattr(registration, "_setup_privateuseone_for_python_backend", None)
@@ -173,11 +175,13 @@ def graphs_of(watch: Watching) -> type:
 @contextmanager
 def replaced(answers: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> Iterator[None]:
     """Puts other functions in the place of some, wherever threed has them."""
+    new = {id(was): now for was, now in answers}
+    ours = [module for name, module in sys.modules.items() if name.split(".")[0] == "threed"]
     with ExitStack() as stack:
-        for was, now in answers:
-            for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "threed"]:
-                for attribute in [key for key, value in vars(module).items() if value is was]:
-                    stack.enter_context(patch.object(module, attribute, now))
+        for module in ours:
+            for attribute in [key for key, value in vars(module).items() if id(value) in new]:
+                now = new[id(getattr(module, attribute))]
+                stack.enter_context(patch.object(module, attribute, now))
         yield
 
 

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from tests.accelerator import shapes
 from tests.accelerator.order import Order
 from threed.ops import launch
 from threed.pipeline import graphs
@@ -189,7 +190,7 @@ class Watching(TorchDispatchMode):
             cpu = next(t for t in given if kind_of(t) == "cpu")
             self.fault(MIXED, f"{name} of a tensor {list(cpu.shape)} of the host")
             args, kwargs = (self._moved(args), self._moved(kwargs))
-        out = self._run(func, name, args, kwargs)
+        out = self._run(func, name, args, kwargs, given)
         self._count(func, name, args, given, list(tensors_in(out)))
         return out
 
@@ -205,17 +206,16 @@ class Watching(TorchDispatchMode):
         if elsewhere and name.startswith("empty") and target is not None and target.type == NAME:
             self.forbid("an allocation outside of the pool")
 
-    def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         if name in WITHOUT_SHAPES:
             return None
-        # its shape is known, which torch takes a fifth of a millisecond to find out
         if name in IN_PLACE:
             return args[0]
         if name == "is_pinned":
             return self.is_pinned(args[0])
         if name == "_pin_memory":
             return self.pin(torch.empty_like(args[0]))
-        out = func(*args, **kwargs)
+        out = shapes.result(func, args, kwargs, given, self.where)
         to_host = name == "_to_copy" and kwargs.get("non_blocking") and kind_of(args[0]) == NAME
         if (kwargs.get("pin_memory") or to_host) and kind_of(out) == "cpu":
             self.pin(out)

@@ -51,7 +51,7 @@ CASES = [
     Case(model="mistral", tp=2, pp=2, dp=2, sequence=True, zero=3, schedule="zb-v", layers=6),
 ]  # fmt: skip
 # every model, every axis, and every kind of recomputation; the others run in the grid
-EVERYDAY = [CASES[number] for number in (0, 1, 4, 5, 6, 9, 13, 14)]
+EVERYDAY = [CASES[number] for number in (0, 1, 4, 5, 6, 9, 11, 14)]
 
 
 def batch(step: int, rows: int) -> dict[str, Tensor]:
@@ -94,8 +94,10 @@ def trained_alone(case: Case) -> Results:
 
 
 def write_truths(cases: Sequence[Case], folder: str) -> None:
+    """Writes the truths of cases that are not there yet."""
     for case in cases:
-        torch.save(vars(trained_alone(case)), f"{folder}/{_name(case)}")
+        if not (path := Path(folder, _name(case))).exists():
+            torch.save(vars(trained_alone(case)), path)
 
 
 def _name(case: Case) -> str:
@@ -158,9 +160,8 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @pytest.fixture(scope="module")
 def truths(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("truths"))
-    run_ranks(1, write_truths, list({_name(case): case for case in CASES}.values()), folder)
-    return folder
+    """A folder of truths, which `write_truths` fills."""
+    return str(tmp_path_factory.mktemp("truths"))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_packed_documents_train_as_if_alone(cases: list[Case], truths: str) -> None:
     wrong = list[str]()
+    run_ranks(1, write_truths, cases, truths)
     for shape in sorted({(case.pp, case.dp, case.cp, case.tp) for case in cases}):
         mine = [case for case in cases if (case.pp, case.dp, case.cp, case.tp) == shape]
         for found in run_ranks(mine[0].world, compare, mine, truths, timeout=600):
@@ -195,6 +197,7 @@ def test_a_planted_fault_is_found(fault: str, model: str, truths: str) -> None:
         schedule="1f1b",
         recompute="none",
     )
+    run_ranks(1, write_truths, [alone], truths)
     [found] = run_ranks(1, compare, [alone], truths, fault)
     assert any("loss" in line for line in found) if fault != "none" else not found, found
 

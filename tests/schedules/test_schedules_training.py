@@ -43,7 +43,7 @@ def cases(seed: int, shapes: int = 3) -> list[Case]:
             zero = at % 4 if dp > 1 else 1
             found.append(
                 Case(
-                    pp, dp, tp, schedule=name, zero=zero, layers=6, microbatches=2 * pp, model=MODELS[at % 3],
+                    pp, dp, tp, schedule=name, zero=zero, layers=pp + 2, microbatches=2 * pp, model=MODELS[at % 3],
                     recompute=AGAIN[(at + number) % 5], dropout=0.1 * (at % 2), sequence=tp > 1 and at % 2 == 0,
                     offload_optimizer=("none", "cpu", "nvme")[at % 3] if zero else "none",
                     offload_params=("none", "cpu")[at % 2] if zero == 3 else "none", bucket_mib=(64.0, 0.03)[at % 2],
