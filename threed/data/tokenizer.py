@@ -260,13 +260,11 @@ class TokenizerJson:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without any special token added."""
-        ids: list[int] = self._encode([_replace_surrogates(text)])[0].ids
-        return ids
+        return self._encode([_replace_surrogates(text)])[0].ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`, without special tokens and ids outside the vocabulary."""
-        text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
-        return text
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
         """Returns the ids of each of the `pieces`, encoded in parallel.

@@ -124,8 +124,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             raise CheckpointError(f"{path} cannot be read: {plain(error)}") from None
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+        return self._files[name].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

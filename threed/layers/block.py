@@ -152,15 +152,13 @@ class Block(PipelineLayer):
 
     def _attend(self, y: Tensor, documents: Tensor | None) -> Tensor:
         if documents is None:
-            attended: Tensor = self.attention(y)
-            return attended
+            return self.attention(y)
         if not self._takes_documents:
             raise ValueError(
                 f"{self.name}: {type(self.attention).__name__} does not support packed documents: give its forward a"
                 " parameter `documents` (int64 [b s]), or leave out the batch's 'documents' and --data.packing"
             )
-        attended = self.attention(y, documents=documents)
-        return attended
+        return self.attention(y, documents=documents)
 
     def _post(self, norm: nn.Module | None, y: Tensor) -> Tensor:
         """Applies the post-norm of a branch, if it has one, to its output y."""

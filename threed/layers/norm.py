@@ -70,8 +70,7 @@ def sum_and_norm(
         or module._backward_hooks or module._backward_pre_hooks
     )  # fmt: skip
     if is_plain and module.fits(x) and (residual is None or launch.packed(residual)):  # type: ignore[operator]
-        pair: tuple[Tensor, Tensor] = module.fused(x, residual, with_sum=True)  # type: ignore[operator]
-        return pair
+        return module.fused(x, residual, with_sum=True)  # type: ignore[operator]
     total = x if residual is None else x + residual
     return total, module(total)
 
@@ -121,8 +120,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the norm of x over its last dimension, [... h] -> [... h]."""
-        y: Tensor = self.fused(x, None, with_sum=False) if self.fits(x) else self.plain(x)
-        return y
+        return self.fused(x, None, with_sum=False) if self.fits(x) else self.plain(x)
 
     def plain(self, x: Tensor) -> Tensor:
         """Returns the norm of x [... h], computed by operations of torch."""

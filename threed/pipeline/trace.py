@@ -141,8 +141,7 @@ def _formula(operation: Any) -> Callable[..., int] | None:
     if operation is torch.ops.aten._grouped_mm:
         return grouped.kernel_flops
     plain = getattr(torch.ops.aten, operation.__name__.removesuffix("_"), operation)
-    formula: Callable[..., int] | None = flop_registry.get(operation, flop_registry.get(plain))
-    return formula
+    return flop_registry.get(operation, flop_registry.get(plain))
 
 
 class TraceError(ValueError):

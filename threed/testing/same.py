@@ -453,8 +453,7 @@ def _layers(model: Any) -> Layers:
 
 def _load(file: str) -> dict[str, Any]:
     """Loads the file of `_train_reference`. The file is trusted, so any pickle is allowed."""
-    truth: dict[str, Any] = torch.load(file, mmap=True, weights_only=False)
-    return truth
+    return torch.load(file, mmap=True, weights_only=False)
 
 
 def _train_reference(task: _Task) -> Seen:

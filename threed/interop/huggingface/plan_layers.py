@@ -304,8 +304,7 @@ class PlanEmbedding(PipelineLayer):
         ids = micro.tokens.clamp(0, self._vocab - 1)
         self.data_flags[0].note(ids != micro.tokens)
         out = self.base(input_ids=ids, attention_mask=_unused_mask(ids), use_cache=False)
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+        return out.last_hidden_state
 
 
 class PlanBlock(PipelineLayer):
@@ -332,8 +331,7 @@ class PlanBlock(PipelineLayer):
             out = self.inner(x, *args, **kwargs)
         finally:
             self._shared.clear()
-        hidden: Tensor = out[0] if isinstance(out, tuple) else out
-        return hidden
+        return out[0] if isinstance(out, tuple) else out
 
 
 class PlanHead(PipelineLayer):
@@ -379,7 +377,6 @@ class PlanHead(PipelineLayer):
         try:
             mask = _unused_mask(x)
             out = self.model(inputs_embeds=x.detach(), attention_mask=mask, use_cache=False)
-            logits: Tensor = out.logits
-            return logits
+            return out.logits
         finally:
             self._inputs.clear()
