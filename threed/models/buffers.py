@@ -150,11 +150,9 @@ class Buffers:
         recomputed: Collection[str] = (),
         two_holders: bool = False,
     ) -> None:
-        self.topology, self._recomputed, self._two_holders = (
-            topology,
-            frozenset(recomputed),
-            two_holders,
-        )
+        self.topology = topology
+        self._recomputed = frozenset(recomputed)
+        self._two_holders = two_holders
         self._stage, self._data = topology.axis("pp").index, topology.data
         self._roots = stages[self._stage]
         self._first: dict[str, int] = {}

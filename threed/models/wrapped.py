@@ -348,23 +348,19 @@ class Wrapped(PipelineLayer):
             ):
                 buffers = self._materialize(without_children(owner), 0, name)._buffers
             for key, buffer in buffers.items():
-                to = (
-                    cast
-                    if buffer is not None
-                    and buffer.is_floating_point()
-                    and not keeps_dtype(owner, key)
-                    else None
-                )
-                if buffer is not None and to not in (None, buffer.dtype):
+                if buffer is None:
+                    continue
+                casts = buffer.is_floating_point() and not keeps_dtype(owner, key)
+                to = cast if casts else None
+                if to not in (None, buffer.dtype):
                     self._cast.append((owner, key, buffer.dtype, dtype))
-                owner._buffers[key] = None if buffer is None else buffer.to(device, to)
+                owner._buffers[key] = buffer.to(device, to)
 
     def complete(self) -> None:
         """Ends the construction of an engine: drops the original values of the module."""
         self._used = True
-        self._params = dict(
-            self.module.named_parameters()
-        )  # those on the meta device were replaced
+        # Parameters on the meta device were replaced.
+        self._params = dict(self.module.named_parameters())
         self._original.clear()
         self._given_tensors.clear()
         self._given, self._read = None, ("", torch.empty(0))

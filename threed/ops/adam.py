@@ -107,11 +107,9 @@ def adamw_(
 
 def _on_host(number: Tensor) -> Tensor:
     """Returns a number as an fp64 scalar in host memory, so that native code can read it."""
-    return (
-        number
-        if number.dtype == torch.float64 and number.device.type == "cpu"
-        else number.to("cpu", torch.float64)
-    )
+    if number.dtype == torch.float64 and number.device.type == "cpu":
+        return number
+    return number.to("cpu", torch.float64)
 
 
 def _kernel() -> Any:

@@ -192,10 +192,8 @@ def attention_backward(qkv: Tensor, dy: Tensor, logarithms: Tensor, d: int) -> T
     fits = fits and dy.shape == (s, b, heads * d) and logarithms.shape == (b, heads, s)
     wanted = "bf16 [s b 3ad], [s b ad], fp32 [b a s]"
     launch.check(fits, "attention_backward", wanted, qkv, dy, logarithms)
-    addresses, sizes = (
-        (_address(qkv), _address(dy), _address(logarithms), _address(out)),
-        (s, b, heads, d, d**-0.5),
-    )
+    addresses = (_address(qkv), _address(dy), _address(logarithms), _address(out))
+    sizes = (s, b, heads, d, d**-0.5)
     _call(
         qkv, "threed_attention_backward", "iPPPPqqqqdi", *addresses, *sizes, torch.get_num_threads()
     )

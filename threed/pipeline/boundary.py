@@ -163,11 +163,9 @@ class Form:
         leaves = [part.requires_grad_(grad) for part, grad in zip(parts, self.grads, strict=True)]
         if self.keys is None:
             return leaves[0]
-        return (
-            dict(zip(self.keys, leaves, strict=True))
-            if isinstance(self.keys, tuple)
-            else tuple(leaves)
-        )
+        if isinstance(self.keys, tuple):
+            return dict(zip(self.keys, leaves, strict=True))
+        return tuple(leaves)
 
     def gradients(self, parts: Sequence[Tensor]) -> Any:
         """Arranges received gradients in the structure of a value of this form.
@@ -184,11 +182,9 @@ class Form:
         grads = [next(received) if grad else None for grad in self.grads]
         if self.keys is None:
             return grads[0] if self.grads[0] else (None,)
-        return (
-            dict(zip(self.keys, grads, strict=True))
-            if isinstance(self.keys, tuple)
-            else tuple(grads)
-        )
+        if isinstance(self.keys, tuple):
+            return dict(zip(self.keys, grads, strict=True))
+        return tuple(grads)
 
     def gradients_to_send(self, gradient: Any, device: torch.device) -> list[Tensor]:
         """Returns the gradients to send to the previous stage, in a flat list.

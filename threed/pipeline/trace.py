@@ -480,10 +480,8 @@ def _measure(
     """
     x = None if form is None else form.value(form.empty(META, gradients=False))
     watch.look_at(tensors(x))
-    size, input_storages = (
-        watch.begin(),
-        [StorageWeakRef(part.untyped_storage()) for part in tensors(x)],
-    )
+    size = watch.begin()
+    input_storages = [StorageWeakRef(part.untyped_storage()) for part in tensors(x)]
     y = stage.forward(0, x, micro)
     forward, output, flops = watch.most, Form.of(y), watch.flops
     operations = recorder.take()

@@ -307,10 +307,8 @@ class Blueprint:
             self.config, units, self.live, self.model.slicing, self.topology, self._input_flag
         )
         for chunk in self.chunks:
-            layers, own_gatherer = (
-                rank_layers[first : first + len(chunk)],
-                AlwaysGathered() if wrapped else gatherer,
-            )
+            layers = rank_layers[first : first + len(chunk)]
+            own_gatherer = AlwaysGathered() if wrapped else gatherer
             stages.append(
                 make(
                     layers,

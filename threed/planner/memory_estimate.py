@@ -163,11 +163,9 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
 
 def _to_device(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `value` on `device` with dtype `dtype`; if it is a meta tensor, returns zeros."""
-    return (
-        torch.zeros_like(value, dtype=dtype, device=device)
-        if value.is_meta
-        else value.to(device, dtype)
-    )
+    if value.is_meta:
+        return torch.zeros_like(value, dtype=dtype, device=device)
+    return value.to(device, dtype)
 
 
 class Fixed:

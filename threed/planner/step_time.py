@@ -180,10 +180,8 @@ def step_time(
         flops: FLOPs of the model per step and device, without recomputation.
     """
     next_stage = device.link(grid.ranks(0, "pp")[:2])
-    rings, reads = (
-        blueprints[0].model.slicing.context.ring.size,
-        not blueprints[0].config.experts.room,
-    )
+    rings = blueprints[0].model.slicing.context.ring.size
+    reads = not blueprints[0].config.experts.room
     layers = [
         max((_layer(device, cost, rings, reads) for cost in same), key=lambda parts: parts[0].total)
         for same in zip(*columns, strict=True)
@@ -273,11 +271,9 @@ def _pair_seconds(layers: Sequence[_Parts]) -> float:
 
 
 def _half(operation: Operation) -> Operation:
-    return (
-        replace(operation, flops=operation.flops // 2)
-        if operation.kind == "attention"
-        else operation
-    )
+    if operation.kind == "attention":
+        return replace(operation, flops=operation.flops // 2)
+    return operation
 
 
 def operation_seconds(device: Device, operation: Operation) -> float:
@@ -326,10 +322,8 @@ def _parts(
             now, waited[axis] = now + waits, waited[axis] + waits
             host = now + READ_S if operation.read else host
         else:
-            taken, gap = (
-                operation_seconds(device, operation),
-                device.gap_seconds(operation.launches),
-            )
+            taken = operation_seconds(device, operation)
+            gap = device.gap_seconds(operation.launches)
             host += device.gap_seconds(operation.launches, host=True)
             idle = max(0.0, host - now)
             found[_NAMES[operation.kind]] += taken

@@ -109,9 +109,8 @@ def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
     if dead or not running or any(beat["state"] == "failed" for beat in beats):
         here = list(heartbeat.siblings(rank, world_size))
         return [describe(b) for b in dead if b["state"] == "" and b["rank"] not in here]
-    earliest = min(
-        beat["step"] for beat in running
-    )  # compares steps, not times, because the machines' clocks may differ
+    # Compares steps, not times, because the machines' clocks may differ.
+    earliest = min(beat["step"] for beat in running)
     last = [f"{who(beat)} in {when(beat)}" for beat in running if beat["step"] == earliest]
     why = "a connection was lost and no rank is known to have failed: a machine or the network?"
     return [f"{why} Earliest: {first_three(last)}"]

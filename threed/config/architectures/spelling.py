@@ -122,10 +122,8 @@ class _Reader:
         if (
             method == "mxfp4"
         ):  # with its original format, transformers would keep the names of packed tensors
-            load, save = (
-                "quantization_config=Mxfp4Config(dequantize=True)",
-                f"{save}, save_original_format=False",
-            )
+            load = "quantization_config=Mxfp4Config(dequantize=True)"
+            save = f"{save}, save_original_format=False"
         return (
             f"quantization_config: weights in {_shortened(method)} are not supported: load them with transformers"
             f" (from_pretrained, {load}), and save the model ({save})"
@@ -315,11 +313,9 @@ def _hf_value(name: str, value: Any) -> Any:
 
 
 def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
-    theta, scaling, fraction = (
-        keys["rope_theta"],
-        keys["rope_scaling"],
-        keys["partial_rotary_factor"],
-    )
+    theta = keys["rope_theta"]
+    scaling = keys["rope_scaling"]
+    fraction = keys["partial_rotary_factor"]
     given = {} if scaling is None else scaling.table()
     kind, rest = given.pop("rope_type", "default"), given
     parameters = {"rope_type": kind, **rest, "rope_theta": theta}

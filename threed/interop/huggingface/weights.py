@@ -31,11 +31,8 @@ from threed.ops.precision import DTYPES
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import WEIGHT, fill_in_place, records
 
-FREE = (
-    "seq",
-    "dropout",
-    "mtp_loss",
-)  # model keys that a run may choose; the folder determines all other keys
+# Model keys that a run may choose; the folder determines all other keys.
+FREE = ("seq", "dropout", "mtp_loss")
 
 
 def import_hf(
@@ -102,11 +99,9 @@ def load_hf(
     assert folder is not None
     record = collectives.exchange(record, everyone)[0]
     here = compatibility.expected(optimizer, extras.buffers, topology)
-    unlike = (
-        compatibility.differences(folder.shapes, here.weights, "weights")
-        if everyone.index == 0
-        else []
-    )
+    unlike = list[str]()
+    if everyone.index == 0:
+        unlike = compatibility.differences(folder.shapes, here.weights, "weights")
     raise_together(unlike, everyone, CheckpointError)
     raise_together(_overflows(folder, optimizer, config), everyone, CheckpointError)
 

@@ -216,9 +216,8 @@ class _Unpickler(PURE):
 
         Raises ValueError if it is a name in the standard library that no checkpoint needs.
         """
-        module, name = NAME_MAPPING.get(
-            (module, name), (module, name)
-        )  # pickles of protocol 2 have Python 2's names, which are translated here
+        # Pickles of protocol 2 have Python 2's names, which are translated here.
+        module, name = NAME_MAPPING.get((module, name), (module, name))
         module = IMPORT_MAPPING.get(module, module)
         full, top = f"{module}.{name}", module.partition(".")[0]
         if len(full) > MOST_NAME:
