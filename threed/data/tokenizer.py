@@ -259,8 +259,11 @@ class TokenizerJson:
         return (self.bos_token_id,)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, without any special token added."""
-        return self._encode([_replace_surrogates(text)])[0].ids
+        """Returns the ids of `text`, without any special token added.
+
+        Lone surrogates are replaced by '?', because the library accepts only valid UTF-8.
+        """
+        return self._encode([text.encode("utf-8", errors="replace").decode("utf-8")])[0].ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`, without special tokens and ids outside the vocabulary."""
@@ -376,11 +379,6 @@ def _name_in_errors(name: str, fix: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{name}: {error}{fix}") from None
-
-
-def _replace_surrogates(text: str) -> str:
-    """Replaces lone surrogates by '?', since the library accepts only valid UTF-8."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _write_configs(folder: Path, eot: str) -> None:

@@ -116,16 +116,12 @@ def block_mask(length: int, window: int, device: torch.device, documents: Tensor
 
     Without documents the result is cached per length and window.
     """
-    if documents is None and not torch.compiler.is_compiling():
-        return _cached_block_mask(length, window, device)
-    return _block_mask(length, window, device, documents)
+    cached = documents is None and not torch.compiler.is_compiling()
+    make = _block_mask if cached else _block_mask.__wrapped__
+    return make(length, window, device, documents)
 
 
 @functools.lru_cache(maxsize=32)
-def _cached_block_mask(length: int, window: int, device: torch.device) -> Any:
-    return _block_mask(length, window, device, None)
-
-
 def _block_mask(length: int, window: int, device: torch.device, documents: Tensor | None) -> Any:
     from torch.nn.attention.flex_attention import BlockMask  # imports torch's compiler
 

@@ -12,7 +12,6 @@ fp32 (csrc/cpu/products.cpp), and the backward of causal attention over short se
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 from torch import Tensor
@@ -224,12 +223,5 @@ def _check(name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def _call(x: Tensor, name: str, types: str, *arguments: object) -> None:
-    if x.is_meta:
-        return
-    function = native.function(name, types)
-    if function is None:
-        raise RuntimeError(
-            "threed has no native library for the CPU here: `threed inspect` reports the reason"
-        )
-    if code := function(*arguments):
-        raise RuntimeError(f"{name}: {os.strerror(code)}")
+    if not x.is_meta:
+        native.call(name, types, *arguments)

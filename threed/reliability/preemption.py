@@ -26,13 +26,7 @@ from pathlib import Path
 
 import torch
 
-from threed.core.device import (
-    copy_stream,
-    is_accelerator,
-    on_stream,
-    start_copy_in,
-    start_copy_out,
-)
+from threed.core.device import copy_stream, is_accelerator, on_stream, start_copy_in, start_copy_out
 from threed.distributed import collectives
 from threed.distributed.topology import Axis
 

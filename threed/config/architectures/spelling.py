@@ -198,7 +198,10 @@ class _Reader:
             types = self._get("layer_types")
             if not used or not keys.get("window"):
                 keys["window"] = None
-                self._check_full(types)
+                if "s" in (self._letters(types) or ""):
+                    self.problems.append(
+                        "layer_types with sliding_attention, but no sliding window"
+                    )
                 return
             letters = self._letters(types) or "".join(
                 "fs"[i >= first] for i in range(self._layers())
@@ -220,10 +223,6 @@ class _Reader:
             self.problems.append(f"sliding_window_pattern {_shortened(period)}")
             return "f"
         return "s" * (period - 1) + "f"
-
-    def _check_full(self, types: Any) -> None:
-        if "s" in (self._letters(types) or ""):
-            self.problems.append("layer_types with sliding_attention, but no sliding window")
 
     def _layers(self) -> int:
         count = self.keys.get("layers")
