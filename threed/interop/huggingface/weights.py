@@ -15,7 +15,7 @@ from torch import Tensor
 
 from threed.checkpoint import compatibility, finite
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.files import CheckpointError, plain, reading
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import read_box
 from threed.config import Config, DataConfig, ModelConfig
@@ -143,14 +143,12 @@ def record_of_folder(folder: HFFolder) -> dict[str, Any]:
     Raises CheckpointError if a file is malformed.
     """
     path = folder.path / GENERATION
-    try:
-        generation = None
+    generation = None
+    with reading(folder.path):
         if path.is_file():
             read_object(path)  # raises CheckpointError if the file is not a JSON object
             generation = path.read_bytes().decode("utf-8-sig")
         return record_of(folder.config, generation, folder_files(folder.path).hashes())
-    except OSError as error:
-        raise CheckpointError(f"{folder.path} cannot be read: {plain(error)}") from None
 
 
 def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:
