@@ -281,9 +281,8 @@ class TokenizerJson:
     def _encode(self, texts: list[str]) -> list[Any]:
         try:
             encodings: list[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        except (
-            Exception
-        ) as error:  # the library raises a plain Exception for characters without a token
+        except Exception as error:
+            # The library raises a plain Exception for characters without a token.
             raise EncodeError(
                 f"{self.name} cannot encode this text: {plain(error)}. Specify an unknown token from the vocabulary"
                 " as the unk_token (unk_id of a Unigram model) in its model, or give another --data.tokenizer"

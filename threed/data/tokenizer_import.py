@@ -90,6 +90,5 @@ def _entries(files: TokenizerFiles) -> Mapping[str, int]:
 
 
 def _share_of_same_ids(entries: Mapping[str, int], vocabulary: Mapping[str, int]) -> float:
-    return sum(vocabulary.get(token) == number for token, number in entries.items()) / max(
-        1, len(entries)
-    )
+    same = sum(vocabulary.get(token) == number for token, number in entries.items())
+    return same / max(1, len(entries))

@@ -48,11 +48,10 @@ class Embedding(PipelineLayer):
         super().__init__()
         self.name, self.scale = name, scale
         self.word = VocabEmbedding(word or f"{name}.word", vocab, hidden, slicing, std=std)
-        self.position = (
-            PositionEmbedding(f"{name}.position", positions, hidden, slicing, std=std)
-            if positions
-            else None
-        )
+        self.position: PositionEmbedding | None = None
+        if positions:
+            at = f"{name}.position"
+            self.position = PositionEmbedding(at, positions, hidden, slicing, std=std)
         self.dropout = Dropout(f"{name}.dropout", dropout, slicing)
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:

@@ -167,9 +167,8 @@ class Buffers:
         self.exist = bool(self._first if self._axis is not self._data else find(self._roots))
         self._searched = not self.exist
         self._seen: dict[tuple[nn.Module, str], Observation] | None = None
-        self._changing: list[
-            tuple[BufferRef, Tensor]
-        ] = []  # (buffer, meta tensor of its shape and dtype)
+        # (buffer, meta tensor of its shape and dtype)
+        self._changing: list[tuple[BufferRef, Tensor]] = []
 
     # ------------------------------------------------------------------------------------------------------ data ranks
 

@@ -119,9 +119,8 @@ class _Reader:
         if name != "quantization_config" or not isinstance(method, str):
             return f"{name} {_shortened(value)} is not understood"
         load, save = "dequantized", "save_pretrained"
-        if (
-            method == "mxfp4"
-        ):  # with its original format, transformers would keep the names of packed tensors
+        # With its original format, transformers would keep the names of packed tensors.
+        if method == "mxfp4":
             load = "quantization_config=Mxfp4Config(dequantize=True)"
             save = f"{save}, save_original_format=False"
         return (

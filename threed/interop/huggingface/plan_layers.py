@@ -121,11 +121,9 @@ def _record(
         start[dim] = size[dim] * tp.index
     piece = Piece(name, shape, tuple(start), tuple(size))
     decay = len(shape) > 1
-    spec = (
-        slicing.shared(piece, partial=partial, decay=decay)
-        if dim is None
-        else ShardSpec((piece,), decay=decay)
-    )
+    spec = ShardSpec((piece,), decay=decay)
+    if dim is None:
+        spec = slicing.shared(piece, partial=partial, decay=decay)
     empty = torch.empty(size, dtype=param.dtype, device="meta")
     return attach(nn.Parameter(empty, param.requires_grad), spec)
 
@@ -158,12 +156,9 @@ def sliced(
             if style == COLUMN:
                 parent = new.get_submodule(inside.rpartition(".")[0])
                 _check_heads(parent, prefix + name, part, slicing.tp.size)
-            own = (
-                ColumnSlice(part, prefix + name, slicing, shared)
-                if style == COLUMN
-                else RowSlice(part, prefix + name, slicing)
-            )
-            new.set_submodule(inside, own)
+                new.set_submodule(inside, ColumnSlice(part, prefix + name, slicing, shared))
+            else:
+                new.set_submodule(inside, RowSlice(part, prefix + name, slicing))
             continue
         for key, param in part._parameters.items():
             if param is not None:
