@@ -50,7 +50,7 @@ def call(name: str, types: str, *arguments: object) -> None:
     Args:
         name: name in C.
         types: types of the result and of the arguments, as in `function`.
-        arguments: arguments of the function.
+        arguments: arguments of the function. Bytes name the instructions to use.
 
     Raises:
         RuntimeError: if the library is not available, or the function returns an error.
@@ -61,7 +61,9 @@ def call(name: str, types: str, *arguments: object) -> None:
             "threed has no native library for the CPU here: `threed inspect` reports the reason"
         )
     if code := run(*arguments):
-        raise RuntimeError(f"{name}: {os.strerror(code)}")
+        asked = [argument.decode() for argument in arguments if isinstance(argument, bytes)]
+        instructions = asked[0] if asked else "of this processor"
+        raise RuntimeError(f"{name}: {os.strerror(code)} (instructions {instructions})")
 
 
 def declare(loaded: ctypes.CDLL, name: str, types: str) -> Any:
