@@ -19,9 +19,7 @@ from typing import Literal
 from threed.config.base import ConfigError as ConfigError
 from threed.config.base import Group, Suggesting
 from threed.config.model import ModelConfig as ModelConfig
-from threed.config.schema import (
-    ConfigDict,
-)
+from threed.config.schema import ConfigDict
 from threed.config.schema import key_name as key_name
 from threed.config.schema import python_name as python_name
 from threed.config.values import (
