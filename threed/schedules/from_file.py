@@ -119,9 +119,9 @@ def plan_of(
 
 @functools.lru_cache(maxsize=64)
 def _call(name: str, fn: Function, stages: int, microbatches: int, chunks: int | None) -> Plan:
-    arguments = [stages, microbatches]
+    arguments: tuple[int, ...] = (stages, microbatches)
     if chunks is not None and _accepts(fn, 3):
-        arguments.append(chunks)
+        arguments += (chunks,)
     if not _accepts(fn, len(arguments)):
         fix = (
             "it needs a number of chunks: give one, such as --parallel.chunks 2"
