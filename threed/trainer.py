@@ -241,9 +241,8 @@ class Trainer:
         memory = Memory(self.engine, self.folder)
         start = self._start(resume(self.engine, self.folder, retention, memory))
         last = min(train.steps, train.stop_after or train.steps)
-        writes = (
-            start.step < last or not start.saved
-        )  # if False, all steps are done, and only figures and export are written
+        # If False, all steps are done, and only figures and export are written.
+        writes = start.step < last or not start.saved
         aside = retention.set_aside(start.extra.get("path"), start.step) if writes else ""
         with self._monitor(start, writes) as monitor:
             run = Run(
@@ -375,11 +374,9 @@ class Loop:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.run, self.engine, self.memory = run, run.engine, memory
-        self.bad_steps, self.peak, self.evaluation = (
-            BadSteps(run),
-            PeakMemory(run),
-            Evaluation(run.engine, run.data),
-        )
+        self.bad_steps = BadSteps(run)
+        self.peak = PeakMemory(run)
+        self.evaluation = Evaluation(run.engine, run.data)
         self.checkpoints = Checkpoints(run, retention, memory, owner, self.bad_steps)
         self.step_log = StepLog(run, self.checkpoints.take_seconds)
         self.callbacks = [

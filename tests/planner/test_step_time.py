@@ -20,7 +20,7 @@ from threed.distributed.topology import default_device
 from threed.layers import sequence_chunks
 from threed.pipeline.operations import Operation
 from threed.planner.forecast import Forecast
-from threed.planner.step_time import StepTime, _Parts, _parts, operation_seconds
+from threed.planner.step_time import Parts, StepTime, _parts, operation_seconds
 
 GPT = {"arch": "gpt", "layers": 24, "hidden": 2048, "heads": 16, "seq": 2048}
 LLAMA = {
@@ -207,7 +207,7 @@ def test_collectives_in_chunks_overlap_the_products_beside_them() -> None:
     device = DEVICES["h100"]
     link = device.link(range(8))
 
-    def layer() -> tuple[int, _Parts]:
+    def layer() -> tuple[int, Parts]:
         with gpus.assume(device.spec):
             passes = layer_of(config, 8).operations
         messages = sum(one.kind == "message" for some in passes for one in some)

@@ -19,10 +19,10 @@ from threed.pipeline.operations import Operation
 from threed.planner.forecast import Forecast
 from threed.planner.stages import Column
 from threed.planner.step_time import (
+    Parts,
     StepTime,
     _half,
     _pair_seconds,
-    _Parts,
     _parts,
     operation_seconds,
 )
@@ -217,9 +217,9 @@ def test_after_a_read_the_device_waits_for_the_host() -> None:
 
 
 def test_a_pair_hides_messages() -> None:
-    parts = _Parts(products=3.0, experts=2.0)
+    parts = Parts(products=3.0, experts=2.0)
     assert _pair_seconds([parts, parts]) == pytest.approx(10 - (1 - INTERFERENCE) * 4)
-    assert _pair_seconds([_Parts(products=1.0, experts=9.0)]) == pytest.approx(9 + INTERFERENCE)
+    assert _pair_seconds([Parts(products=1.0, experts=9.0)]) == pytest.approx(9 + INTERFERENCE)
     assert parts.hiding(0.5).experts == 1.5
     assert parts.hiding(-1e-9) == parts
 

@@ -67,6 +67,24 @@ class CheckpointError(RuntimeError):
     """Raised if a checkpoint cannot be written or read; the message names the file and a fix."""
 
 
+@contextmanager
+def reading(place: object, *errors: type[Exception]) -> Iterator[None]:
+    """Context manager: turns errors of a read into a CheckpointError that names the place.
+
+    Args:
+        place: the file or folder.
+        errors: types of the errors. Default: OSError.
+
+    Raises:
+        CheckpointError: if the block raises one of these errors.
+    """
+    expected = errors or (OSError,)
+    try:
+        yield
+    except expected as error:
+        raise CheckpointError(f"{place} cannot be read: {plain(error)}") from None
+
+
 class NotFiniteError(CheckpointError):
     """Raised if a tensor that is saved has NaN or infinite values; the message names it."""
 
@@ -408,7 +426,7 @@ class TensorFile:
         dtype, _, begin = self.tensors[name]
         at, rest = begin + first * DTYPES[dtype].itemsize, out.view(torch.uint8).numpy().data
         starts = range(0, len(rest), BLOCK)
-        try:
+        with reading(self.path):
             if len(starts) > 1:
                 blocks = [(rest[start : start + BLOCK], at + start) for start in starts]
                 work = [threads().submit(fill, self._handle, *block) for block in blocks]
@@ -419,8 +437,6 @@ class TensorFile:
                     one.result()
             else:
                 fill(self._handle, rest, at)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {plain(error)}") from None
 
     def tensor(self, name: str) -> Tensor:
         """Reads the full tensor `name`, and returns it."""

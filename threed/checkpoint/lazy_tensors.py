@@ -26,7 +26,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from threed.checkpoint.files import CheckpointError, fill, plain
+from threed.checkpoint.files import CheckpointError, fill, reading
 from threed.core.messages import counted
 from threed.distributed.sharding import intersect, slices
 from threed.zero.state import PREVIOUS, WEIGHT
@@ -252,7 +252,31 @@ class Boxed(Generic[T]):
 
 
 @dataclass(frozen=True, eq=False)
-class Slice:
+class _OfTensor:
+    """A part or another form of a tensor, of the same dtype."""
+
+    whole: LazyTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self.whole.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class _OfTensors:
+    """A tensor composed of others, which are its parts."""
+
+    parts: Sequence[LazyTensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The common dtype to which torch promotes the dtypes of all parts."""
+        return _promoted(self.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Slice(_OfTensor):
     """The box of a tensor that begins at `start` and has the given shape.
 
     `shape` may omit leading dimensions. The box has size 1 in the omitted dimensions.
@@ -261,7 +285,6 @@ class Slice:
         CheckpointError: if the box is not inside the tensor.
     """
 
-    whole: LazyTensor
     start: Shape
     shape: Shape
 
@@ -278,11 +301,6 @@ class Slice:
     def _padded(self, values: Sequence[int], by: int) -> Shape:
         """Returns a start or a size of `whole`, with `by` for each omitted leading dimension."""
         return (by,) * (len(self.start) - len(values)) + tuple(values)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensor."""
-        return self.whole.dtype
 
     def read(self, start: Shape, out: Tensor) -> None:
         """Copies the box of shape `out.shape` that begins at `start` to `out`."""
@@ -322,15 +340,8 @@ class Reshaped:
 
 
 @dataclass(frozen=True, eq=False)
-class Transposed:
+class Transposed(_OfTensor):
     """The transpose of a matrix; a vector is unchanged."""
-
-    whole: LazyTensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the matrix."""
-        return self.whole.dtype
 
     @property
     def shape(self) -> Shape:
@@ -343,15 +354,8 @@ class Transposed:
 
 
 @dataclass(frozen=True, eq=False)
-class Stacked:
+class Stacked(_OfTensors):
     """Tensors of one shape, along a new first dimension."""
-
-    parts: Sequence[LazyTensor]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The common dtype to which torch promotes the dtypes of all parts."""
-        return _promoted(self.parts)
 
     @property
     def shape(self) -> Shape:
@@ -365,15 +369,8 @@ class Stacked:
 
 
 @dataclass(frozen=True, eq=False)
-class Interleaved:
+class Interleaved(_OfTensors):
     """Tensors of one shape, whose rows alternate: the first row of each part, then the second."""
-
-    parts: Sequence[LazyTensor]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The common dtype to which torch promotes the dtypes of all parts."""
-        return _promoted(self.parts)
 
     @property
     def shape(self) -> Shape:
@@ -391,17 +388,11 @@ class Interleaved:
 
 
 @dataclass(frozen=True, eq=False)
-class EveryNth:
+class EveryNth(_OfTensor):
     """Rows `first`, `first` + n, `first` + 2n, ... of a tensor; the inverse of `Interleaved`."""
 
-    whole: LazyTensor
     first: int
     n: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensor."""
-        return self.whole.dtype
 
     @property
     def shape(self) -> Shape:
@@ -507,8 +498,5 @@ class FileTensor:
 
     def _elements(self, first: int, values: Tensor) -> None:
         at = self.first + (self.offset + first) * self.dtype.itemsize
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                fill(file.fileno(), values.view(torch.uint8).numpy().data, at)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {plain(error)}") from None
+        with reading(self.path), self.path.open("rb", buffering=0) as file:
+            fill(file.fileno(), values.view(torch.uint8).numpy().data, at)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
+from threed.core import process
 from threed.core.atomic import sync
 from threed.distributed import collectives
 from threed.distributed.topology import Axis
@@ -54,7 +55,7 @@ def after_restart(folder: Path, resume: str) -> str:
         resume: the configured value of `checkpoint.resume`.
     """
     job = job_name()
-    if resume == "auto" or job is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if resume == "auto" or job is None or process.restarts() == 0:
         return resume
     for path in candidates(folder, "auto"):
         with contextlib.suppress(CheckpointError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from threed.config.renames import renamed
 from threed.config.schema import (
@@ -55,7 +55,20 @@ def with_suggestions(kind: type[BaseModel], error: ValidationError) -> Validatio
     return ValidationError.from_exception_data(kind.__name__, details)
 
 
-class Group(BaseModel):
+class Suggesting(BaseModel):
+    """Base class of models whose errors about unknown names have suggestions."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _suggest(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Adds suggestions to errors about unknown names."""
+        try:
+            return validate(data)
+        except ValidationError as error:
+            raise with_suggestions(cls, error) from None
+
+
+class Group(Suggesting):
     """Base class of the groups of keys; its direct subclasses are the groups of a `Config`."""
 
     model_config = ConfigDict(
@@ -80,12 +93,3 @@ class Group(BaseModel):
         data = renamed(cls.group(), data)
         nones = {key: None for key in optional & data.keys() if data[key] == "none"}
         return data | nones
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _suggest(cls, data: Any, validate: ModelWrapValidatorHandler[Group]) -> Group:
-        """Adds suggestions to errors about unknown names."""
-        try:
-            return validate(data)
-        except ValidationError as error:
-            raise with_suggestions(cls, error) from None

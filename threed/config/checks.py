@@ -33,12 +33,7 @@ from threed.config.requirements import (
     listed,
     value_of,
 )
-from threed.config.resolution import (
-    context_fits,
-    context_multiple,
-    derive_dp,
-    schedule_problem,
-)
+from threed.config.resolution import context_fits, context_multiple, derive_dp, schedule_problem
 from threed.config.schema import written
 from threed.core.messages import counted
 from threed.schedules import registry

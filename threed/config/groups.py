@@ -14,18 +14,12 @@ the command line and in TOML, the value `none` unsets a key with this default.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from threed.config.base import ConfigError as ConfigError
-from threed.config.base import Group, with_suggestions
+from threed.config.base import Group, Suggesting
 from threed.config.model import ModelConfig as ModelConfig
-from threed.config.schema import (
-    BaseModel,
-    ConfigDict,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
-)
+from threed.config.schema import ConfigDict
 from threed.config.schema import key_name as key_name
 from threed.config.schema import python_name as python_name
 from threed.config.values import (
@@ -339,7 +333,7 @@ class RunConfig(Group):
     """replay passes as CUDA graphs; auto: only for small layers on one GPU with ZeRO stage 0 or 1"""
 
 
-class Config(BaseModel):
+class Config(Suggesting):
     """The full configuration of a run: all groups of keys.
 
     Values are checked when a group is created. A configuration is frozen: `model_copy(update=...)`
@@ -377,12 +371,3 @@ class Config(BaseModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     run: RunConfig = RunConfig()
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _suggest(cls, data: Any, validate: ModelWrapValidatorHandler[Config]) -> Config:
-        """Adds suggestions to errors about unknown names."""
-        try:
-            return validate(data)
-        except ValidationError as error:
-            raise with_suggestions(cls, error) from None

@@ -132,10 +132,6 @@ def _must_be(form: str, separator: str = ",") -> WrapValidator:
     return WrapValidator(validate)
 
 
-def _first_and_last(value: object) -> object:
-    return (value, value) if str(value).isdigit() else value
-
-
 def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
     if steps[0] > steps[1]:
         raise ValueError("the first is after the last")
@@ -287,7 +283,7 @@ RecomputeOps = Annotated[
 StepRange = Annotated[
     tuple[Count, Count],
     AfterValidator(_in_order),
-    BeforeValidator(_first_and_last),
+    BeforeValidator(lambda value: (value, value) if str(value).isdigit() else value),
     _must_be("a step or first:last, such as 10:12, counted from 1", ":"),
     Takes("N|N:N"),
 ]

@@ -206,11 +206,9 @@ def copy_stream(device: torch.device, purpose: str) -> torch.Stream:
 
 def made_current(device: torch.device) -> AbstractContextManager[object]:
     """Context manager: makes a GPU the current one for kernel launches."""
-    return (
-        nullcontext()
-        if device.index in (None, torch.accelerator.current_device_index())
-        else torch.cuda.device(device)
-    )
+    if device.index in (None, torch.accelerator.current_device_index()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 @functools.cache

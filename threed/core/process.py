@@ -35,6 +35,11 @@ def _launched() -> float:
     return int(start) / os.sysconf("SC_CLK_TCK") if start.isdecimal() else _uptime()
 
 
+def restarts() -> int:
+    """Returns the number of times that torchrun has restarted this job; 0 without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def _uptime() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 

@@ -44,11 +44,9 @@ def load(file: str) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        hint = (
-            "; guard the code of the script with `if __name__ == '__main__':`"
-            if isinstance(error, SystemExit)
-            else ""
-        )
+        hint = ""
+        if isinstance(error, SystemExit):
+            hint = "; guard the code of the script with `if __name__ == '__main__':`"
         raise ValueError(
             f"{file} cannot be imported: {type(error).__name__}: {error}{hint}"
         ) from error

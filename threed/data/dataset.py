@@ -35,13 +35,7 @@ from threed.data.megatron import (
     read_index,
 )
 from threed.data.samples import Samples
-from threed.data.sources import (
-    TextFile,
-    TextSource,
-    find_text,
-    read_pieces,
-    standard_library,
-)
+from threed.data.sources import TextFile, TextSource, find_text, read_pieces, standard_library
 from threed.data.tokenizer import Bos, SpecialTokens, Tokenizer, Tokens, load_tokenizer, token_dtype
 
 # Version of the contents of cache entries, and a part of every cache key. Increase it whenever the

@@ -181,11 +181,9 @@ class Borders:
         """
         lines = []
         if missing := self.documents - self.ended:
-            which = (
-                f"; {self.alike:,} of them end with id {self.last_id}"
-                if 2 * self.alike > missing
-                else ""
-            )
+            which = ""
+            if 2 * self.alike > missing:
+                which = f"; {self.alike:,} of them end with id {self.last_id}"
             lines.append(
                 f"{name}: {missing:,} of {self.documents:,} documents do not end with the end of text (id"
                 f" {tokenizer.eot}){which}: nothing separates documents. Write the pair with --append-eod, or give the"

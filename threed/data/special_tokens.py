@@ -173,11 +173,9 @@ def _numbers(value: object) -> list[int]:
 def model_vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
     """Returns the id of each token in the vocabulary of a tokenizer.json, without added tokens."""
     vocabulary = document["model"]["vocab"]
-    return (
-        vocabulary
-        if isinstance(vocabulary, dict)
-        else {piece: i for i, (piece, _) in enumerate(vocabulary)}
-    )
+    if isinstance(vocabulary, dict):
+        return vocabulary
+    return {piece: i for i, (piece, _) in enumerate(vocabulary)}
 
 
 def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: frozenset[str]) -> str:

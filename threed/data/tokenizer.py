@@ -259,14 +259,15 @@ class TokenizerJson:
         return (self.bos_token_id,)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, without any special token added."""
-        ids: list[int] = self._encode([_replace_surrogates(text)])[0].ids
-        return ids
+        """Returns the ids of `text`, without any special token added.
+
+        Lone surrogates are replaced by '?', because the library accepts only valid UTF-8.
+        """
+        return self._encode([text.encode("utf-8", errors="replace").decode("utf-8")])[0].ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`, without special tokens and ids outside the vocabulary."""
-        text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
-        return text
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
         """Returns the ids of each of the `pieces`, encoded in parallel.
@@ -280,9 +281,8 @@ class TokenizerJson:
     def _encode(self, texts: list[str]) -> list[Any]:
         try:
             encodings: list[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        except (
-            Exception
-        ) as error:  # the library raises a plain Exception for characters without a token
+        except Exception as error:
+            # The library raises a plain Exception for characters without a token.
             raise EncodeError(
                 f"{self.name} cannot encode this text: {plain(error)}. Specify an unknown token from the vocabulary"
                 " as the unk_token (unk_id of a Unigram model) in its model, or give another --data.tokenizer"
@@ -378,11 +378,6 @@ def _name_in_errors(name: str, fix: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{name}: {error}{fix}") from None
-
-
-def _replace_surrogates(text: str) -> str:
-    """Replaces lone surrogates by '?', since the library accepts only valid UTF-8."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _write_configs(folder: Path, eot: str) -> None:

@@ -51,8 +51,7 @@ def import_tokenizer(files: TokenizerFiles) -> str:
             f"tokenizer {files.place}: transformers converts it to a vocabulary that differs from {names} ({same:.0%} of"
             f" the ids are the same). Name its tokenizer_class in tokenizer_config.json, {fix}"
         )
-    text: str = backend.to_str()
-    return text
+    return backend.to_str()
 
 
 def _is_installed(name: str) -> bool:
@@ -87,11 +86,9 @@ def _entries(files: TokenizerFiles) -> Mapping[str, int]:
     text = read_file(path).decode("utf-8")
     if name == "vocab.txt":
         return {line: i for i, line in enumerate(text.rstrip("\n").split("\n"))}
-    entries: dict[str, int] = json.loads(text)
-    return entries
+    return json.loads(text)
 
 
 def _share_of_same_ids(entries: Mapping[str, int], vocabulary: Mapping[str, int]) -> float:
-    return sum(vocabulary.get(token) == number for token, number in entries.items()) / max(
-        1, len(entries)
-    )
+    same = sum(vocabulary.get(token) == number for token, number in entries.items())
+    return same / max(1, len(entries))

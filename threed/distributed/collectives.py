@@ -453,14 +453,11 @@ def start_sum_of_scalars(values: Tensor, axis: Axis) -> Pending:
         return done(values.clone())
     if _gloo(axis):
         terms = _start_small_gather(values.reshape(-1), axis)
-        return Pending(lambda: _sum_rows(terms.wait(), axis).view_as(values))
+        rows = (axis.size, *values.shape)
+        return Pending(lambda: terms.wait().view(rows).sum(0, dtype=values.dtype))
     total = values.clone()
     sent = 2 * _nbytes(total) * (axis.size - 1) // axis.size
     return done(total, _start(dist.all_reduce, axis, sent, total))
-
-
-def _sum_rows(rows: Tensor, axis: Axis) -> Tensor:
-    return rows.view(axis.size, -1).sum(0, dtype=rows.dtype)
 
 
 def _start_small_gather(tensor: Tensor, axis: Axis) -> Pending:

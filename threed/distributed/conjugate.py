@@ -46,9 +46,8 @@ def _pass_on(dy: Tensor, axis: Axis) -> Tensor:
 
 
 def _all_reduce_copy(dy: Tensor, axis: Axis) -> Tensor:
-    return collectives.all_reduce(
-        dy.clone(), axis
-    )  # a copy: NCCL sums in place, and another branch may use dy
+    # A copy: NCCL sums in place, and another branch may use dy.
+    return collectives.all_reduce(dy.clone(), axis)
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
@@ -83,11 +82,9 @@ def gather_from(x: Tensor, axis: Axis) -> Tensor:
     Returns:
         The parts of all ranks, [s ...].
     """
-    return (
-        x
-        if axis.size == 1
-        else _Conjugate.apply(x, axis, collectives.all_gather, collectives.reduce_scatter)
-    )
+    if axis.size == 1:
+        return x
+    return _Conjugate.apply(x, axis, collectives.all_gather, collectives.reduce_scatter)
 
 
 def scatter_to(x: Tensor, axis: Axis) -> Tensor:
@@ -100,11 +97,9 @@ def scatter_to(x: Tensor, axis: Axis) -> Tensor:
     Returns:
         This rank's part of the sum, [s/t ...].
     """
-    return (
-        x
-        if axis.size == 1
-        else _Conjugate.apply(x, axis, collectives.reduce_scatter, collectives.all_gather)
-    )
+    if axis.size == 1:
+        return x
+    return _Conjugate.apply(x, axis, collectives.reduce_scatter, collectives.all_gather)
 
 
 def part_of(x: Tensor, axis: Axis) -> Tensor:

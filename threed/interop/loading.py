@@ -210,8 +210,7 @@ class _Weights(Mapping[str, Tensor]):
         first = self._names[name]
         if first in self._source.shapes:
             return read_all(self._source.tensor(WEIGHT, first))
-        values: Tensor = self._source.buffer(first)
-        return values
+        return self._source.buffer(first)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

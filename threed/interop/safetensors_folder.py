@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from threed.checkpoint import native
-from threed.checkpoint.files import EXPORTED, CheckpointError, new_folder, plain
+from threed.checkpoint.files import EXPORTED, CheckpointError, new_folder, reading
 from threed.checkpoint.finite import Tally
 from threed.checkpoint.lazy_tensors import LazyTensor, MemoryTensor
 from threed.checkpoint.reading import Reader
@@ -110,8 +110,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            names = {SINGLE}
+        names = {SINGLE}
+        with reading(path, SafetensorError, ParseError, OSError, KeyError, AttributeError):
             if not (path / SINGLE).is_file():
                 names = set(read_json(path / INDEX)["weight_map"].values())
             self._files = {
@@ -120,12 +120,9 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 for file in [safe_open(path / Path(name).name, framework="pt")]
                 for key in file.keys()  # noqa: SIM118 (the object is not a mapping)
             }
-        except (SafetensorError, ParseError, OSError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {plain(error)}") from None
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+        return self._files[name].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

@@ -49,11 +49,10 @@ class Embedding(PipelineLayer):
         super().__init__()
         self.name, self.scale = name, scale
         self.word = VocabEmbedding(word or f"{name}.word", vocab, hidden, slicing, std=std)
-        self.position = (
-            PositionEmbedding(f"{name}.position", positions, hidden, slicing, std=std)
-            if positions
-            else None
-        )
+        self.position: PositionEmbedding | None = None
+        if positions:
+            at = f"{name}.position"
+            self.position = PositionEmbedding(at, positions, hidden, slicing, std=std)
         self.dropout = Dropout(f"{name}.dropout", dropout, slicing)
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
@@ -174,15 +173,13 @@ class Block(PipelineLayer):
             attended: Tensor = self.attention(y, documents, add_bias)
             return attended
         if documents is None:
-            attended = self.attention(y)
-            return attended
+            return self.attention(y)
         if not self._takes_documents:
             raise ValueError(
                 f"{self.name}: {type(self.attention).__name__} does not support packed documents: give its forward a"
                 " parameter `documents` (int64 [b s]), or leave out the batch's 'documents' and --data.packing"
             )
-        attended = self.attention(y, documents=documents)
-        return attended
+        return self.attention(y, documents=documents)
 
     def _post(self, norm: nn.Module | None, y: Tensor) -> Tensor:
         """Applies the post-norm of a branch, if it has one, to its output y."""

@@ -51,7 +51,10 @@ register_opaque_type(Opaque, typ="reference")
 _LIBRARY = torch.library.Library("threed", "FRAGMENT")
 
 
-def _define(schema: str, work: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(
+    schema: str, work: Callable[..., Any], fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None, keep: Callable[..., None] | None = None,
+) -> None:  # fmt: skip
     """Registers the operator torch.ops.threed.<name>.
 
     Args:
@@ -59,12 +62,17 @@ def _define(schema: str, work: Callable[..., Any], fake: Callable[..., Any]) -> 
             "Opaque" and replaced by the name that torch gave the type at its registration.
         work: implementation of the operator.
         fake: implementation for tracing; returns empty tensors of the results' shapes.
+        backward: function that autograd calls for the gradients. None: there are none.
+        keep: function that keeps the tensors that `backward` needs.
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema.replace("Opaque", get_opaque_type_name(Opaque)))
     _LIBRARY.impl(name, work, "CompositeExplicitAutograd")
     torch.library.register_fake(f"threed::{name}", fake, lib=_LIBRARY)
     _LIBRARY._register_effectful_op(f"threed::{name}", EffectType.ORDERED)
+    if backward is not None:
+        register = torch.library.register_autograd
+        register(f"threed::{name}", backward, setup_context=keep, lib=_LIBRARY)
 
 
 # ---------------------------------------------------------------------------------------------------------- products
@@ -155,6 +163,8 @@ _define(
     lambda x, gathered, weight, bias, out, parts, opaque: gathered.new_empty(
         *gathered.shape[:-1], out
     ),
+    _backward_of_product,
+    _keep,
 )
 _define(
     "product_backward(Tensor dy, Tensor gathered, Tensor weight, int parts, bool[] need, Opaque opaque) -> Tensor",
@@ -162,9 +172,6 @@ _define(
     lambda dy, gathered, weight, parts, need, opaque: gathered.new_empty(
         (gathered.shape[0] // parts, *gathered.shape[1:]) if need[0] else (0,)
     ),
-)
-torch.library.register_autograd(
-    "threed::product", _backward_of_product, setup_context=_keep, lib=_LIBRARY
 )
 
 
@@ -203,19 +210,16 @@ def _define_conjugate(name: str) -> None:
     work, shape, back = _CONJUGATES[name]
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            dy if back is None else getattr(torch.ops.threed, back)(dy, ctx.size, ctx.axis),
-            None,
-            None,
-        )
+        if back is not None:
+            dy = getattr(torch.ops.threed, back)(dy, ctx.size, ctx.axis)
+        return dy, None, None
 
     _define(
         f"{name}(Tensor x, int size, Opaque axis) -> Tensor",
         lambda x, size, axis: work(x, axis.value),
         shape,
-    )
-    torch.library.register_autograd(
-        f"threed::{name}", backward, setup_context=_ctx_of_axis, lib=_LIBRARY
+        backward,
+        _ctx_of_axis,
     )
 
 
@@ -240,9 +244,8 @@ _define(
     "drop(Tensor x, Tensor samples, SymInt step, Opaque opaque) -> Tensor",
     lambda x, samples, step, opaque: opaque.value.drop(x, samples, step),
     _same,
-)
-torch.library.register_autograd(
-    "threed::drop", _backward_of_dropout, setup_context=_ctx_of_dropout, lib=_LIBRARY
+    _backward_of_dropout,
+    _ctx_of_dropout,
 )
 
 
@@ -280,6 +283,8 @@ _define(
             q.shape[1], q.shape[2], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32)
         ),
     ),
+    _backward_of_heads,
+    _keep_heads,
 )
 _define(
     "block_sparse_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Opaque core)"
@@ -290,9 +295,6 @@ _define(
         if x is not None
     ),
     lambda dy, q, k, v, *_: tuple(map(_same, (q, k, v))),
-)
-torch.library.register_autograd(
-    "threed::block_sparse", _backward_of_heads, setup_context=_keep_heads, lib=_LIBRARY
 )
 _define("flex_lists(Tensor q, int[] sizes, Opaque core) -> Tensor[]", _flex_lists, _fake_flex_lists)
 

@@ -202,8 +202,7 @@ def ring_attention(
     if causal.window >= len(q) * ring.size:
         causal = replace(causal, window=0)
     found = None if documents is None else attention.borders(documents)
-    y: Tensor = Blockwise.apply(q, k, v, sinks, _Ring(causal, ring, found), keep)
-    return y
+    return Blockwise.apply(q, k, v, sinks, _Ring(causal, ring, found), keep)
 
 
 @dataclass(frozen=True, eq=False)

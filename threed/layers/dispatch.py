@@ -121,8 +121,7 @@ class Routes:
 
     def take(self, x: Tensor) -> Tensor:
         """Returns the rows to send: a copy of the token of each choice; x [n h] -> [r h]."""
-        out: Tensor = _Copies.apply(x, self)
-        return out
+        return _Copies.apply(x, self)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Returns the weighted sum of the rows of each token, in the order of its choices.
@@ -134,8 +133,7 @@ class Routes:
         Returns:
             [n h].
         """
-        out: Tensor = _Combine.apply(rows, weights, self)
-        return out
+        return _Combine.apply(rows, weights, self)
 
 
 def open_routes(
@@ -374,8 +372,7 @@ def take(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         index: a permutation, int64 [n].
         inverse: its inverse.
     """
-    out: Tensor = _Permuted.apply(x, index, inverse)
-    return out
+    return _Permuted.apply(x, index, inverse)
 
 
 class _Permuted(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threed.distributed.collectives import split
-from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter
+from threed.distributed.sharding import ShardSpec, matrix, parameter
 from threed.layers.slicing import Flag, Slicing, sink_of
 from threed.ops.positions import in_documents
 
@@ -141,9 +141,7 @@ class PositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.slicing = slicing
-        piece = Piece(
-            f"{name}.weight", (length, hidden), (0, 0), (length, hidden), init=Init(std=std)
-        )
+        piece = matrix(f"{name}.weight", (length, hidden), 0, (0, length), std)
         self.weight = parameter(slicing.shared(piece, decay=True), (length, hidden))
 
     def flops(self, tokens: int, seq: int) -> int:

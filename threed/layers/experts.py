@@ -237,8 +237,7 @@ class MixtureOfExperts(nn.Module):
     def _choices(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Choices:
         """Returns the choices for this rank's tokens x [n b h] with scores [n b e]. Collective."""
         if micro.memo is not None and self.name in micro.memo:
-            found: Choices = micro.memo.pop(self.name)
-            return found
+            return micro.memo.pop(self.name)
         with torch.no_grad():
             choices = self._new_choices(x, scores, micro, divided)
         if micro.memo is not None:
@@ -407,8 +406,7 @@ class _Product(torch.autograd.Function):
 
 
 def _product(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    y: Tensor = _Product.apply(x, weights, groups, *for_autograd(x, weights))
-    return y
+    return _Product.apply(x, weights, groups, *for_autograd(x, weights))
 
 
 class _AddBiases(torch.autograd.Function):
@@ -439,5 +437,4 @@ class _AddBiases(torch.autograd.Function):
 def _with_biases(y: Tensor, biases: Tensor | None, groups: Groups) -> Tensor:
     if biases is None:
         return y
-    out: Tensor = _AddBiases.apply(y, biases, groups, *for_autograd(y, biases))
-    return out
+    return _AddBiases.apply(y, biases, groups, *for_autograd(y, biases))

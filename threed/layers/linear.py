@@ -234,8 +234,7 @@ def _in_forward(terms: Terms) -> bool:
 def linear(x: Tensor, terms: Terms) -> Tensor:
     """Returns f(x) W^T + b, [... in] -> [... out]. A weight may be a slice of a larger tensor."""
     tracked = for_autograd(x, *terms.weights, terms.bias)
-    out: Tensor = _Linear.apply(x, terms, *tracked)
-    return out
+    return _Linear.apply(x, terms, *tracked)
 
 
 class _Reduced(torch.autograd.Function):
@@ -365,10 +364,7 @@ class Product(nn.Module):
         parts = self.axis.size if self.gather else 1
         gathered = torch.ops.threed.gather_from(x.detach(), parts, by.axis) if self.gather else x
         weight = self.weight if by.anchor is None else by.anchor
-        out: Tensor = torch.ops.threed.product(
-            x, gathered, weight, bias, by.outputs, parts, by.layer
-        )
-        return out
+        return torch.ops.threed.product(x, gathered, weight, bias, by.outputs, parts, by.layer)
 
 
 class ColumnLinear(Product):
@@ -471,8 +467,7 @@ class RowLinear(Product):
             return y
         if not launch.ready(y):
             return y + bias
-        added: Tensor = _AddBias.apply(y, *for_autograd(y, bias), bias)
-        return added
+        return _AddBias.apply(y, *for_autograd(y, bias), bias)
 
     def backward(self, x: Tensor, dy: Tensor) -> Tensor:
         """Returns the gradient of x, without a forward of this layer. Collective.
@@ -504,8 +499,7 @@ class RowLinear(Product):
             terms = Terms(tiled.tiles_of(self), None, slicing.tp, False, self.matmul)
             chunks = terms.chunks(x.shape[0] // slicing.tp.size, x.shape[1:-1].numel())
             if chunks > 1:
-                y: Tensor = _Reduced.apply(x, terms, chunks, *for_autograd(x, *terms.weights))
-                return y
+                return _Reduced.apply(x, terms, chunks, *for_autograd(x, *terms.weights))
         return slicing.reduce(self.product(x, None))
 
 

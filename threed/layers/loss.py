@@ -196,8 +196,7 @@ class LanguageModelHead(PipelineLayer):
         if micro.loss_chunks == 1:
             return head.loss(linear(y, terms), slice(None))
         chunks = min(micro.loss_chunks, y.shape[0])
-        loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, self.weight), head, chunks)
-        return loss
+        return _ChunkedLoss.apply(y, *for_autograd(y, self.weight), head, chunks)
 
 
 def with_loss(y: Tensor, loss: Tensor) -> Tensor:
@@ -207,8 +206,7 @@ def with_loss(y: Tensor, loss: Tensor) -> Tensor:
         y: an output of the layer that computes the loss.
         loss: a scalar, multiplied by `MicroBatch.weight`.
     """
-    out: Tensor = _WithLoss.apply(y, loss)
-    return out
+    return _WithLoss.apply(y, loss)
 
 
 class _WithLoss(torch.autograd.Function):

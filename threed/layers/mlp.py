@@ -176,10 +176,8 @@ class MLP(nn.Module):
         """
         chunks = min(self.chunks, len(x)) if x.dim() > 1 else 1
         if chunks < 2:
-            y: Tensor = self.down(self._inner(x))
-            return y
-        y = _InChunks.apply(x, self, chunks, *for_autograd(x, *self.parameters()))
-        return y
+            return self.down(self._inner(x))
+        return _InChunks.apply(x, self, chunks, *for_autograd(x, *self.parameters()))
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         """Computes the first part of the forward; returns a function that computes the rest. Collective.
@@ -248,8 +246,7 @@ class MLP(nn.Module):
         )  # fmt: skip
 
     def _biased_gelu(self, x: Tensor) -> Tensor:
-        y: Tensor = _BiasedGelu.apply(x, *for_autograd(x, self.up.bias), self.up.bias)
-        return y
+        return _BiasedGelu.apply(x, *for_autograd(x, self.up.bias), self.up.bias)
 
     def activate(self, x: Tensor) -> Tensor:
         """Returns the activation of the output x of `up`; it is the input of `down`."""

@@ -82,8 +82,7 @@ def sum_and_norm(
         and module.fits(x)
         and (residual is None or launch.packed(residual))
     ):
-        pair: tuple[Tensor, Tensor] = module.fused(x, residual, before, with_sum=True)
-        return pair
+        return module.fused(x, residual, before, with_sum=True)
     x = x if before is None else x + before
     total = x if residual is None else x + residual
     return total, module(total)
@@ -142,8 +141,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the norm of x over its last dimension, [... h] -> [... h]."""
-        y: Tensor = self.fused(x, None, with_sum=False) if self.fits(x) else self.plain(x)
-        return y
+        return self.fused(x, None, with_sum=False) if self.fits(x) else self.plain(x)
 
     def plain(self, x: Tensor) -> Tensor:
         """Returns the norm of x [... h], computed by operations of torch."""

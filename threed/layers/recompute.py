@@ -136,8 +136,7 @@ class Recompute:
             x: its input, which may be the result of a named operation.
             options: further arguments of the layer.
         """
-        y: Tensor = layer(x, **options)
-        return y
+        return layer(x, **options)
 
 
 # Layout of a view: (shape, strides, offset in the storage).
@@ -357,8 +356,7 @@ class Selective(Recompute):
         if name not in self.ops or self._running or not torch.is_grad_enabled():
             return f(*inputs)
         if torch.compiler.is_compiling():
-            again: Tensor = checkpoint(f, *inputs, use_reentrant=False, context_fn=_contexts)
-            return again
+            return checkpoint(f, *inputs, use_reentrant=False, context_fn=_contexts)
         as_one = functools.partial(self._run_keeping, _Kept(), f)
         operation = _Operation(
             name, as_one, [self._pack(x) for x in inputs], [x.requires_grad for x in inputs]

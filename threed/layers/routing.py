@@ -170,8 +170,7 @@ def gates(
     Returns:
         [n b k].
     """
-    out: Tensor = _Gates.apply(logits, bias, excess, routing, scores, experts, losses)
-    return out
+    return _Gates.apply(logits, bias, excess, routing, scores, experts, losses)
 
 
 class _Gates(torch.autograd.Function):

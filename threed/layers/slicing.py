@@ -265,10 +265,7 @@ class Slicing:
         if self.tp.size == 1:
             return x
         if self.opaque is not None and torch.compiler.is_compiling():
-            traced: Tensor = getattr(torch.ops.threed, function.__name__)(
-                x, self.tp.size, self.opaque
-            )
-            return traced
+            return getattr(torch.ops.threed, function.__name__)(x, self.tp.size, self.opaque)
         return function(x, self.tp)
 
 

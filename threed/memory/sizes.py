@@ -62,11 +62,9 @@ def regime(
     unsharded = param_bytes * (stage < 3) + grad_bytes * (stage < 2)
     amount = f"{unsharded} + {total - unsharded}/{shards}" if unsharded else f"{total}/{shards}"
     copies = f" in each of {replicas} groups" if replicas > 1 else ""
-    small = (
-        f"; parameters under {resident} elements are not sharded"
-        if stage == 3 and resident > 1
-        else ""
-    )
+    small = ""
+    if stage == 3 and resident > 1:
+        small = f"; parameters under {resident} elements are not sharded"
     how = f"ZeRO-{stage}: {_SLICED[stage]} sliced over {shards} ranks{copies}{small}"
     return f"{amount} bytes per parameter ({kinds}; {how})"
 

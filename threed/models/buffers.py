@@ -150,11 +150,9 @@ class Buffers:
         recomputed: Collection[str] = (),
         two_holders: bool = False,
     ) -> None:
-        self.topology, self._recomputed, self._two_holders = (
-            topology,
-            frozenset(recomputed),
-            two_holders,
-        )
+        self.topology = topology
+        self._recomputed = frozenset(recomputed)
+        self._two_holders = two_holders
         self._stage, self._data = topology.axis("pp").index, topology.data
         self._roots = stages[self._stage]
         self._first: dict[str, int] = {}
@@ -169,9 +167,8 @@ class Buffers:
         self.exist = bool(self._first if self._axis is not self._data else find(self._roots))
         self._searched = not self.exist
         self._seen: dict[tuple[nn.Module, str], Observation] | None = None
-        self._changing: list[
-            tuple[BufferRef, Tensor]
-        ] = []  # (buffer, meta tensor of its shape and dtype)
+        # (buffer, meta tensor of its shape and dtype)
+        self._changing: list[tuple[BufferRef, Tensor]] = []
 
     # ------------------------------------------------------------------------------------------------------ data ranks
 

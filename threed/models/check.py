@@ -265,8 +265,6 @@ def _differences(first: Sequence[Any], own: Sequence[Any], rank: int) -> list[st
                 " depend on the rank (only start and size of its pieces may)"
             )
             return [text]
-    return (
-        []
-        if len(first) == len(own)
-        else [f"rank {rank} has {len(own)} parameters, rank 0 has {len(first)}"]
-    )
+    if len(first) == len(own):
+        return []
+    return [f"rank {rank} has {len(own)} parameters, rank 0 has {len(first)}"]

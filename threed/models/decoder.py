@@ -92,11 +92,9 @@ class Decoder:
     def _block(self, index: int) -> Block:
         c, name = self.config, f"blocks.{index}"
         norms = (self._norm(f"{name}.attention_norm"), self._norm(f"{name}.mlp_norm"))
-        post_norm_names = (
-            (f"{name}.attention_post_norm", f"{name}.mlp_post_norm")
-            if self.record.post_norms
-            else None
-        )
+        post_norm_names = None
+        if self.record.post_norms:
+            post_norm_names = (f"{name}.attention_post_norm", f"{name}.mlp_post_norm")
         attention = self._attention(f"{name}.attention", self.record.has_window(dict(c), index))
         return Block(
             name, norms, attention, self._mlp(f"{name}.mlp", index), self.slicing, dropout=c.dropout,
@@ -198,11 +196,9 @@ class Decoder:
 
     def _core(self, window: bool) -> Causal:
         c = self.config
-        scale = (
-            None
-            if c.query_pre_attn_scalar in (None, c.head_dim)
-            else float(c.query_pre_attn_scalar) ** -0.5
-        )
+        scale = None
+        if c.query_pre_attn_scalar not in (None, c.head_dim):
+            scale = float(c.query_pre_attn_scalar) ** -0.5
         return Causal((c.window or 0) if window else 0, c.attention_softcap or 0.0, scale)
 
 

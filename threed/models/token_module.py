@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from threed.core.source import place_of
 from threed.layers.slicing import MicroBatch
 from threed.models.loss_items import count_items, shifts_labels
-from threed.models.wrapped import Wrapped, loss_of
+from threed.models.wrapped import Wrapped, item_of, loss_of
 from threed.ops.positions import IGNORED
 
 FORWARD = (
@@ -78,12 +78,7 @@ class TokenModule(Wrapped):
                 the expected shape.
         """
         output = self._forward(tokens)
-        found = getattr(output, "logits", None)
-        if found is None and isinstance(output, Mapping):
-            found = output.get("logits")
-        if found is None and isinstance(output, tuple) and output:
-            found = output[0]
-        found = output if found is None else found
+        found = item_of(output, "logits")
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         if not isinstance(found, Tensor) or found.dim() != 3 or found.shape[:2] != tokens.shape:
             given = f"returned {shape} for token ids {tuple(tokens.shape)}"

@@ -43,21 +43,31 @@ from threed.memory.mapped import Region, leave_file, region_of
 from threed.models.loss_items import Inputs, Items
 
 
-def loss_of(output: Any) -> Tensor:
-    """Returns the loss in a module's output.
+def item_of(output: Any, name: str) -> Any:
+    """Returns a value in a module's output.
 
-    The loss is the first of these that exists: the attribute `loss` of the output; its entry 'loss'
-    if it is a mapping; its first element if it is a tuple; or else the output itself.
+    The value is the first of these that exists: the attribute `name` of the output; its entry
+    `name` if it is a mapping; its first element if it is a tuple; or else the output itself.
+
+    Args:
+        output: the output of the module.
+        name: name of the value.
+    """
+    found = getattr(output, name, None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get(name)
+    if found is None and isinstance(output, tuple) and output:
+        found = output[0]
+    return output if found is None else found
+
+
+def loss_of(output: Any) -> Tensor:
+    """Returns the loss in a module's output, which is found by `item_of`.
 
     Raises:
         ValueError: if the loss is not a scalar tensor.
     """
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("loss")
-    if found is None and isinstance(output, tuple) and output:
-        found = output[0]
-    found = output if found is None else found
+    found = item_of(output, "loss")
     if not isinstance(found, Tensor) or found.numel() != 1:
         kind = (
             f"a tensor of shape {tuple(found.shape)}"
@@ -348,23 +358,19 @@ class Wrapped(PipelineLayer):
             ):
                 buffers = self._materialize(without_children(owner), 0, name)._buffers
             for key, buffer in buffers.items():
-                to = (
-                    cast
-                    if buffer is not None
-                    and buffer.is_floating_point()
-                    and not keeps_dtype(owner, key)
-                    else None
-                )
-                if buffer is not None and to not in (None, buffer.dtype):
+                if buffer is None:
+                    continue
+                casts = buffer.is_floating_point() and not keeps_dtype(owner, key)
+                to = cast if casts else None
+                if to not in (None, buffer.dtype):
                     self._cast.append((owner, key, buffer.dtype, dtype))
-                owner._buffers[key] = None if buffer is None else buffer.to(device, to)
+                owner._buffers[key] = buffer.to(device, to)
 
     def complete(self) -> None:
         """Ends the construction of an engine: drops the original values of the module."""
         self._used = True
-        self._params = dict(
-            self.module.named_parameters()
-        )  # those on the meta device were replaced
+        # Parameters on the meta device were replaced.
+        self._params = dict(self.module.named_parameters())
         self._original.clear()
         self._given_tensors.clear()
         self._given, self._read = None, ("", torch.empty(0))

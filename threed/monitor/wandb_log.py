@@ -60,9 +60,8 @@ class WandbRun:
         note: Callable[[str], None] = print,
         tags: Sequence[str] = (),
     ) -> None:
-        self.run_id = (
-            run_id  # the id is kept if wandb is off, so that a later start can continue the run
-        )
+        # The id is kept if wandb is off, so that a later start can continue the run.
+        self.run_id = run_id
         self._note = note
         self._run: Any = None
         self._step = 0

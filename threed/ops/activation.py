@@ -240,5 +240,4 @@ def apply(name: str, x: Tensor) -> Tensor:
     kernels = _fused(name, x)
     if kernels is None:
         return _PLAIN[name](x)
-    y: Tensor = _Fused.apply(x, kernels)
-    return y
+    return _Fused.apply(x, kernels)

@@ -12,7 +12,6 @@ never synchronizes the host with the device. Native code receives the addresses 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +57,8 @@ class Adam:
         if fits(p, g, out):
             ADAMW_CUDA(p, *state, g, out, *now, self.beta1, self.beta2, self.eps, decay)
             return
-        if p.device.type == "cpu" and p.dtype in STATES and _kernel() is not None:
-            scalars = [_on_host(number) for number in now]
+        if p.device.type == "cpu" and p.dtype in STATES and native.library("cpu") is not None:
+            scalars = [number.to("cpu", torch.float64) for number in now]
             ADAMW(p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay)
             return
         step = reference if needs_reference(p) else adamw_
@@ -105,20 +104,6 @@ def adamw_(
 # ----------------------------------------------------------------------------------- native kernels
 
 
-def _on_host(number: Tensor) -> Tensor:
-    """Returns a number as an fp64 scalar in host memory, so that native code can read it."""
-    return (
-        number
-        if number.dtype == torch.float64 and number.device.type == "cpu"
-        else number.to("cpu", torch.float64)
-    )
-
-
-def _kernel() -> Any:
-    """Returns `threed_adamw` of csrc/cpu/adam.cpp; None if the library is not available."""
-    return native.function("threed_adamw", "iPPPPPqiiiPPPPddddis")
-
-
 def call_native(
     p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None, lr: Tensor, step: Tensor, scale: Tensor,
     skip: Tensor, beta1: float, beta2: float, eps: float, decay: float, *, instructions: str | None = None,
@@ -149,21 +134,13 @@ def call_native(
     """
     tensors = (p, m, v, g) if out is None else (p, m, v, g, out)
     _check(tensors, (lr, step, scale, skip), out)
-    kernel = _kernel()
-    if kernel is None:
-        raise RuntimeError(
-            "threed has no native library for the CPU here: `threed inspect` reports the reason"
-        )
-    code = kernel(
+    native.call(
+        "threed_adamw", "iPPPPPqiiiPPPPddddis",
         p.data_ptr(), m.data_ptr(), v.data_ptr(), g.data_ptr(), None if out is None else out.data_ptr(), p.numel(),
         FORMATS[p.dtype], FORMATS[g.dtype], FORMATS[None if out is None else out.dtype],
         lr.data_ptr(), step.data_ptr(), scale.data_ptr(), skip.data_ptr(), beta1, beta2, eps, decay,
         torch.get_num_threads(), None if instructions is None else instructions.encode(),
     )  # fmt: skip
-    if code:
-        raise RuntimeError(
-            f"threed_adamw: {os.strerror(code)} (instructions {instructions or 'of this processor'})"
-        )
     # Autograd does not see writes by native code, so the version counters of the written tensors
     # are increased here.
     torch.autograd.graph.increment_version([t for t in tensors if t is not g])

@@ -26,9 +26,7 @@ def on_meta(
     """
     learned = attn_mask is not None and attn_mask.requires_grad
     if query.shape[-1] == value.shape[-1] and not learned:
-        y: Tensor = attention.FLASH(query, key, value, 0.0, is_causal, attn_mask=attn_mask)[0]
-        return y
+        return attention.FLASH(query, key, value, 0.0, is_causal, attn_mask=attn_mask)[0]
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    y = attention.EFFICIENT(query, key, value, attn_mask, True, 0.0, is_causal)[0]
-    return y
+    return attention.EFFICIENT(query, key, value, attn_mask, True, 0.0, is_causal)[0]

@@ -75,7 +75,7 @@ class SparseAttention:
             raise ValueError(
                 f"SparseAttention: heads {first} to {last - 1} for a rank with {a} heads: pass heads=slicing.core_heads(heads)"
             )
-        queries, keys, values = map(_batch_first, (q, k, v))
+        queries, keys, values = map(attention._batch_first, (q, k, v))
         if q.is_meta:
             return attention._seq_first(self._trace(queries, keys, values))
         if flex.fits(queries):
@@ -203,7 +203,7 @@ def _gathered(part: Part, x: Tensor, space: Tensor) -> Tensor:
     found = [x[first:last] for first, last in part.keys]
     if len(found) > 1:
         found = [torch.cat(found, out=space[: part.key_count])]
-    return _batch_first(found[0])
+    return attention._batch_first(found[0])
 
 
 def _slices(heads: tuple[int, ...], a: int, k: int) -> Iterator[tuple[slice, slice]]:
@@ -218,10 +218,6 @@ def _slices(heads: tuple[int, ...], a: int, k: int) -> Iterator[tuple[slice, sli
         for head in heads:
             group = head * k // a
             yield slice(head, head + 1), slice(group, group + 1)
-
-
-def _batch_first(x: Tensor) -> Tensor:
-    return x.permute(1, 2, 0, 3)
 
 
 # ---------------------------------------------------------------------------------- FlexAttention

@@ -136,8 +136,7 @@ def vocab_parallel_cross_entropy(
         fp32 [...]; fp64 for fp64 logits.
     """
     width = logits.shape[-1] if columns is None else columns
-    losses: Tensor = _CrossEntropy.apply(logits, targets, axis, first, width)
-    return losses
+    return _CrossEntropy.apply(logits, targets, axis, first, width)
 
 
 # ------------------------------------------------------------------------------------------ csrc/cuda/cross_entropy.cu
@@ -318,7 +317,6 @@ def weighted_loss(
     """
     trained = logits.requires_grad and not weight.requires_grad and torch.is_grad_enabled()
     if trained and fits(logits):
-        loss: Tensor = _Weighted.apply(logits, targets, weight, axis, first, columns, vocabulary)
-        return loss
+        return _Weighted.apply(logits, targets, weight, axis, first, columns, vocabulary)
     losses = vocab_parallel_cross_entropy(logits, targets, axis, first, columns)
     return losses.sum() * weight.to(losses.dtype)

@@ -145,5 +145,4 @@ class _Fused(torch.autograd.Function):
 
 def fused(x: Tensor, draw: Draw, residual: Tensor | None = None) -> Tensor:
     """Returns residual + dropout(x) for x [s b h], by `dropout`; the result is differentiable."""
-    y: Tensor = _Fused.apply(x, residual, draw)
-    return y
+    return _Fused.apply(x, residual, draw)

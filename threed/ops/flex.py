@@ -97,8 +97,7 @@ def compute(
     """
     how = (_cap(softcap) if softcap else None, mask, scale, q.shape[1] != k.shape[1])
     if sinks is None:
-        y: Tensor = _kernel()(q, k, v, *how)
-        return y
+        return _kernel()(q, k, v, *how)
     from torch.nn.attention.flex_attention import AuxRequest  # imports torch's compiler
 
     y, found = _kernel()(q, k, v, *how, return_aux=AuxRequest(lse=True))
@@ -207,5 +206,4 @@ def _kernel() -> Callable[..., Any]:
 
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, RECOMPILES)
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return compiled
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -12,7 +12,6 @@ fp32 (csrc/cpu/products.cpp), and the backward of causal attention over short se
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 from torch import Tensor
@@ -192,10 +191,8 @@ def attention_backward(qkv: Tensor, dy: Tensor, logarithms: Tensor, d: int) -> T
     fits = fits and dy.shape == (s, b, heads * d) and logarithms.shape == (b, heads, s)
     wanted = "bf16 [s b 3ad], [s b ad], fp32 [b a s]"
     launch.check(fits, "attention_backward", wanted, qkv, dy, logarithms)
-    addresses, sizes = (
-        (_address(qkv), _address(dy), _address(logarithms), _address(out)),
-        (s, b, heads, d, d**-0.5),
-    )
+    addresses = (_address(qkv), _address(dy), _address(logarithms), _address(out))
+    sizes = (s, b, heads, d, d**-0.5)
     _call(
         qkv, "threed_attention_backward", "iPPPPqqqqdi", *addresses, *sizes, torch.get_num_threads()
     )
@@ -226,12 +223,5 @@ def _check(name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def _call(x: Tensor, name: str, types: str, *arguments: object) -> None:
-    if x.is_meta:
-        return
-    function = native.function(name, types)
-    if function is None:
-        raise RuntimeError(
-            "threed has no native library for the CPU here: `threed inspect` reports the reason"
-        )
-    if code := function(*arguments):
-        raise RuntimeError(f"{name}: {os.strerror(code)}")
+    if not x.is_meta:
+        native.call(name, types, *arguments)

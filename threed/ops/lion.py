@@ -79,11 +79,8 @@ def _sgd_(
     x: Tensor, g: Tensor, lr: float | Tensor, now: StepScalars, *, decay: float, maximize: bool
 ) -> None:
     """Computes x -= lr (g + decay x) unless the step is skipped. If `maximize`, uses -g for g."""
-    step = (
-        torch.ops.aten._fused_sgd_.tensor_lr
-        if isinstance(lr, Tensor)
-        else torch.ops.aten._fused_sgd_.default
-    )
+    sgd = torch.ops.aten._fused_sgd_
+    step = sgd.tensor_lr if isinstance(lr, Tensor) else sgd.default
     step(
         [x], [g], [], weight_decay=decay, momentum=0.0, lr=lr, dampening=0.0, nesterov=False, maximize=maximize,
         is_first_step=False, grad_scale=None, found_inf=now.skip.float(),

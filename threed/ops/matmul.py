@@ -63,8 +63,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     flat = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
     # The result must not be a view for autograd: the loss overwrites its logits in place, which
     # autograd rejects for a view.
-    out: Tensor = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], len(weight)))
-    return out
+    return torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], len(weight)))
 
 
 def input_gradient(rows: Tensor, weight: Tensor) -> Tensor:

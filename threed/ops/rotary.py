@@ -77,8 +77,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _table(positions: Positions, size: int, theta: Theta, x: Tensor) -> tuple[Tensor, Tensor]:
     make = plain_table.__wrapped__ if torch.compiler.is_compiling() else plain_table
-    cos_sin: tuple[Tensor, Tensor] = make(positions, size, theta, x.device, x.dtype)
-    return cos_sin
+    return make(positions, size, theta, x.device, x.dtype)
 
 
 class _RotateInDocuments(torch.autograd.Function):
@@ -278,5 +277,4 @@ def split_and_rotate(
         One tensor [s b n d] for each n in `heads`. They share x's memory, in which the rotation was
         done, so x must not be read afterwards.
     """
-    parts: tuple[Tensor, ...] = _SplitAndRotate.apply(x, heads, size, theta, positions)
-    return parts
+    return _SplitAndRotate.apply(x, heads, size, theta, positions)

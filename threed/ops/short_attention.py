@@ -39,8 +39,7 @@ def short_attention(qkv: Tensor, d: int) -> Tensor:
 
     The result can be differentiated only once.
     """
-    y: Tensor = _ShortAttention.apply(qkv, d)
-    return y
+    return _ShortAttention.apply(qkv, d)
 
 
 class _ShortAttention(torch.autograd.Function):
@@ -52,8 +51,7 @@ class _ShortAttention(torch.autograd.Function):
         y, logarithms = flash(q, k, v, 0.0, True)
         ctx.save_for_backward(qkv, logarithms)
         ctx.d = d
-        out: Tensor = y.permute(2, 0, 1, 3).flatten(2)
-        return out
+        return y.permute(2, 0, 1, 3).flatten(2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

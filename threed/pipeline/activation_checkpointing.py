@@ -295,11 +295,9 @@ class ActivationStore:
             self.release(saved)
         elif own and saved.storage is not None and saved.arrived is None:
             full = full.clone()
-        return (
-            full[: saved.shape.numel()].view(saved.shape)
-            if saved.axis is not None or saved.storage
-            else full
-        )
+        if saved.axis is not None or saved.storage:
+            return full[: saved.shape.numel()].view(saved.shape)
+        return full
 
     def release(self, saved: SavedInput) -> None:
         """Frees a saved input. May be called repeatedly."""
@@ -460,11 +458,9 @@ def for_tracing(
 
 def sliced_over(config: Config, slicing: Slicing) -> Axis | None:
     """Returns the tensor ranks over which saved inputs are sliced; None to save them in full."""
-    return (
-        slicing.tp
-        if config.recompute.partition and slicing.tp.size > 1 and not slicing.sequence_parallel
-        else None
-    )
+    if config.recompute.partition and slicing.tp.size > 1 and not slicing.sequence_parallel:
+        return slicing.tp
+    return None
 
 
 def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | None:

@@ -34,16 +34,9 @@ def tensors(value: Any) -> tuple[Any, ...]:
         return (value,)
     if value is None:
         return ()
-    parts = (
-        tuple(value.values() if isinstance(value, dict) else value)
-        if isinstance(value, dict | tuple | list)
-        else ()
-    )
-    if (
-        parts
-        and all(isinstance(part, Tensor) for part in parts)
-        and all(isinstance(k, str) for k in _keys(value) or ())
-    ):
+    parts = _parts(value)
+    named = not isinstance(value, dict) or all(isinstance(key, str) for key in value)
+    if parts and named and all(isinstance(part, Tensor) for part in parts):
         return parts
     raise TypeError(
         f"{_describe(value)} where a layer must return a tensor, or a tuple or dict (of names) of tensors"
@@ -76,17 +69,20 @@ def gradients_of(gradient: Any, count: int) -> tuple[Tensor | None, ...]:
         return (None,) * count
     if isinstance(gradient, Tensor):
         return (gradient,)
-    return tuple(gradient.values() if isinstance(gradient, dict) else gradient)
+    return _parts(gradient)
 
 
-def _keys(value: Any) -> tuple[Any, ...] | None:
-    return tuple(value) if isinstance(value, dict) else None
+def _parts(value: Any) -> tuple[Any, ...]:
+    """Returns the parts of a dict, tuple or list; an empty tuple for other values."""
+    if isinstance(value, dict):
+        return tuple(value.values())
+    return tuple(value) if isinstance(value, tuple | list) else ()
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, dict | tuple | list):
-        parts = value.values() if isinstance(value, dict) else value
-        return f"a {type(value).__name__} of {', '.join(type(part).__name__ for part in parts) or 'no tensors'}"
+        kinds = ", ".join(type(part).__name__ for part in _parts(value))
+        return f"a {type(value).__name__} of {kinds or 'no tensors'}"
     return f"{type(value).__name__}"
 
 
@@ -110,13 +106,11 @@ class Form:
     def of(cls, value: Any) -> Form:
         """Returns the form of a value: a tensor, or a tuple or dict of tensors."""
         parts = tensors(value)
-        keys = (
-            None
-            if isinstance(value, Tensor)
-            else tuple(value)
-            if isinstance(value, dict)
-            else len(parts)
-        )
+        keys: Keys = len(parts)
+        if isinstance(value, Tensor):
+            keys = None
+        elif isinstance(value, dict):
+            keys = tuple(value)
         return cls(
             keys, tuple(tuple(p.shape) for p in parts), tuple(p.dtype for p in parts),
             tuple(p.requires_grad for p in parts),
@@ -163,11 +157,9 @@ class Form:
         leaves = [part.requires_grad_(grad) for part, grad in zip(parts, self.grads, strict=True)]
         if self.keys is None:
             return leaves[0]
-        return (
-            dict(zip(self.keys, leaves, strict=True))
-            if isinstance(self.keys, tuple)
-            else tuple(leaves)
-        )
+        if isinstance(self.keys, tuple):
+            return dict(zip(self.keys, leaves, strict=True))
+        return tuple(leaves)
 
     def gradients(self, parts: Sequence[Tensor]) -> Any:
         """Arranges received gradients in the structure of a value of this form.
@@ -184,11 +176,9 @@ class Form:
         grads = [next(received) if grad else None for grad in self.grads]
         if self.keys is None:
             return grads[0] if self.grads[0] else (None,)
-        return (
-            dict(zip(self.keys, grads, strict=True))
-            if isinstance(self.keys, tuple)
-            else tuple(grads)
-        )
+        if isinstance(self.keys, tuple):
+            return dict(zip(self.keys, grads, strict=True))
+        return tuple(grads)
 
     def gradients_to_send(self, gradient: Any, device: torch.device) -> list[Tensor]:
         """Returns the gradients to send to the previous stage, in a flat list.

@@ -231,11 +231,9 @@ class Executor:
     def spans(self) -> list[Span]:
         """The recorded spans. Waits until the device has finished the recorded actions."""
         seconds = self._clock.seconds if self._clock else None
-        return (
-            [(action, seconds(began), seconds(end)) for action, began, end in self._marks]
-            if seconds
-            else []
-        )
+        if seconds:
+            return [(action, seconds(began), seconds(end)) for action, began, end in self._marks]
+        return []
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs this rank's part of a lowered plan. Collective over the pipeline.

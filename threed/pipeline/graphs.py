@@ -460,8 +460,7 @@ class StageGraph(Stage):
         run = super().forward_by_layer
         self._running = passes = self._passes_of(micro)
         if passes is None:
-            y = yield from run(microbatch, x, micro, keep)
-            return y
+            return (yield from run(microbatch, x, micro, keep))
         for unit in self._units:
             self.gatherer.ready(unit)  # no gather may be waited for in a capture
         y = passes.forward(lambda static: finish(run(microbatch, x, static)), micro)
@@ -477,8 +476,7 @@ class StageGraph(Stage):
         run = super().backward_by_layer
         passes, self._running = self._running, None
         if passes is None:
-            dx = yield from run(microbatch, dy, keep, split)
-            return dx
+            return (yield from run(microbatch, dy, keep, split))
         passes.backward(lambda: finish(run(microbatch, dy)))
         self._check(passes)
         yield

@@ -29,8 +29,7 @@ def finish(steps: Pass[T]) -> T:
         try:
             next(steps)
         except StopIteration as end:
-            result: T = end.value
-            return result
+            return end.value
 
 
 class Overlap:
@@ -133,5 +132,4 @@ def _take_turns(
         except StopIteration as end:
             torch.accelerator.set_stream(streams[0])
             finish(forward)
-            result: T = end.value
-            return result
+            return end.value

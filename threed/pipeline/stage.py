@@ -324,11 +324,9 @@ class Stage:
 
     def _watch(self, unit: int) -> AbstractContextManager[None]:
         selective = self.recomputed.selective
-        return (
-            nullcontext()
-            if selective is None or unit not in self.recomputed.units
-            else selective.watch()
-        )
+        if selective is None or unit not in self.recomputed.units:
+            return nullcontext()
+        return selective.watch()
 
     def _tensors(self, unit: int, y: Any) -> tuple[Tensor, ...]:
         try:

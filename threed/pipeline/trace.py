@@ -141,8 +141,7 @@ def _formula(operation: Any) -> Callable[..., int] | None:
     if operation is torch.ops.aten._grouped_mm:
         return grouped.kernel_flops
     plain = getattr(torch.ops.aten, operation.__name__.removesuffix("_"), operation)
-    formula: Callable[..., int] | None = flop_registry.get(operation, flop_registry.get(plain))
-    return formula
+    return flop_registry.get(operation, flop_registry.get(plain))
 
 
 class TraceError(ValueError):
@@ -481,10 +480,8 @@ def _measure(
     """
     x = None if form is None else form.value(form.empty(META, gradients=False))
     watch.look_at(tensors(x))
-    size, input_storages = (
-        watch.begin(),
-        [StorageWeakRef(part.untyped_storage()) for part in tensors(x)],
-    )
+    size = watch.begin()
+    input_storages = [StorageWeakRef(part.untyped_storage()) for part in tensors(x)]
     y = stage.forward(0, x, micro)
     forward, output, flops = watch.most, Form.of(y), watch.flops
     operations = recorder.take()

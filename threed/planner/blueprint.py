@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from torch import nn
 
@@ -308,10 +308,8 @@ class Blueprint:
             self.config, units, self.live, self.model.slicing, self.topology, self._input_flag
         )
         for chunk in self.chunks:
-            layers, own_gatherer = (
-                rank_layers[first : first + len(chunk)],
-                AlwaysGathered() if wrapped else gatherer,
-            )
+            layers = rank_layers[first : first + len(chunk)]
+            own_gatherer = AlwaysGathered() if wrapped else gatherer
             stages.append(
                 make(
                     layers,
@@ -371,29 +369,15 @@ class Blueprint:
 
         The list has the same order on every rank.
         """
-        found = [
-            f
-            for layer in self.layers
-            for m in layer.modules()
-            for f in getattr(m, "data_flags", ())
-        ]
-        sliced = not isinstance(self.model, Wrapped) and sliced_over(
-            self.config, self.model.slicing
-        )
-        return (
-            [*found, self._input_flag] if sliced and self.config.recompute.mode == "full" else found
-        )
+        found = _attributes(self.layers, "data_flags")
+        if isinstance(self.model, Wrapped) or self.config.recompute.mode != "full":
+            return found
+        return [*found, self._input_flag] if sliced_over(self.config, self.model.slicing) else found
 
     @functools.cached_property
     def tallies(self) -> list[Tally]:
         """The tallies of this rank's layers."""
-        own = [self.layers[number] for number in dict.fromkeys(self.held)]
-        return [
-            tally
-            for layer in own
-            for module in layer.modules()
-            for tally in getattr(module, "tallies", ())
-        ]
+        return _attributes([self.layers[n] for n in dict.fromkeys(self.held)], "tallies")
 
     @functools.cached_property  # cached, because `is_optimistic` hashes the plan, which is slow
     def optimistic(self) -> bool:
@@ -455,6 +439,12 @@ def set_up_experts(config: Config, layers: Sequence[nn.Module], wrapped: bool = 
         mixture.set_limits(limits)
         if any(factors):
             mixture.set_losses(factors)
+
+
+def _attributes(layers: Sequence[nn.Module], name: str) -> list[Any]:
+    """Returns the items of an attribute of all modules of layers that have it."""
+    modules = (module for layer in layers for module in layer.modules())
+    return [item for module in modules for item in getattr(module, name, ())]
 
 
 def _overlaps(pipeline: Pipeline, topology: Topology) -> bool:

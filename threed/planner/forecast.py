@@ -246,10 +246,8 @@ class Forecast:
             return None
         with assume(self.assumed):
             found = self.stages.busy(load)
-        peak, seconds = (
-            max(one.bytes["peak"] for _, stages in found.values() for one in stages),
-            None,
-        )
+        peak = max(one.bytes["peak"] for _, stages in found.values() for one in stages)
+        seconds = None
         if self.time is not None:
             rates, first = gpu_rates.find(self.device), self.stages.columns[0]
             assert rates is not None

@@ -161,10 +161,8 @@ def division(
     Raises:
         ValueError: if no partition fits the configured limit.
     """
-    configured, divide_within = (
-        config.parallel.memory_limit_gib,
-        _divider(plan, layers, times, flops, config),
-    )
+    configured = config.parallel.memory_limit_gib
+    divide_within = _divider(plan, layers, times, flops, config)
     limit = configured * GIB if configured else memory_bytes(device)
     if limit is None:
         return divide_within(None, None)
@@ -283,10 +281,8 @@ def _state_bytes(config: Config, shards: int, device: torch.device, ways: int) -
     Model states are parameters, gradients and optimizer states.
     """
     zero, width = config.zero, dtype(config.precision.dtype).itemsize
-    grad, slices = (
-        dtype(config.precision.grad_dtype or "fp32").itemsize,
-        shards if zero.stage else 1,
-    )
+    grad = dtype(config.precision.grad_dtype or "fp32").itemsize
+    slices = shards if zero.stage else 1
     away = ("nvme", "cpu") if is_accelerator(device) else ("nvme",)
     params = 0 if zero.offload_params in away else width / (shards if zero.stage == 3 else 1)
     grads = grad / (shards if zero.stage >= 2 else 1)

@@ -163,11 +163,9 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
 
 def _to_device(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `value` on `device` with dtype `dtype`; if it is a meta tensor, returns zeros."""
-    return (
-        torch.zeros_like(value, dtype=dtype, device=device)
-        if value.is_meta
-        else value.to(device, dtype)
-    )
+    if value.is_meta:
+        return torch.zeros_like(value, dtype=dtype, device=device)
+    return value.to(device, dtype)
 
 
 class Fixed:
@@ -232,7 +230,8 @@ def footprint(
     else:
         kept, peak = _activations(blueprint, chunks, fixed.reductions, gathered)
     constant = _tile_bytes(blueprint.layout) + _constant_bytes(blueprint, chunks)
-    offloaded = sizes.pop("offloaded") + _offloaded_activations(blueprint, chunks)
+    elsewhere = sum(cost.elsewhere for chunk in chunks for cost in chunk)
+    offloaded = sizes.pop("offloaded") + blueprint.live * elsewhere
     copies = {kind: sizes.pop(kind) for kind in ("saving", "copies") if kind in sizes}
     sizes |= {"activations": kept, "buffers": peak - kept + constant} | copies
     sizes["peak"] = sum(sizes.values())
@@ -426,11 +425,6 @@ def _activations_by_layer(
         kept += (rest + 1) * (cost.kept + stays)
         previous_keeps = cost.keeps_output
     return all_kept, max(peak, reductions.end)
-
-
-def _offloaded_activations(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
-    """Returns the peak bytes of recomputed layers' inputs that are in host memory or on a drive."""
-    return blueprint.live * sum(cost.elsewhere for chunk in chunks for cost in chunk)
 
 
 def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:

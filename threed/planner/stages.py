@@ -92,11 +92,9 @@ class Column:
         The FLOPs are the sum of forward and backward, where a backward counts as two forwards.
         """
         custom_costs = options_of(self.model).costs
-        return (
-            [3.0 * cost.flops for cost in self.costs]
-            if custom_costs is None
-            else list(custom_costs(self.config.train.micro_batch))
-        )
+        if custom_costs is None:
+            return [3.0 * cost.flops for cost in self.costs]
+        return list(custom_costs(self.config.train.micro_batch))
 
     @property
     def parameters(self) -> int:

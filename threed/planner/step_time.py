@@ -17,7 +17,7 @@ the computation that the stage permits, and slow it down.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 
@@ -40,18 +40,62 @@ _NAMES = {"product": "products", "attention": "attention", "memory": "elementwis
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """The predicted time of a step, in seconds, on the pipeline rank that computes the longest.
+class Parts:
+    """Seconds of operations, by part.
 
     Attributes:
         products: matrix products.
         attention: fused attention, forward and backward.
         elementwise: all other kernels of the layers, with the loss.
         launches: time between kernels, and the time for which the device waits for the host.
-        optimizer: gradient norm and update of the weights.
         tensor: exposed time of collectives of tensor parallelism.
         context: exposed time of messages of context parallelism.
         experts: exposed time of the messages that take tokens to experts and back.
+        sent: time of these collectives and messages, exposed or not.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    launches: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+    sent: float = 0.0
+
+    def plus(self, other: Parts, times: float = 1.0) -> Parts:
+        """Returns the sum of these parts and of another's, `times` times."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Parts(*(own + times * more for own, more in pairs))
+
+    @property
+    def computed(self) -> float:
+        """The time of kernels, with the time between them."""
+        return self.products + self.attention + self.elementwise + self.launches
+
+    @property
+    def exposed(self) -> float:
+        """The time for which operations wait for messages, and by which messages slow them."""
+        return self.tensor + self.context + self.experts
+
+    @property
+    def total(self) -> float:
+        """The time of the operations."""
+        return self.computed + self.exposed
+
+    def hiding(self, seconds: float) -> Parts:
+        """Returns these parts if other passes run for some seconds of the exposed time."""
+        left = 1 - max(0.0, seconds) / self.exposed if self.exposed else 1.0
+        names = ("tensor", "context", "experts")
+        return replace(self, **{name: getattr(self, name) * left for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime(Parts):
+    """The predicted time of a step, in seconds, on the pipeline rank that computes the longest.
+
+    Attributes:
+        optimizer: gradient norm and update of the weights.
         pipeline: exposed time of messages between stages.
         data: exposed time of gathers and reductions, with the time by which they slow computation.
         bubble: idle time of the schedule.
@@ -61,14 +105,7 @@ class StepTime:
         peak: peak FLOP/s of the device.
     """
 
-    products: float
-    attention: float
-    elementwise: float
-    launches: float
     optimizer: float
-    tensor: float
-    context: float
-    experts: float
     pipeline: float
     data: float
     bubble: float
@@ -80,13 +117,12 @@ class StepTime:
     @property
     def exposed(self) -> float:
         """The time of communication that does not overlap with computation."""
-        return self.tensor + self.context + self.experts + self.pipeline + self.data
+        return super().exposed + self.pipeline + self.data
 
     @property
     def total(self) -> float:
         """The time of the step."""
-        computed = self.products + self.attention + self.elementwise + self.launches
-        return computed + self.optimizer + self.exposed + self.bubble
+        return self.computed + self.optimizer + self.exposed + self.bubble
 
     @property
     def mfu(self) -> float:
@@ -107,43 +143,6 @@ class StepTime:
         for name, seconds in parts.items():
             yield f"  {name:<29}{seconds * 1e3:>10.1f} ms {seconds / self.total:>6.1%}"
         yield f"  {'communication, in all':<29}{self.communication * 1e3:>10.1f} ms"
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Seconds of one layer's operations, by part.
-
-    `sent` is the time of its collectives; `tensor`, `context` and `experts` are the exposed parts.
-    """
-
-    products: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    launches: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    experts: float = 0.0
-    sent: float = 0.0
-
-    def plus(self, other: _Parts, times: float = 1.0) -> _Parts:
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return _Parts(*(own + times * more for own, more in pairs))
-
-    @property
-    def total(self) -> float:
-        computed = self.products + self.attention + self.elementwise + self.launches
-        return computed + self.exposed
-
-    @property
-    def exposed(self) -> float:
-        """The time for which operations wait for messages, and by which messages slow them."""
-        return self.tensor + self.context + self.experts
-
-    def hiding(self, seconds: float) -> _Parts:
-        """Returns these parts if other passes run for some seconds of the exposed time."""
-        left = 1 - max(0.0, seconds) / self.exposed if self.exposed else 1.0
-        names = ("tensor", "context", "experts")
-        return replace(self, **{name: getattr(self, name) * left for name in names})
 
 
 def unmodelled(config: Config) -> list[str]:
@@ -180,10 +179,8 @@ def step_time(
         flops: FLOPs of the model per step and device, without recomputation.
     """
     next_stage = device.link(grid.ranks(0, "pp")[:2])
-    rings, reads = (
-        blueprints[0].model.slicing.context.ring.size,
-        not blueprints[0].config.experts.room,
-    )
+    rings = blueprints[0].model.slicing.context.ring.size
+    reads = not blueprints[0].config.experts.room
     layers = [
         max((_layer(device, cost, rings, reads) for cost in same), key=lambda parts: parts[0].total)
         for same in zip(*columns, strict=True)
@@ -207,14 +204,12 @@ def step_time(
     parts = parts.hiding(parts.total - busy[rank])
     link = _data_link(device, blueprints[rank])
     data, exposed = _data(blueprints[rank], footprints[rank], link, costs, passes)
+    between = next_stage.seconds(footprints[rank].sends["pp"], alone.messages[rank])
     return StepTime(
-        parts.products, parts.attention, parts.elementwise, parts.launches,
-        _optimizer_bytes(blueprints[rank]) / device.bandwidth,
-        parts.tensor, parts.context, parts.experts,
-        max(0.0, with_messages.makespan - alone.makespan), exposed,
-        max(0.0, alone.makespan - busy[rank]),
-        parts.sent + data + next_stage.seconds(footprints[rank].sends["pp"], alone.messages[rank]),
-        flops, device.spec.name, device.peak * 1e12,
+        **vars(parts), optimizer=_optimizer_bytes(blueprints[rank]) / device.bandwidth,
+        pipeline=max(0.0, with_messages.makespan - alone.makespan), data=exposed,
+        bubble=max(0.0, alone.makespan - busy[rank]), communication=parts.sent + data + between,
+        flops=flops, device=device.spec.name, peak=device.peak * 1e12,
     )  # fmt: skip
 
 
@@ -232,7 +227,7 @@ def _data_link(device: Device, blueprint: Blueprint) -> LinkRate:
     return LinkRate(rate, max(link.latency for link, _ in links))
 
 
-def _layer(device: Device, cost: LayerCost, ring: int, reads: bool) -> tuple[_Parts, LayerTimes]:
+def _layer(device: Device, cost: LayerCost, ring: int, reads: bool) -> tuple[Parts, LayerTimes]:
     """Returns the parts of a layer's time for a micro-batch, and the times of its actions.
 
     Args:
@@ -260,10 +255,10 @@ def _layer(device: Device, cost: LayerCost, ring: int, reads: bool) -> tuple[_Pa
     times = LayerTimes(
         forward.total * slower, (backward.total - weights) * slower, weights * slower
     )
-    return both.plus(_Parts(launches=waits)), times
+    return both.plus(Parts(launches=waits)), times
 
 
-def _pair_seconds(layers: Sequence[_Parts]) -> float:
+def _pair_seconds(layers: Sequence[Parts]) -> float:
     """Returns the time of a forward and a backward of a stage that run at the same time.
 
     Each computes while the other one waits for messages, which slow the computation.
@@ -273,11 +268,9 @@ def _pair_seconds(layers: Sequence[_Parts]) -> float:
 
 
 def _half(operation: Operation) -> Operation:
-    return (
-        replace(operation, flops=operation.flops // 2)
-        if operation.kind == "attention"
-        else operation
-    )
+    if operation.kind == "attention":
+        return replace(operation, flops=operation.flops // 2)
+    return operation
 
 
 def operation_seconds(device: Device, operation: Operation) -> float:
@@ -294,7 +287,7 @@ def operation_seconds(device: Device, operation: Operation) -> float:
 
 def _parts(
     device: Device, operations: Sequence[Operation], lead: float = inf
-) -> tuple[_Parts, float]:
+) -> tuple[Parts, float]:
     """Returns the time of a layer's forward or backward, and the lead of the host at its end.
 
     Messages over an axis run one after the other, each from its start or from the end of the
@@ -326,10 +319,8 @@ def _parts(
             now, waited[axis] = now + waits, waited[axis] + waits
             host = now + READ_S if operation.read else host
         else:
-            taken, gap = (
-                operation_seconds(device, operation),
-                device.gap_seconds(operation.launches),
-            )
+            taken = operation_seconds(device, operation)
+            gap = device.gap_seconds(operation.launches)
             host += device.gap_seconds(operation.launches, host=True)
             idle = max(0.0, host - now)
             found[_NAMES[operation.kind]] += taken
@@ -337,12 +328,12 @@ def _parts(
             now += taken + gap + idle
     for axis, name in (("tp", "tensor"), ("cp", "context"), (EXPERTS, "experts")):
         found[name] = waited[axis] + INTERFERENCE * (sent[axis] - waited[axis])
-    return _Parts(**found, sent=sum(sent.values())), now - host
+    return Parts(**found, sent=sum(sent.values())), now - host
 
 
-def _of_rank(blueprint: Blueprint, layers: Sequence[_Parts]) -> tuple[_Parts, int]:
+def _of_rank(blueprint: Blueprint, layers: Sequence[Parts]) -> tuple[Parts, int]:
     """Returns the parts of a rank's step, and its number of forwards."""
-    rank, total = blueprint.topology.axis("pp").index, _Parts()
+    rank, total = blueprint.topology.axis("pp").index, Parts()
     counts = Counter(
         part.chunk
         for action in blueprint.pipeline.plan.ranks[rank]
@@ -375,9 +366,8 @@ def _data(
     reductions = buckets * (rounds if stage >= 2 else 1)
     gather = link.seconds(footprint.gathers, gathers)
     reduce = link.seconds(footprint.sends["dp"] - footprint.gathers, reductions)
-    forward, backward = (
-        sum(_stage_seconds(costs, kind, blueprint)) for kind in ("forward", "backward")
-    )
+    forward = _stage_seconds(costs, blueprint, "forward")
+    backward = _stage_seconds(costs, blueprint, "backward_input", "backward_weight")
     # Seconds per step: gathers that run in backwards, and computation that can overlap with transfers.
     late = gather / 2 if stage == 3 else 0.0
     during_gathers = forward * (passes if stage == 3 else 1)
@@ -389,16 +379,12 @@ def _data(
     return total, exposed + INTERFERENCE * max(0.0, total - exposed)
 
 
-def _stage_seconds(costs: Costs, direction: str, blueprint: Blueprint) -> Iterator[float]:
-    """Yields the mean time of a forward or backward of this rank's stages, divided by chunks."""
+def _stage_seconds(costs: Costs, blueprint: Blueprint, *names: str) -> float:
+    """Returns the mean over this rank's stages of the sum of their costs of these names."""
     plan, rank = blueprint.pipeline.plan, blueprint.topology.axis("pp").index
-    kinds: Mapping[str, Sequence[str]] = {
-        "forward": ("forward",), "backward": ("backward_input", "backward_weight"),
-    }  # fmt: skip
-    for chunk in range(len(blueprint.chunks)):
-        for name in kinds[direction]:
-            times = getattr(costs, name)
-            yield times[plan.stage_of(rank, chunk)] / len(blueprint.chunks)
+    stages = [plan.stage_of(rank, chunk) for chunk in range(len(blueprint.chunks))]
+    times: list[float] = [getattr(costs, name)[stage] for stage in stages for name in names]
+    return sum(time / len(stages) for time in times)
 
 
 def _optimizer_bytes(blueprint: Blueprint) -> int:

@@ -193,11 +193,9 @@ class Memory:
         problem = too_small(self.place, needed) if machines.first else ""
         collectives.raise_together([problem], self.world, RunFolderError)
         each = f"{in_units(COPIES * max(machine_bytes))} on each of {_machines(machines.count)}"
-        copies = (
-            ", with a neighbor's copies"
-            if replicate
-            else ", no other machine for a neighbor's copies" * requested
-        )
+        copies = ", no other machine for a neighbor's copies" * requested
+        if replicate:
+            copies = ", with a neighbor's copies"
         often = "each step" if self.every == 1 else f"every {self.every} steps"
         self._note(f"memory     {often} in {self.place.folder}, {each}{copies}")
 
@@ -278,10 +276,8 @@ class Memory:
         """
         try:
             yield
-        except (
-            BadStepsError,
-            ReplicaError,
-        ):  # these errors are raised on all ranks, so all machines remove their copies
+        except (BadStepsError, ReplicaError):
+            # These errors are raised on all ranks, so all machines remove their copies.
             self.drop()
             raise
         except Exception:

@@ -22,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 
+from threed.core import process
 from threed.reliability import heartbeat
 from threed.reliability.heartbeat import Beat, first_three, process_state, when, who
 
@@ -109,9 +110,8 @@ def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
     if dead or not running or any(beat["state"] == "failed" for beat in beats):
         here = list(heartbeat.siblings(rank, world_size))
         return [describe(b) for b in dead if b["state"] == "" and b["rank"] not in here]
-    earliest = min(
-        beat["step"] for beat in running
-    )  # compares steps, not times, because the machines' clocks may differ
+    # Compares steps, not times, because the machines' clocks may differ.
+    earliest = min(beat["step"] for beat in running)
     last = [f"{who(beat)} in {when(beat)}" for beat in running if beat["step"] == earliest]
     why = "a connection was lost and no rank is known to have failed: a machine or the network?"
     return [f"{why} Earliest: {first_three(last)}"]
@@ -119,11 +119,8 @@ def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
 
 def attempt() -> str:
     """Returns "; attempt N of M" for messages if torchrun may restart the job, else ""."""
-    number, most = (
-        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
-        for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    return f"; attempt {number + 1} of {most + 1}" if most else ""
+    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return f"; attempt {process.restarts() + 1} of {most + 1}" if most else ""
 
 
 def write_error_file(text: str) -> None:

@@ -116,8 +116,7 @@ class Run:
     @classmethod
     def here(cls, job: str | None) -> Run:
         """Returns the `Run` that describes this process."""
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return cls(platform.node(), os.getpid(), job, attempt)
+        return cls(platform.node(), os.getpid(), job, process.restarts())
 
     def is_over(self, file: Path, successor: Run, patience: float) -> bool:
         """Returns whether another run may take the folder over from this run.

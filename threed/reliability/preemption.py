@@ -19,20 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from threed.core.device import (
-    copy_stream,
-    is_accelerator,
-    on_stream,
-    start_copy_in,
-    start_copy_out,
-)
+from threed.core import process
+from threed.core.device import copy_stream, is_accelerator, on_stream, start_copy_in, start_copy_out
 from threed.distributed import collectives
 from threed.distributed.topology import Axis
 
@@ -133,13 +127,14 @@ def mark(
         "reason": reason,
         "checkpoint": checkpoint and str(checkpoint),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "job": job,
+        "attempt": process.restarts(),
+        "world": world,
     }
     scratch = folder / f"{FILE}.tmp"
     # If the disk fails, the exit code and the message still report the preemption.
     with contextlib.suppress(OSError):
-        scratch.write_text(
-            json.dumps({**record, "job": job, "attempt": _attempt(), "world": world})
-        )
+        scratch.write_text(json.dumps(record))
         scratch.replace(folder / FILE)
 
 
@@ -155,12 +150,9 @@ def begin(folder: Path, job: str | None, axis: Axis) -> None:
     if axis.index == 0:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             found = json.loads((folder / FILE).read_text())
-            if (found["job"], found["world"]) == (job, axis.size) and found["attempt"] < _attempt():
+            earlier = found["attempt"] < process.restarts()
+            if (found["job"], found["world"]) == (job, axis.size) and earlier:
                 text = f"this job was preempted in step {found['step']} by {found['reason']}: it is not restarted"
             else:
                 (folder / FILE).unlink()
     collectives.raise_together([text], axis, Preempted)
-
-
-def _attempt() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -40,14 +40,7 @@ from threed.core import process
 from threed.distributed import collectives
 from threed.reliability import heartbeat
 from threed.reliability.failure import write_error_file
-from threed.reliability.heartbeat import (
-    Beat,
-    Heartbeat,
-    first_three,
-    process_state,
-    when,
-    who,
-)
+from threed.reliability.heartbeat import Beat, Heartbeat, first_three, process_state, when, who
 
 HUNG = 124  # exit code of every rank of a run that hangs
 # Seconds within which the other ranks must mark their heartbeats after a rank detects a hang.

@@ -119,11 +119,9 @@ def plan_of(
 
 @functools.lru_cache(maxsize=64)
 def _call(name: str, fn: Function, stages: int, microbatches: int, chunks: int | None) -> Plan:
-    arguments = (
-        (stages, microbatches)
-        if chunks is None or not _accepts(fn, 3)
-        else (stages, microbatches, chunks)
-    )
+    arguments: tuple[int, ...] = (stages, microbatches)
+    if chunks is not None and _accepts(fn, 3):
+        arguments += (chunks,)
     if not _accepts(fn, len(arguments)):
         fix = (
             "it needs a number of chunks: give one, such as --parallel.chunks 2"

@@ -290,9 +290,8 @@ def named(text: str, layers: Layers) -> tuple[str | None, str | None]:
     layer_of = {name: layer for layer, own in layers for name in own}
     layer = _first_named(text, [layer for layer, _ in layers])
     parameter = _first_named(text, layer_of)
-    if (
-        layer is not None and parameter is None
-    ):  # the text may name the parameter by its path in the layer
+    # The text may name the parameter by its path in the layer.
+    if layer is not None and parameter is None:
         paths = {name.removeprefix(f"{layer}."): name for name in dict(layers)[layer]}
         parameter = paths.get(_first_named(text, paths) or "")
     return layer or layer_of.get(parameter or ""), parameter

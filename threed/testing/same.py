@@ -361,9 +361,8 @@ def _train(
         metrics = [engine.step(share(batches[0], topology))]
         if math.isnan(metrics[0].loss):
             raise DataError("the loss of step 1 is NaN")
-        first = look(
-            "first", engine, metrics
-        )  # `look` finishes the step, so all its backwards are recorded before `watch.stop()`
+        # `look` finishes the step, so all its backwards are recorded before `watch.stop()`.
+        first = look("first", engine, metrics)
         watch.stop()
         metrics += [engine.step(share(batch, topology)) for batch in batches[1:]]
         last = look("last", engine, metrics)
@@ -392,11 +391,9 @@ def _batch(
         before: batches of the reference training, by step, to compare the batch with. None: calls
             the user's function a second time and compares the two results.
     """
-    batch, rows, call = (
-        task.batch(config, step),
-        config.train.global_batch,
-        f"batch(config, {step})",
-    )
+    batch = task.batch(config, step)
+    rows = config.train.global_batch
+    call = f"batch(config, {step})"
     items = batch.items() if isinstance(batch, Mapping) else ()
     gave = {key: _shape(value) for key, value in items}
     if not gave or any(shape is None or shape[:1] != [rows] for shape in gave.values()):
@@ -453,8 +450,7 @@ def _layers(model: Any) -> Layers:
 
 def _load(file: str) -> dict[str, Any]:
     """Loads the file of `_train_reference`. The file is trusted, so any pickle is allowed."""
-    truth: dict[str, Any] = torch.load(file, mmap=True, weights_only=False)
-    return truth
+    return torch.load(file, mmap=True, weights_only=False)
 
 
 def _train_reference(task: _Task) -> Seen:

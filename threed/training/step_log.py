@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from statistics import fmean
@@ -86,7 +85,7 @@ class StepLog(Callback):
             "train/loss_scale": metrics.loss_scale,
             **self._throughput.take(),
             **self._of_all_ranks(run),
-            "run/restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "run/restarts": process.restarts(),
             **self._bubble(run),
         }
 

@@ -152,10 +152,8 @@ class Optimizer:
             of the step.
         """
         own = self._own_sums(gradients, carry)
-        outcome, pending = (
-            self._outcome(rates),
-            collectives.start_sum_of_scalars(own, self.everyone),
-        )
+        outcome = self._outcome(rates)
+        pending = collectives.start_sum_of_scalars(own, self.everyone)
 
         def end() -> Update:
             update = outcome(pending.wait())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,7 @@ class PlainBackwards:
         # weak, because parameters refer to this object, and the program may keep the module only
         self._begins, self._ended = weakref.WeakMethod(begins), weakref.WeakMethod(ended)
         self.accepts = self.running = False
-        self._end: weakref.ref[_End] | None = None
+        self._end: weakref.ref[Callable[[], None]] | None = None
         self._handle: RemovableHandle | None = None
 
     def allow(self, on: bool) -> None:
@@ -64,7 +65,7 @@ class PlainBackwards:
     def expect_end(self) -> None:
         """Registers the end of the running backward, unless `engine.backward` has started it."""
         if self.accepts and not self._ends and not in_own_backward():
-            end = _End(self)
+            end = functools.partial(PlainBackwards.leave, self)
             self._end = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -81,16 +82,6 @@ class PlainBackwards:
         ran, self.running, self._end = self.running, False, None
         if ran and (ended := self._ended()) is not None:
             ended()
-
-
-class _End:
-    """The callback at the end of a backward."""
-
-    def __init__(self, plain: PlainBackwards) -> None:
-        self.plain = plain
-
-    def __call__(self) -> None:
-        self.plain.leave()
 
 
 class _OutputHook:

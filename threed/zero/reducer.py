@@ -34,11 +34,7 @@ from threed.distributed import collectives
 from threed.distributed.topology import Axis
 from threed.layers.slicing import ForwardScope
 from threed.memory.tiers import StagedBuffer
-from threed.zero.contributions import (
-    Contributions,
-    Deferral,
-    LaunchQueue,
-)
+from threed.zero.contributions import Contributions, Deferral, LaunchQueue
 from threed.zero.early_updates import Early
 from threed.zero.gather import Gatherer
 from threed.zero.late_gradients import LateGradients

@@ -16,12 +16,7 @@ from threed.layers.slicing import ForwardScope
 from threed.ops import grouped
 from threed.ops.grouped import Groups
 from threed.ops.matmul import NATIVE, Matmul
-from threed.zero.contributions import (
-    Contributions,
-    Deferral,
-    LaunchQueue,
-    is_own,
-)
+from threed.zero.contributions import Contributions, Deferral, LaunchQueue, is_own
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Slot
 from threed.zero.parameter_access import GRAD

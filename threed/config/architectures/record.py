@@ -252,18 +252,12 @@ class Architecture:
         return keys["experts"] is not None and later
 
 
-def _gated_ffn(keys: Keys) -> int:
-    """Returns 8/3 of the hidden size, rounded up to a multiple of 64.
-
-    The gated MLP then has about as many weights as an MLP of width 4·hidden without a gate.
-    """
-    return int(-(-8 * keys["hidden"] // (3 * 64)) * 64)
-
-
 DEFAULTS: Keys = {
     "kv_heads": lambda keys: keys["heads"],
     "head_dim": lambda keys: keys["hidden"] // keys["heads"] or None,
-    "ffn": _gated_ffn,
+    # 8/3 of the hidden size, rounded up to a multiple of 64: a gated MLP then has about as many
+    # weights as an MLP of width 4·hidden without a gate.
+    "ffn": lambda keys: int(-(-8 * keys["hidden"] // (3 * 64)) * 64),
     "positions": lambda keys: keys["seq"],
     "tied": False,
     "bias": False,

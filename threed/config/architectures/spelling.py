@@ -119,13 +119,10 @@ class _Reader:
         if name != "quantization_config" or not isinstance(method, str):
             return f"{name} {_shortened(value)} is not understood"
         load, save = "dequantized", "save_pretrained"
-        if (
-            method == "mxfp4"
-        ):  # with its original format, transformers would keep the names of packed tensors
-            load, save = (
-                "quantization_config=Mxfp4Config(dequantize=True)",
-                f"{save}, save_original_format=False",
-            )
+        # With its original format, transformers would keep the names of packed tensors.
+        if method == "mxfp4":
+            load = "quantization_config=Mxfp4Config(dequantize=True)"
+            save = f"{save}, save_original_format=False"
         return (
             f"quantization_config: weights in {_shortened(method)} are not supported: load them with transformers"
             f" (from_pretrained, {load}), and save the model ({save})"
@@ -200,7 +197,10 @@ class _Reader:
             types = self._get("layer_types")
             if not used or not keys.get("window"):
                 keys["window"] = None
-                self._check_full(types)
+                if "s" in (self._letters(types) or ""):
+                    self.problems.append(
+                        "layer_types with sliding_attention, but no sliding window"
+                    )
                 return
             letters = self._letters(types) or "".join(
                 "fs"[i >= first] for i in range(self._layers())
@@ -222,10 +222,6 @@ class _Reader:
             self.problems.append(f"sliding_window_pattern {_shortened(period)}")
             return "f"
         return "s" * (period - 1) + "f"
-
-    def _check_full(self, types: Any) -> None:
-        if "s" in (self._letters(types) or ""):
-            self.problems.append("layer_types with sliding_attention, but no sliding window")
 
     def _layers(self) -> int:
         count = self.keys.get("layers")
@@ -315,11 +311,9 @@ def _hf_value(name: str, value: Any) -> Any:
 
 
 def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
-    theta, scaling, fraction = (
-        keys["rope_theta"],
-        keys["rope_scaling"],
-        keys["partial_rotary_factor"],
-    )
+    theta = keys["rope_theta"]
+    scaling = keys["rope_scaling"]
+    fraction = keys["partial_rotary_factor"]
     given = {} if scaling is None else scaling.table()
     kind, rest = given.pop("rope_type", "default"), given
     parameters = {"rope_type": kind, **rest, "rope_theta": theta}

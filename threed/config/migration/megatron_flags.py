@@ -104,77 +104,51 @@ _SWITCHES: Mapping[str, tuple[str, str]] = {
     "distribute-saved-activations": ("recompute.partition", "true"),
     "async-save": ("checkpoint.async", "true"),
 }
-# Flags that are translated together: number of values, and the keys that they set.
-_COMBINED: Mapping[str, tuple[str, str]] = {
-    "normalization": ("N", "model.arch"),
-    "position-embedding-type": ("N", "model.arch"),
-    "use-rotary-position-embeddings": ("", "model.arch"),
-    "no-position-embedding": ("", "model.arch"),
-    "swiglu": ("", "model.arch"),
-    "add-qkv-bias": ("", "model.arch"),
-    "qk-layernorm": ("", "model.qk-norm"),
-    "window-size": ("N", "model.window model.arch"),
-    "rotary-percent": ("N", "model.partial-rotary-factor model.arch"),
-    "use-rope-scaling": ("", "model.rope-scaling"),
-    "rope-scaling-factor": ("N", "model.rope-scaling"),
-    "disable-bias-linear": ("", "model.bias"),
-    "untie-embeddings-and-output-weights": ("", "model.tied"),
-    "group-query-attention": ("", "model.kv-heads"),
-    "num-query-groups": ("N", "model.kv-heads"),
-    "ffn-hidden-size": ("N", "model.ffn"),
-    "vocab-size": ("N", "model.vocab"),
-    "sequence-parallel": ("", "parallel.sequence"),
-    "num-layers-per-virtual-pipeline-stage": ("N", "parallel.chunks parallel.schedule"),
-    "num-virtual-stages-per-pipeline-rank": ("N", "parallel.chunks parallel.schedule"),
-    "decoder-first-pipeline-num-layers": ("N", "parallel.partition"),
-    "decoder-last-pipeline-num-layers": ("N", "parallel.partition"),
-    "pipeline-model-parallel-layout": ("N", "parallel.partition"),
-    "reset-position-ids": ("", "data.packing"),
-    "reset-attention-mask": ("", "data.packing"),
-    "eod-mask-loss": ("", "data.packing"),
-    "moe-router-topk": ("N", "model.experts-per-token"),
-    "moe-router-pre-softmax": ("", "model.normalize-experts"),
-    "moe-ffn-hidden-size": ("N", "model.ffn model.expert-ffn"),
-    "moe-shared-expert-intermediate-size": ("N", "model.shared-experts"),
-    "moe-layer-freq": ("N", "model.dense-layers"),
-    "moe-router-load-balancing-type": ("N", "experts.aux-loss"),
-    "moe-aux-loss-coeff": ("N", "experts.aux-loss"),
-    "use-distributed-optimizer": ("", "zero.stage"),
-    "use-torch-fsdp2": ("", "zero.stage"),
-    "use-megatron-fsdp": ("", "zero.stage"),
-    "torch-fsdp2-no-reshard-after-forward": ("", "zero.stage"),
-    "data-parallel-sharding-strategy": ("N", "zero.stage"),
-    "num-distributed-optimizer-instances": ("N", "zero.shard-size"),
-    "ddp-bucket-size": ("N", "zero.bucket-mib"),
-    "recompute-granularity": ("N", "recompute.mode"),
-    "recompute-modules": ("N…", "recompute.ops"),
-    "recompute-method": ("N", "recompute.mode"),
-    "recompute-num-layers": ("N", "recompute.mode"),
-    "train-iters": ("N", "train.steps"),
-    "train-samples": ("N", "train.steps"),
-    "lr-decay-style": ("N", "optim.schedule"),
-    "lr-decay-iters": ("N", "train.steps train.stop-after"),
-    "lr-decay-samples": ("N", "train.steps train.stop-after"),
-    "lr-wsd-decay-style": ("N", "optim.schedule"),
-    "lr-wsd-decay-iters": ("N", "optim.schedule"),
-    "lr-warmup-iters": ("N", "optim.warmup"),
-    "lr-warmup-fraction": ("N", "optim.warmup"),
-    "lr-warmup-samples": ("N", "optim.warmup"),
-    "eval-iters": ("N", "train.eval-samples"),
-    "adam-beta1": ("N", "optim.betas"),
-    "adam-beta2": ("N", "optim.betas"),
-    "lion-beta1": ("N", "optim.betas"),
-    "lion-beta2": ("N", "optim.betas"),
-    "data-path": ("N…", "data.path"),
-    "split": ("N", "data.split"),
-    "tokenizer-type": ("N", "data.tokenizer"),
-    "tokenizer-model": ("N", "data.tokenizer"),
-    "load": ("N", "run.dir checkpoint.resume"),
-    "profile": ("", "log.profile-steps"),
-    "use-pytorch-profiler": ("", "log.profile-steps"),
-    "profile-step-start": ("N", "log.profile-steps"),
-    "profile-step-end": ("N", "log.profile-steps"),
-}
+# Flags that are translated together, by the keys that they set. NAME=N is a flag with one value, NAME=N… with one or more.
+_COMBINED: Mapping[str, str] = {
+    "model.arch":
+        "normalization=N position-embedding-type=N use-rotary-position-embeddings no-position-embedding swiglu"
+        " add-qkv-bias",
+    "model.qk-norm": "qk-layernorm",
+    "model.window model.arch": "window-size=N",
+    "model.partial-rotary-factor model.arch": "rotary-percent=N",
+    "model.rope-scaling": "use-rope-scaling rope-scaling-factor=N",
+    "model.bias": "disable-bias-linear",
+    "model.tied": "untie-embeddings-and-output-weights",
+    "model.kv-heads": "group-query-attention num-query-groups=N",
+    "model.ffn": "ffn-hidden-size=N",
+    "model.vocab": "vocab-size=N",
+    "parallel.sequence": "sequence-parallel",
+    "parallel.chunks parallel.schedule":
+        "num-layers-per-virtual-pipeline-stage=N num-virtual-stages-per-pipeline-rank=N",
+    "parallel.partition":
+        "decoder-first-pipeline-num-layers=N decoder-last-pipeline-num-layers=N pipeline-model-parallel-layout=N",
+    "data.packing": "reset-position-ids reset-attention-mask eod-mask-loss",
+    "model.experts-per-token": "moe-router-topk=N",
+    "model.normalize-experts": "moe-router-pre-softmax",
+    "model.ffn model.expert-ffn": "moe-ffn-hidden-size=N",
+    "model.shared-experts": "moe-shared-expert-intermediate-size=N",
+    "model.dense-layers": "moe-layer-freq=N",
+    "experts.aux-loss": "moe-router-load-balancing-type=N moe-aux-loss-coeff=N",
+    "zero.stage":
+        "use-distributed-optimizer use-torch-fsdp2 use-megatron-fsdp torch-fsdp2-no-reshard-after-forward"
+        " data-parallel-sharding-strategy=N",
+    "zero.shard-size": "num-distributed-optimizer-instances=N",
+    "zero.bucket-mib": "ddp-bucket-size=N",
+    "recompute.mode": "recompute-granularity=N recompute-method=N recompute-num-layers=N",
+    "recompute.ops": "recompute-modules=N…",
+    "train.steps": "train-iters=N train-samples=N",
+    "optim.schedule": "lr-decay-style=N lr-wsd-decay-style=N lr-wsd-decay-iters=N",
+    "train.steps train.stop-after": "lr-decay-iters=N lr-decay-samples=N",
+    "optim.warmup": "lr-warmup-iters=N lr-warmup-fraction=N lr-warmup-samples=N",
+    "train.eval-samples": "eval-iters=N",
+    "optim.betas": "adam-beta1=N adam-beta2=N lion-beta1=N lion-beta2=N",
+    "data.path": "data-path=N…",
+    "data.split": "split=N",
+    "data.tokenizer": "tokenizer-type=N tokenizer-model=N",
+    "run.dir checkpoint.resume": "load=N",
+    "log.profile-steps": "profile use-pytorch-profiler profile-step-start=N profile-step-end=N",
+}  # fmt: skip
 # Flags that need no replacement, by reason. A name with =N or =N… takes values;
 # a name with * stands for all flags that begin so.
 _UNUSED: Mapping[str, str] = {
@@ -347,8 +321,9 @@ def _build() -> Iterator[Flag]:
             yield Flag(name, "key", "N", (key,), words=value)
     for name, (key, value) in _SWITCHES.items():
         yield Flag(name, "key", "", (key,), form=value)
-    for name, (values, keys) in _COMBINED.items():
-        yield Flag(name, "combined", values, tuple(keys.split()))
+    for keys, names in _COMBINED.items():
+        for name, values in _listed(names):
+            yield Flag(name, "combined", values, tuple(keys.split()))
     for reason, names in _UNUSED.items():
         for name, values in _listed(names):
             yield Flag(name, "unused", values, text=reason)

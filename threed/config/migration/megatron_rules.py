@@ -133,10 +133,8 @@ def _attention(given: Given) -> Items:
 
 
 def _pipeline(given: Given) -> Items:
-    per_stage, per_rank = (
-        "num-layers-per-virtual-pipeline-stage",
-        "num-virtual-stages-per-pipeline-rank",
-    )
+    per_stage = "num-layers-per-virtual-pipeline-stage"
+    per_rank = "num-virtual-stages-per-pipeline-rank"
     stages, chunks = given.integer("pipeline-model-parallel-size"), given.integer(per_rank)
     if per_stage in given and per_rank in given:
         raise Untranslatable(f"--{per_stage} with --{per_rank}: keep one")
@@ -240,11 +238,9 @@ def _sharding(given: Given) -> Items:
 
 
 def _recomputation(given: Given) -> Items:
-    mode, method, count = (
-        given.text("recompute-granularity"),
-        "recompute-method",
-        "recompute-num-layers",
-    )
+    mode = given.text("recompute-granularity")
+    method = "recompute-method"
+    count = "recompute-num-layers"
     if mode not in ("", "full", "selective"):
         raise Untranslatable(f"--recompute-granularity {mode}: must be full or selective")
     if mode == "full":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from typing import Any
 
 __all__: list[str] = []
@@ -41,6 +42,28 @@ def function(name: str, types: str) -> Any:
     if (loaded := library("cpu")) is None:
         return None
     return declare(loaded, name, types)
+
+
+def call(name: str, types: str, *arguments: object) -> None:
+    """Calls a function of csrc/cpu that returns an error number, or 0.
+
+    Args:
+        name: name in C.
+        types: types of the result and of the arguments, as in `function`.
+        arguments: arguments of the function. Bytes name the instructions to use.
+
+    Raises:
+        RuntimeError: if the library is not available, or the function returns an error.
+    """
+    run = function(name, types)
+    if run is None:
+        raise RuntimeError(
+            "threed has no native library for the CPU here: `threed inspect` reports the reason"
+        )
+    if code := run(*arguments):
+        asked = [argument.decode() for argument in arguments if isinstance(argument, bytes)]
+        instructions = asked[0] if asked else "of this processor"
+        raise RuntimeError(f"{name}: {os.strerror(code)} (instructions {instructions})")
 
 
 def declare(loaded: ctypes.CDLL, name: str, types: str) -> Any:

@@ -298,8 +298,7 @@ class DeepSpeedCheckpoint(HFTensors):
             raise self._error("has both a universal checkpoint and another one: remove one of them")
         file = self._folder / "zero/optimizer_state.pt"
         if file.is_file():
-            groups: Table = reader.torch_file(file)
-            return groups
+            return reader.torch_file(file)
         self._note("it has no zero/optimizer_state.pt: the loss scale of fp16 is not imported")
         return {}
 

@@ -402,8 +402,7 @@ def _latest(folder: Path) -> str | None:
 
 def _tensors(path: Path) -> Mapping[str, Tensor]:
     """Returns the tensors of the states in a checkpoint."""
-    found: dict[str, Tensor] = load_file(path / TENSORS) if (path / TENSORS).is_file() else {}
-    return found
+    return load_file(path / TENSORS) if (path / TENSORS).is_file() else {}
 
 
 def _decoded(state: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:

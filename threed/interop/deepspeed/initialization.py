@@ -15,11 +15,7 @@ from threed.config import ConfigError
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.interop.deepspeed.api.comm import get_world_size, init_distributed
-from threed.interop.deepspeed.config.optimizers import (
-    find_groups,
-    hyper_parameters,
-    read_optimizer,
-)
+from threed.interop.deepspeed.config.optimizers import find_groups, hyper_parameters, read_optimizer
 from threed.interop.deepspeed.config.reader import read
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 from threed.interop.deepspeed.data import deepspeed_io

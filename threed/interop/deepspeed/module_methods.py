@@ -73,8 +73,7 @@ def _named(call: Any, name: str, text: str) -> Callable[..., Any]:
     texts = {"__name__": name, "__qualname__": f"ModuleMethods.{name}", "__doc__": text}
     for key, value in texts.items():
         setattr(call, key, value)
-    found: Callable[..., Any] = call
-    return found
+    return call
 
 
 def _same(device: torch.device, own: torch.device) -> bool:

@@ -132,12 +132,10 @@ class LayerGroup(PipelineLayer):
         loss_fn: Callable[[Any, Any], Any] | None, recomputable: bool,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.kinds, self.calls, self.first, self.last = (
-            [r.kind for r in records],
-            calls,
-            first,
-            last,
-        )
+        self.kinds = [r.kind for r in records]
+        self.calls = calls
+        self.first = first
+        self.last = last
         self.loss_fn, self.recomputable = loss_fn, recomputable
         # A first layer without parameters may change its input in place, but the input belongs to
         # the layer before it, which may need it in its backward.

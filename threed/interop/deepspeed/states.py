@@ -21,10 +21,8 @@ from torch import Tensor
 TENSOR = "name of a tensor"  # {TENSOR: name in the file of tensors}
 ARRAY = "name of a NumPy array"  # {ARRAY: name in the file of tensors}
 TUPLE = "items of a tuple"  # {TUPLE: [item, ...]}
-PAIRS = {
-    Counter: "pairs of a Counter",
-    dict: "pairs of a dict",
-}  # {PAIRS[type]: [[key, value], ...]}
+# {PAIRS[type]: [[key, value], ...]}
+PAIRS = {Counter: "pairs of a Counter", dict: "pairs of a dict"}
 _TYPES = {name: kind for kind, name in PAIRS.items()}
 _TAGS = {TENSOR, ARRAY, TUPLE, *_TYPES}
 

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.files import CheckpointError, plain, reading
 from threed.checkpoint.lazy_tensors import LazyTensor, Shape, read_slabs
 from threed.checkpoint.manifest import MANIFEST
 from threed.config.architectures.record import HF_BLOCK
@@ -286,10 +286,8 @@ class HFFolder(HFTensors):
 
     def _hf_tensor(self, part: str, key: str) -> LazyTensor:
         file = self._places.get(key, "") if self._places else SINGLE
-        try:
+        with reading(self.path / file, SafetensorError, OSError):
             return _Mapped(self._open(file).get_slice(key))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path / file} cannot be read: {plain(error)}") from None
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -341,14 +339,12 @@ def _places(path: Path) -> dict[str, str]:
 
 
 def _open(file: Path) -> Any:
-    try:
+    with reading(file, SafetensorError, OSError):
         # A link to a regular file is accepted (`stat` follows it), because the files in download
         # caches are links.
         if not stat.S_ISREG(file.stat().st_mode):
             raise OSError("it is not a regular file")
         return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {plain(error)}") from None
 
 
 def _contents(handle: Any) -> dict[str, Header]:

@@ -95,8 +95,7 @@ def random_values(model: Any, name: str, seed: int) -> Tensor:
     fresh = copy.deepcopy(module, {id(child): child for child in module.children()})
     fresh._modules = {}
     fill(fresh, model, int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4]))
-    value: Tensor = fresh.get_parameter(key).detach()
-    return value
+    return fresh.get_parameter(key).detach()
 
 
 def fill(module: nn.Module, model: Any, seed: int) -> None:

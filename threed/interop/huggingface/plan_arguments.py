@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from threed.interop.huggingface.plan_layers import Arguments, Skeleton
 
@@ -115,13 +116,7 @@ class LayerArguments:
 
 def _on_device(value: Any, device: torch.device, moved: dict[int, Tensor]) -> Any:
     """Returns an argument with its tensors on a device."""
-    if isinstance(value, Tensor):
-        return moved.setdefault(id(value), value.to(device))
-    if isinstance(value, tuple):
-        return tuple(_on_device(part, device, moved) for part in value)
-    if isinstance(value, dict):
-        return {key: _on_device(part, device, moved) for key, part in value.items()}
-    return value
+    return tree_map_only(Tensor, lambda x: moved.setdefault(id(x), x.to(device)), value)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -121,11 +121,9 @@ def _record(
         start[dim] = size[dim] * tp.index
     piece = Piece(name, shape, tuple(start), tuple(size))
     decay = len(shape) > 1
-    spec = (
-        slicing.shared(piece, partial=partial, decay=decay)
-        if dim is None
-        else ShardSpec((piece,), decay=decay)
-    )
+    spec = ShardSpec((piece,), decay=decay)
+    if dim is None:
+        spec = slicing.shared(piece, partial=partial, decay=decay)
     empty = torch.empty(size, dtype=param.dtype, device="meta")
     return attach(nn.Parameter(empty, param.requires_grad), spec)
 
@@ -158,12 +156,9 @@ def sliced(
             if style == COLUMN:
                 parent = new.get_submodule(inside.rpartition(".")[0])
                 _check_heads(parent, prefix + name, part, slicing.tp.size)
-            own = (
-                ColumnSlice(part, prefix + name, slicing, shared)
-                if style == COLUMN
-                else RowSlice(part, prefix + name, slicing)
-            )
-            new.set_submodule(inside, own)
+                new.set_submodule(inside, ColumnSlice(part, prefix + name, slicing, shared))
+            else:
+                new.set_submodule(inside, RowSlice(part, prefix + name, slicing))
             continue
         for key, param in part._parameters.items():
             if param is not None:
@@ -304,8 +299,7 @@ class PlanEmbedding(PipelineLayer):
         ids = micro.tokens.clamp(0, self._vocab - 1)
         self.data_flags[0].note(ids != micro.tokens)
         out = self.base(input_ids=ids, attention_mask=_unused_mask(ids), use_cache=False)
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+        return out.last_hidden_state
 
 
 class PlanBlock(PipelineLayer):
@@ -332,8 +326,7 @@ class PlanBlock(PipelineLayer):
             out = self.inner(x, *args, **kwargs)
         finally:
             self._shared.clear()
-        hidden: Tensor = out[0] if isinstance(out, tuple) else out
-        return hidden
+        return out[0] if isinstance(out, tuple) else out
 
 
 class PlanHead(PipelineLayer):
@@ -379,7 +372,6 @@ class PlanHead(PipelineLayer):
         try:
             mask = _unused_mask(x)
             out = self.model(inputs_embeds=x.detach(), attention_mask=mask, use_cache=False)
-            logits: Tensor = out.logits
-            return logits
+            return out.logits
         finally:
             self._inputs.clear()

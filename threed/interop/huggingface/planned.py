@@ -65,8 +65,7 @@ class PlannedDecoder(LiveModel):
 
     @property
     def _blocks(self) -> nn.ModuleList:
-        blocks: nn.ModuleList = getattr(self._skeleton.base, self.plan.layers)
-        return blocks
+        return getattr(self._skeleton.base, self.plan.layers)
 
     def layers(self) -> list[nn.Module]:
         """Returns the pipeline layers: the embedding, one per layer of the model, and the head."""

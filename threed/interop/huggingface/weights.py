@@ -15,7 +15,7 @@ from torch import Tensor
 
 from threed.checkpoint import compatibility, finite
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.files import CheckpointError, plain, reading
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import read_box
 from threed.config import Config, DataConfig, ModelConfig
@@ -31,11 +31,8 @@ from threed.ops.precision import DTYPES
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import WEIGHT, fill_in_place, records
 
-FREE = (
-    "seq",
-    "dropout",
-    "mtp_loss",
-)  # model keys that a run may choose; the folder determines all other keys
+# Model keys that a run may choose; the folder determines all other keys.
+FREE = ("seq", "dropout", "mtp_loss")
 
 
 def import_hf(
@@ -102,11 +99,9 @@ def load_hf(
     assert folder is not None
     record = collectives.exchange(record, everyone)[0]
     here = compatibility.expected(optimizer, extras.buffers, topology)
-    unlike = (
-        compatibility.differences(folder.shapes, here.weights, "weights")
-        if everyone.index == 0
-        else []
-    )
+    unlike = list[str]()
+    if everyone.index == 0:
+        unlike = compatibility.differences(folder.shapes, here.weights, "weights")
     raise_together(unlike, everyone, CheckpointError)
     raise_together(_overflows(folder, optimizer, config), everyone, CheckpointError)
 
@@ -148,14 +143,12 @@ def record_of_folder(folder: HFFolder) -> dict[str, Any]:
     Raises CheckpointError if a file is malformed.
     """
     path = folder.path / GENERATION
-    try:
-        generation = None
+    generation = None
+    with reading(folder.path):
         if path.is_file():
             read_object(path)  # raises CheckpointError if the file is not a JSON object
             generation = path.read_bytes().decode("utf-8-sig")
         return record_of(folder.config, generation, folder_files(folder.path).hashes())
-    except OSError as error:
-        raise CheckpointError(f"{folder.path} cannot be read: {plain(error)}") from None
 
 
 def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:

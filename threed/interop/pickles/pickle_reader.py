@@ -47,9 +47,8 @@ MOST_BYTES = 2**28  # limit on the bytes of all pickles of one reader
 MOST_OBJECTS = 12_000_000  # limit on the number of opcodes plus values in all pickles of one reader
 MOST_DEPTH = 40  # limit on the nesting depth of values
 MOST_BITS = 1024  # limit on the number of bits of an integer
-MOST_DIMENSIONS = (
-    16  # limit on dimensions of a tensor, items of a tuple key, and arguments of a `KNOWN` call
-)
+# limit on dimensions of a tensor, items of a tuple key, and arguments of a `KNOWN` call
+MOST_DIMENSIONS = 16
 MOST_NAME = 1000  # limit on the characters of the name of a class or function
 MOST_NAMES = 2**22  # limit on the characters of all such names in a file
 MOST_DIRECTORY = 2**24  # limit on the bytes of a zip file's directory
@@ -216,9 +215,8 @@ class _Unpickler(PURE):
 
         Raises ValueError if it is a name in the standard library that no checkpoint needs.
         """
-        module, name = NAME_MAPPING.get(
-            (module, name), (module, name)
-        )  # pickles of protocol 2 have Python 2's names, which are translated here
+        # Pickles of protocol 2 have Python 2's names, which are translated here.
+        module, name = NAME_MAPPING.get((module, name), (module, name))
         module = IMPORT_MAPPING.get(module, module)
         full, top = f"{module}.{name}", module.partition(".")[0]
         if len(full) > MOST_NAME:

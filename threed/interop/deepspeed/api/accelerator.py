@@ -67,8 +67,7 @@ class DeepSpeedAccelerator:
         """Returns a context manager that makes a device the current one."""
         if self._device.type == "cpu":
             return nullcontext()
-        context: AbstractContextManager[Any] = self._module.device(device_index)
-        return context
+        return self._module.device(device_index)
 
     def current_device(self) -> int:
         """Returns the index of the current GPU; on a CPU, the local rank."""

@@ -97,8 +97,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 def _aliases(folder: Path) -> Mapping[str, str]:
     """Returns the further names of tied weights: name -> the weight's first name."""
-    found: Mapping[str, str] = read_manifest(folder)["state"].get("aliases", {})
-    return found
+    return read_manifest(folder)["state"].get("aliases", {})
 
 
 def _folder(parent: Path, tag: str | int | None) -> Path:
