@@ -14,8 +14,6 @@ be copied: the tables need nothing else.
 
 Exit codes: 0 if every stage of the call is done or had no time, 1 if a stage failed, 2 if the
 command is invalid.
-
-No GPU was available when this was written, so the expected times of stages are estimates.
 """
 
 from __future__ import annotations
