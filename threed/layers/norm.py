@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from threed.distributed.sharding import parameter, vector
 from threed.layers.slicing import Slicing, VectorGradient, for_autograd, is_plain
-from threed.ops import launch, norm
+from threed.ops import launch, norm, sums
 
 
 class _Fused(torch.autograd.Function):
@@ -89,8 +89,9 @@ def sum_and_norm(
 
 
 def adds_bias(module: nn.Module, x: Tensor, bias: Tensor) -> bool:
-    """Returns whether the kernel of `sum_and_norm` adds this bias [h] to rows like x [... h]."""
-    return is_plain(module, LayerNorm, RMSNorm) and module.fits(x) and launch.packed(bias)
+    """Returns whether kernels add this bias [h] to rows like x [... h], and sum its gradient."""
+    fits = is_plain(module, LayerNorm, RMSNorm) and module.fits(x) and launch.packed(bias)
+    return fits and sums.column_fits(x.flatten(0, -2))
 
 
 class Norm(nn.Module):
