@@ -255,9 +255,9 @@ def sinks_of_the_first_rank() -> Iterator[None]:
     real = Context.attend
 
     def attend(self: Context, *args: Any) -> Tensor:
-        *rest, sinks = args
+        *rest, sinks, keep = args
         u = self.heads.size
-        return real(self, *rest, torch.cat([sinks.chunk(u)[0]] * u))
+        return real(self, *rest, torch.cat([sinks.chunk(u)[0]] * u), keep)
 
     with sinking(), patch(Context, "attend", attend):
         yield
