@@ -156,6 +156,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank_of:
         serve(args)
+    from benchmarks.worker import ENGINES
+
+    if unknown := [name for name in args.engines if name not in ENGINES]:
+        parser.error(f"no engine {', '.join(unknown)}: use {', '.join(ENGINES)}")
     for engine in args.engines:
         print(json.dumps(compare(engine, args)), flush=True)
 
