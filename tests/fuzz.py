@@ -106,6 +106,12 @@ class Trial:
         return replace(self, world=1, keys=keys, then=None)
 
     @property
+    def late(self) -> bool:
+        """Whether updates take effect a step later."""
+        two_versions = self.keys["parallel"]["schedule"] == "2bw"
+        return two_versions or bool(self.keys["zero"].get("delayed_update"))
+
+    @property
     def problems(self) -> list[str]:
         """Why the configuration is refused without building the model; empty if it is not."""
         try:
@@ -143,8 +149,8 @@ def draw(seed: int) -> Trial:
         documents=d.random() < 0.3,
     )
     trial = _laid_out(d, trial)
-    late = trial.keys["parallel"]["schedule"] == "2bw" or trial.keys["zero"].get("delayed_update")
-    return trial if late or d.random() < 0.6 else replace(trial, then=_other_layout(d, trial))
+    keeps = trial.late or d.random() < 0.6
+    return trial if keeps else replace(trial, then=_other_layout(d, trial))
 
 
 def _laid_out(d: random.Random, trial: Trial) -> Trial:
@@ -187,14 +193,8 @@ def _other_layout(d: random.Random, trial: Trial) -> Trial | None:
         same = {"experts": keys["experts"] | room, "optim": keys["optim"]}
         train = other.keys["train"] | {"grad_clip": keys["train"]["grad_clip"]}
         other = replace(other, keys=other.keys | same | {"train": train})
-        late = other.keys["parallel"]["schedule"] == "2bw" or other.keys["zero"].get(
-            "delayed_update"
-        )
-        if (
-            train["global_batch"] == keys["train"]["global_batch"]
-            and not late
-            and not other.problems
-        ):
+        rows_fit = train["global_batch"] == keys["train"]["global_batch"]
+        if rows_fit and not other.late and not other.problems:
             return other
     return None
 

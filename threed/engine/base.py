@@ -161,8 +161,8 @@ class Engine(metaclass=_EngineType):
         graphed = graphs.wanted(self.config, self.model, blueprint.layers, topology, self.trains)
         own_layers = [blueprint.layers[number] for number in blueprint.held]
         self.batches = self._make_batches(blueprint.layers)
-        own = self.batches
-        flags = [own.empty, own.decreasing, own.differing, *blueprint.flags]
+        batches = self.batches
+        flags = [batches.empty, batches.decreasing, batches.differing, *blueprint.flags]
         self.faults = Faults(flags, topology.device, warns=topology.rank == 0)
         self.rooms = Rooms(blueprint.layers, self.faults)
         wrapped = self.model if isinstance(self.model, Wrapped) else None

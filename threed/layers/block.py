@@ -156,22 +156,16 @@ class Block(PipelineLayer):
 
         x is the block's input.
         """
-        between = (self.attention_dropout, self.attention_post_norm)
-        if not is_plain(self.attention, Attention) or between != (None, None):
+        if self.attention_dropout is not None or self.attention_post_norm is not None:
             return None
-        out = self.attention.out
-        if (
-            not is_plain(out, RowLinear)
-            or out.bias is None
-            or type(self.recompute) is not Recompute
-        ):
+        if not is_plain(self.attention, Attention) or type(self.recompute) is not Recompute:
             return None
-        return out.bias if adds_bias(self.mlp_norm, x, out.bias) else None
+        bias = self.attention.out.bias if is_plain(self.attention.out, RowLinear) else None
+        return bias if bias is not None and adds_bias(self.mlp_norm, x, bias) else None
 
     def _attend(self, y: Tensor, documents: Tensor | None, add_bias: bool) -> Tensor:
         if not add_bias:
-            attended: Tensor = self.attention(y, documents, add_bias)
-            return attended
+            return self.attention(y, documents, add_bias=False)
         if documents is None:
             return self.attention(y)
         if not self._takes_documents:
