@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.configs import Case, trained
 from tests.engine.test_documents import Largest
 from tests.harness import run_ranks
+from tests.ops.test_ops_block_sparse import core_of, patterns
 from tests.test_equivalence import run_cases, write_truths
 from threed import layers, models
 from threed.config import Config
@@ -25,8 +26,9 @@ from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.layers import Slicing
 from threed.layers import context as context_module
-from threed.layers.context import ring_attention
+from threed.layers.context import RingCore, ring_attention
 from threed.ops.attention import Causal
+from threed.ops.block_sparse import SparseAttention
 from threed.ops.positions import QUERIES, Block, Positions, blocks
 from threed.pipeline import batches
 from threed.planner.forecast import Forecast
@@ -90,7 +92,7 @@ def test_parts_of_positions_are_disjoint_and_in_order() -> None:
 
 
 def attend_in_a_ring(
-    dtype: torch.dtype, causal: Causal, kv_heads: int, documents: Tensor | None = None
+    dtype: torch.dtype, core: RingCore, kv_heads: int, documents: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Returns y, dq, dk and dv of this rank, and this rank's positions."""
     topology = Topology(cp=torch.distributed.get_world_size())
@@ -98,7 +100,7 @@ def attend_in_a_ring(
     own = Positions.zigzag(LENGTH, ring.size, ring.index)
     *given, dy = inputs(dtype, kv_heads)
     q, k, v = (own.rows(x).requires_grad_() for x in given)
-    y = ring_attention(q, k, v, causal, ring, documents)
+    y = ring_attention(q, k, v, core, ring, documents)
     grads = torch.autograd.grad(y, (q, k, v), own.rows(dy).flatten(2))
     return (*(x.detach() for x in (y.unflatten(2, (HEADS, -1)), *grads)), own.indices(y.device))
 
@@ -113,13 +115,13 @@ def inputs(dtype: torch.dtype, kv_heads: int) -> list[Tensor]:
 
 
 def truth(
-    dtype: torch.dtype, causal: Causal, kv_heads: int, computed: torch.dtype,
+    dtype: torch.dtype, core: RingCore, kv_heads: int, computed: torch.dtype,
     documents: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Returns y, dq, dk and dv of full sequences, of inputs in `dtype`, computed in `computed`."""
     q, k, v, dy = (x.to(computed) for x in inputs(dtype, kv_heads))
     given = [x.requires_grad_() for x in (q, k, v)]
-    y = causal(*given, documents)
+    y = core(*given) if isinstance(core, SparseAttention) else core(*given, documents)
     return y.detach().unflatten(2, (HEADS, -1)), *torch.autograd.grad(y, given, dy.flatten(2))
 
 
@@ -133,6 +135,40 @@ def test_a_ring_computes_attention_of_full_sequences(ranks: int) -> None:
         for *found, own in run_ranks(ranks, attend_in_a_ring, torch.float64, causal, kv_heads):
             for mine, full in zip(found, exact, strict=True):
                 assert (mine - full[own]).abs().max() < 1e-12, causal
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("direction", ["unidirectional", "bidirectional"])
+def test_a_ring_computes_block_sparse_attention(ranks: int, direction: str) -> None:
+    """Blocks of 30 positions are cut by the chunks of the ranks."""
+    cores = [
+        core_of(pattern, softcap, 0.3)
+        for softcap in (0.0, 0.7)
+        for pattern in patterns(30, direction)
+    ]
+    found = run_ranks(ranks, sparse_in_a_ring, cores)
+    for number, core in enumerate(cores):
+        exact = truth(torch.float64, core, (4, 2, 1)[number % 3], torch.float64)
+        pairs = 0
+        for rank in found:
+            computed, (*parts, own) = rank[number]
+            for mine, full in zip(parts, exact, strict=True):
+                assert (mine - full[own]).abs().max() < 1e-12, core
+            pairs += computed
+        # of a block that the causal mask cuts, a chunk needs only the part below its first query
+        assert pairs <= core.flops(LENGTH, LENGTH, HEADS, SIZE) // (4 * SIZE)
+        assert core.pattern.causal or pairs == core.flops(LENGTH, LENGTH, HEADS, SIZE) // (4 * SIZE)
+
+
+def sparse_in_a_ring(cores: list[SparseAttention]) -> list[tuple[int, tuple[Tensor, ...]]]:
+    """Returns the pairs that this rank computes in the forward, and the results, of each core."""
+    results, forward = [], context_module.attention.forward
+    for number, core in enumerate(cores):
+        with patch(context_module.attention, "forward", mock.Mock(side_effect=forward)) as called:
+            parts = attend_in_a_ring(torch.float64, core, (4, 2, 1)[number % 3])
+        shapes = [(q.shape, k.shape) for _, _, q, k, _ in (call.args for call in called.mock_calls)]
+        results.append((sum(q[1] * q[2] * k[2] for q, k in shapes), parts))
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -246,9 +282,9 @@ def own_keys_in_the_backward() -> AbstractContextManager[Any]:
 
     def hops(self: Any, *args: Any) -> Iterator[Any]:
         first = self.flat.clone()
-        for _, _, found in real(self, *args):
+        for _, _, index in real(self, *args):
             backward = torch._C._current_autograd_node() is not None
-            yield *self.split(first if backward else self.flat), found
+            yield *self.split(first if backward else self.flat), index
 
     return patch(context_module._Moving, "hops", hops)
 

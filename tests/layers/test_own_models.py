@@ -242,10 +242,9 @@ def batch(step: int) -> dict[str, Tensor]:
 
 
 def engine_of(name: str, config: Config) -> Engine:
-    topology = topology_of(config.parallel.pp, config.parallel.tp)
-    slicing = Slicing(
-        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
-    )
+    p = config.parallel
+    topology = topology_of(p.pp, p.tp, p.cp)
+    slicing = Slicing.of(topology, config)
     return Engine(example(name)(config.model, slicing), topology, config)
 
 

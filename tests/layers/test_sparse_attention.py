@@ -36,6 +36,15 @@ WORLDS: list[dict[str, dict[str, Any]]] = [
     {"parallel": ZERO_BUBBLE, "recompute": {"mode": "full"}},
     {"parallel": {"dp": 2}, "zero": {"stage": 2, "resident": 0}},
 ]
+CONTEXTS: list[dict[str, dict[str, Any]]] = [
+    {"parallel": {"cp": 2, "cp_heads": 1, "tp": 2, "sequence": False}},
+    {"parallel": {"cp": 2, "cp_heads": 2, "pp": 2}, "recompute": {"mode": "full"}},
+    {
+        "parallel": {"cp": 2, "cp_heads": 1, "pp": 2, "schedule": "zb-h1"},
+        "recompute": {"mode": "selective"},
+    },
+    {"parallel": {"cp": 2, "cp_heads": 1}, "zero": {"stage": 3, "resident": 0}},
+]
 ONE_KEY_HEAD = {"model": {"kv_heads": 1}}
 
 
@@ -51,6 +60,18 @@ def train_everywhere(truth: Result, shared: Result) -> None:
         compare(got, shared, "shared key heads")
     _find_torn_layouts(truth)
     _refuse_heads_of_all_ranks()
+
+
+def train_on_four_ranks(truth: Result) -> None:
+    """The ranks' chunks of three or two positions cut blocks of two positions."""
+    for groups in CONTEXTS:
+        got = train(NAME, configuration(4, **groups))
+        if got[2]:
+            compare(got, truth, str(groups))
+
+
+def test_context_parallelism() -> None:
+    run_ranks(4, train_on_four_ranks, alone(NAME))
 
 
 def _with_heads(heads: Any) -> Engine:

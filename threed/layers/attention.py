@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from threed.distributed.sharding import ShardSpec, parameter, vector
-from threed.layers.context import NEEDS_HEADS
+from threed.layers.context import NEEDS_HEADS, RingCore
 from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.norm import RMSNorm
 from threed.layers.recompute import Recompute
@@ -64,7 +64,7 @@ def check_context(name: str, heads: int, kv_heads: int, core: Core, slicing: Sli
             f"{name}: {heads} heads and {kv_heads} key/value heads of a tensor rank cannot be divided over"
             f" {u} context ranks: use another --parallel.cp-heads"
         )
-    if context.ring.size > 1 and not isinstance(core, Causal):
+    if context.ring.size > 1 and not isinstance(core, RingCore):
         raise ValueError(f"{name}: {NEEDS_HEADS.format(cp=context.size)}")
 
 

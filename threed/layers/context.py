@@ -30,14 +30,15 @@ from threed.distributed import collectives, conjugate
 from threed.distributed.topology import Axis, Topology, alone
 from threed.ops import attention
 from threed.ops.attention import Blockwise, Causal, Keep, Step
-from threed.ops.positions import Block, Positions, blocks
+from threed.ops.block_sparse import SparseAttention
+from threed.ops.positions import Positions, blocks
 
 Core = Callable[..., Tensor]
+RingCore = Causal | SparseAttention  # cores that a ring can compute
 NEEDS_HEADS = (
     "a custom core sees full sequences, so context parallelism can only divide its heads: use"
     " --parallel.cp-heads {cp}"
 )
-Pieces = Iterator[tuple[slice, Block]]  # (rows of the batch, block of attention)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +131,7 @@ class Context:
         """Returns the attention of a core that sees full sequences. Collective over cp.
 
         Args:
-            core: the core. If the ring has several ranks, a `Causal`.
+            core: the core. If the ring has several ranks, a `Causal` or a `SparseAttention`.
             q: queries at this rank's positions, [s/c b a d].
             k: keys at this rank's positions, [s/c b k d].
             v: values at this rank's positions, [s/c b k d]; their heads may have another size.
@@ -144,7 +145,7 @@ class Context:
             The output at this rank's positions, [s/c b a d] or [s/c b (a d)].
 
         Raises:
-            ValueError: if the ring has several ranks, and the core is not a `Causal`.
+            ValueError: if the ring has several ranks, and the core is not one that it can compute.
         """
         u = self.heads.size
         if sinks is not None and u > 1:
@@ -159,7 +160,7 @@ class Context:
         if self.ring.size == 1:
             y = core(q, k, v, **given)
         else:
-            if not isinstance(core, Causal):
+            if not isinstance(core, RingCore):
                 raise ValueError(NEEDS_HEADS.format(cp=self.size))
             y = ring_attention(q, k, v, core, self.ring, **given, keep=keep)
         y = y if y.dim() == 4 else y.unflatten(2, (q.shape[2], -1))
@@ -180,29 +181,29 @@ def _order(length: int, ring: int, heads: int, device: torch.device) -> Tensor:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: Causal, ring: Axis, documents: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, core: RingCore, ring: Axis, documents: Tensor | None = None,
     sinks: Tensor | None = None, keep: Keep | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns causal attention over sequences that are split over a ring. Collective over the ring.
+    """Returns attention over sequences that are split over a ring. Collective over the ring.
 
     Args:
         q: queries at this rank's positions (`Positions.zigzag`), [s/r b a d].
         k: keys at the same positions, [s/r b k d].
         v: values at the same positions, [s/r b k d].
-        causal: window, soft cap and scale.
+        core: window, soft cap and scale of causal attention, or the lists of blocks.
         ring: the r ranks.
         documents: number of each token's document in the full sequences, int64 [b s], not
-            decreasing along s. Default: each sequence is one document.
+            decreasing along s; only for a `Causal`. Default: each sequence is one document.
         sinks: attention sinks [a]. Default: none.
         keep: see `Context.attend`.
 
     Returns:
         The output at this rank's positions, [s/r b (a d)].
     """
-    if causal.window >= len(q) * ring.size:
-        causal = replace(causal, window=0)
+    if isinstance(core, Causal) and core.window >= len(q) * ring.size:
+        core = replace(core, window=0)
     found = None if documents is None else attention.borders(documents)
-    return Blockwise.apply(q, k, v, sinks, _Ring(causal, ring, found), keep)
+    return Blockwise.apply(q, k, v, sinks, _Ring(core, ring, found), keep)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,46 +214,59 @@ class _Ring:
     keys and values, so that after r hops they are back at their rank.
 
     Attributes:
-        causal: window, soft cap and scale.
+        core: the core.
         ring: the ranks of the ring.
         borders: the documents of each row of the batch; None if each row is one document.
     """
 
-    causal: Causal
+    core: RingCore
     ring: Axis
     borders: attention.Borders | None
     merges = True
 
+    @property
+    def causal(self) -> Causal:
+        """Window, soft cap and scale of every step."""
+        return self.core if isinstance(self.core, Causal) else self.core.causal
+
     def steps(
         self, q: Tensor, k: Tensor, v: Tensor, sums: list[Tensor] | None = None
     ) -> Iterator[Step]:
-        """Yields the blocks of all hops, see `Plan.steps`."""
+        """Yields the steps of all hops, see `Plan.steps`."""
         moving, home = _Moving(self.ring, k, v), None
-        for keys, values, pieces in moving.hops(q.shape[2], self.causal.window, self.borders):
+        length = q.shape[2] * self.ring.size
+        own = Positions.zigzag(length, self.ring.size, self.ring.index)
+        for keys, values, index in moving.hops():
             if sums is not None:
                 part = torch.zeros_like(moving.flat, dtype=attention._wide(k))
                 sums[:] = moving.split(part)
-            for row, (rows, columns, offset) in pieces:
-                at, of = (row, slice(None), slice(*rows)), (row, slice(None), slice(*columns))
-                yield Step(at, offset, keys[of], values[of], (of,))
+            source = Positions.zigzag(length, self.ring.size, index)
+            if isinstance(self.core, SparseAttention):
+                yield from self.core.between(own, source, q, keys, values)
+            else:
+                yield from self._causal_steps(own, source, keys, values)
             if sums is not None:
                 part = part if home is None else part.add_(home.wait())
                 home = collectives.start_shift(part, self.ring)
         if sums is not None and home is not None:
             sums[:] = moving.split(home.wait())
 
-
-def _pieces(
-    own: Positions, source: Positions, window: int, borders: attention.Borders | None
-) -> Pieces:
-    """Yields the blocks between the queries of this rank and the keys of another."""
-    if borders is None:
-        yield from ((slice(None), block) for block in blocks(own, source, window))
-        return
-    for row, documents in enumerate(borders):
-        for inside in documents:
-            for block in blocks(own, source, window, inside):
-                yield slice(row, row + 1), block
+    def _causal_steps(
+        self, own: Positions, source: Positions, keys: Tensor, values: Tensor
+    ) -> Iterator[Step]:
+        """Yields the steps of causal attention to the keys of another rank."""
+        if keys.is_meta:  # cost traces count all pairs of positions
+            every = slice(None), slice(None), slice(0, own.total)
+            yield Step(every, own.length, keys, values, (every,))
+            return
+        rows = ((None, None),) if self.borders is None else enumerate(self.borders)
+        for number, documents in rows:
+            row = slice(None) if number is None else slice(number, number + 1)
+            for inside in documents or (None,):
+                for at, of, offset in blocks(own, source, self.causal.window, inside):
+                    queries = row, slice(None), slice(*at)
+                    columns = row, slice(None), slice(*of)
+                    yield Step(queries, offset, keys[columns], values[columns], (columns,))
 
 
 class _Moving:
@@ -278,26 +292,15 @@ class _Moving:
         first = flat[: -(flat.numel() * v[3] // (k[3] + v[3]))]
         return first.view(k), flat[first.numel() :].view(v)
 
-    def hops(
-        self, rows: int, window: int, borders: attention.Borders | None
-    ) -> Iterator[tuple[Tensor, Tensor, Pieces]]:
-        """Yields (keys, values, pieces) of each hop; starts each transfer before the blocks.
+    def hops(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Yields (keys, values, their rank in the ring) of each hop.
 
-        Args:
-            rows: number of this rank's positions.
-            window: window of attention.
-            borders: the documents of each row of the batch; None if each row is one document.
+        The transfer of the next keys and values starts before a hop, so it overlaps with its steps.
         """
-        ring, length = self._ring, rows * self._ring.size
-        own = Positions.zigzag(length, ring.size, ring.index)
+        ring = self._ring
         for hop in range(ring.size):
             coming = collectives.start_shift(self.flat, ring) if hop < ring.size - 1 else None
-            source = Positions.zigzag(length, ring.size, (ring.index - hop) % ring.size)
             keys, values = self.split(attention.for_steps(self.flat, True))
-            if self.flat.is_meta:  # cost traces count all pairs of positions
-                pieces: Pieces = iter([(slice(None), Block((0, rows), (0, rows), length))])
-            else:
-                pieces = _pieces(own, source, window, borders)
-            yield keys, values, pieces
+            yield keys, values, (ring.index - hop) % ring.size
             if coming is not None:
                 self.flat = coming.wait()

@@ -21,6 +21,7 @@ from torch import Tensor
 from threed.core.block_patterns import BlockPattern, Layout, Part, Range, layouts
 from threed.ops import attention, attention_backends, attention_costs, flex
 from threed.ops.attention import Blockwise, Causal, Step
+from threed.ops.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class SparseAttention:
     scale: float | None = None
     # represents the core in a graph of torch.compile (`layers.compiled`)
     opaque: Any = field(default=None, init=False, repr=False, compare=False)
-    merges = False  # a query is in one step (`ops.attention.Plan`)
+    merges = False  # within one rank a query is in one step (`ops.attention.Plan`)
 
     def __post_init__(self) -> None:
         if self.heads is None and self.pattern.different_layout_per_head:
@@ -70,17 +71,13 @@ class SparseAttention:
                 that does not exist.
         """
         s, _, a, _ = q.shape
-        first, last = self.heads or (0, a)
-        if last - first != a:
-            raise ValueError(
-                f"SparseAttention: heads {first} to {last - 1} for a rank with {a} heads: pass heads=slicing.core_heads(heads)"
-            )
+        numbers = self._numbers(a)
         queries, keys, values = map(attention._batch_first, (q, k, v))
         if q.is_meta:
             return attention._seq_first(self._trace(queries, keys, values))
         if flex.fits(queries):
             self._record("FlexAttention", queries, keys)
-            mask = self._mask(s, (first, last), q)
+            mask = self._mask(s, numbers, q)
             return attention._seq_first(
                 flex.compute(queries, keys, values, mask, self.softcap, self.scale)
             )
@@ -119,6 +116,45 @@ class SparseAttention:
         """
         return steps(self.lists(q.shape[2], q.shape[1]), self.causal, q, k, v)
 
+    def between(
+        self, queries: Positions, keys: Positions, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[Step]:
+        """Yields the steps of attention of the queries of one rank to the keys of another.
+
+        Args:
+            queries: positions of the queries.
+            keys: positions of the keys.
+            q: queries [b a n d].
+            k: keys [b k m d].
+            v: values [b k m d].
+        """
+        numbers = self._numbers(q.shape[1])
+        for row, rows in queries.by_row():
+            for column, columns in keys.by_row():
+                lists = layouts(self.pattern, queries.length, numbers, rows, columns)
+                if q.is_meta:  # cost traces: one step with as many pairs
+                    count = rows[1] - rows[0]
+                    each = -(-_pairs(lists) // (q.shape[1] * count))
+                    at, of = (
+                        (slice(None), slice(None), slice(i, i + n))
+                        for i, n in ((row, count), (column, each))
+                    )
+                    yield Step(at, queries.length, k[of], v[of], (of,))
+                else:
+                    there = slice(column, column + columns[1] - columns[0])
+                    given = q, k[:, :, there], v[:, :, there]
+                    yield from steps(lists, self.causal, *given, (row, column))
+
+    def _numbers(self, heads: int) -> Range:
+        """Returns the global numbers of the rank's heads, after a check of their number."""
+        first, last = self.heads or (0, heads)
+        if last - first != heads:
+            raise ValueError(
+                f"SparseAttention: heads {first} to {last - 1} for a rank with {heads} heads: pass"
+                " heads=slicing.core_heads(heads)"
+            )
+        return first, last
+
     def _mask(self, seq: int, heads: Range, q: Tensor) -> Any:
         if self.opaque is None or not torch.compiler.is_compiling():
             return _cached_mask(self.pattern, seq, heads, q.device)
@@ -139,7 +175,7 @@ class SparseAttention:
         shortened so that the number of pairs is that of the listed blocks.
         """
         a, s = q.shape[1:3]
-        each, rest = divmod(self._pairs(s, a), a * s)
+        each, rest = divmod(_pairs(self.lists(s, a)), a * s)
         if rest:
             with torch.no_grad():  # the remaining pairs: `rest` queries of one head and one key
                 single = q[:, :1, :1].expand(-1, -1, rest, -1)
@@ -147,11 +183,6 @@ class SparseAttention:
         return attention_costs.on_meta(
             q, k[:, :, :each], v[:, :, :each], enable_gqa=a != k.shape[1]
         )
-
-    def _pairs(self, seq: int, heads: int) -> int:
-        """Returns the number of pairs of positions in the listed blocks, summed over the heads."""
-        found = self.lists(seq, heads)
-        return sum(len(layout.heads) * part.pairs for layout in found for part in layout.parts)
 
     def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
         """Returns the FLOPs of a forward, counted for all pairs of positions in listed blocks.
@@ -162,12 +193,18 @@ class SparseAttention:
             heads: number of query heads of this rank.
             size: width of a head.
         """
-        return 4 * (tokens // seq) * self._pairs(seq, heads) * size
+        return 4 * tokens * _pairs(self.lists(seq, heads)) * size // seq
+
+
+def _pairs(lists: Sequence[Layout]) -> int:
+    """Returns the number of pairs of positions in the listed blocks, summed over the heads."""
+    return sum(len(layout.heads) * part.pairs for layout in lists for part in layout.parts)
 
 
 def steps(
-    lists: Sequence[Layout], causal: Causal, q: Tensor, k: Tensor, v: Tensor
-) -> Iterator[Step]:
+    lists: Sequence[Layout], causal: Causal, q: Tensor, k: Tensor, v: Tensor,
+    start: tuple[int, int] = (0, 0),
+) -> Iterator[Step]:  # fmt: skip
     """Yields the steps of attention of some queries to the listed blocks of some keys.
 
     Fused attention computes a full part at once. Otherwise the number of scores is bounded.
@@ -178,6 +215,7 @@ def steps(
         q: queries [b a n d].
         k: keys [b k m d].
         v: values [b k m d].
+        start: index of the first query of the lists, and of the first key, in the results.
     """
     fused = attention._is_flash(q, v, causal)
     most = attention.SCORES_ON_CPU if attention._on_cpu(q) else attention.SCORES
@@ -192,9 +230,11 @@ def steps(
                 scores = q.shape[0] * len(range(q.shape[1])[heads]) * part.key_count
                 first, last = part.queries
                 step = last - first if fused else max(16, most // scores)
-                of = tuple((slice(None), groups, slice(*span)) for span in part.keys)
+                spans = (slice(start[1] + begin, start[1] + end) for begin, end in part.keys)
+                of = tuple((slice(None), groups, span) for span in spans)
                 for row in range(first, last, step):
-                    at = slice(None), heads, slice(row, min(row + step, last))
+                    rows = slice(start[0] + row, start[0] + min(row + step, last))
+                    at = slice(None), heads, rows
                     yield Step(at, part.offset + row - first, keys, values, of)
 
 

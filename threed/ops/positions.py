@@ -11,6 +11,7 @@ in_documents(documents)                 positions that begin at 0 in every docum
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,13 @@ class Positions(NamedTuple):
     def total(self) -> int:
         """Number of positions."""
         return sum(last - first for first, last in self.ranges)
+
+    def by_row(self) -> Iterator[tuple[int, Range]]:
+        """Yields (first row, range) of each range."""
+        row = 0
+        for first, last in self.ranges:
+            yield row, (first, last)
+            row += last - first
 
     def part(self, parts: int, index: int) -> Positions:
         """Returns one of several equal parts of these positions, in their order.
@@ -175,15 +183,14 @@ def blocks(
 
 def _rows(positions: Positions, window: int, inside: Range | None) -> list[tuple[int, Range]]:
     """Returns (first row, range) of each range; with a window, of chunks of about its size."""
-    found, row = list[tuple[int, Range]](), 0
+    found = list[tuple[int, Range]]()
     size = min(max(window, QUERIES[0]), QUERIES[1])
-    for first, last in positions.ranges:
+    for row, (first, last) in positions.by_row():
         low, high = (
             (first, last) if inside is None else (max(first, inside[0]), min(last, inside[1]))
         )
         for at in range(low, high, size if window else max(high - low, 1)):
             found.append((row + at - first, (at, min(at + size, high) if window else high)))
-        row += last - first
     return found
 
 
