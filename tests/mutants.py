@@ -1,6 +1,6 @@
 """Mutation test: changes the meaning of single statements, and runs the tests that cover each.
 
-    python tests/mutants.py --map --folder DIR                  # once: which test runs which statement (40 min)
+    python tests/mutants.py --map --folder DIR                  # once: which test runs which statement (25 min)
     python tests/mutants.py --seed 0 --count 80 --jobs 2 --folder DIR      # then the changes (about an hour)
 
 Run it manually; pytest does not collect it. `tests/mutations.py` generates the changes. The seed
@@ -9,8 +9,9 @@ statement. For each change, the tests that cover its statement run, beginning wi
 likely detect it, until one fails ('killed') or hangs ('timeout'). At first tests of a minute in
 total run; if all pass, the others follow.
 
-Both commands continue where they were stopped: the folder stores the results, by the change and the
-source of its function. `--retry` runs the surviving changes again. `tests/mutants.toml` lists the
+The folder stores the results, by the change and the source of its function, so the second command
+continues where it was stopped. The map is stored when it is complete; later only the test files that
+have changed are mapped. `--retry` runs the surviving changes again. `tests/mutants.toml` lists the
 survivors that a person has examined, with reasons, and separately those that do not change the
 meaning.
 """
@@ -71,8 +72,9 @@ with open(os.environ["{HITS}"], "r+b") as file:
 
 
 def pytest_configure(config: Any) -> None:
-    """Registers the recorder, with `-p tests.mutants` and a file of marks."""
-    if HITS in os.environ:
+    """Registers the recorder in a worker of pytest, with `-p tests.mutants` and files of marks."""
+    if HITS in os.environ and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+        os.environ[HITS] += worker  # a file for each worker, and for the processes that it starts
         config.pluginmanager.register(_Recorder(Path(os.environ[HITS])))
 
 
@@ -86,7 +88,7 @@ class _Recorder:
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
             self.hits = mmap.mmap(file.fileno(), 0)
-        self.out = path.with_suffix(".jsonl").open("a")
+        self.out = path.with_name(path.name.replace("hits.", "hits.jsonl.")).open("a")
         self.passed = True
 
     def pytest_runtest_logstart(self) -> None:
@@ -162,29 +164,6 @@ def mark_tree(tree: Path) -> list[str]:
     return names
 
 
-def map_file(folder: Path, tree: Path, names: list[str], test: Path, slot: int) -> str:
-    """Runs a test file with marks, stores which test ran which statement, and returns a message."""
-    hits = folder / f"hits{slot}"
-    hits.write_bytes(bytes(len(names)))
-    hits.with_suffix(".jsonl").write_text("")
-    name = str(test.relative_to(ROOT))
-    command = ["-p", "tests.mutants", "-m", MARKED, "--timeout", "1500", name]
-    status, seconds, output = run_pytest(tree, command, 3000, {HITS: str(hits)})
-    if status not in (0, 1, 5):
-        return f"{name}: {output[-4000:]}"
-    records = [json.loads(line) for line in hits.with_suffix(".jsonl").read_text().splitlines()]
-    statements = collections.defaultdict(list)
-    for index, record in enumerate(records):
-        for mark in record.pop("marks"):
-            statements[names[mark]].append(index)
-    known = {"hash": hash_of(test), "tests": records, "statements": statements}
-    _write(map_path(folder, test), json.dumps(known))
-    failed = [record["test"] for record in records if not record["passed"]]
-    return f"{name}: {len(records)} tests, {seconds:.0f} s" + (
-        f"; {len(failed)} failed or were skipped" if failed else ""
-    )
-
-
 def test_files() -> list[Path]:
     """Returns the test files, except those of the CUDA emulator and the simulated accelerator."""
     files = (ROOT / "tests").rglob("test_*.py")
@@ -192,28 +171,42 @@ def test_files() -> list[Path]:
 
 
 def make_map(folder: Path, jobs: int) -> None:
-    """Maps every test file that has changed since it was last mapped."""
-    tests = sorted(test_files(), key=lambda path: path.stat().st_size)
+    """Maps every test file that has changed since it was last mapped.
+
+    It runs them with marks, and stores for each file which test ran which statement.
+    """
+    tests = sorted(test_files())
     missing = [test for test in tests if read_map(folder, test) is None]
     if not missing:
         return
     names = mark_tree(folder / "marked")
-    slots: queue.Queue[int] = queue.Queue()
-    for slot in range(jobs):
-        slots.put(slot)
-
-    def one(test: Path) -> str:
-        slot = slots.get()
-        try:
-            return map_file(folder, folder / "marked", names, test, slot)
-        finally:
-            slots.put(slot)
-
     print(
         f"the map: {len(missing)} of {len(tests)} test files, {len(names)} statements", flush=True
     )
-    for done, told in enumerate(at_once(one, missing, jobs), 1):
-        print(f"  {done}/{len(missing)} {told}", flush=True)
+    for worker in range(jobs):
+        (folder / f"hits.gw{worker}").write_bytes(bytes(len(names)))
+        (folder / f"hits.jsonl.gw{worker}").write_text("")
+    workers = ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = ["-p", "tests.mutants", "-m", MARKED, "--timeout", "1500", *workers]
+    paths = {str(test.relative_to(ROOT)): test for test in missing}
+    more = {HITS: str(folder / "hits.")}
+    status, seconds, output = run_pytest(folder / "marked", [*command, *paths], 4 * 3600, more)
+    if status not in (0, 1):
+        sys.exit(f"pytest ended with {status}: {output[-4000:]}")
+    records: dict[str, list[dict[str, Any]]] = {path: [] for path in paths}
+    for worker in range(jobs):
+        lines = (folder / f"hits.jsonl.gw{worker}").read_text().splitlines()
+        for record in map(json.loads, lines):
+            records[record["test"].partition("::")[0]].append(record)
+    for path, of_file in records.items():
+        statements = collections.defaultdict(list)
+        for index, record in enumerate(of_file):
+            for mark in record.pop("marks"):
+                statements[names[mark]].append(index)
+        known = {"hash": hash_of(paths[path]), "tests": of_file, "statements": statements}
+        _write(map_path(folder, paths[path]), json.dumps(known))
+    told = [record["passed"] for of_file in records.values() for record in of_file]
+    print(f"{len(told)} tests in {seconds / 60:.0f} min; {told.count(False)} failed", flush=True)
 
 
 def at_once(work: Callable[[Any], Any], items: list[Any], jobs: int) -> Iterator[Any]:
@@ -279,7 +272,7 @@ def run_pytest(
             **os.environ, "PYTHONPATH": str(tree), "TMPDIR": temporary, "PYTHONDONTWRITEBYTECODE": "1", "CI": "1",
             "OMP_NUM_THREADS": "1", **more,
         }  # fmt: skip
-        quiet = ["-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        quiet = ["-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
         start = time.monotonic()
         with open(f"{temporary}/output", "w+") as output:
             process = subprocess.Popen(
@@ -427,7 +420,10 @@ def try_tests(tree: Path, tests: list[str], seconds: dict[str, float]) -> tuple[
     each, together = max(seconds[test] for test in tests), sum(seconds[test] for test in tests)
     limits = ["--timeout", f"{60 + 5 * each:.0f}", "-o", "timeout_func_only=false"]
     status, _, output = run_pytest(
-        tree, ["-x", "-m", MARKED, *limits, *by_files(tests)], 90 + 4 * together, {}
+        tree,
+        ["-x", "-p", "no:xdist", "-m", MARKED, *limits, *by_files(tests)],
+        90 + 4 * together,
+        {},
     )
     if status is None or "Timeout >" in output or "ranks still running" in output:
         return "timeout", ""

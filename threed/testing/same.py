@@ -141,6 +141,9 @@ class Report:
         wrong = {d.topology for d in self.differences}
         equal = ", ".join(name for name in self.topologies if name not in wrong)
         lines += [f"equal          {equal}"] if equal else []
+        if self.topologies and self.refused:
+            compared, total = len(self.topologies), len(self.topologies) + len(self.refused)
+            verdict += f" ({compared} of {total} topologies compared)"
         return "\n".join([*lines, verdict])
 
 
