@@ -243,7 +243,7 @@ def test_a_module_is_compared_where_it_can_be_trained(
     out = capsys.readouterr().out
     assert "not compared   tp2: Plain cannot be split by pp 1 or tp 2" in out
     assert "equal          dp2-zero3" in out
-    assert out.endswith("same\n")
+    assert out.endswith("same (1 of 2 topologies compared)\n")
 
 
 def test_what_cannot_be_compared_is_said(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
