@@ -188,11 +188,11 @@ def error(found: tuple[Trained, list[float]], truth: Truth) -> float:
     return max(difference(replace(mine, weights=kept), want), *gaps)
 
 
-def compare(names: list[str], truths: dict[Kind, Truth]) -> dict[str, float]:
-    """Trains each place with the first kind, and with one of the others."""
+def compare(names: list[str], truths: dict[Kind, Truth], every: bool) -> dict[str, float]:
+    """Trains each place with one kind, in turn, or with every kind."""
     found = {}
     for i, name in enumerate(names):
-        for kind in (KINDS[0], KINDS[1 + i % 2]):
+        for kind in KINDS if every else [KINDS[i % len(KINDS)]]:
             trained = train(truths[kind][0], kind, PLACES[name])
             found[f"{name} {kind}"] = error(trained, truths[kind])
     return found
@@ -206,7 +206,18 @@ def truths() -> dict[Kind, Truth]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_training_equals_plain_pytorch(world: int, truths: dict[Kind, Truth]) -> None:
     names = [name for name, place in PLACES.items() if place.world == world]
-    for found in run_ranks(world, compare, names, truths, timeout=600):
+    all_agree(run_ranks(world, compare, names, truths, False, timeout=600))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_kind_equals_plain_pytorch(world: int, truths: dict[Kind, Truth]) -> None:
+    names = [name for name, place in PLACES.items() if place.world == world]
+    all_agree(run_ranks(world, compare, names, truths, True, timeout=1200))
+
+
+def all_agree(ranks: list[dict[str, float]]) -> None:
+    for found in ranks:
         assert max(found.values()) < 1e-9, {name: gap for name, gap in found.items() if gap >= 1e-9}
 
 

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -395,14 +396,6 @@ def fused(micro: MicroBatch, layer: Latent) -> int:
     return rows + 8 * b * (2 * s * a * layer.d - a * s * s - s * a * layer.d)
 
 
-@pytest.fixture(scope="module")
-def small_heap() -> None:
-    """What earlier files left stays, too (see `conftest`): after those of torch.compile each collection took 0.2 s."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("name", USERS_MODELS)
 def test_users_layers_keep_and_compute_what_was_traced(name: str) -> None:
     """As floating point is on the CPU: a LayerNorm's statistics of 16 bits are 16-bit there."""
@@ -414,7 +407,6 @@ def test_users_layers_keep_and_compute_what_was_traced(name: str) -> None:
     check_on_the_cpu(layers, micro, torch.bfloat16 if name in users_cases.BF16 else torch.float64)
 
 
-@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "phi3", "gemma2", "gemma3"])
 def test_families_keep_and_compute_what_was_traced_and_stated(name: str, dtype: str) -> None:
@@ -427,6 +419,20 @@ def test_families_keep_and_compute_what_was_traced_and_stated(name: str, dtype: 
         cost.flops for cost in Tracer(on_meta(micro), wide, wide, Counter()).trace(layers)
     ]
     check_on_the_cpu(layers, micro, wide)
+
+
+@pytest.mark.parametrize("name", [*configs.MODELS, *configs.EXPERT_MODELS])
+def test_layers_that_differ_only_in_name_are_measured_once(name: str) -> None:
+    """Of 16 blocks at most four differ: full and windowed attention, dense MLPs and experts."""
+    config = configs.config_of(configs.Case(model=name, layers=16))
+    layers, data = models.build(config.model, Slicing()).layers(), configs.batch(0, ROWS)
+    weight = torch.ones((), dtype=torch.float64)
+    micro = MicroBatch(data["tokens"], data["labels"], torch.arange(ROWS), weight)
+    tracer = Tracer(on_meta(micro), torch.float64, torch.float64, Counter())
+    with mock.patch.object(tracer, "_run", mock.Mock(wraps=tracer._run)) as run:
+        tracer.trace(layers)
+    # embedding, head, further tokens' layers
+    assert run.call_count <= 4 + len(layers) - 16
 
 
 class Plain(nn.Module):

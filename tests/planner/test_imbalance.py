@@ -65,7 +65,7 @@ def test_the_peak_of_the_busiest_rank_is_forecast(world: int) -> None:
         if ranks == world:
             groups = {"model": MODEL, **changes}
             groups["parallel"] = {"ep": 2, **changes.get("parallel", {})}
-            configs.append(config_of(world, train={"global_batch": 8 * world}, **groups))
+            configs.append(config_of(world, train={"global_batch": 4 * world}, **groups))
     loads = [1.25, 2.0]
     measured = run_ranks(world, measure_all, configs, loads, timeout=1800)
     for number, config in enumerate(configs):
@@ -83,7 +83,7 @@ def test_the_peak_of_the_busiest_rank_is_forecast(world: int) -> None:
 
 def test_the_peak_with_a_room_is_forecast() -> None:
     """It does not depend on the load, and is larger than without a room."""
-    groups = {"model": MODEL, "parallel": {"ep": 2}, "train": {"global_batch": 16}}
+    groups = {"model": MODEL, "parallel": {"ep": 2}, "train": {"global_batch": 8}}
     configs = [
         config_of(2, experts={"room": room, "capacity": capacity, "aux_loss": 0.01}, **groups)
         for room, capacity in ((0.0, 0.0), (1.75, 0.0), (1.75, 1.5))

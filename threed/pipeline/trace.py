@@ -29,7 +29,7 @@ from threed.core.source import place_of
 from threed.distributed.journal import Journal
 from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
-from threed.layers.slicing import MicroBatch
+from threed.layers.slicing import Flag, MicroBatch, Tally
 from threed.models.token_module import ForwardError
 from threed.ops import attention, attention_costs, grouped
 from threed.ops.grouped import Groups
@@ -554,6 +554,8 @@ def fingerprint(value: Any, name: str, ancestors: set[int]) -> Any:
         )
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, Tally | Flag):  # each layer has its own
+        return type(value)
     if isinstance(value, str):
         return value.replace(name, "") if name else value
     if isinstance(value, int | float | type(None) | torch.dtype):
