@@ -29,6 +29,7 @@ fewer than `Policy.resident` elements stay unsharded under stage 3, as they do u
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -344,12 +345,14 @@ class Bucket:
         """
         first = self.portion_first if first is None else first
         last = self.portion_last if last is None else last
-        for slot in self.group.slots:
-            for piece in slot.spec.pieces:
-                at = slot.first + piece.offset
-                lo, hi = max(at, first), min(at + piece.numel, last)
-                if lo < hi:
-                    yield Run(piece, lo - at, hi - at, lo - self.portion_first)
+        starts, pieces = self.group.pieces
+        for index in range(max(bisect.bisect_right(starts, first) - 1, 0), len(starts)):
+            at, piece = starts[index], pieces[index]
+            if at >= last:
+                break
+            lo, hi = max(at, first), min(at + piece.numel, last)
+            if lo < hi:
+                yield Run(piece, lo - at, hi - at, lo - self.portion_first)
 
     @functools.cached_property
     def earliest_unit(self) -> int:
@@ -408,6 +411,14 @@ class Group:
     previous: Tensor
     grads: Tensor
     buckets: list[Bucket] = field(default_factory=list)
+
+    @functools.cached_property
+    def pieces(self) -> tuple[list[int], list[Piece]]:
+        """The first element of each piece in the buffer, in ascending order, and the pieces."""
+        found = [
+            (slot.first + piece.offset, piece) for slot in self.slots for piece in slot.spec.pieces
+        ]
+        return [at for at, _ in found], [piece for _, piece in found]
 
     @property
     def owned(self) -> bool:
