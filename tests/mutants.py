@@ -206,7 +206,10 @@ def make_map(folder: Path, jobs: int) -> None:
         known = {"hash": hash_of(paths[path]), "tests": of_file, "statements": statements}
         _write(map_path(folder, paths[path]), json.dumps(known))
     told = [record["passed"] for of_file in records.values() for record in of_file]
-    print(f"{len(told)} tests in {seconds / 60:.0f} min; {told.count(False)} failed or were skipped", flush=True)
+    print(
+        f"{len(told)} tests in {seconds / 60:.0f} min; {told.count(False)} failed or were skipped",
+        flush=True,
+    )
 
 
 def at_once(work: Callable[[Any], Any], items: list[Any], jobs: int) -> Iterator[Any]:

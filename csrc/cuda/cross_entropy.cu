@@ -6,7 +6,9 @@
 //   gradient   sharded, from the stats of all ranks: loss and gradient     4 bytes
 //
 // One block per row. `whole` first reads a row and then writes its gradient. In between, the row is
-// in shared memory: 2 bytes per column. Rows are `width` columns apart, a multiple of 8. Columns
+// in shared memory: 2 bytes per column. The end of a row that does not fit there is read again when
+// its gradient is written, from the L2 cache: with one block per multiprocessor, 152,000 columns
+// leave 9 MiB for all rows of an H100. Rows are `width` columns apart, a multiple of 8. Columns
 // from `columns` on are padding: excluded from sums, with gradient zero. A target outside the
 // vocabulary has loss 0. All sums are fp32, in an order that depends on the shape only.
 
@@ -73,10 +75,13 @@ __device__ __forceinline__ uint4 without_padding(uint4 words, int columns) {
   return pack(x);
 }
 
-// Reads a row and returns its statistics to every thread; if `keep`, copies the row to shared
-// memory.
-template <bool keep>
-__device__ __forceinline__ Stats read_row(const uint4* from, uint4* row, int columns) {
+// How much of a row is in shared memory while its gradient is written.
+constexpr int NOTHING = 0, ALL = 1, BEGIN = 2;
+
+// Reads a row and returns its statistics to every thread; copies its first `packs` packs to shared
+// memory. The L2 cache shall hold the others, so they are not marked as read for the last time.
+template <int keep>
+__device__ __forceinline__ Stats read_row(const uint4* from, uint4* row, int packs, int columns) {
   __shared__ float2 of_warp[WARPS];
   const uint4 nothing = make_uint4(0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u);  // minus infinities
   const int complete = columns / PACK;
@@ -86,18 +91,18 @@ __device__ __forceinline__ Stats read_row(const uint4* from, uint4* row, int col
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) {
       const int at = first + u * THREADS;
-      words[u] = at < complete ? __ldcs(from + at) : nothing;
+      words[u] = at >= complete ? nothing : keep == BEGIN ? __ldcg(from + at) : __ldcs(from + at);
     }
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) {
       const int at = first + u * THREADS;
-      if (keep && at < complete) row[at] = words[u];
+      if (keep != NOTHING && at < (keep == ALL ? complete : min(packs, complete))) row[at] = words[u];
     }
     add(s, words);
   }
   if (threadIdx.x == 0 && columns % PACK) {
     const uint4 last[1] = {without_padding(__ldcs(from + complete), columns % PACK)};
-    if (keep) row[complete] = last[0];
+    if (keep == ALL) row[complete] = last[0];
     add(s, last);
   }
   const int lane = threadIdx.x % WARP;
@@ -108,16 +113,14 @@ __device__ __forceinline__ Stats read_row(const uint4* from, uint4* row, int col
   return join_over_warp({other.x, other.y});
 }
 
-// Writes a thread's share of a row's gradient: (softmax - (column is target)) weight, and zero in
-// the padding. from: the row's packs. In shared memory their padding is minus infinity already.
-template <bool from_memory>
-__device__ __forceinline__ void write_gradient(uint4* to, const uint4* from, int columns, int width, int target,
-                                               float log2_sum, float weight) {
+// Overwrites a thread's share of a row with its gradient: (softmax - (column is target)) weight, and
+// zero in the padding. row: the first `packs` packs, in shared memory.
+template <int keep>
+__device__ __forceinline__ void write_gradient(uint4* to, const uint4* row, int packs, int columns, int width,
+                                               int target, float log2_sum, float weight) {
   const int complete = columns / PACK, used = int(ceil_div(columns, PACK)), aim = target < 0 ? -1 : target / PACK;
-#pragma unroll 2
-  for (int at = threadIdx.x; at < used; at += THREADS) {
-    uint4 words = from_memory ? __ldcs(from + at) : from[at];
-    if (from_memory && at >= complete) words = without_padding(words, columns % PACK);
+  const auto write = [&](int at, uint4 words) {
+    if (keep != ALL && at >= complete) words = without_padding(words, columns % PACK);
     float x[PACK];
     unpack(words, x);
 #pragma unroll
@@ -127,8 +130,21 @@ __device__ __forceinline__ void write_gradient(uint4* to, const uint4* from, int
       for (int k = 0; k < PACK; k++) x[k] -= k == target % PACK ? weight : 0.f;
     }
     __stcs(to + at, pack(x));
+  };
+  const int end = keep == BEGIN ? packs : used;
+  int at = threadIdx.x;
+#pragma unroll 2
+  for (; at < end; at += THREADS) write(at, keep == NOTHING ? __ldcs(to + at) : row[at]);
+  for (; keep == BEGIN && at < used; at += THREADS * AHEAD) {
+    uint4 words[AHEAD];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+      words[u] = at + u * THREADS < used ? __ldcs(to + at + u * THREADS) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+      if (at + u * THREADS < used) write(at + u * THREADS, words[u]);
   }
-  for (int at = used + threadIdx.x; at < width / PACK; at += THREADS) __stcs(to + at, make_uint4(0, 0, 0, 0));
+  for (int rest = used + threadIdx.x; rest < width / PACK; rest += THREADS) __stcs(to + rest, make_uint4(0, 0, 0, 0));
 }
 
 // Returns a target's column in [0, columns), or -1.
@@ -140,23 +156,31 @@ __device__ __forceinline__ int column_of(int64_t target, int64_t first, int colu
 // base.
 __device__ __forceinline__ float loss_of(Stats s, float logit) { return LN2 * (fmaf(-logit, LOG2E, s.base) + log2f(s.sum)); }
 
+template <int keep>
 __global__ void __launch_bounds__(THREADS, 2)
     whole(uint16_t* __restrict__ logits, const int64_t* __restrict__ targets, const float* __restrict__ weight,
-          float* __restrict__ loss, int columns, int width) {
+          float* __restrict__ loss, int columns, int width, int packs) {
   uint4* const row = dynamic_shared<uint4>();
-  uint4* const mine = reinterpret_cast<uint4*>(logits + int64_t(blockIdx.x) * width);
+  uint16_t* const logits_of_row = logits + int64_t(blockIdx.x) * width;
+  uint4* const mine = reinterpret_cast<uint4*>(logits_of_row);
   const int target = column_of(targets[blockIdx.x], 0, columns);
-  const Stats s = read_row<true>(mine, row, columns);
-  if (threadIdx.x == 0)
-    loss[blockIdx.x] = target < 0 ? 0.f : loss_of(s, bf16_at(reinterpret_cast<const uint16_t*>(row) + target));
-  write_gradient<false>(mine, row, columns, width, target, s.base + log2f(s.sum), target < 0 ? 0.f : *weight);
+  // A logit outside shared memory is read before the barrier, after which its gradient may be written.
+  const bool here = keep == ALL || target < packs * PACK;
+  float hit = 0.f;
+  if (threadIdx.x == 0 && !here) hit = bf16_at(logits_of_row + target);
+  const Stats s = read_row<keep>(mine, row, packs, columns);
+  if (threadIdx.x == 0) {
+    if (here) hit = bf16_at(reinterpret_cast<const uint16_t*>(row) + max(target, 0));
+    loss[blockIdx.x] = target < 0 ? 0.f : loss_of(s, hit);
+  }
+  write_gradient<keep>(mine, row, packs, columns, width, target, s.base + log2f(s.sum), target < 0 ? 0.f : *weight);
 }
 
 __global__ void __launch_bounds__(THREADS, 2)
     stats(const uint16_t* __restrict__ logits, const int64_t* __restrict__ targets, float* __restrict__ out, int columns,
           int width, int64_t first) {
   const uint16_t* const mine = logits + int64_t(blockIdx.x) * width;
-  const Stats s = read_row<false>(reinterpret_cast<const uint4*>(mine), nullptr, columns);
+  const Stats s = read_row<NOTHING>(reinterpret_cast<const uint4*>(mine), nullptr, 0, columns);
   if (threadIdx.x != 0) return;
   const int target = column_of(targets[blockIdx.x], first, columns);
   float* const numbers = out + 3 * int64_t(blockIdx.x);
@@ -182,8 +206,8 @@ __global__ void __launch_bounds__(THREADS, 2)
   }
   if (threadIdx.x == 0) loss[blockIdx.x] = counts ? loss_of(s, hit) : 0.f;
   uint4* const mine = reinterpret_cast<uint4*>(logits + int64_t(blockIdx.x) * width);
-  write_gradient<true>(mine, mine, columns, width, column_of(target, first, columns),
-                       s.base + log2f(s.sum), counts ? *weight : 0.f);
+  write_gradient<NOTHING>(mine, nullptr, 0, columns, width, column_of(target, first, columns), s.base + log2f(s.sum),
+                        counts ? *weight : 0.f);
 }
 
 // Multiplies x by *factor in place. If *factor is 1, x is not read.
@@ -209,13 +233,14 @@ int threed_cuda_scale(void* x, const float* factor, int64_t n, int64_t blocks, c
 }
 
 // loss [rows] = the loss of each row; logits [rows width] = d(sum of the losses *
-// *weight)/d(logits), in place.
+// *weight)/d(logits), in place. packs: the first packs of 8 columns, which shared memory holds.
 int threed_cuda_cross_entropy(void* logits, const int64_t* targets, const float* weight, float* loss, int64_t rows,
-                              int64_t columns, int64_t width, cudaStream_t stream) {
-  const size_t shared = size_t(ceil_div(columns, PACK)) * sizeof(uint4);
-  if (const int error = allow_shared(whole, shared)) return error;
-  return launch(whole, unsigned(rows), THREADS, shared, stream, static_cast<uint16_t*>(logits), targets, weight, loss,
-                columns, width);
+                              int64_t columns, int64_t width, int64_t packs, cudaStream_t stream) {
+  const size_t shared = size_t(packs) * sizeof(uint4);
+  const auto kernel = packs < ceil_div(columns, PACK) ? whole<BEGIN> : whole<ALL>;
+  if (const int error = allow_shared(kernel, shared)) return error;
+  return launch(kernel, unsigned(rows), THREADS, shared, stream, static_cast<uint16_t*>(logits), targets, weight, loss,
+                columns, width, packs);
 }
 
 // out [rows 3] = base, sum and the target's logit (or 0) of a shard whose first column has the

@@ -30,6 +30,12 @@ def whole_rows() -> Tensor:
     )
 
 
+def long_rows() -> Tensor:
+    """Shared memory holds 116,160 columns."""
+    x = bf16(2, 117_000)
+    return cross_entropy.whole(x, torch.tensor([1, 116_999]), torch.ones(()), 117_000)
+
+
 def shards() -> Tensor:
     x, targets = bf16(3, 5000), torch.tensor([1, 4999, 7])
     numbers = cross_entropy.shard_numbers(x, targets, 5000, 0)
@@ -127,7 +133,14 @@ FAULTS = {
         "cross_entropy.cu", "k < columns ? x[k]", "k <= columns ? x[k]", whole_rows, None
     ),
     "a pack too many is written": Planted(
-        "cross_entropy.cu", "at < width / PACK", "at <= width / PACK", whole_rows, BEYOND
+        "cross_entropy.cu", "rest < width / PACK", "rest <= width / PACK", whole_rows, BEYOND
+    ),
+    "the end of a long row from shared memory": Planted(
+        "cross_entropy.cu", "keep == BEGIN ? packs : used", "keep == BEGIN ? packs + 1 : used", long_rows, BEYOND
+    ),
+    "a logit after its gradient": Planted(
+        "cross_entropy.cu", "if (here) hit", "if (!here) hit = bf16_at(logits_of_row + target);\nif (here) hit",
+        long_rows, "race",
     ),
     "a row's numbers for the next": Planted(
         "cross_entropy.cu", "out + 3 * int64_t(blockIdx.x)", "out + 3 * int64_t(blockIdx.x / 2)", shards,

@@ -147,9 +147,6 @@ def vocab_parallel_cross_entropy(
 # targets: int64 [n], global ids. Targets outside the vocabulary have loss 0.
 # first: global id of the shard's first column.
 
-# Maximum size of a row in shared memory, in bytes: two thread blocks must fit on a multiprocessor.
-# sm_90 has 228 KiB of shared memory, of which each block reserves 1 KiB.
-ROW_IN_SHARED_MEMORY = 112 << 10
 OF_WARPS = 128  # bytes of shared memory that `whole` needs in addition to the row
 
 
@@ -159,12 +156,10 @@ def fits(logits: Tensor) -> bool:
     return width > 0 and width % 8 == 0 and launch.ready(logits) and launch.packed(logits)
 
 
-def row_fits(columns: int, logits: Tensor) -> bool:
-    """Returns whether a row fits into the GPU's shared memory, as `whole` requires."""
-    row = -(-columns // 8) * 16
-    return row <= ROW_IN_SHARED_MEMORY and row + OF_WARPS <= device.shared_memory(
-        launch.gpu_of(logits)
-    )
+def packs_in_shared_memory(columns: int, logits: Tensor) -> int:
+    """Returns how many packs of 8 columns of a row `whole` keeps in the GPU's shared memory."""
+    limit = device.shared_memory(launch.gpu_of(logits)) - OF_WARPS
+    return min(-(-columns // 8), limit // 16)
 
 
 def _empty_losses(logits: Tensor, *rest: object) -> Tensor:
@@ -183,12 +178,14 @@ def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tens
     """Returns the loss of each row, fp32 [n], of an unsharded vocabulary. Launches one kernel.
 
     Overwrites the logits with the gradient d(sum(loss) * weight)/d(logits). Reads and writes each
-    logit (bf16) once, 4 bytes in total.
+    logit (bf16) once, 4 bytes in total. The end of a row that does not fit into shared memory is
+    read a second time, usually from the L2 cache.
     """
     _check(logits, targets, weight, columns)
     loss, (rows, width) = _empty_losses(logits), logits.shape
     if rows:
-        launch.start("cross_entropy", logits, targets, weight, loss, rows, columns, width)
+        packs = packs_in_shared_memory(columns, logits)
+        launch.start("cross_entropy", logits, targets, weight, loss, rows, columns, width, packs)
     return loss
 
 
@@ -269,7 +266,7 @@ class _Weighted(torch.autograd.Function):
         vocabulary: int,
     ) -> Tensor:  # fmt: skip
         rows, ids, weight = logits.view(-1, logits.shape[-1]), targets.flatten(), weight.float()
-        if axis.size == 1 and row_fits(columns, logits):
+        if axis.size == 1:
             losses = whole(rows, ids, weight, columns)
         else:
             numbers = shard_numbers(rows, ids, columns, first).unsqueeze(0)

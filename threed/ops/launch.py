@@ -31,7 +31,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LAUNCHERS = {
     "swiglu": "PPqq", "swiglu_backward": "PPPqq", "geglu": "PPqq", "geglu_backward": "PPPqq", "gelu": "PPPqq",
     "gelu_backward": "PPPPPqqq", "adamw": "PPPPPqqPPPPddddqqqq", "lion": "PPPPqqPPPdddq", "scale": "PPqq",
-    "cross_entropy": "PPPPqqq", "cross_entropy_stats": "PPPqqqq", "cross_entropy_gradient": "PPPPPqqqqqq",
+    "cross_entropy": "PPPPqqqq", "cross_entropy_stats": "PPPqqqq", "cross_entropy_gradient": "PPPPPqqqqqq",
     "dropout": "PPPPPPqqqqqqqqd", "norm": "PPPPPPPPPqqd", "norm_backward": "PPPPPPPPPqqq", "quantize": "PPPqqq",
     "dequantize": "PPPqqqq", "rotary": "PPqqqqqd", "rotary_backward": "PPPPP" + 14 * "q",
     "add_parts": 3 * "PPqq" + "qq", "column_sums": "PPqqq",
