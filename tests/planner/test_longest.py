@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from threed import models
 from threed.cli import commands
 from threed.config import Config
 from threed.config.arguments import load
 from threed.config.resolution import resolve
+from threed.layers import Slicing
+from threed.models import Model
 from threed.planner.forecast import Forecast
 from threed.planner.longest import FORECASTS, Longest, longest, step_of
 
@@ -111,6 +115,20 @@ def test_chunks_make_sequences_longer() -> None:
 
 def test_without_a_gpu_it_is_not_known() -> None:
     assert Forecast.of(run(512, []), 2).longest_text() == ""
+
+
+def test_of_a_model_with_batches_of_its_own_it_is_not_known() -> None:
+    """Its sequences may have another length than `model.seq`."""
+    config = run(512, [])
+
+    def build(slicing: Slicing) -> Model:
+        model = models.build(config.model, slicing)
+        tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+        model.example = lambda rows: dict.fromkeys(("tokens", "labels"), tokens.expand(rows, -1))
+        return model
+
+    assert Forecast.of(config, 2, gpu="h100").longest is not None
+    assert Forecast.of(config, 2, build, gpu="h100").longest is None
 
 
 def test_plan_prints_the_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from threed.models.pipeline_layout import partition
 from threed.monitor import metrics
 from threed.pipeline.trace import stated_flops
 from threed.planner.forecast import Forecast
+from threed.reliability.preemption import Preempted
 
 GIB = 2**30
 FIRST = {"train": {"steps": 5, "global_batch": 4, "stop_after": 2, "eval_samples": 7}}
@@ -156,6 +160,27 @@ def test_traffic_is_of_one_step_however_often_it_is_logged(tmp_path: Path) -> No
     assert [len(sent[every]) for every in (1, 3)] == [6, 3]
     for value in (*sent[1], *sent[3]):
         assert value == pytest.approx(sent[1][2], rel=0.01)
+
+
+def asked_to_stop(folder: Path) -> str:
+    """Returns the error of a run that gets a signal in its second step."""
+    data, real, calls = open_text(folder), Engine.step, itertools.count(1)
+
+    def step(engine: Engine, batch: Any) -> Any:
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(engine, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", step)
+        with pytest.raises(Preempted) as error:
+            run(folder, data, 1, train={"steps": 12}, checkpoint={"every": 100})
+    return str(error.value)
+
+
+def test_a_run_stops_between_evaluations_and_saves(tmp_path: Path) -> None:
+    (said,) = run_ranks(1, asked_to_stop, tmp_path)
+    assert re.fullmatch(r"preempted by SIGTERM.* after step [23], which is saved", said)
 
 
 def two_stages(folder: Path) -> None:

@@ -377,6 +377,23 @@ def test_loaded_weights_are_used_at_once() -> None:
     run_ranks(2, check_stale)
 
 
+def check_evaluation() -> None:
+    """An evaluation computes no gradients; the values from which the module began are not kept."""
+    for stage in (0, 3):
+        engine, module = made(stage)
+        assert engine.optimizer.consistency.initial is None
+        seen = list[bool]()
+        module.trouble = lambda x, seen=seen: seen.append(torch.is_grad_enabled()) or x
+        engine.evaluate(data(0))
+        assert seen == [False] * 4
+        engine.step(data(0))
+        assert seen[4:] == [True] * 4
+
+
+def test_evaluations_compute_no_gradients() -> None:
+    run_ranks(2, check_evaluation)
+
+
 def check_outside() -> None:
     """Outside a forward sharded parameters have a shape and a device, but no values; they stay the same objects."""
     torch.manual_seed(0)

@@ -318,11 +318,11 @@ class ModuleGatherer(Gatherer):
         self._in_use.add(group)
         if not (self._recent and self._recent[-1] is group and self.is_open(group)):
             self._hold(group, Holder.BACKWARD)
-            self._recent = [*(other for other in self._recent if other is not group), group]
-            old = [other for other in self._recent[:-RECENT] if other not in self._in_use]
+            recent = [*(other for other in self._recent if other is not group), group]
+            old = [other for other in recent[:-RECENT] if other not in self._in_use]
             for other in old:
                 self.close(other, Holder.BACKWARD)
-            self._recent = [other for other in self._recent if other not in old]
+            self._recent = [other for other in recent if other not in old]
 
     def _publish(self, bucket: Bucket) -> None:
         super()._publish(bucket)
