@@ -174,11 +174,11 @@ def asked_to_stop(folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "step", step)
         with pytest.raises(Preempted) as error:
-            run(folder, data, 1, train={"steps": 12}, checkpoint={"every": 100})
+            run(folder, data, 1, train={"steps": 12}, checkpoint={"every": 99}, log={"every": 99})
     return str(error.value)
 
 
-def test_a_run_stops_between_evaluations_and_saves(tmp_path: Path) -> None:
+def test_a_run_stops_between_logged_steps_and_saves(tmp_path: Path) -> None:
     (said,) = run_ranks(1, asked_to_stop, tmp_path)
     assert re.fullmatch(r"preempted by SIGTERM.* after step [23], which is saved", said)
 
