@@ -165,9 +165,9 @@ def mark_tree(tree: Path) -> list[str]:
 
 
 def test_files() -> list[Path]:
-    """Returns the test files, except those of the CUDA emulator and the simulated accelerator."""
+    """Returns the test files, except those of the CUDA emulator."""
     files = (ROOT / "tests").rglob("test_*.py")
-    return [path for path in files if path.parent.name not in ("cuda", "accelerator")]
+    return [path for path in files if path.parent.name != "cuda"]
 
 
 def make_map(folder: Path, jobs: int) -> None:
