@@ -20,6 +20,7 @@ from threed.config import Config
 from threed.config.resolution import resolve
 from threed.memory.sizes import optimizer_bytes, regime
 from threed.pipeline.trace import LayerCost, Pass
+from threed.planner import memory_estimate
 from threed.planner.forecast import Forecast, RankForecast
 from threed.schedules import build
 
@@ -225,6 +226,17 @@ def test_a_pass_adds_up_what_layers_keep() -> None:
     ]  # an input that the layer before keeps is there beside its own
     both = Pass([cost(1, out=True), cost(2, into=True), cost(3)])
     assert both.kept == 106
+
+
+def test_an_arena_holds_copies_of_inputs() -> None:
+    """If the layer before keeps its output, both it and its copy are there."""
+    cost = LayerCost(0, 1, True, False, forward=1000, backward=2000, input=100, output=100)
+    before = LayerCost(0, 7, False, True, forward=1000, backward=2000, input=100, output=100)
+    for arena, kept in ((False, 108), (True, 207)):
+        recompute = {"mode": "full", "arena": arena}
+        config = Config.model_validate({"recompute": recompute})
+        stored = memory_estimate._with_stored_input(cost, config, "cpu")
+        assert Pass([before, stored]).kept == kept
 
 
 def test_parts_add_up_to_the_peak() -> None:
