@@ -77,6 +77,19 @@ def test_elements_in_row_major_order(
         check(Reshaped(shape, MemoryTensor(want.view(-1))), want, start, size)
 
 
+def test_short_rows_are_read_together() -> None:
+    values, lengths = torch.arange(6400.0), list[int]()
+
+    def elements(first: int, out: Tensor) -> None:
+        lengths.append(len(out))
+        out.copy_(values[first : first + len(out)])
+
+    out = torch.empty(100, 32)
+    lazy_tensors.read_strided((100, 64), torch.float32, elements, (0, 16), out)
+    assert torch.equal(out, values.view(100, 64)[:, 16:48])
+    assert lengths == [99 * 64 + 32]
+
+
 @given(boxes(1), st.integers(0, 6), st.integers(0, 6))
 def test_rows_of_tensors(box: tuple[Shape, Shape, Shape], a: int, b: int) -> None:
     shape, start, size = box

@@ -8,12 +8,15 @@ from itertools import pairwise
 
 import pytest
 
+from tests import configs
 from tests.formulas import Decoder, transformer_costs
 from threed.config import Config
 from threed.config.resolution import resolve
+from threed.planner import memory_estimate
 from threed.planner.forecast import Forecast
 from threed.planner.gathering import gathering
 from threed.schedules import Action, build
+from threed.schedules.action import Kind
 
 Units = list[dict[str, int]]
 
@@ -201,3 +204,28 @@ def test_tied_tables_are_summed_between_stages_only_where_they_have_copies() -> 
     message = 2 * 16 * 64 * 2 * 8
     assert middle.sends["pp"] == 2 * message
     assert first.sends["pp"] == last.sends["pp"] == message + 50 * 64 * 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_plans_gather_parameters_of_stage_3_only(stage: int) -> None:
+    engine = configs.engine_of(configs.config_of(configs.Case(zero=stage, layers=2)))
+    for training in (True, False):
+        plan = engine.blueprint.lowered(2, training)
+        kinds = {action.kind for actions in plan.ranks for action in actions}
+        assert (Kind.GATHER in kinds) == (stage == 3)
+
+
+def test_the_largest_bucket_is_decoded() -> None:
+    case = configs.Case(dp=2, zero=3, layers=2, bucket_mib=64.0, dtype="fp32")
+    config = configs.config_of(case)
+    config = config.model_copy(
+        update={"zero": config.zero.model_copy(update={"compress_weights": "int8"})}
+    )
+    stages = Forecast.of(config, 2).stages
+    assert stages is not None
+    ((blueprint,), *_) = stages.blueprints.values()
+    groups = [group for group in blueprint.layout.groups if group.sliced]
+    sizes = {bucket.last - bucket.first for group in groups for bucket in group.buckets}
+    assert len(sizes) > 1
+    blocks = -(-max(sizes) // 256)  # of 8-bit numbers, with a scale each
+    assert memory_estimate._decoding_bytes(blueprint) == blocks * (256 + 4) + 2 * 4 * max(sizes)
