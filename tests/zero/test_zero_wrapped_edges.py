@@ -22,6 +22,7 @@ from threed.distributed.topology import Topology
 from threed.engine import Engine, LayeredEngine
 from threed.layers import Slicing
 from threed.models.wrapped import Wrapped
+from threed.zero import hooks
 
 WIDTH, ROWS = 12, 8
 
@@ -375,6 +376,36 @@ def check_stale() -> None:
 
 def test_loaded_weights_are_used_at_once() -> None:
     run_ranks(2, check_stale)
+
+
+class FrozenEnd(Net):
+    """Backwards pass through the last eight blocks, whose gradients are never complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.blocks[2:].requires_grad_(False)
+        self.pick = lambda: list(range(10))
+
+
+def check_frozen() -> None:
+    engine, module = made(3, FrozenEnd)
+    gatherer, most = engine.gatherer, list[int]()
+
+    def count(grad: Tensor) -> None:
+        groups = [group for group in engine.layout.groups if group.sliced]
+        most.append(sum(map(gatherer.is_open, groups)))
+
+    module.trouble = lambda x: (x.requires_grad and x.register_hook(count), x)[1]
+    for step in range(2):
+        engine.step(data(step))
+    assert len(most) == 20
+    # the most recently used ones, the one that is used, and the one that is gathered ahead
+    assert max(most) <= hooks.RECENT + 2 < 8
+
+
+def test_frozen_parameters_are_released_in_the_backward() -> None:
+    run_ranks(2, check_frozen)
 
 
 def check_evaluation() -> None:
