@@ -37,7 +37,7 @@ def test_a_module_is_compared_on_data_ranks(
     file = tmp_path / "logits_of_tokens.py"
     assert main(["verify", f"{file}:Logits", "--topologies", "dp2-zero3,tp2"]) == 0
     out = capfd.readouterr().out
-    assert "equal          dp2-zero3\nsame\n" in out
+    assert "equal          dp2-zero3\nsame (1 of 2 topologies compared)\n" in out
     assert "not compared   tp2: Logits cannot be split by pp 1 or tp 2" in out
     assert main(["verify", f"{file}:Pooled", "--topologies", "dp2-zero3"]) == 2
     out = capfd.readouterr().out
