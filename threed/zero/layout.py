@@ -346,7 +346,7 @@ class Bucket:
         first = self.portion_first if first is None else first
         last = self.portion_last if last is None else last
         starts, pieces = self.group.pieces
-        for index in range(max(bisect.bisect_right(starts, first) - 1, 0), len(starts)):
+        for index in range(max(bisect.bisect_left(starts, first) - 1, 0), len(starts)):
             at, piece = starts[index], pieces[index]
             if at >= last:
                 break
