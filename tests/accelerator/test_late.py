@@ -99,8 +99,9 @@ def same_kernels(config: Config) -> Iterator[None]:
         patch.object(matmul, "_onednn_is_faster", lambda: False),
         patch.object(fused_cpu, "has_tiles", lambda: False),
         patch.object(attention, "_is_flash", lambda *_: False),  # of the CPU only
+        patch.object(attention, "_is_one_call", lambda *_: False),
     )
-    with others[0], others[1], others[2]:
+    with others[0], others[1], others[2], others[3]:
         if config.zero.offload_optimizer != "none":
             yield
             return

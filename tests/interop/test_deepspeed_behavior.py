@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import pickle
 import types
 import warnings
@@ -192,8 +193,26 @@ def test_losses_are_fp32() -> None:
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_flat_buffers_hold_the_parameters(
+    stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "DeepSpeed")
+    engine = engine_of(zero_optimization={"stage": stage})
+    (flat,) = engine.optimizer.bit16_groups_flat
+    assert "Flattening param group 0: " in caplog.text
+    assert flat.dtype == torch.float32 and flat.grad_fn is None
+    storage = flat.untyped_storage().data_ptr()
+    parameters = list(engine.module.parameters())
+    assert {x.untyped_storage().data_ptr() for x in parameters} == {storage}
+    before = flat.clone()
+    engine.backward(engine(torch.ones(1, 3)))
+    engine.step()
+    assert not torch.equal(flat, before)
+
+
 def test_private_attributes_of_the_optimizer_are_refused() -> None:
-    engine = engine_of()
+    engine = engine_of(zero_optimization={"stage": 3})
     for name in ("loss_scaler", "bit16_groups_flat"):
         with pytest.raises(AttributeError, match=rf"does not offer engine.optimizer.{name}: use"):
             getattr(engine.optimizer, name)

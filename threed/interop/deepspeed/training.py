@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from threed.core.messages import counted
 from threed.distributed.topology import Topology
 from threed.engine import ModuleEngine, StepMetrics
+from threed.interop.deepspeed.api.utils import logger
 from threed.interop.deepspeed.api.zero import mark_parameters
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import cast_floats, repeat, to_device
@@ -92,6 +93,8 @@ class TrainingLoop(ModuleMethods):
                 self.engine, self.zero_grad, self._step_skipped, passed, scheduled, t.rates
             )
             self.lr_scheduler = SchedulerView(self.optimizer) if scheduled else None
+            if self.engine.config.zero.stage in (1, 2):
+                _log_buffers(self.optimizer.bit16_groups_flat)
         self.client_optimizer, self.basic_optimizer = passed, self.optimizer
         self.notes = (*notes, *translation.notes)
         self.training_dataloader = training_dataloader
@@ -432,3 +435,10 @@ class TrainingLoop(ModuleMethods):
             )
         self.engine.zero_grad()
         self._seen = self.engine.reducer.passes
+
+
+def _log_buffers(buffers: Sequence[Tensor]) -> None:
+    """Logs the flat buffers of parameters, in DeepSpeed's words."""
+    for number, flat in enumerate(buffers):
+        what = f"Flattening param group {number}: {flat.numel():,} parameters on {flat.device}"
+        logger.info(f"{what} (sufficient memory)")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from threed.distributed.sharding import spec_of
 from threed.engine import ModuleEngine
@@ -204,6 +205,19 @@ class EngineOptimizer(torch.optim.Optimizer):
     def cur_scale(self) -> float:
         """The same as `loss_scale`."""
         return self.loss_scale
+
+    @property
+    def bit16_groups_flat(self) -> list[Tensor]:
+        """At ZeRO-1 and 2, the buffers of trained parameters, each flat, in the compute dtype.
+
+        The engine's groups differ from `param_groups`: a buffer has the parameters that share a
+        learning rate, the number of data ranks and a dtype.
+        """
+        if (stage := self._engine.config.zero.stage) not in (1, 2):
+            refused = f"engine.optimizer.bit16_groups_flat at ZeRO-{stage}"
+            raise AttributeError(not_offered(refused, OPTIMIZER_STATE))
+        groups = self._engine.layout.groups
+        return [group.params for group in groups if group.key.trainable]
 
     @property
     def overflow(self) -> bool:
