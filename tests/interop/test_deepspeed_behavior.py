@@ -194,14 +194,13 @@ def test_losses_are_fp32() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_flat_buffers_hold_the_parameters(
-    stage: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_flat_buffers_hold_the_parameters(stage: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "DeepSpeed")
     engine = engine_of(zero_optimization={"stage": stage})
     (flat,) = engine.optimizer.bit16_groups_flat
     assert "Flattening param group 0: " in caplog.text
-    assert flat.dtype == torch.float32 and flat.grad_fn is None
+    assert flat.dtype == torch.float32
+    assert flat.grad_fn is None
     storage = flat.untyped_storage().data_ptr()
     parameters = list(engine.module.parameters())
     assert {x.untyped_storage().data_ptr() for x in parameters} == {storage}
