@@ -78,19 +78,24 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------- a transport
 
-    def communicator(self, source: int, target: int) -> Hashable:
-        """The communicator of a link; one per direction."""
-        return source, target
+    def communicator(self, source: int, target: int, gradients: bool) -> Hashable:
+        """The communicator of a link; one per direction, for activations or for gradients."""
+        return source, target, gradients
 
-    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        works = [self.collective("send", self.communicator(source, target)) for _ in tensors]
-        return [done(t, work) for t, work in zip(tensors, works, strict=True)]
+    def send(
+        self, tensors: Sequence[Tensor], source: int, target: int, gradients: bool = False
+    ) -> list[Pending]:
+        group = self.communicator(source, target, gradients)
+        return [done(t, self.collective("send", group)) for t in tensors]
 
-    def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        return [self._receive(out, source, target) for out in outs]
+    def receive(
+        self, outs: Sequence[Tensor], source: int, target: int, gradients: bool = False
+    ) -> list[Pending]:
+        group = self.communicator(source, target, gradients)
+        return [self._receive(out, group) for out in outs]
 
-    def _receive(self, out: Tensor, source: int, target: int) -> Pending:
-        work = self.collective("receive", self.communicator(source, target))
+    def _receive(self, out: Tensor, group: Hashable) -> Pending:
+        work = self.collective("receive", group)
         entry = self.order.step[-1]
 
         def arrived() -> Tensor:

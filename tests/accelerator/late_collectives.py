@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +45,15 @@ class Communication:
             return functools.partial(self.queue, begin, async_op=name.startswith("i"))
         function = getattr(dist, name)
         return self.late(function) if name in COLLECTIVES else function
+
+    def P2POp(self, message: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+        """A message of a batch, not yet queued."""
+        *given, group = args
+        return functools.partial(message, *given, group=group)
+
+    def batch_isend_irecv(self, messages: Iterable[Callable[[], Any]]) -> list[Any]:
+        """Queues the messages of a batch, one after another."""
+        return [message() for message in messages]
 
     def late(self, function: Callable[..., Any]) -> Callable[..., Work | None]:
         """A collective, queued."""

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch import Tensor
 
 from tests.accelerator.communicators import Hang, Recorder, devices, played, recorded
 from tests.accelerator.pretend import device
@@ -89,8 +89,17 @@ def test_neither_do_others() -> None:
 
 
 def one_communicator_per_pair_of_ranks(stack: ExitStack) -> None:
-    def shared(self: Recorder, source: int, target: int) -> Hashable:
+    def shared(self: Recorder, source: int, target: int, gradients: bool) -> Hashable:
         return min(source, target), max(source, target)
+
+    stack.enter_context(patch.object(Recorder, "communicator", shared))
+
+
+def one_communicator_per_direction(stack: ExitStack) -> None:
+    """A receive that waits for another one blocks the compute action in a hardware queue."""
+
+    def shared(self: Recorder, source: int, target: int, gradients: bool) -> Hashable:
+        return source, target
 
     stack.enter_context(patch.object(Recorder, "communicator", shared))
 
@@ -111,8 +120,8 @@ def ahead_in_the_opposite_order(stack: ExitStack) -> None:
 def ahead_and_waited_for_at_once(stack: ExitStack) -> None:
     receive = Recorder.receive
 
-    def blocking(self: Recorder, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        pending = receive(self, outs, source, target)
+    def blocking(self: Recorder, *given: Any) -> list[Pending]:
+        pending = receive(self, *given)
         for part in pending:
             part.wait()
         return pending
@@ -171,6 +180,7 @@ def received_in_order_of_use(plan: Plan) -> Plan:
 
 MISORDERED: list[tuple[Plant, Change]] = [
     (one_communicator_per_pair_of_ranks, unchanged),
+    (one_communicator_per_direction, unchanged),
     (ahead_in_the_opposite_order, unchanged),
     (ahead_and_waited_for_at_once, unchanged),
     (forms_ahead, unchanged),

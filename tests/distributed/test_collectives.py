@@ -365,7 +365,7 @@ def check_links() -> None:
     """Both directions at once between two stages, several messages deep, in order."""
     topology = Topology(pp=2)
     me = topology.axis("pp").index
-    out, back = topology.link(me, 1 - me), topology.link(1 - me, me)
+    out, back = topology.link(me, 1 - me, me == 1), topology.link(1 - me, me, me == 0)
     before = topology.traffic["pp"]
     mine, theirs = (
         [

@@ -179,14 +179,14 @@ def check_links(pp: int, tp: int) -> None:
         for source, target in ((low, low + 1), (low + 1, low)):
             if stage not in (source, target):
                 with pytest.raises(KeyError):
-                    topology.link(source, target)
+                    topology.link(source, target, source > target)
                 continue
-            link = topology.link(source, target)
+            link = topology.link(source, target, source > target)
             assert link.peer == line[target if stage == source else source]
             assert link.axis.label == "pp"
             assert set(link.axis.ranks) == {line[source], line[target]}
     mine = [
-        topology.link(a, b).axis.group
+        topology.link(a, b, a > b).axis.group
         for a in range(pp)
         for b in (a - 1, a + 1)
         if 0 <= b < pp and stage in (a, b)
@@ -201,12 +201,12 @@ def talk(topology: Topology, stage: int, pp: int) -> None:
     neighbors = [n for n in (stage - 1, stage + 1) if 0 <= n < pp]
     works = []
     for n in neighbors:
-        link = topology.link(stage, n)
+        link = topology.link(stage, n, stage > n)
         works.append(
             dist.isend(torch.tensor([100.0 * stage + n]), link.peer, group=link.axis.group)
         )
     for n in neighbors:
-        link, got = topology.link(n, stage), torch.zeros(1)
+        link, got = topology.link(n, stage, n > stage), torch.zeros(1)
         dist.recv(got, link.peer, group=link.axis.group)
         assert got.item() == 100.0 * n + stage
     for work in works:

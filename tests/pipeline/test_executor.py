@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -49,15 +50,19 @@ class Rendezvous:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
-    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        link = self.topology.link(source, target)
+    def send(
+        self, tensors: Sequence[Tensor], source: int, target: int, gradients: bool = False
+    ) -> list[Pending]:
+        link = self.topology.link(source, target, gradients)
         for tensor in tensors:
             dist.recv(torch.empty(1), link.peer, group=link.axis.group)
             dist.send(tensor.contiguous(), link.peer, group=link.axis.group)
         return [done(tensor) for tensor in tensors]
 
-    def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        link = self.topology.link(source, target)
+    def receive(
+        self, outs: Sequence[Tensor], source: int, target: int, gradients: bool = False
+    ) -> list[Pending]:
+        link = self.topology.link(source, target, gradients)
         for out in outs:
             dist.send(torch.ones(1), link.peer, group=link.axis.group)
             dist.recv(out, link.peer, group=link.axis.group)
@@ -240,6 +245,7 @@ def vee(microbatches: int) -> Plan:
 
 def check_vee(transport: str) -> None:
     topology = Topology(pp=2)
+    topology.prepare(links=[(1, 0, False), (0, 1, True)])
     for count in (1, 2, 5):
         for gathers in (False, True):
             run_plan(
@@ -512,9 +518,9 @@ class Noted(Links):
         super().__init__(topology)
         self.posted: list[float] = []
 
-    def receive(self, out: Tensor, source: int, target: int) -> Pending:
+    def receive(self, *given: Any) -> list[Pending]:
         self.posted.append(time.perf_counter())
-        return super().receive(out, source, target)
+        return super().receive(*given)
 
 
 def check_posted_ahead() -> None:

@@ -2,7 +2,7 @@
 
     topo = Topology(pp=2, tp=2)        # dp is the remaining factor of the world size
     topo.axis("tp")                    # an Axis: ranks, index of this rank, process group
-    topo.link(0, 1)                    # the channel from pipeline stage 0 to stage 1
+    topo.link(0, 1)                    # the channel of activations from pipeline stage 0 to stage 1
     Topology.on_meta(grid, rank)       # the same for any rank of any grid, without process groups
 
 Only this module creates process groups. An axis of one rank has no group (`Axis.group is None`),
@@ -15,6 +15,7 @@ is also its next stage.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import secrets
 import time
@@ -33,6 +34,9 @@ from threed.core import device as gpu
 from threed.distributed.grid import AXES, Grid, parse
 from threed.distributed.journal import Journal
 from threed.distributed.launcher import adopt
+
+# A channel between pipeline ranks: (source, target, whether it is for gradients).
+Channel = tuple[int, int, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +102,9 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """A one-way channel between two pipeline stages, with its own communicator.
+    """A one-way channel of activations or gradients between two pipeline ranks.
+
+    It has its own communicator, so that no message waits for one of another channel.
 
     Attributes:
         peer: global rank at the other end of the channel.
@@ -390,15 +396,18 @@ class Topology:
         if grid.cp > 1:
             self._axes[self.data_name] = self._make_axis("dp", grid.ranks(rank, self.data_name))
         self._axes["world"] = Axis("world", tuple(range(self.world)), rank, everyone, self.traffic)
-        self._links: dict[tuple[int, int], Link] = {}
-        self._linked: set[tuple[int, int]] = set()
-        self._link((stage, stage + 1) for stage in range(grid.pp - 1))
+        self._links: dict[Channel, Link] = {}
+        self._linked: set[Channel] = set()
+        line = range(grid.pp - 1)
+        self._link(
+            (stage + back, stage + 1 - back, bool(back)) for stage in line for back in (0, 1)
+        )
 
     def prepare(
         self,
         blocks: Iterable[str] = (),
         ties: Iterable[tuple[int, ...]] = (),
-        links: Iterable[tuple[int, int]] = (),
+        links: Iterable[Channel] = (),
     ) -> None:
         """Creates the additional process groups that a model needs. Collective over the world.
 
@@ -411,8 +420,8 @@ class Topology:
                 communicator.
             ties: tuples of pipeline stages that hold replicas of one weight. For each tuple an axis
                 is created: the ranks on these stages whose other coordinates equal this rank's.
-            links: pairs of pipeline stages that send to each other. Neighboring stages are always
-                linked and may be left out.
+            links: channels (source, target, gradients), as in `link`. Channels of activations
+                to the next pipeline rank, and of gradients back, always exist.
         """
         self._align_group_counts()
         for name in sorted(set(blocks) - set(self._axes)):
@@ -448,14 +457,15 @@ class Topology:
         """
         return self._ties[stages]
 
-    def link(self, source: int, target: int) -> Link:
-        """Returns the channel between two pipeline stages; this rank must be on one of them.
+    def link(self, source: int, target: int, gradients: bool = False) -> Link:
+        """Returns a channel between two pipeline ranks, of which this rank must be one.
 
         Args:
             source: pipeline rank that sends.
             target: pipeline rank that receives.
+            gradients: whether the channel is for gradients; else it is for activations.
         """
-        return self._links[source, target]
+        return self._links[source, target, gradients]
 
     def host_links(self, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Link]:
         """Creates gloo channels for tensors in host memory. Collective over the world.
@@ -535,20 +545,20 @@ class Topology:
         )  # fmt: skip
         return Axis(label, ranks, index, group if member else None, self.traffic)
 
-    def _link(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Creates two channels, one per direction, for each pair of stages.
-
-        All ranks must pass the same pairs.
-        """
-        line, missing = self._axes["pp"], sorted(set(pairs) - self._linked)
-        self._linked.update(missing)
-        for pair in _disjoint_rounds(missing, line.index) if not self.is_meta else ():
-            for direction in (1, -1):
+    def _link(self, channels: Iterable[Channel]) -> None:
+        """Creates channels. All ranks must pass the same channels."""
+        line, missing = self._axes["pp"], set(channels) - self._linked
+        self._linked |= missing
+        for upward, gradients in itertools.product((True, False), repeat=2):
+            pairs = sorted(
+                (min(a, b), max(a, b)) for a, b, g in missing if (a < b, g) == (upward, gradients)
+            )
+            for pair in _disjoint_rounds(pairs, line.index) if not self.is_meta else ():
                 axis = self._make_axis("pp", tuple(line.ranks[stage] for stage in pair or ()))
                 if pair is not None:
-                    source, target = pair[::direction]
+                    source, target = pair if upward else pair[::-1]
                     peer = target if line.index == source else source
-                    self._links[source, target] = Link(line.ranks[peer], axis)
+                    self._links[source, target, gradients] = Link(line.ranks[peer], axis)
 
 
 def _options(timeout: timedelta) -> Any:

@@ -96,13 +96,14 @@ class PipelineLayout:
         return self.holders(len(self.ranges) - 1)
 
     @property
-    def links(self) -> list[tuple[int, int]]:
-        """The pairs of pipeline ranks that send to each other because they hold adjacent stages."""
+    def links(self) -> list[tuple[int, int, bool]]:
+        """The channels between pipeline ranks: (source, target, whether it is for gradients)."""
         pairs = pairwise(self.holders(stage) for stage in range(len(self.ranges)))
         passes = [
             (a, b) for stage, next_stage in pairs for a, b in zip(stage, next_stage, strict=True)
         ]
-        return sorted({(min(a, b), max(a, b)) for a, b in passes if a != b})
+        apart = [(a, b) for a, b in passes if a != b]
+        return sorted({(a, b, False) for a, b in apart} | {(b, a, True) for a, b in apart})
 
     def ties(self, names: Sequence[Sequence[str]]) -> dict[str, Tie]:
         """Returns, by name, the parameters that several pipeline ranks hold.

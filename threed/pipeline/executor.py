@@ -445,7 +445,8 @@ class Executor:
             ]
         if self._observer is not None and action.kind is Kind.SEND_F:
             self._observer.sent(parts)
-        self._sent.append(self.transport.send(parts, self.rank, target[0]))
+        backward = action.kind is Kind.SEND_B
+        self._sent.append(self.transport.send(parts, self.rank, target[0], backward))
         while len(self._sent) > 2:
             self._wait_for_oldest_send()
 
@@ -456,10 +457,10 @@ class Executor:
     def _post_ahead(self, actions: Sequence[Action], start: int) -> None:
         """Posts the receives that precede the next compute action, in the order of the plan.
 
-        Of each rank, at most `transport.posts_ahead` receives are posted. Stops at the first receive
-        for which the form of the tensors is not known yet.
+        Of each channel, at most `transport.posts_ahead` receives are posted. Stops at the first
+        receive for which the form of the tensors is not known yet.
         """
-        counts = Counter[int]()
+        counts = Counter[tuple[int, Kind]]()
         for at in range(start, len(actions)):
             action = actions[at]
             if action.kind in COMPUTE or action.kind is Kind.VALIDATE:
@@ -470,9 +471,9 @@ class Executor:
                     return
                 place = self._plan.producer(self.rank, action)
                 source = self.rank if place is None else place[0]
-                if counts[source] == self.transport.posts_ahead:
+                if counts[source, action.kind] == self.transport.posts_ahead:
                     continue
-                counts[source] += 1
+                counts[source, action.kind] += 1
                 self._receive(action)
                 self._posted.add(key)
 
@@ -491,7 +492,7 @@ class Executor:
         buffers = self._form("out" if backward else "in", action).empty(
             self.device, gradients=backward
         )
-        self._incoming[key] = [*self.transport.receive(buffers, source[0], self.rank)]
+        self._incoming[key] = self.transport.receive(buffers, source[0], self.rank, backward)
 
     # ---------------------------------------------------------------------------------------------------------- forms
 

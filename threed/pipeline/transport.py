@@ -1,6 +1,7 @@
 """Sends activations and gradients between pipeline stages, asynchronously.
 
-Each pair of ranks has one channel per direction, in which messages keep their order.
+Between two ranks, activations and gradients of each direction have a channel of their own, in which
+messages keep their order.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ class Transport(Protocol):
     """Exchanges messages with other pipeline ranks; a message is a list of tensors.
 
     Attributes:
-        posts_ahead: before a compute action, the number of receives from each rank that are posted
+        posts_ahead: before a compute action, the number of receives per channel that are posted
             although the plan has them after the action. 0 if `receive` blocks until the message
             arrives.
     """
 
     posts_ahead: int
 
-    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
+    def send(
+        self, tensors: Sequence[Tensor], source: int, target: int, gradients: bool = False
+    ) -> list[Pending]:
         """Starts to send a message.
 
         The tensors must not change until the caller has waited for the returned handles.
@@ -38,18 +41,22 @@ class Transport(Protocol):
             tensors: the tensors of the message.
             source: pipeline rank of this process.
             target: pipeline rank of the receiver.
+            gradients: whether the message has gradients, not activations.
 
         Returns:
             One handle per tensor.
         """
 
-    def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
+    def receive(
+        self, outs: Sequence[Tensor], source: int, target: int, gradients: bool = False
+    ) -> list[Pending]:
         """Starts to receive a message.
 
         Args:
             outs: tensors that receive the message; their shapes and dtypes must fit it.
             source: pipeline rank of the sender.
             target: pipeline rank of this process.
+            gradients: whether the message has gradients, not activations.
 
         Returns:
             One handle per tensor; its `wait()` returns the received tensor.
@@ -63,18 +70,22 @@ class Links:
         self.topology = topology
         # With gloo, a message takes an additional round trip if its receive is posted after its
         # send. NCCL begins to receive when the kernels that were enqueued before have run. There, a
-        # second receive from the same rank waits for the first one. While it waits, it would block
+        # second receive of the same channel waits for the first one. While it waits, it would block
         # the compute action if both streams share a hardware queue of the GPU; and the first
         # message may depend on that action.
         self.posts_ahead = 1 if is_accelerator(topology.device) else sys.maxsize
 
-    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
+    def send(
+        self, tensors: Sequence[Tensor], source: int, target: int, gradients: bool = False
+    ) -> list[Pending]:
         """See `Transport`."""
-        return collectives.send(tensors, self.topology.link(source, target))
+        return collectives.send(tensors, self.topology.link(source, target, gradients))
 
-    def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
+    def receive(
+        self, outs: Sequence[Tensor], source: int, target: int, gradients: bool = False
+    ) -> list[Pending]:
         """See `Transport`."""
-        return collectives.receive(outs, self.topology.link(source, target))
+        return collectives.receive(outs, self.topology.link(source, target, gradients))
 
 
 def is_sliced(tensor: Tensor, axis: Axis) -> bool:
@@ -97,13 +108,17 @@ class SlicedLinks(Links):
         super().__init__(topology)
         self.axis = topology.axis("tp")
 
-    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
+    def send(
+        self, tensors: Sequence[Tensor], source: int, target: int, gradients: bool = False
+    ) -> list[Pending]:
         """See `Transport`."""
-        return super().send([self._slice(tensor) for tensor in tensors], source, target)
+        return super().send([self._slice(tensor) for tensor in tensors], source, target, gradients)
 
-    def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
+    def receive(
+        self, outs: Sequence[Tensor], source: int, target: int, gradients: bool = False
+    ) -> list[Pending]:
         """See `Transport`."""
-        pending = super().receive([self._slice(out) for out in outs], source, target)
+        pending = super().receive([self._slice(out) for out in outs], source, target, gradients)
         return [self._gathered(part, out) for part, out in zip(pending, outs, strict=True)]
 
     def _gathered(self, pending: Pending, out: Tensor) -> Pending:
