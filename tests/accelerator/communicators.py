@@ -1,7 +1,7 @@
 """All ranks of a pipeline on emulated accelerators whose communicators follow NCCL's rules: does a plan hang?
 
     with devices() as use:
-        programs = recorded(plan, sizes=[1, 1, 2], tp=2, use=use)
+        programs = recorded([plan, plan], sizes=[1, 1, 2], tp=2, use=use)
     played(programs, draw, queues=8, tp=2)      # raises Hang if the ranks wait for one another
 
 `recorded` runs the real `Executor` once per pipeline rank, on stages that only enqueue a kernel and a collective per
@@ -37,7 +37,7 @@ from threed.pipeline.executor import Executor
 from threed.pipeline.overlap import Overlap, Pass
 from threed.schedules import Action, Kind, Plan
 
-LAYERS, STEPS = 2, 2
+LAYERS = 2
 WIDTH = 1  # of every message
 FORM = Form.of(torch.empty(WIDTH, requires_grad=True))
 
@@ -152,6 +152,27 @@ class Deferral:
         self.order.add("W", 0, 0)
 
 
+class NormUpdates:
+    """Updates of an asynchronous plan: an all-reduce of all pipeline ranks, for which the update waits."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.started: Work | None = None
+
+    def use(self, before: bool) -> None: ...
+
+    def all_passes_ended(self, chunk: int | None = None) -> None: ...
+
+    def start_update(self) -> None:
+        self.recorder.label = "norm"
+        self.started = self.recorder.collective("all_reduce", ("pp",))
+
+    def end_update(self) -> None:
+        assert self.started is not None
+        self.started.wait()
+        self.recorder.order.add("update", 0, 0)
+
+
 class Labelling(Executor):
     """Notes which message each send and receive belongs to."""
 
@@ -192,16 +213,16 @@ def devices() -> Iterator[Callable[[Recorder], None]]:
 
 
 def recorded(
-    plan: Plan,
+    plans: Sequence[Plan],
     sizes: Sequence[int],
     tp: int,
     use: Callable[[Recorder], None],
     varying: bool = False,
 ) -> list[Program]:
-    """Returns the program of each pipeline rank for two steps of a lowered plan.
+    """Returns the program of each pipeline rank.
 
     Args:
-        plan: the plan.
+        plans: the lowered plans of successive steps. One without forwards gets no micro-batches.
         sizes: the length of each micro-batch; the first message of a length is preceded by its form.
         tp: number of tensor-parallel ranks.
         use: the function that `devices` yields.
@@ -209,19 +230,20 @@ def recorded(
     """
     where, programs = pretend.device(), []
     micros = [MicroBatch(torch.zeros(1, size, dtype=torch.int64)) for size in sizes]
-    for rank in range(plan.stages):
+    for rank in range(plans[0].stages):
         recorder = Recorder(where, rank)
         use(recorder)
         axis, twin = (Axis("tp", tuple(range(tp)), 0, group) for group in ("first", "second"))  # type: ignore[arg-type]
         overlap = Overlap(where, [(axis, twin)])
-        stages: Any = [Enqueuing(recorder, axis) for _ in range(plan.chunks)]
+        stages: Any = [Enqueuing(recorder, axis) for _ in range(plans[0].chunks)]
         executor = Labelling(
             stages, recorder, rank, overlap=overlap, varying=varying,
-            weight_gradients=Deferral(recorder.order),
+            weight_gradients=Deferral(recorder.order), updates=NormUpdates(recorder),
         )  # fmt: skip
         executor.recorder = recorder
-        for _ in range(STEPS):
-            executor.run(plan, micros)
+        for plan in plans:
+            drains = all(action.microbatch < 0 for action in plan.ranks[0])
+            executor.run(plan, () if drains else micros)
         programs.append(recorder.program)
     return programs
 
@@ -298,12 +320,12 @@ def played(programs: Sequence[Program], draw: random.Random, queues: int = 0, tp
             ranks[place].ended.add(entry)
             return
         stage, t = place
-        across = group[0] == "tp"
-        mine = (group, stage if across else t)
+        across = group[0] in ("tp", "pp")
+        mine = (group, stage if group[0] == "tp" else t)
         number = counts[mine, place] = counts.get((mine, place), 0) + 1
         sides = begun.setdefault((mine, number), {})
         sides[place] = entry
-        if len(sides) < (tp if across else 2):
+        if len(sides) < {"tp": tp, "pp": len(programs)}.get(group[0], 2):
             return
         labels = {ranks[p].program.labels[e] for p, e in sides.items()}
         names = sorted(e.name for e in sides.values())

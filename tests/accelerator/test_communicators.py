@@ -20,10 +20,12 @@ from threed.pipeline.executor import Executor
 from threed.schedules import Plan
 from threed.schedules.action import COMPUTE, RECEIVES, Action
 from threed.schedules.deadlock_check import validate
+from threed.schedules.double_buffered import drain, first
+from threed.schedules.simulation import Costs
 
 CASES, ALL = 400, 10_000
 QUEUES = (0, 8, 8, 4, 1)  # CUDA has 8 by default; 0: one per stream
-NAMES = tuple(name for name in schedules.available() if name not in ("zb-auto", "2bw"))
+NAMES = schedules.available()
 Plant = Callable[[ExitStack], None]
 Change = Callable[[Plan], Plan]
 
@@ -34,18 +36,23 @@ def _device() -> None:
     device()
 
 
-def drawn_plan(draw: random.Random) -> Plan:
-    """A lowered plan: random, or of a schedule."""
+def drawn_steps(draw: random.Random) -> list[Plan]:
+    """The lowered plans of a run: random, or of a schedule."""
     while True:
         stages = draw.choice([2, 3, 4])
         if draw.random() < 0.7:
-            return schedules.lower(random_plan(draw.randrange(2**32), stages, draw.randrange(2, 7)))
+            plan = random_plan(draw.randrange(2**32), stages, draw.randrange(2, 7))
+            return [schedules.lower(plan)] * 2
+        name = draw.choice(NAMES)
+        times = (draw.uniform(0.1, 3) for _ in range(3))
+        given = {"costs": Costs(*times), "chunks": draw.choice((1, 2))} if name == "zb-auto" else {}
         try:
-            plan = schedules.build(draw.choice(NAMES), stages, draw.randrange(2, 13))
+            plan = schedules.build(name, stages, draw.randrange(2, 13), **given)
         except schedules.SizesError:
             continue
-        lowered = schedules.lower(plan)
-        validate(lowered)
+        steps = [first(plan), plan, drain(plan)] if plan.asynchronous else [plan] * 2
+        lowered = [schedules.lower(step) for step in steps]
+        validate(lowered[0])
         return lowered
 
 
@@ -65,13 +72,14 @@ def hangs(seeds: range, plant: Plant = nothing, change: Change = unchanged) -> I
         plant(stack)
         for seed in seeds:
             draw = random.Random(seed)
-            plan, tp, varying = drawn_plan(draw), draw.choice([1, 1, 2]), draw.random() < 0.1
-            sizes = [draw.choice([1, 1, 2]) for _ in range(plan.microbatches)]
+            steps, tp, varying = drawn_steps(draw), draw.choice([1, 1, 2]), draw.random() < 0.1
+            sizes = [draw.choice([1, 1, 2]) for _ in range(steps[0].microbatches)]
             queues = draw.choice(QUEUES)
             try:
-                played(recorded(change(plan), sizes, tp, use, varying), draw, queues, tp)
+                programs = recorded([*map(change, steps)], sizes, tp, use, varying)
+                played(programs, draw, queues, tp)
             except Hang as error:
-                yield f"seed {seed}, {plan.name}, {queues} queues: {error}"
+                yield f"seed {seed}, {steps[0].name}, {queues} queues: {error}"
 
 
 @pytest.mark.slow
@@ -174,7 +182,7 @@ def received_in_order_of_use(plan: Plan) -> Plan:
                 waiting = [r for r in waiting if r not in used]
             if action.kind not in RECEIVES:
                 new.append(action)
-        ranks.append(tuple(new))
+        ranks.append((*new, *waiting))
     return replace(plan, ranks=tuple(ranks))
 
 
