@@ -95,18 +95,19 @@ def train(config: Config, steps: int = configs.STEPS) -> Results:
 @contextmanager
 def same_kernels(config: Config) -> Iterator[None]:
     """Has the CPU compute what the device does by the same kernels: torch's. What the host updates is its own."""
-    others = (
+    others = [
         patch.object(matmul, "_onednn_is_faster", lambda: False),
         patch.object(fused_cpu, "has_tiles", lambda: False),
+        patch.object(fused_cpu, "fits", lambda _: False),
         patch.object(attention, "_is_flash", lambda *_: False),  # of the CPU only
         patch.object(attention, "_is_one_call", lambda *_: False),
-    )
-    with others[0], others[1], others[2], others[3]:
-        if config.zero.offload_optimizer != "none":
-            yield
-            return
-        with patch.object(adam, "STATES", ()):  # no native update
-            yield
+    ]
+    if config.zero.offload_optimizer == "none":
+        others.append(patch.object(adam, "STATES", ()))  # no native update
+    with ExitStack() as stack:
+        for other in others:
+            stack.enter_context(other)
+        yield
 
 
 def differences(got: Results, want: Results) -> list[str]:
