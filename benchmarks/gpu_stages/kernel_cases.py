@@ -17,7 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threed.ops import activation, adam, cross_entropy, dropout, lion, norm, quantize, rotary, sums
+from threed.ops import (
+    activation,
+    adam,
+    cross_entropy,
+    dropout,
+    head_norm,
+    lion,
+    norm,
+    quantize,
+    rotary,
+    sums,
+)  # fmt: skip
 from threed.ops.positions import Positions
 from threed.ops.update import StepScalars
 
@@ -515,6 +526,52 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
     ]
 
 
+def head_norms(s: Sizes, device: torch.device) -> list[Case]:
+    """Returns the cases of norms and rotary positions of heads, with four query heads per key head."""
+    d = max(s.d, min(head_norm.SIZES))
+    length, keys = s.rows // s.sequences, max(1, s.h // d // 4)
+    heads = 4 * keys, keys
+    by = head_norm.HeadNorm(heads, d, THETA, Positions.all(length), 0.0, EPS)
+    x = bf16(length, s.sequences, 6 * keys * d, device=device)
+    weights = bf16(d, device=device), bf16(d, device=device)
+    given = [bf16(length, s.sequences, n, d, device=device) for n in (*heads, keys)]
+
+    def plain(x: Tensor, *weights: Tensor) -> Results:
+        q, k, _ = x.unflatten(-1, (-1, d)).split([*heads, keys], 2)
+        normed = (F.rms_norm(h, (d,), w, EPS) for h, w in zip((q, k), weights, strict=True))
+        return (torch.cat([rotary.rotate(part, THETA) for part in normed], 2).flatten(2),)
+
+    def ours_backward(*inputs: Tensor) -> Callable[[], Results]:
+        dq, dk, dv, x, *weights = inputs
+        outs = [torch.empty(d, device=device) for _ in weights]
+
+        def work() -> Results:
+            pair = weights[0], weights[1]
+            dx = head_norm.backward((dq, dk, dv), x, pair, by, (outs[0], outs[1]), (False, False))
+            return dx, *outs
+
+        return work
+
+    def plain_backward(dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Tensor) -> Results:
+        x, *weights = (part.detach().requires_grad_() for part in inputs)
+        y = plain(x, *weights)[0].unflatten(-1, (-1, d))
+        dx, *dw = torch.autograd.grad(y, (x, *weights), torch.cat((dq, dk), 2))
+        values = torch.cat((dx[..., : 5 * keys * d], dv.flatten(2)), -1)
+        return values, *(w.to(torch.promote_types(w.dtype, torch.float32)) for w in dw)
+
+    turned = x.numel() * 5 // 6
+    return [
+        Case(
+            "norms and rotary positions of heads", ("head_norm",), 4 * turned, (x, *weights),
+            lambda x, *weights: lambda: (head_norm.forward(x, (weights[0], weights[1]), by),), call(plain),
+        ),
+        Case(
+            "norms and rotary positions of heads, backward", ("head_norm_backward", "add_parts"),
+            6 * turned + 4 * (x.numel() - turned), (*given, x, *weights), ours_backward, call(plain_backward),
+        ),
+    ]  # fmt: skip
+
+
 def quantizations(s: Sizes, device: torch.device) -> list[Case]:
     """Returns the cases of quantization to 8 and 4 bits, and of dequantization.
 
@@ -564,6 +621,7 @@ FAMILIES = (
     updates,
     sums_of,
     rotaries,
+    head_norms,
     quantizations,
 )
 

@@ -32,17 +32,24 @@ CASES = {
         {"model": "qwen-tied"},
         set(),
     ),  # a width of 70, which lies before norms; norms of heads
+    "norms of heads": ({"model": "qwen-tied"}, {"head_norm", "head_norm_backward"}),
+    "norms of heads, recomputed": (
+        {"model": "qwen-tied", "recompute": "selective"},
+        {"head_norm", "head_norm_backward"},
+    ),
     "selective recompute": ({"model": "gpt", "recompute": "selective"}, GPT),
 }
 
 
-def losses_of(case: Case, steps: int = 2) -> tuple[list[float], list[float]]:
+def losses_of(case: Case, steps: int = 2, head_dim: int = 16) -> tuple[list[float], list[float]]:
     """Losses, and gradient norms."""
     torch.manual_seed(0)
     config = config_of(case)
     config = config.model_copy(
         update={
-            "model": config.model.model_copy(update={"vocab": 61, "hidden": 64, "head_dim": 16})
+            "model": config.model.model_copy(
+                update={"vocab": 61, "hidden": 64, "head_dim": head_dim}
+            )
         }
     )
     with padded_to(8):  # logits of a multiple of 8
@@ -79,9 +86,10 @@ def test_two_tensor_ranks_train_as_one(changes: dict[str, Any]) -> None:
 def test_an_engine_trains_the_same_on_emulated_kernels(name: str) -> None:
     changes, also = CASES[name]
     case = Case(dtype="bf16", layers=2, **changes)  # type: ignore[arg-type]
-    plain, plain_norms = losses_of(case)
+    head_dim = 64 if "head_norm" in also else 16
+    plain, plain_norms = losses_of(case, head_dim=head_dim)
     with emulated(torch_writes=True) as machine:
-        fused, norms = losses_of(case)
+        fused, norms = losses_of(case, head_dim=head_dim)
     assert {ran.name for ran in machine.launches} == FORWARDS | BACKWARDS | also
     assert fused == pytest.approx(plain, rel=5e-3)
     assert norms == pytest.approx(plain_norms, rel=3e-2)

@@ -63,6 +63,8 @@ def count_cases() -> dict[str, Counted]:
         "sum of squares": s.n, "sums over rows": s.rows * s.f, "SwiGLU, forward": gated, "SwiGLU, backward": gated,
         "GEGLU, forward": gated, "GEGLU, backward": gated, "GELU + bias, forward": gated, "GELU + bias, backward": gated,
         "rotary positions": both,
+        "norms and rotary positions of heads": s.rows * 5 * s.h // 4,
+        "norms and rotary positions of heads, backward": s.rows * 6 * s.h // 4,
         "rotary backward, packed": both + activation, "quantize to 8 bits": s.blocks * 256,
         "sum of 8 dequantized, 8 bits": s.blocks * 256,
     }  # fmt: skip
@@ -122,6 +124,11 @@ ROWS = {
         "forward {rotary.bytes:g} of queries and keys; backward {rotaryback.bytes:g} of queries, keys and values",
         "forward {rotary.launches}, backward {rotaryback.launches}",
     ),
+    "RMSNorm and rotary positions of query and key heads": (
+        ("forward {heads.bytes:g} of queries and keys; backward, per element of queries, keys and values,"
+        " {headsback.bytes:g} with four query heads per key head"),
+        "forward {heads.launches}, backward {headsback.launches}",
+    ),
     "quantization of blocks of 256 elements": (
         "quantization to 8 bits: {quantize.bytes:g}; sum of 8-bit numbers of n ranks: n + {written:g}",
         "{quantize.launches}; {dequantize.launches}",
@@ -149,6 +156,8 @@ def test_the_table_of_operators_states_counted_launches_and_bytes() -> None:
         "adamw": cases["AdamW"], "adamw32": cases["AdamW, fp32"],
         "lion": cases["Lion"], "lion32": cases["Lion, fp32"],
         "rotary": cases["rotary positions"], "rotaryback": cases["rotary backward, packed"],
+        "heads": cases["norms and rotary positions of heads"],
+        "headsback": cases["norms and rotary positions of heads, backward"],
         "quantize": cases["quantize to 8 bits"], "dequantize": cases["sum of 8 dequantized, 8 bits"],
         "written": cases["sum of 8 dequantized, 8 bits"].bytes - 8,
         "sums": cases["sums over rows"], "squares": cases["sum of squares"],

@@ -17,7 +17,18 @@ from torch import Tensor
 from tests.cuda import emulator
 from tests.cuda.cases import bf16
 from tests.cuda.emulator import COMPILER, ORDERS, SOURCES, Fault, Order, emulated
-from threed.ops import activation, adam, cross_entropy, dropout, lion, norm, quantize, rotary, sums
+from threed.ops import (
+    activation,
+    adam,
+    cross_entropy,
+    dropout,
+    head_norm,
+    lion,
+    norm,
+    quantize,
+    rotary,
+    sums,
+)  # fmt: skip
 from threed.ops.positions import Positions
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -71,6 +82,16 @@ def heads() -> Tensor:
 def heads_back() -> Tensor:
     given = [bf16(5, 2, n, 32, seed=n) for n in (3, 2, 2)]
     return rotary.pack_back(tuple(given), Positions.all(5), 1e4)
+
+
+def heads_normed() -> Tensor:
+    x, weights = bf16(9, 2, 7 * 64), (bf16(64, seed=1), bf16(64, seed=2))
+    by = head_norm.HeadNorm((3, 2), 64, 1e4, Positions.all(9), 0.0, 1e-5)
+    y = head_norm.forward(x, weights, by)
+    given = [bf16(9, 2, n, 64, seed=n) for n in (3, 2, 2)]
+    outs = torch.zeros(64), torch.ones(64)
+    dx = head_norm.backward(tuple(given), x, weights, by, outs, (False, True))
+    return torch.cat([y.flatten(), dx.flatten(), *outs])
 
 
 def dropped() -> Tensor:
@@ -171,6 +192,14 @@ FAULTS = {
     ),
     "values are turned": Planted("rotary.cu", "if (head < turned)", "if (head <= turned)", heads_back, None),
     "keys of queries": Planted("rotary.cu", "head - queries", "head - keys", heads_back, "out of bounds|wrong"),
+    "the weight of queries for keys": Planted("head_norm.cu", "head < queries ?", "head <= queries ?", heads_normed, None),
+    "a mean over half a head": Planted(
+        "head_norm.cu", "int step = HALF / 2; step;", "int step = HALF / 4; step;", heads_normed, None
+    ),
+    "a head of another rank's lanes": Planted("head_norm.cu", "step = HALF;", "step = 2 * HALF;", heads_normed, None),
+    "parts without a barrier": Planted(
+        "head_norm.cu", "__syncthreads();  // both sums", "// both sums", heads_normed, "race|unwritten|wrong"
+    ),
     "another counter": Planted(
         "dropout.cu", "2 * (position * packs + at) + half", "position * packs + at", dropped, None
     ),

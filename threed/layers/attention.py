@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from threed.distributed.sharding import ShardSpec, parameter, vector
 from threed.layers.context import NEEDS_HEADS, RingCore
 from threed.layers.linear import ColumnLinear, RowLinear
-from threed.layers.norm import RMSNorm
+from threed.layers.norm import RMSNorm, norm_and_rotate
 from threed.layers.recompute import Recompute
 from threed.layers.slicing import Slicing
 from threed.ops import rotary, short_attention
@@ -234,6 +234,13 @@ class Attention(nn.Module):
         if len(projected) == 1 and documents is None and self._rotates_in_place(first):
             positions = self.slicing.gathered_positions(first)
             return rotary.split_and_rotate(first, counts, self.d, theta or 0.0, positions)
+        if len(projected) == 1 and documents is None and theta is not None:
+            found = norm_and_rotate(
+                (self.query_norm, self.key_norm), first, counts[:2], self.d, theta,
+                self.slicing.gathered_positions(first),
+            )  # fmt: skip
+            if found is not None:
+                return found
         *query, rest = (part.view(*part.shape[:2], -1, self.d) for part in projected)
         heads = (*query, *rest.split(counts[len(query) :], dim=2))
         q, k, v = heads

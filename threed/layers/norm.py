@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from threed.distributed.sharding import parameter, vector
 from threed.layers.slicing import Slicing, VectorGradient, for_autograd, is_plain
-from threed.ops import launch, norm, sums
+from threed.ops import head_norm, launch, norm, sums
+from threed.ops.frequencies import Theta
+from threed.ops.head_norm import HeadNorm
+from threed.ops.positions import Positions
 
 
 class _Fused(torch.autograd.Function):
@@ -209,3 +212,58 @@ class RMSNorm(Norm):
                 x.to(wide), (self.width,), self.weight.to(wide) + self.offset, self.eps
             ).to(x.dtype)
         return F.rms_norm(x, (self.width,), self.weight, self.eps)
+
+
+class _Heads(torch.autograd.Function):
+    """Splits x [s b (a+2k)d] into heads, with norms and rotary positions of queries and keys.
+
+    `weights` are those of both norms. `tracked` are the same tensors, or None (`for_autograd`).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: tuple[Tensor, Tensor], by: HeadNorm, *tracked: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        (queries, keys), size = by.heads, by.size
+        turned = head_norm.forward(x, weights, by).split([queries * size, keys * size], -1)
+        ctx.save_for_backward(x, *weights)
+        ctx.weights, ctx.by = weights, by
+        value = x[..., (queries + keys) * size :]
+        return tuple(part.unflatten(-1, (-1, size)) for part in (*turned, value))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x, *weights), sinks = ctx.saved_tensors, [VectorGradient(w) for w in ctx.weights]
+        outs, adds = zip(*((sink.out, sink.add) for sink in sinks), strict=True)
+        dx = head_norm.backward(gradients, x, tuple(weights), ctx.by, outs, adds)
+        ended = [sink.done() for sink in sinks]
+        tracked = (
+            g if needed else None for g, needed in zip(ended, ctx.needs_input_grad[3:], strict=True)
+        )
+        return dx, None, None, *tracked
+
+
+def norm_and_rotate(
+    norms: tuple[nn.Module | None, nn.Module | None], x: Tensor, heads: tuple[int, int], size: int, theta: Theta | None,
+    positions: Positions,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """Splits x into queries [s b a d], keys and values [s b k d]; normalizes and rotates by one kernel.
+
+    Returns None if the kernel does not support these arguments.
+
+    Args:
+        norms: norms of query and key heads.
+        x: rows of a query, k key and k value heads, [s b (a+2k)d].
+        heads: (a, k).
+        size: head's size d.
+        theta: base of the rotary frequencies, or a result of `ops.frequencies.frequencies`.
+        positions: positions of the rows of x.
+    """
+    query, key = norms
+    if theta is None or not (is_plain(query, RMSNorm) and is_plain(key, RMSNorm)):
+        return None
+    weights = query.weight, key.weight
+    if not head_norm.fits(x, size, theta, *weights):
+        return None
+    by = HeadNorm(heads, size, theta, positions, query.offset, query.eps)
+    return _Heads.apply(x, weights, by, *for_autograd(x, *weights))

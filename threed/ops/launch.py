@@ -34,6 +34,7 @@ LAUNCHERS = {
     "cross_entropy": "PPPPqqqq", "cross_entropy_stats": "PPPqqqq", "cross_entropy_gradient": "PPPPPqqqqqq",
     "dropout": "PPPPPPqqqqqqqqd", "norm": "PPPPPPPPPqqd", "norm_backward": "PPPPPPPPPqqq", "quantize": "PPPqqq",
     "dequantize": "PPPqqqq", "rotary": "PPqqqqqd", "rotary_backward": "PPPPP" + 14 * "q",
+    "head_norm": 5 * "P" + 6 * "q" + "dd", "head_norm_backward": 9 * "P" + 15 * "q" + "dd",
     "add_parts": 3 * "PPqq" + "qq", "column_sums": "PPqqq",
     "square_sum": "PPPqq",
 }  # fmt: skip

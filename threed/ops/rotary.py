@@ -199,8 +199,7 @@ def pack_back(
     Returns:
         The gradient of the packed rows, [s b (a+2k)d].
     """
-    plain = torch.contiguous_format  # clone also changes strides of dimensions of size 1
-    dq, dk, dv = (g if _has_packs(g) else g.clone(memory_format=plain) for g in gradients)
+    dq, dk, dv = map(in_packs, gradients)
     length, _, _heads, size = dq.shape
     fits = size % 16 == 0 and rotated_size(theta, size) == size and length * dq.shape[1] < 2**31
     fits = fits and length == sum(last - first for first, last in positions.ranges)
@@ -208,6 +207,12 @@ def pack_back(
     wanted = "bf16 [s b n d], heads of a multiple of 16, as many positions as given"
     launch.check(fits and all(map(_has_packs, (dq, dk, dv))), "rotary_backward", wanted, dq, dk, dv)
     return _start_backward(dq, dk, dv, table(positions, size, theta, dq.device))
+
+
+def in_packs(x: Tensor) -> Tensor:
+    """Returns heads x [s b n d], copied if a kernel cannot read them in packs."""
+    # clone also changes strides of dimensions of size 1
+    return x if _has_packs(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _has_packs(x: Tensor) -> bool:
