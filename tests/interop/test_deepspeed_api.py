@@ -86,17 +86,25 @@ def test_arguments() -> None:
 # ---------------------------------------------------------------------------------------------------------- optimizers
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+
 class Tied(nn.Module):
+    """A module with a tied weight, and with a buffer that has two names."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(3, 3)
         self.last = nn.Linear(3, 3, bias=False)
         self.last.weight = self.first.weight
-        self.register_buffer("scale", torch.full((3,), 2.0))
+        self.scales = nn.ModuleList([Scale()] * 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x) * self.scale).square().mean()
+        return self.last(self.first(x) * self.scales[1].scale).square().mean()
 
 
 def step_of(optimizer: Any) -> dict[str, torch.Tensor]:

@@ -263,6 +263,7 @@ class Searching:
     """A `Trainer` of transformers, as far as it matters, in a trial of a search."""
 
     hp_search_backend: str | None = "optuna"
+    callback_handler: Any = None
 
     def train(self) -> DeepSpeedEngine:
         return made(0)
@@ -284,3 +285,19 @@ def search() -> None:
 def test_a_search_on_several_ranks_is_refused() -> None:
     """Because only rank 0 would destroy the engine of a trial."""
     run_ranks(2, search)
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_an_optimizer_that_the_trainer_replaces_is_reported(passed: bool) -> None:
+    """transformers sets `Trainer.optimizer` to None; the callback handler keeps the passed one."""
+    trainer, module = Searching(), types.SimpleNamespace(Trainer=Searching)
+    trainer.hp_search_backend = None
+    given = torch.optim.RMSprop([torch.zeros(1, requires_grad=True)]) if passed else None
+    trainer.callback_handler = types.SimpleNamespace(optimizer=given, lr_scheduler=None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "transformers.trainer", module)
+        notes = trainer.train().notes
+    found = [
+        note for note in notes if note.startswith("Trainer(optimizers=...): no effect (RMSprop)")
+    ]
+    assert len(found) == passed

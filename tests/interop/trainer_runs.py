@@ -76,6 +76,7 @@ class Case:
         again: for each further call of `Trainer.train`, the checkpoint from which it resumes, or None.
         rates: relative learning rates of the updates, which "plain" sets by a scheduler of its own.
         peft: whether only adapters (LoRA) are trained.
+        whole: further modules that peft trains and saves with the adapters.
         evaluates: whether the model is evaluated before the training.
         vocab: size to which the embeddings are resized before the training.
         generates: whether the trained model generates tokens, which are compared.
@@ -91,6 +92,7 @@ class Case:
     again: tuple[str | None, ...] = ()
     rates: tuple[float, ...] | None = None
     peft: bool = False
+    whole: tuple[str, ...] = ()
     evaluates: bool = False
     vocab: int | None = None
     generates: bool = False
@@ -140,6 +142,7 @@ CASES = {f"{family}-{stage}": Case(family, stage) for family in FAMILIES for sta
         for stage, family in enumerate(("opt", "llama", "qwen2", "gpt2"))
     },
     "peft-3": Case("llama", 3, peft=True, args=SAVES),
+    "peft-whole-3": Case("llama", 3, peft=True, whole=("lm_head", "embed_tokens"), args=SAVES),
     "peft-2": Case("llama", 2, peft=True),
     "evaluated-3": Case("llama", 3, evaluates=True, generates=True),
     "resized-3": Case("gpt2", 3, vocab=VOCAB + 8),
@@ -268,7 +271,11 @@ def load(out: Path, case: Case) -> torch.nn.Module:
     if case.vocab is not None:
         model.resize_token_embeddings(case.vocab, mean_resizing=False)
     if case.peft:
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+        whole = [*case.whole] or None
+        model = get_peft_model(
+            model,
+            LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=whole),
+        )
     return model
 
 

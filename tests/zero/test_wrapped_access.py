@@ -502,6 +502,14 @@ def check_refusals() -> None:
         RuntimeError, match=r"blocks\.0\.weight is sharded.*engine\.gathered.*full_state_dict"
     ):
         module.state_dict()
+    part = module.blocks[0].state_dict()  # peft reads the names of a part
+    assert {name: value.shape for name, value in part.items()} == {
+        name: param.shape for name, param in module.blocks[0].named_parameters()
+    }
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.weight is sharded.*when this tensor"):
+        unpickled(part)
+    with trainer.gathered(), pytest.raises(RuntimeError, match=r"when this tensor was created"):
+        part["weight"].sum()
     with pytest.raises(RuntimeError, match=r"blocks\.0\.weight is sharded"):
         module.to(torch.float32)
     with trainer.gathered(), torch.no_grad():

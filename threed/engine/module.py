@@ -368,19 +368,32 @@ class ModuleEngine(Engine):
 
     @functools.cached_property
     def aliases(self) -> dict[str, str]:
-        """Further name of a tied weight in the module -> the name under which the engine has it."""
+        """Further name of a tied weight or buffer -> the name under which the engine has it.
+
+        A persistent buffer has several names if its module has several names.
+        """
         first = {id(slot.param): slot.spec.name for slot in self.layout.slots}
         named = self.module.named_parameters(remove_duplicate=False)
-        return {name: first[id(p)] for name, p in named if first.get(id(p), name) != name}
+        tied = {name: first[id(p)] for name, p in named if first.get(id(p), name) != name}
+        place: dict[tuple[nn.Module, str], str] = {}
+        for path, owner in self.module.named_modules(remove_duplicate=False):
+            for key in owner._buffers:
+                name = f"{path}.{key}" if path else key
+                kept = key not in owner._non_persistent_buffers_set
+                if kept and place.setdefault((owner, key), name) != name:
+                    tied[name] = place[owner, key]
+        return tied
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the full weights and persistent buffers, on the CPU of rank 0. Collective.
 
         Returns:
-            See `Engine.full_state_dict`. A tied weight is in the dict under all its names.
+            See `Engine.full_state_dict`. A tied weight or buffer is in the dict under all its names.
         """
         found = super().full_state_dict()
-        return found | {name: found[first] for name, first in self.aliases.items() if found}
+        return found | {
+            name: found[first] for name, first in self.aliases.items() if first in found
+        }
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
         """Sets weights and buffers from full tensors; optimizer moments are kept. Collective.

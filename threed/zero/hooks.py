@@ -35,7 +35,7 @@ from threed.zero.agreement import Forwards
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.manual_edits import Changes
-from threed.zero.parameter_access import UNTRACED, Holder
+from threed.zero.parameter_access import UNTRACED, AbsentParameter, Holder
 from threed.zero.torch_modes import compiles, hide_from_checkpointing, without_transforms
 
 # number of most recently used groups that stay gathered in a backward
@@ -144,6 +144,16 @@ class _Hook:
         return {}
 
 
+def _require_all(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """State dict pre-hook: raises an error if parameters are sharded, before the user saves them.
+
+    A function, so that it does nothing for a copy of the module, whose parameters are plain.
+    """
+    for param in () if keep_vars else module.parameters():
+        if isinstance(param, AbsentParameter):
+            param.access.require()
+
+
 class ModuleGatherer(Gatherer):
     """Gathers the parameters of a wrapped module, which user code may use and change anywhere.
 
@@ -189,11 +199,12 @@ class ModuleGatherer(Gatherer):
         self._hooks = [_Hook(self, unit.module, number) for number, unit in enumerate(units)]
         if sliced and all(unit.module is not model.module for unit in model.units):
             self._hooks.append(_Hook(self, model.module, None))
+        self._state_dict_hook = model.module.register_state_dict_pre_hook(_require_all)
 
     def remove(self) -> None:
         """Removes the gatherer from all parameters, and its hooks from all modules."""
         super().remove()
-        for hook in self._hooks:
+        for hook in (*self._hooks, self._state_dict_hook):
             hook.remove()
 
     def before_free(self, group: Group) -> None:

@@ -32,7 +32,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,7 @@ class Gatherer(Protocol):
     """The part of `threed.zero.gather.Gatherer` that `Access` uses."""
 
     version: int  # incremented when the values of sharded parameters change
+    wrapped: ClassVar[bool]
 
     @property
     def saving(self) -> saved_tensors_hooks: ...
@@ -76,6 +77,8 @@ class Gatherer(Protocol):
     def wait_for(self, slot: Slot) -> None: ...
 
     def require(self, group: Group, slot: Slot) -> None: ...
+
+    def before_use(self, group: Group) -> None: ...
 
     def is_open(self, group: Group) -> bool: ...
 
@@ -167,6 +170,16 @@ class Access:
         else:
             self.gatherer.wait_for(self.slot)
 
+    def can_require(self) -> bool:
+        """Returns whether `require` succeeds at this point; begins the gather if it does.
+
+        True for models of `threed.layers`: their parameters raise errors in every use.
+        """
+        if not (self.absent and self.group.sliced and self.gatherer.wrapped):
+            return True
+        self.gatherer.before_use(self.group)
+        return self.gatherer.is_open(self.group)
+
     def require_view(self, view: GuardedView, changes: bool) -> None:
         """Gathers the parameter if the view is of the current buffer; else checks the view.
 
@@ -178,9 +191,15 @@ class Access:
             changes: whether the caller writes to the view.
 
         Raises:
-            RuntimeError: the view is of an earlier buffer; and either `changes` is True, or values
-                have changed since the view was created.
+            RuntimeError: the parameter was sharded when the view was created; or the view is of an
+                earlier buffer, and either `changes` is True, or values have changed since the view
+                was created.
         """
+        if view.buffer is None:
+            raise RuntimeError(
+                f"{self.slot.spec.name} is sharded (ZeRO stage 3), and its values were not in memory when this tensor"
+                " was created: create it inside `with engine.gathered():`; engine.full_state_dict() returns all values"
+            )
         if not self.group.sliced or view.buffer is self.group.params:
             self.require()
         elif changes or view.version != self.gatherer.version:
@@ -200,6 +219,16 @@ class Access:
             out.__class__ = GuardedView
             out.access, out.buffer, out.version = self, self.group.params, self.gatherer.version  # type: ignore[attr-defined]
         return out
+
+    def detached(self) -> Any:
+        """Returns a detached `GuardedView` that has the parameter's shape, but no values.
+
+        The state dict of a submodule thus has its names, which peft needs to save an adapter.
+        """
+        view: Any = plain(self.slot.param).detach()
+        view.__class__ = GuardedView
+        view.access, view.buffer, view.version = self, None, self.gatherer.version
+        return view
 
 
 def _methods(names: str) -> set[Any]:
@@ -354,12 +383,18 @@ class _Managed(nn.Parameter):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = nn.Parameter(plain(self.detach()).clone(), self.requires_grad)
+        copied = nn.Parameter(self._plain().clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(plain(self.detach()), self.requires_grad).__reduce_ex__(protocol)
+        return nn.Parameter(self._plain(), self.requires_grad).__reduce_ex__(protocol)
+
+    def _plain(self) -> Tensor:
+        """Returns the values; raises RuntimeError if they are not in memory."""
+        if isinstance(self, GuardedParameter):
+            self.access.require()
+        return plain(self).detach()
 
 
 class WatchedParameter(_Managed):
@@ -409,6 +444,8 @@ class GuardedParameter(_Guarded, _Managed):
                 return func(*args, **kwargs)
             if func in _METADATA_OF_SHARDED:
                 return _METADATA_OF_SHARDED[func](*args, **kwargs)
+            if func is Tensor.detach and not args[0].access.can_require():
+                return args[0].access.detached()
             default = super().__torch_function__
             return _call(lambda *a, **k: default(func, types, a, k), func, args, kwargs)
 
@@ -501,12 +538,13 @@ class GuardedView(_Guarded):
 
     Attributes:
         access: the parameter's `Access`.
-        buffer: the group's buffer at the time when the view was created.
+        buffer: the group's buffer at the time when the view was created; None if the parameter was
+            sharded, so that the view has no values, and reading it raises an error.
         version: `Gatherer.version` at the time when the view was created.
     """
 
     access: Access
-    buffer: Tensor
+    buffer: Tensor | None
     version: int
 
     @classmethod

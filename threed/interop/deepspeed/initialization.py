@@ -23,7 +23,7 @@ from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.ownership import owner
 from threed.interop.deepspeed.pipeline_engine import PipelineEngine, prepare
 from threed.interop.deepspeed.pipeline_module import PipelineModule
-from threed.interop.deepspeed.repeated_training import refuse_search
+from threed.interop.deepspeed.repeated_training import refuse_search, replaced_optimizers
 from threed.interop.deepspeed.views import EngineOptimizer
 from threed.ops.precision import DTYPES
 
@@ -89,6 +89,7 @@ def initialize(
         earlier.destroy()
     init_distributed()
     refuse_search(get_world_size())
+    notes += replaced_optimizers()
     used = dict(ds)
     optimizer, groups = _use_passed(used, model, optimizer, model_parameters, lr_scheduler, notes)
     trains = "optimizer" in used
