@@ -29,6 +29,7 @@ from threed.monitor import metrics
 from threed.ops import attention, rotary
 from threed.ops.positions import in_documents
 from threed.pipeline.batches import Batches
+from threed.planner.forecast import Forecast
 from threed.testing import Results, differences, results_of
 
 TOLERANCE = 1e-9  # fp64: only the order of sums differs
@@ -354,7 +355,13 @@ def refusals() -> dict[str, str]:
     attempt("a layer", lambda: build(config).step(full))
     attempt("a layer, packing", lambda: build(packed))
     attempt("a module", lambda: Engine(Regression(2, 1), configs.topology_of(1, 1), packed))
-    attempt("compiled", lambda: engine_of(_with(packed, "run", compile=True)))
+    compiled = _with(packed, "run", compile=True)
+    attempt("compiled", lambda: engine_of(compiled))
+    attempt("a forecast", lambda: Forecast.of(compiled, 1))
+    attempt(
+        "a layer, forecast",
+        lambda: Forecast.of(packed, 1, lambda slicing: WithStem(config.model, slicing)),
+    )
     engine = engine_of(packed)
     plain = {name: value for name, value in full.items() if name != "documents"}
     attempt("no documents", lambda: engine.step(plain))
@@ -376,6 +383,8 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         "a layer, packing": "ConfigError: --data.packing true: stem (Stem) may mix the tokens",
         "a module": "ConfigError: --data.packing true: a wrapped module (Regression) has no mask",
         "compiled": "ConfigError: --data.packing true: on CPUs attention reads the borders",
+        "a forecast": "ConfigError: --data.packing true: on CPUs attention reads the borders",
+        "a layer, forecast": "ConfigError: --data.packing true: stem (Stem) may mix the tokens",
         "no documents": "ValueError: --data.packing true, and the batch has no 'documents'",
         "dtype": "ValueError: the batch's 'documents' are int32 [8, 16]: pass one int64 number",
         "shape": "ValueError: the batch's 'documents' are int64 [8, 15]: pass one int64 number",

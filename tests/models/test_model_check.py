@@ -236,6 +236,36 @@ def test_different_batches_on_tensor_or_context_ranks_are_an_error(case: Case) -
     run_ranks(case.world, different_batches, case)
 
 
+def different_lengths(case: Case) -> dict[str, str]:
+    """Returns the errors of a step and of an evaluation in which the last rank has short sequences."""
+    engine = engine_of(config_of(case))
+    data, world = share(batch(0, case.rows), engine.topology), engine.topology.axis("world")
+    if world.index == world.size - 1:
+        data = {name: value[:, :8].contiguous() for name, value in data.items()}
+    found = {}
+    for name, work in (("step", engine.step), ("evaluate", engine.evaluate)):
+        try:
+            work(data)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+SHORT_LAST = [
+    (Case(tp=2, cp=2, sequence=True), "[8, 16] on ranks 0, 1, 2, [8, 8] on rank 3: tensor and"),
+    (Case(cp=2, cp_heads=1), "[8, 16] on rank 0, [8, 8] on rank 1: tensor and context ranks"),
+    (Case(dp=2, ep=2, room=4.0, model="Softmax"), "[8, 16] on rank 0, [8, 8] on rank 1: with --exp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "message"), SHORT_LAST, ids=["tp-cp", "cp", "ep"])
+def test_different_lengths_are_an_error_that_names_the_ranks(case: Case, message: str) -> None:
+    expected = {"step"} if case.room else {"step", "evaluate"}
+    for found in run_ranks(case.world, different_lengths, case):
+        assert found.keys() == expected
+        assert all(f"the batch's 'tokens' are {message}" in text for text in found.values()), found
+
+
 def unequal_rows(stage: int) -> None:
     engine = build(Case(dp=2, zero=stage, microbatches=3), Model)
     index, data = engine.topology.axis("dp").index, batch(0, 12)

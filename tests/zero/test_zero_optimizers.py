@@ -375,3 +375,23 @@ def test_the_engine_refuses_patterns_that_match_nothing() -> None:
     run_ranks(4, refuse)
     with pytest.raises(ConfigError, match=r"'tail\.\*' matches no parameter"):
         wrapped("sgd", 1, (ParamGroup(match="tail.*", lr=1e-3),))
+
+
+def refuse_groups_of_some_experts(case: Case) -> None:
+    """Patterns that match some experts of a layer, or nothing, and a pattern that fits."""
+
+    def build(pattern: str) -> Engine:
+        groups = (ParamGroup(match=pattern, lr=1e-3),)
+        return engine_of(with_(config_of(case), optim={"groups": groups}))
+
+    with pytest.raises(ConfigError, match=r"mlp\.experts\.\d\..* different options"):
+        build("*.experts.3.*")
+    with pytest.raises(ConfigError, match=r"'\*\.exparts\.\*' matches no parameter"):
+        build("*.exparts.*")
+    build("*.experts.*.weight")
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_patterns_must_match_all_experts_in_every_layout(ep: int) -> None:
+    """With ep 4, each rank has one of the four experts."""
+    run_ranks(4, refuse_groups_of_some_experts, Case(model="Single", dp=4, ep=ep, microbatches=1))

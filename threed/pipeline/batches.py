@@ -73,9 +73,11 @@ class Batches:
             " with the same index on the axis dp (`topology.axis('dp').index`)",
             [topology.axis("cp"), topology.axis("tp")],
         )
-        self._no_documents = _documents_problem(self.wrapped, layers, config, topology)
-        if config.data.packing and self._no_documents:
-            raise ConfigError([f"--data.packing true: {self._no_documents}"])
+        self._room, self._known_shapes = config.experts.room, set[tuple[bool, tuple[int, ...]]]()
+        given = model, layers, config, topology.device
+        self._no_documents = documents_problem(*given)
+        if problems := find_packing_problems(*given):
+            raise ConfigError(problems)
 
     def rows(self, batch: Batch) -> int:
         """Returns the number of rows (sequences) of a batch.
@@ -158,6 +160,39 @@ class Batches:
                 f"data ranks evaluate different numbers of rows, {everyone}: pass equally many on each"
             )
 
+    def _check_shape(self, tokens: Tensor, training: bool) -> None:
+        """Checks that tensor and context ranks have tokens [b s] of the same shape. Collective.
+
+        With `experts.room`, the expert ranks must have the same shape too in training. Ranks
+        exchange a shape only when it is new to them, so most steps send nothing.
+
+        Raises:
+            ValueError: if shapes differ.
+        """
+        shape = tuple(tokens.shape)
+        if (training, shape) in self._known_shapes:
+            return
+        axes = [self.topology.axis("tp"), self.topology.axis("cp")]
+        self._compare_shapes(shape, "tensor and context ranks", axes)
+        if self._room and training:
+            what = "with --experts.room, expert ranks"
+            self._compare_shapes(shape, what, [self.slicing.experts.axis])
+        self._known_shapes.add((training, shape))
+
+    def _compare_shapes(self, shape: tuple[int, ...], what: str, axes: Sequence[Axis]) -> None:
+        """Raises ValueError if ranks have tokens of different shapes. Collective over the axes."""
+        found = [(self.topology.axis("world").index, shape)]
+        for axis in axes:
+            found = [one for part in collectives.exchange(found, axis) for one in part]
+        ranks: dict[str, list[int]] = {}
+        for rank, of_rank in found:
+            ranks.setdefault(str(list(of_rank)), []).append(rank)
+        if len(ranks) > 1:
+            each = ", ".join(f"{one} on {_listed(some)}" for one, some in ranks.items())
+            raise ValueError(
+                f"the batch's 'tokens' are {each}: {what} need equal shapes; pad their batches to the same length"
+            )
+
     def micro_batches(
         self, batch: Batch, step: int, consumed: int, scale: Tensor | float, training: bool
     ) -> list[MicroBatch]:
@@ -195,6 +230,7 @@ class Batches:
             if "tokens" in batch:
                 # this call raises an error if the sequence cannot be split over ranks
                 self.slicing.positions(batch["tokens"].shape[1])
+                self._check_shape(batch["tokens"], training)
             self._end_documents(tensors)
             first, device = consumed + data.index * rows, self.topology.device
             read = (tensors.get(name) for name in ("tokens", "labels", "documents"))
@@ -282,6 +318,14 @@ class Batches:
         return (scale / total.clamp(min=1)).view(valid.shape)
 
 
+def _listed(ranks: Sequence[int]) -> str:
+    """Returns ranks as text, such as "ranks 0, 1, 2, ... (64 ranks)"."""
+    some = ", ".join(map(str, ranks[:3]))
+    if len(ranks) > 3:
+        return f"ranks {some}, ... ({len(ranks)} ranks)"
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {some}"
+
+
 class Difference(Flag):
     """Detects different batches on ranks that must have the same one, without a further message.
 
@@ -315,21 +359,41 @@ def _hash_factors(count: int, device: torch.device) -> Tensor:
     return torch.arange(1, 2 * count, 2, device=device) * 0x9E3779B97F4A7C1
 
 
-def _documents_problem(
-    wrapped: Wrapped | None, layers: Sequence[nn.Module], config: Config, topology: Topology
+def documents_problem(
+    model: Model, layers: Sequence[nn.Module], config: Config, device: torch.device
 ) -> str:
-    """Returns why a model cannot train on rows of several documents; "" if it can."""
-    if wrapped is not None:
+    """Returns why a model cannot train on rows of several documents; "" if it can.
+
+    Args:
+        model: the model, or a wrapped module.
+        layers: all layers of the model.
+        config: the configuration.
+        device: device on which the model runs.
+    """
+    if isinstance(model, Wrapped):
         fix = "build the model from threed.layers, or pass the module its own mask and positions"
-        return (
-            f"a wrapped module ({type(wrapped.module).__name__}) has no mask for documents; {fix}"
-        )
+        return f"a wrapped module ({type(model.module).__name__}) has no mask for documents; {fix}"
     for number, layer in enumerate(layers):
         if not contract(layer).documents:
             fix = "set `documents = True` on the layer if it acts on each position alone or reads micro.documents"
             return f"{title(layer, number)} may mix the tokens of different documents; {fix}"
-    if config.run.compile and topology.device.type == "cpu":
+    if config.run.compile and device.type == "cpu":
         return (
             "on CPUs attention reads the borders of documents on the host; use --run.compile false"
         )
     return ""
+
+
+def find_packing_problems(
+    model: Model, layers: Sequence[nn.Module], config: Config, device: torch.device
+) -> list[str]:
+    """Returns the problem of `data.packing` in a list, which is empty if there is none.
+
+    Args:
+        model: the model, or a wrapped module.
+        layers: all layers of the model.
+        config: the configuration.
+        device: device on which the model runs.
+    """
+    problem = documents_problem(model, layers, config, device) if config.data.packing else ""
+    return [f"--data.packing true: {problem}"] if problem else []

@@ -95,7 +95,7 @@ class Pipeline:
             ValueError: if the partition or the plan fails, or if plans differ between ranks.
         """
         p, name, plan = config.parallel, schedule_of(config), step_plan(config, topology.dp)
-        if problems := list(_find_problems(layers, config, plan)):
+        if problems := list(_find_problems(layers, config, plan, topology)):
             raise ConfigError(problems)
         if p.schedule not in get_args(registry.ScheduleName):
             _check_plan(plan, topology)
@@ -124,7 +124,9 @@ class Pipeline:
         return schedules.build(self.schedule, plan.stages, microbatches, plan.chunks, *times)
 
 
-def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Iterator[str]:
+def _find_problems(
+    layers: list[nn.Module], config: Config, plan: Plan, topology: Topology
+) -> Iterator[str]:
     """Yields the reasons why these layers cannot run with the configuration."""
     p, count, stages = config.parallel, len(layers), plan.total_stages
     if count < stages:
@@ -136,7 +138,7 @@ def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Itera
         fix = f"use {', '.join(fixes)}, or a model of {stages} layers or more"
         yield f"{given} of {named_stages(p, stages)}: {fix}"
     yield from find_partition_problems(p, count, stages)
-    yield from setup.find_group_problems(config.optim, layers)
+    yield from setup.find_group_problems(config.optim, layers, topology.axis("world"))
 
 
 def _check_plan(plan: Plan, topology: Topology) -> None:

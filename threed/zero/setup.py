@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from threed.config import Config, ConfigError, OptimConfig, ParamGroup, PrecisionConfig
 from threed.config.resolution import default_warmup
+from threed.distributed import collectives
 from threed.distributed.codecs import EXACT, Cast, Codec
 from threed.distributed.sharding import ShardSpec, spec_of
 from threed.distributed.topology import Axis, Topology
@@ -171,8 +172,8 @@ def group_options(config: Config) -> Callable[[ShardSpec], GroupOptions]:
     balance = GroupOptions(Balance(config.experts.bias_rate), own_rule=True)
 
     def of_name(name: str, decays: bool) -> GroupOptions:
-        found = ((n, group) for n, group in enumerate(groups, 1) if group.matches(name))
-        number, own = next(found, (0, ParamGroup(match="*")))
+        number = _group_number(optim, name)
+        own = groups[number - 1] if number else ParamGroup(match="*")
         decay = optim.weight_decay if decays else 0.0
         return GroupOptions(
             rule(optim, own.name), number,
@@ -184,7 +185,8 @@ def group_options(config: Config) -> Callable[[ShardSpec], GroupOptions]:
             return balance
         found = {of_name(piece.name, spec.decay) for piece in spec.pieces}
         if len(found) > 1:
-            names = ", ".join(piece.name for piece in spec.pieces)
+            some = [piece.name for piece in spec.pieces]
+            names = ", ".join(some if len(some) <= 6 else (*some[:3], "...", *some[-2:]))
             problem = f"gives {names} different options, but they are one matrix: match all"
             raise ConfigError([f"--optim.groups {problem}"])
         return found.pop()
@@ -192,22 +194,48 @@ def group_options(config: Config) -> Callable[[ShardSpec], GroupOptions]:
     return of
 
 
-def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iterator[str]:
-    """Yields a message for each pattern of `optim.groups` that matches no parameter of the model.
+def find_group_problems(
+    optim: OptimConfig, layers: Iterable[nn.Module], world: Axis | None = None
+) -> Iterator[str]:
+    """Yields a message for each pattern of `optim.groups` that does not fit the model.
 
-    If parameters are distributed over data ranks (`ShardSpec.over`), no pattern is checked,
-    because a pattern that matches no name on this rank may match a name on another rank.
+    A pattern must match some parameter, and all or none of the shards of a parameter that is
+    distributed over data ranks (`ShardSpec.over`), such as the experts of a layer. Collective over
+    `world` if there are such parameters.
 
     Args:
         optim: the optimizer's options, with the parameter groups.
         layers: all layers of the model.
+        world: all ranks of the run. None, or an axis of the meta device: names of other ranks are
+            not known, so nothing is checked if parameters are distributed over data ranks.
     """
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
+    matched = [any(map(group.matches, names)) for group in optim.groups]
+    dealt = [spec for spec in specs if spec.over and spec.rule is None]
+    if optim.groups and any(spec.over for spec in specs):
+        if world is None or (world.size > 1 and world.group is None):
+            return
+        numbers = [
+            sorted({_group_number(optim, piece.name) for piece in spec.pieces}) for spec in dealt
+        ]
+        everyone = collectives.exchange([matched, numbers], world)
+        matched = [any(found) for found in zip(*(one for one, _ in everyone), strict=True)]
+        for spec, *of_ranks in zip(dealt, *(one for _, one in everyone), strict=True):
+            if len({number for numbers in of_ranks for number in numbers}) > 1:
+                yield (
+                    f"--optim.groups gives {spec.pieces[0].name} and other shards of the same parameter different options:"
+                    " match all of them, such as all experts of a layer"
+                )
     some = ", ".join((*names[:3], "...", *names[-2:]) if len(names) > 6 else names)
-    for group in () if any(spec.over for spec in specs) else optim.groups:
-        if not any(map(group.matches, names)):
+    for group, found in zip(optim.groups, matched, strict=True):
+        if not found:
             yield f"--optim.groups {group.match!r} matches no parameter: names are {some}"
+
+
+def _group_number(optim: OptimConfig, name: str) -> int:
+    """Returns the number of the group of `optim.groups` with the parameter, from 1; 0: none."""
+    return next((n for n, group in enumerate(optim.groups, 1) if group.matches(name)), 0)
 
 
 def gradient_codecs(config: Config) -> GradientCodecs:
