@@ -501,6 +501,27 @@ def test_a_loss_without_a_gradient_is_refused(stage: int) -> None:
     run_ranks(2, check_detached, stage)
 
 
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda loss: {"loss": loss}, "got dict"),
+        (Tensor.item, "got float"),
+        (lambda loss: loss.expand(3), r"got a tensor of shape \(3,\)"),
+        (lambda loss: loss * 1j, "got a tensor of shape .* and torch.complex128"),
+    ],
+)
+def test_a_backward_of_another_value_than_a_loss(loss: Callable[[Tensor], Any], kind: str) -> None:
+    """It is refused, and the gradients of earlier micro-batches are discarded."""
+    engine, module = made(0)
+    want = trained(engine, range(2))
+    engine, module = made(0)
+    engine.begin(2)
+    engine.backward(module(**data(5)))
+    with pytest.raises(ValueError, match=f"backward needs the mean loss, .* {kind}"):
+        engine.backward(loss(module(**data(5))))
+    same(trained(engine, range(2)), want)
+
+
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved", "zb-h1", "2bw"])
 def test_schedules_with_several_chunks_are_refused_by_name(schedule: str) -> None:
     config = Config.model_validate({"parallel": {"schedule": schedule}})

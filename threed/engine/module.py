@@ -204,7 +204,8 @@ class ModuleEngine(Engine):
 
         Raises:
             RuntimeError: if `begin` was not called.
-            ValueError: if the step began with `begin(None)` and no weight is given.
+            ValueError: if `loss` is not a real scalar tensor, or the step began with `begin(None)` and
+                no weight is given.
         """
         self.drop_interrupted()
         self._check_begun()
@@ -218,9 +219,16 @@ class ModuleEngine(Engine):
             self.reducer.count_freely()
         if last:
             self.reducer.next_is_last()
-        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         self.accumulating = False
         with own_backward(self.reducer):
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+                kind = type(loss).__name__
+                if isinstance(loss, Tensor):
+                    kind = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+                raise ValueError(
+                    f"backward needs the mean loss, a real scalar tensor, but got {kind}"
+                )
+            wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
             scale = (self.optimizer.scaler.scale * weight * (self._divisor or 1)).to(wide.dtype)
             torch.autograd.backward((wide * scale,), retain_graph=retain_graph)
         self.accumulating = True

@@ -29,6 +29,7 @@ from threed.distributed.sharding import (
     ShardSpec,
     attach,
     check_dense,
+    check_separate,
     detach,
     few,
     is_managed,
@@ -483,7 +484,8 @@ def check(module: nn.Module) -> None:
             raise ValueError(f"{name} has no shape yet: run the module once before it is wrapped")
         if not param.is_floating_point():
             raise ValueError(
-                f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced"
+                f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced;"
+                " register integers as a buffer, and complex numbers as view_as_real(values)"
             )
     if scripted := [
         name or type(part).__name__
@@ -495,6 +497,7 @@ def check(module: nn.Module) -> None:
             " original module, from before torch.jit.script or trace, and script it after training"
         )
     check_dense((params | buffers).items())
+    check_separate(params, buffers)
     _check_one_dtype(params)
 
 
