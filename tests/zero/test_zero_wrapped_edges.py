@@ -17,6 +17,7 @@ from tests.configs import Case as PlainCase
 from tests.harness import run_ranks
 from tests.zero.test_zero_wrapped import Case, engine_of
 from threed import models
+from threed.checkpoint.native import CheckpointError
 from threed.config import Config, ConfigError
 from threed.distributed.topology import Topology
 from threed.engine import Engine, LayeredEngine
@@ -376,6 +377,63 @@ def check_stale() -> None:
 
 def test_loaded_weights_are_used_at_once() -> None:
     run_ranks(2, check_stale)
+
+
+class WithEmpty(Net):
+    """Has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_that_a_program_passes(stage: int) -> None:
+    """A parameter without elements is among the weights; other values than tensors change nothing."""
+    engine, module = made(stage, WithEmpty)
+    weights = engine.full_state_dict()
+    assert weights.keys() == module.state_dict().keys()
+    with pytest.raises(TypeError, match=r"pass a torch\.Tensor, not ndarray"):
+        engine.load_full_state_dict({name: value.numpy() for name, value in weights.items()})
+    engine.load_full_state_dict({name: value * 0.5 for name, value in weights.items()})
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value, weights[name] * 0.5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_in_inference_mode(stage: int) -> None:
+    """The constructor and steps suspend it; a module that was built in it is refused."""
+    want = trained(made(stage)[0], range(2))
+    torch.manual_seed(0)
+    module, batches = Net().double(), [data(0), data(1)]
+    with torch.inference_mode():
+        engine = engine_of(
+            Case("", stage, microbatches=1, bucket_mib=1e-3), module, topology_of(1, 1)
+        )
+        losses = [engine.step(batch).loss for batch in batches]
+        with pytest.raises(
+            ValueError, match=r"blocks\.0\.weight was created under torch\.inference_mode"
+        ):
+            made(stage)
+    same((losses, engine.full_state_dict()), want)
+
+
+@pytest.mark.parametrize("wrong", [{}, None, Topology])
+def test_an_engine_needs_a_topology_and_a_configuration(wrong: Any) -> None:
+    kind = type(wrong).__name__
+    with pytest.raises(TypeError, match=rf"config is a {kind}: pass threed\.Config"):
+        Engine(Net(), Topology(), wrong)
+    with pytest.raises(TypeError, match=rf"topology is a {kind}: pass threed\.Topology"):
+        Engine(Net(), wrong, Config())
+
+
+@pytest.mark.parametrize("path", [".", ""])
+def test_a_save_to_the_working_directory_is_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="is the working directory: choose another name"):
+        made(0)[0].save(path)
 
 
 class FrozenEnd(Net):

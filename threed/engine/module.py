@@ -381,6 +381,11 @@ class ModuleEngine(Engine):
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: first[id(p)] for name, p in named if first.get(id(p), name) != name}
 
+    def _empty(self) -> dict[str, Tensor]:
+        """Returns the parameters without elements by name; the layout does not contain them."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: param.detach().cpu() for name, param in named if not param.numel()}
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the full weights and persistent buffers, on the CPU of rank 0. Collective.
 
@@ -388,7 +393,9 @@ class ModuleEngine(Engine):
             See `Engine.full_state_dict`. A tied weight is in the dict under all its names.
         """
         found = super().full_state_dict()
-        return found | {name: found[first] for name, first in self.aliases.items() if found}
+        if not found:
+            return {}
+        return found | {name: found[first] for name, first in self.aliases.items()} | self._empty()
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
         """Sets weights and buffers from full tensors; optimizer moments are kept. Collective.
@@ -400,7 +407,7 @@ class ModuleEngine(Engine):
         Raises:
             KeyError, ValueError: if names or shapes differ from the names and shapes of the model.
         """
-        known = dict(weights)
+        known = {name: value for name, value in weights.items() if name not in self._empty()}
         for name, first in self.aliases.items():
             if name in known:
                 value = known.pop(name)
