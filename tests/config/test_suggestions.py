@@ -382,9 +382,81 @@ DEEPSPEED: Mapping[str, str] = {
         " zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zeropp_loco_param",
 }  # fmt: skip
 
+TORCHTITAN: Mapping[str, str] = {
+    "checkpoint.async":
+        "checkpoint.async_mode",
+    "checkpoint.every":
+        "checkpoint.interval checkpoint.enable_checkpoint",
+    "checkpoint.export-hf":
+        "checkpoint.last_save_in_hf",
+    "checkpoint.keep":
+        "checkpoint.keep_latest_k",
+    "checkpoint.resume":
+        "checkpoint.initial_load_path checkpoint.initial_load_in_hf",
+    "log.every":
+        "metrics.log_freq",
+    "log.profile-steps":
+        "profiler.enable_profiling profiling.enable_profiling",
+    "log.wandb":
+        "metrics.enable_wandb",
+    "model.seq":
+        "training.seq_len",
+    "optim.lr":
+        "optimizer.lr",
+    "optim.schedule":
+        "lr_scheduler.decay_type",
+    "optim.warmup":
+        "lr_scheduler.warmup_steps",
+    "parallel.cp":
+        "parallelism.context_parallel_degree",
+    "parallel.ep":
+        "parallelism.expert_parallel_degree",
+    "parallel.partition":
+        "parallelism.module_fqns_per_model_part",
+    "parallel.pp":
+        "parallelism.pipeline_parallel_degree",
+    "parallel.schedule":
+        "parallelism.pipeline_parallel_schedule parallelism.pipeline_parallel_schedule_csv",
+    "parallel.sequence":
+        "parallelism.enable_sequence_parallel",
+    "parallel.tp":
+        "parallelism.tensor_parallel_degree",
+    "precision.dtype":
+        "training.mixed_precision_param",
+    "recompute.mode":
+        "activation_checkpoint.mode",
+    "run.compile":
+        "compile.enable training.compile",
+    "run.dir":
+        "job.dump_folder checkpoint.folder",
+    "train.global-batch":
+        "training.global_batch_size",
+    "train.global-batch model.seq":
+        "training.num_tokens_per_train_step",
+    "train.grad-clip":
+        "training.max_norm",
+    "train.micro-batch":
+        "training.local_batch_size",
+    "train.micro-batch model.seq":
+        "training.num_tokens_per_microbatch_per_dp_rank",
+    "train.seed":
+        "debug.seed training.seed",
+    "train.steps":
+        "training.steps",
+    "zero.offload-optimizer zero.offload-params":
+        "training.enable_cpu_offload",
+    "zero.shard-size":
+        "parallelism.data_parallel_replicate_degree",
+    "zero.stage":
+        "parallelism.data_parallel_shard_degree",
+    "":
+        "job.config_file model.flavor",
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
-    ("table", "least"), [(MEGATRON, 124), (TRAINING_ARGUMENTS, 60), (DEEPSPEED, 40)]
+    ("table", "least"),
+    [(MEGATRON, 124), (TRAINING_ARGUMENTS, 60), (DEEPSPEED, 40), (TORCHTITAN, 40)],
 )
 def test_names_of_other_frameworks(table: Mapping[str, str], least: int) -> None:
     names = {name: keys for keys, line in table.items() for name in line.split()}
@@ -411,6 +483,9 @@ def test_names_of_other_frameworks(table: Mapping[str, str], least: int) -> None
         ("disable_tqdm", " (TrainingArguments: there is no progress bar)"),
         ("zero_optimization.overlap_comm", " (DeepSpeed: communication always overlaps"),
         ("train_batch_size", " (DeepSpeed: use --train.global-batch)"),
+        ("training.local_batch_size", " (torchtitan: use --train.micro-batch)"),
+        ("checkpoint.interval", " (torchtitan: use --checkpoint.every)"),
+        ("job.config_file", " (torchtitan: --config FILE.toml reads a TOML file of threed)"),
         ("model.num-layers", " (did you mean --model.layers?)"),
         ("special-tokens", " (did you mean --data.special-tokens?)"),
         ("dryrun", " (did you mean --dry-run?)"),

@@ -121,6 +121,13 @@ def test_a_lone_process_is_refused_sizes_it_has_not() -> None:
         Topology(tp=2)
 
 
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}, {"cp": "2"}, {"dp": 0}, {"tp": 1.0}])
+def test_sizes_are_whole_numbers_from_1(sizes: dict[str, Any]) -> None:
+    ((name, value),) = sizes.items()
+    with pytest.raises(ValueError, match=f"{name} {value!r}: pass an integer of at least 1"):
+        Topology(**sizes)
+
+
 def test_a_lone_process_has_every_axis_and_no_group() -> None:
     topology = Topology()
     topology.prepare(["tp"], [])

@@ -791,6 +791,20 @@ PAIRS: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], str]] = {
     "part and whole": (part_and_whole, "body.weight, body.bias: shared"),
     "whole and part": (lambda: part_and_whole()[::-1], "weight, bias: shared"),
 }
+
+
+def sharing(share: Callable[[nn.Module, nn.Module], object]) -> nn.Module:
+    """A module whose second layer shares memory with the first, but not the parameter."""
+    module = made(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    share(module[0], module[1])
+    return module
+
+
+def share_rows(first: Any, second: Any) -> None:
+    rows = torch.randn(2 * WIDTH, WIDTH)
+    first.weight, second.weight = nn.Parameter(rows[:WIDTH]), nn.Parameter(rows[3 : 3 + WIDTH])
+
+
 ONES = torch.eye(WIDTH)
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dtypes": (Router, r"several dtypes: router.weight \(torch.float32\)"),
@@ -799,6 +813,16 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "csr, not persistent": (lambda: Graph(ONES.to_sparse_csr(), False), r"not dense: links \(torch.sparse_csr\)"),
     "quantized": (
         lambda: Graph(torch.quantize_per_tensor(ONES, 0.1, 0, torch.qint8)), r"not dense: links \(quantized\)",
+    ),
+    "another parameter of a tensor": (
+        lambda: sharing(lambda a, b: setattr(b, "weight", nn.Parameter(a.weight))), r"0.weight and 1.weight share memory",
+    ),
+    "data of another parameter": (
+        lambda: sharing(lambda a, b: setattr(b.bias, "data", a.bias.data)), r"0.bias and 1.bias share memory",
+    ),
+    "rows of another parameter": (lambda: sharing(share_rows), r"0.weight and 1.weight share memory"),
+    "a buffer": (
+        lambda: sharing(lambda a, b: b.register_buffer("old", a.weight.data[1:])), r"0.weight and 1.old share memory",
     ),
 }  # fmt: skip
 

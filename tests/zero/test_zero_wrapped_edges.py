@@ -17,6 +17,7 @@ from tests.configs import Case as PlainCase
 from tests.harness import run_ranks
 from tests.zero.test_zero_wrapped import Case, engine_of
 from threed import models
+from threed.checkpoint.native import CheckpointError
 from threed.config import Config, ConfigError
 from threed.distributed.topology import Topology
 from threed.engine import Engine, LayeredEngine
@@ -378,6 +379,63 @@ def test_loaded_weights_are_used_at_once() -> None:
     run_ranks(2, check_stale)
 
 
+class WithEmpty(Net):
+    """Has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_that_a_program_passes(stage: int) -> None:
+    """A parameter without elements is among the weights; other values than tensors change nothing."""
+    engine, module = made(stage, WithEmpty)
+    weights = engine.full_state_dict()
+    assert weights.keys() == module.state_dict().keys()
+    with pytest.raises(TypeError, match=r"pass a torch\.Tensor, not ndarray"):
+        engine.load_full_state_dict({name: value.numpy() for name, value in weights.items()})
+    engine.load_full_state_dict({name: value * 0.5 for name, value in weights.items()})
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value, weights[name] * 0.5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_in_inference_mode(stage: int) -> None:
+    """The constructor and steps suspend it; a module that was built in it is refused."""
+    want = trained(made(stage)[0], range(2))
+    torch.manual_seed(0)
+    module, batches = Net().double(), [data(0), data(1)]
+    with torch.inference_mode():
+        engine = engine_of(
+            Case("", stage, microbatches=1, bucket_mib=1e-3), module, topology_of(1, 1)
+        )
+        losses = [engine.step(batch).loss for batch in batches]
+        with pytest.raises(
+            ValueError, match=r"blocks\.0\.weight was created under torch\.inference_mode"
+        ):
+            made(stage)
+    same((losses, engine.full_state_dict()), want)
+
+
+@pytest.mark.parametrize("wrong", [{}, None, Topology])
+def test_an_engine_needs_a_topology_and_a_configuration(wrong: Any) -> None:
+    kind = type(wrong).__name__
+    with pytest.raises(TypeError, match=rf"config is a {kind}: pass threed\.Config"):
+        Engine(Net(), Topology(), wrong)
+    with pytest.raises(TypeError, match=rf"topology is a {kind}: pass threed\.Topology"):
+        Engine(Net(), wrong, Config())
+
+
+@pytest.mark.parametrize("path", [".", ""])
+def test_a_save_to_the_working_directory_is_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="is the working directory: choose another name"):
+        made(0)[0].save(path)
+
+
 class FrozenEnd(Net):
     """Backwards pass through the last eight blocks, whose gradients are never complete."""
 
@@ -499,6 +557,27 @@ def check_detached(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_loss_without_a_gradient_is_refused(stage: int) -> None:
     run_ranks(2, check_detached, stage)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda loss: {"loss": loss}, "got dict"),
+        (Tensor.item, "got float"),
+        (lambda loss: loss.expand(3), r"got a tensor of shape \(3,\)"),
+        (lambda loss: loss * 1j, "got a tensor of shape .* and torch.complex128"),
+    ],
+)
+def test_a_backward_of_another_value_than_a_loss(loss: Callable[[Tensor], Any], kind: str) -> None:
+    """It is refused, and the gradients of earlier micro-batches are discarded."""
+    engine, module = made(0)
+    want = trained(engine, range(2))
+    engine, module = made(0)
+    engine.begin(2)
+    engine.backward(module(**data(5)))
+    with pytest.raises(ValueError, match=f"backward needs the mean loss, .* {kind}"):
+        engine.backward(loss(module(**data(5))))
+    same(trained(engine, range(2)), want)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved", "zb-h1", "2bw"])

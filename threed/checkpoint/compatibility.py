@@ -112,6 +112,7 @@ def take_full(
 
     Raises:
         KeyError: if a tensor of the model is missing, or the model does not have a given tensor.
+        TypeError: if a value is not a tensor, such as a NumPy array.
         ValueError: if the shape of a tensor differs from the model's.
     """
     here = expected(optimizer, buffers, topology)
@@ -124,6 +125,8 @@ def take_full(
         if wrong:
             raise KeyError(f"weights {what}: {listed(wrong)}")
     for name, shape in wanted.items():
+        if shape is not None and not isinstance(given[name], Tensor):
+            raise TypeError(f"{name}: pass a torch.Tensor, not {type(given[name]).__name__}")
         if shape is not None and tuple(given[name].shape) != shape:
             raise ValueError(f"{name}: shape {tuple(given[name].shape)}, the model has {shape}")
 

@@ -500,6 +500,7 @@ class Saver:
             CheckpointError: on every rank if any rank fails.
         """
         began, everyone = time.perf_counter(), self.topology.axis("world")
+        path = path if path.name else path.resolve()  # "." has no name
         self.optimizer.wait()
         sections, file = self._plan(*extras.copied())
         gathered = collectives.exchange([file.nbytes, secrets.token_hex(8)], everyone)
@@ -512,6 +513,8 @@ class Saver:
         )  # fmt: skip
         with save.step("begin", sum(sizes)):
             save.head = self.head(state)
+            if path.resolve() == Path.cwd():
+                raise CheckpointError(f"{path} is the working directory: choose another name")
             if everyone.index == 0:
                 begin(path, MANIFEST, "checkpoint", sum(sizes))
         save.agree()

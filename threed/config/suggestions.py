@@ -27,7 +27,7 @@ def suggest(name: str, groups: Mapping[str, type[BaseModel]]) -> tuple[list[str]
     close = close or ([] if hint else close_flags(name, groups))
     if close:
         return close, f" (did you mean {' or '.join(close)}?)"
-    hint = hint or other_names.find(key) or other_names.nearest(name)
+    hint = hint or other_names.find(name) or other_names.find(key) or other_names.nearest(name)
     if hint is None:
         return [], ""
     return [f"--{key}" for key in hint.keys], f" ({hint.source}: {hint.text})"

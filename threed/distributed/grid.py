@@ -85,8 +85,12 @@ class Grid:
         """Returns the grid of `world` ranks; by default `dp` is derived from the other sizes.
 
         Raises:
-            ValueError: if the product of the sizes is not `world`; the message names each size.
+            ValueError: if a size is not an integer of at least 1, or the product of the sizes is not
+                `world`; the message names each size.
         """
+        for name, size in {"pp": pp, "dp": dp, "cp": cp, "tp": tp}.items():
+            if not (size is None and name == "dp") and not (isinstance(size, int) and size >= 1):
+                raise ValueError(f"{name} {size!r}: pass an integer of at least 1")
         rest = pp * cp * tp
         if dp is None and world % rest == 0:
             dp = world // rest

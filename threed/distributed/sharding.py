@@ -12,7 +12,7 @@ size. A local tensor may have padding after its pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -191,6 +191,62 @@ def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
             f"not dense: {few(found)}; register the dense parts of a sparse, quantized or nested tensor (its indices"
             " and values) as buffers, and build the tensor from them in the forward"
         )
+
+
+def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if a trained parameter shares elements with another parameter or a buffer.
+
+    An engine moves each parameter to other memory, so the two tensors would no longer be equal.
+
+    Args:
+        params: distinct parameters by name; a tied parameter has one name.
+        buffers: distinct buffers by name.
+    """
+    tensors = [*params.items(), *buffers.items()]
+    spans = sorted(
+        (span, name, tensor) for name, tensor in tensors if (span := _span(tensor)) is not None
+    )
+    before: list[tuple[tuple[int, int], str, Tensor]] = []
+    for span, name, tensor in spans:
+        before = [entry for entry in before if entry[0][1] > span[0]]
+        for _, other, earlier in before:
+            trained = any(
+                t.requires_grad and n in params for n, t in ((name, tensor), (other, earlier))
+            )
+            if trained and _share_elements(earlier, tensor):
+                raise ValueError(
+                    f"{other} and {name} share memory, but are different tensors: the engine moves each parameter to"
+                    " other memory, so they would no longer be equal; to tie parameters, assign the object itself"
+                    " (module.b.weight = module.a.weight), otherwise give one of them a clone()"
+                )
+        before.append((span, name, tensor))
+
+
+def _span(tensor: Tensor) -> tuple[int, int] | None:
+    """Returns the addresses of a tensor's first byte and last byte + 1; None if it has none."""
+    if tensor.device.type == "meta" or not tensor.numel() or not storage_of(tensor):
+        return None
+    try:
+        first = tensor.data_ptr()
+    except RuntimeError:  # raised for fake tensors
+        return None
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size()
+
+
+def _share_elements(first: Tensor, second: Tensor) -> bool:
+    """Returns whether two tensors whose spans overlap share an element, unlike two columns."""
+    if first.dtype != second.dtype:
+        return True
+    spans = [span for tensor in (first, second) if (span := _span(tensor)) is not None]
+    start, end = min(a for a, _ in spans), max(b for _, b in spans)
+    used = torch.zeros((end - start) // first.element_size(), dtype=torch.bool)
+    views = [
+        used.as_strided(t.shape, t.stride(), (span[0] - start) // t.element_size())
+        for t, span in zip((first, second), spans, strict=True)
+    ]
+    views[0].fill_(True)
+    return bool(views[1].any())
 
 
 def few(names: Sequence[str]) -> str:

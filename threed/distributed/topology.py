@@ -340,7 +340,8 @@ class Topology:
         is_meta: whether `Topology.on_meta` created the topology, which then has no process groups.
 
     Raises:
-        ValueError: if the product of the sizes is not the world size.
+        ValueError: if a size is not an integer of at least 1, or the product of the sizes is not the
+            world size.
     """
 
     def __init__(

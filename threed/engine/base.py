@@ -133,10 +133,11 @@ class Engine(metaclass=_EngineType):
         loss_scale: LossScale | None = None, transport: Transport | None = None,
         trains: bool = True,
     ) -> None:  # fmt: skip
+        _check_types(topology, config)
         if refused := find_refusals(config):
             raise ConfigError(refused)
         self.topology, self.trains = topology, trains
-        with ExitStack() as undo:
+        with torch.inference_mode(False), ExitStack() as undo:
             # actions that give the model back; also run if this constructor fails
             self._undo = undo
             self._build(model, config, learning_rate, loss_scale, transport)
@@ -275,6 +276,7 @@ class Engine(metaclass=_EngineType):
         """Returns how the engine takes part in backwards that the program starts."""
         return None
 
+    @torch.inference_mode(False)
     def step(self, batch: Batch) -> StepMetrics:
         """Runs one optimizer step. Collective.
 
@@ -639,6 +641,18 @@ class Engine(metaclass=_EngineType):
         """
         self._sync_states()
         compatibility.take_full(self.optimizer, self.buffers, self.topology, weights)
+
+
+def _check_types(topology: object, config: object) -> None:
+    """Raises TypeError if an argument of an engine is, for example, a dict instead of a Config."""
+    for name, value, kind, call in (
+        ("topology", topology, Topology, "threed.Topology(pp=..., tp=...)"),
+        ("config", config, Config, 'threed.Config(zero={"stage": 1}, ...)'),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"Engine(model, topology, config): {name} is a {type(value).__name__}: pass {call}"
+            )
 
 
 # Makes help(Engine) show the parameters of __init__ instead of the parameters of __new__.

@@ -204,7 +204,8 @@ class ModuleEngine(Engine):
 
         Raises:
             RuntimeError: if `begin` was not called.
-            ValueError: if the step began with `begin(None)` and no weight is given.
+            ValueError: if `loss` is not a real scalar tensor, or the step began with `begin(None)` and
+                no weight is given.
         """
         self.drop_interrupted()
         self._check_begun()
@@ -218,9 +219,16 @@ class ModuleEngine(Engine):
             self.reducer.count_freely()
         if last:
             self.reducer.next_is_last()
-        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         self.accumulating = False
         with own_backward(self.reducer):
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+                kind = type(loss).__name__
+                if isinstance(loss, Tensor):
+                    kind = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+                raise ValueError(
+                    f"backward needs the mean loss, a real scalar tensor, but got {kind}"
+                )
+            wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
             scale = (self.optimizer.scaler.scale * weight * (self._divisor or 1)).to(wide.dtype)
             torch.autograd.backward((wide * scale,), retain_graph=retain_graph)
         self.accumulating = True
@@ -384,6 +392,11 @@ class ModuleEngine(Engine):
                     tied[name] = place[owner, key]
         return tied
 
+    def _empty(self) -> dict[str, Tensor]:
+        """Returns the parameters without elements by name; the layout does not contain them."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: param.detach().cpu() for name, param in named if not param.numel()}
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the full weights and persistent buffers, on the CPU of rank 0. Collective.
 
@@ -391,9 +404,10 @@ class ModuleEngine(Engine):
             See `Engine.full_state_dict`. A tied weight or buffer is in the dict under all its names.
         """
         found = super().full_state_dict()
-        return found | {
-            name: found[first] for name, first in self.aliases.items() if first in found
-        }
+        if not found:
+            return {}
+        found |= self._empty()
+        return found | {name: found[first] for name, first in self.aliases.items()}
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
         """Sets weights and buffers from full tensors; optimizer moments are kept. Collective.
@@ -405,7 +419,7 @@ class ModuleEngine(Engine):
         Raises:
             KeyError, ValueError: if names or shapes differ from the names and shapes of the model.
         """
-        known = dict(weights)
+        known = {name: value for name, value in weights.items() if name not in self._empty()}
         for name, first in self.aliases.items():
             if name in known:
                 value = known.pop(name)

@@ -29,6 +29,7 @@ from threed.distributed.sharding import (
     ShardSpec,
     attach,
     check_dense,
+    check_separate,
     detach,
     few,
     is_managed,
@@ -481,9 +482,14 @@ def check(module: nn.Module) -> None:
     for name, param in params.items():
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"{name} has no shape yet: run the module once before it is wrapped")
+        if param.is_inference():
+            raise ValueError(
+                f"{name} was created under torch.inference_mode(): build the module outside"
+            )
         if not param.is_floating_point():
             raise ValueError(
-                f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced"
+                f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced;"
+                " register integers as a buffer, and complex numbers as view_as_real(values)"
             )
     if scripted := [
         name or type(part).__name__
@@ -495,6 +501,7 @@ def check(module: nn.Module) -> None:
             " original module, from before torch.jit.script or trace, and script it after training"
         )
     check_dense((params | buffers).items())
+    check_separate(params, buffers)
     _check_one_dtype(params)
 
 

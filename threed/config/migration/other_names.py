@@ -3,8 +3,8 @@
     find("learning_rate")       # Hint("TrainingArguments", ("optim.lr",), "use --optim.lr")
     find("swiglu")              # Hint("Megatron-LM", ("model.arch",), "use --model.arch")
 
-The names are those of Megatron-LM (`megatron_flags`), of DeepSpeed's configuration (0.19), and of
-the `TrainingArguments` of Hugging Face transformers (5.24).
+The names are those of Megatron-LM (`megatron_flags`), of DeepSpeed's configuration (0.19), of the
+`TrainingArguments` of Hugging Face transformers (5.24), and of torchtitan's configuration.
 """
 
 from __future__ import annotations
@@ -161,6 +161,55 @@ _DEEPSPEED = _by_name({
     ": threed trains bf16, fp16 or fp32": "compression-training",
     ": a run writes its keys to config.toml": "dump-state",
 })  # fmt: skip
+# Keys of torchtitan's configuration, in the same notation. Here a name counts only with its group.
+_TORCHTITAN = _by_name({
+    ": --config FILE.toml reads a TOML file of threed": "job.config-file",
+    "run.dir": "job.dump-folder checkpoint.folder",
+    "model.arch": "model.name",
+    ": --preset selects a published model": "model.flavor",
+    "checkpoint.resume": "model.hf-assets-path checkpoint.initial-load-path checkpoint.initial-load-in-hf",
+    "data.tokenizer": "model.tokenizer-path",
+    "data.path": "training.dataset training.dataset-path",
+    "train.micro-batch": "training.local-batch-size training.batch-size",
+    "train.micro-batch model.seq": "training.num-tokens-per-microbatch-per-dp-rank",
+    "train.global-batch": "training.global-batch-size",
+    "train.global-batch model.seq": "training.num-tokens-per-train-step",
+    "model.seq": "training.seq-len",
+    "train.grad-clip": "training.max-norm",
+    "precision.dtype": "training.dtype training.mixed-precision-param",
+    "precision.reduce-dtype": "training.mixed-precision-reduce",
+    "zero.offload-optimizer zero.offload-params": "training.enable-cpu-offload",
+    "run.compile": "training.compile compile.enable",
+    "run.compile-backend": "compile.backend",
+    "train.seed": "training.seed debug.seed",
+    "zero.stage": "parallelism.data-parallel-shard-degree parallelism.fsdp-reshard-after-forward",
+    "zero.shard-size": "parallelism.data-parallel-replicate-degree",
+    "parallel.tp": "parallelism.tensor-parallel-degree",
+    "parallel.sequence": "parallelism.enable-sequence-parallel",
+    "parallel.pp": "parallelism.pipeline-parallel-degree",
+    "parallel.schedule":
+        "parallelism.pipeline-parallel-schedule parallelism.pipeline-parallel-schedule-csv",
+    "parallel.partition":
+        "parallelism.pipeline-parallel-layers-per-stage parallelism.module-fqns-per-model-part"
+        " parallelism.pipeline-parallel-first-stage-less-layers"
+        " parallelism.pipeline-parallel-last-stage-less-layers",
+    "parallel.cp": "parallelism.context-parallel-degree",
+    "parallel.ep": "parallelism.expert-parallel-degree",
+    "recompute.mode": "activation-checkpoint.mode activation-checkpoint.selective-ac-option",
+    "optim.betas": "optimizer.beta1 optimizer.beta2",
+    "optim.warmup": "lr-scheduler.warmup-steps",
+    "optim.schedule": "lr-scheduler.decay-type lr-scheduler.decay-ratio",
+    "optim.min-lr": "lr-scheduler.min-lr-factor",
+    "checkpoint.every": "checkpoint.interval checkpoint.enable checkpoint.enable-checkpoint",
+    "checkpoint.keep": "checkpoint.keep-latest-k",
+    "checkpoint.async": "checkpoint.async-mode",
+    "checkpoint.export-hf": "checkpoint.last-save-in-hf",
+    "log.every": "metrics.log-freq",
+    "log.wandb": "metrics.enable-wandb metrics.enable-tensorboard",
+    "log.profile-steps": "profiling.enable-profiling profiling.profile-freq profiler.enable-profiling",
+    "train.eval-every": "validation.enable validation.freq",
+    "run.hang-timeout": "comm.init-timeout-seconds comm.train-timeout-seconds",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -189,6 +238,8 @@ def _use(source: str, *keys: str, value: str = "") -> Hint:
 
 
 def _candidates(name: str) -> Iterator[Hint]:
+    if name in _TORCHTITAN:
+        yield _read("torchtitan", _TORCHTITAN[name])
     flag = megatron_flags.FLAGS.get(name)
     if flag is not None and flag.keys:
         switch = flag.kind == "key" and not flag.values
