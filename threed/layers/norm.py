@@ -235,7 +235,8 @@ class _Heads(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (x, *weights), sinks = ctx.saved_tensors, [VectorGradient(w) for w in ctx.weights]
         outs, adds = zip(*((sink.out, sink.add) for sink in sinks), strict=True)
-        dx = head_norm.backward(gradients, x, tuple(weights), ctx.by, outs, adds)
+        dq, dk, dv = gradients
+        dx = head_norm.backward((dq, dk, dv), x, tuple(weights), ctx.by, outs, adds)
         ended = [sink.done() for sink in sinks]
         tracked = (
             g if needed else None for g, needed in zip(ended, ctx.needs_input_grad[3:], strict=True)
@@ -244,7 +245,7 @@ class _Heads(torch.autograd.Function):
 
 
 def norm_and_rotate(
-    norms: tuple[nn.Module | None, nn.Module | None], x: Tensor, heads: tuple[int, int], size: int, theta: Theta | None,
+    norms: tuple[RMSNorm | None, RMSNorm | None], x: Tensor, heads: tuple[int, int], size: int, theta: Theta,
     positions: Positions,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
     """Splits x into queries [s b a d], keys and values [s b k d]; normalizes and rotates by one kernel.
@@ -260,7 +261,7 @@ def norm_and_rotate(
         positions: positions of the rows of x.
     """
     query, key = norms
-    if theta is None or not (is_plain(query, RMSNorm) and is_plain(key, RMSNorm)):
+    if query is None or key is None or not (is_plain(query, RMSNorm) and is_plain(key, RMSNorm)):
         return None
     weights = query.weight, key.weight
     if not head_norm.fits(x, size, theta, *weights):

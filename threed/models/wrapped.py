@@ -483,9 +483,7 @@ def check(module: nn.Module) -> None:
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"{name} has no shape yet: run the module once before it is wrapped")
         if param.is_inference():
-            raise ValueError(
-                f"{name} was created under torch.inference_mode(): build the module outside"
-            )
+            raise ValueError(f"{name} was created in inference mode: build the module outside")
         if not param.is_floating_point():
             raise ValueError(
                 f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced;"

@@ -59,7 +59,7 @@ SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19
 Borders = tuple[tuple[Range, ...], ...]
 Keep = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 _BORDERS = WeakTensorKeyDictionary()  # documents of a micro-batch -> Borders
-CHUNKS_OF_A_TRACE = 64  # maximum number of chunks per sequence on the meta device
+CHUNKS_OF_A_TRACE, WINDOW_AS_MASK = 64, 0.5  # chunks per sequence; share of a sequence
 
 
 # ----------------------------------------------------------------------------------- full sequences
@@ -169,7 +169,7 @@ class Causal:
                 how = (window, self.softcap, self.scale, documents, sinks)
                 return _seq_first(flex.attend(queries, keys, values, *how))
         more = sinks is not None or documents is not None or self.softcap or unequal
-        if not more and _is_one_call(q, window):
+        if not more and window > WINDOW_AS_MASK * length and _on_cpu(q):
             return attend(q, k, v, _mask((length, length), 0, window, q), self.scale)
         self._record("chunks of threed", queries, keys, window, **given)
         chunks = Chunks(Causal(window, self.softcap, self.scale), documents)
@@ -518,14 +518,6 @@ def _is_flash(q: Tensor, v: Tensor, causal: Causal) -> bool:
     return (
         _on_cpu(q) and q.dtype.itemsize >= 4 and not causal.softcap and q.shape[-1] == v.shape[-1]
     )
-
-
-def _is_one_call(q: Tensor, window: int) -> bool:
-    """Returns whether one call with a mask computes attention with a window.
-
-    On CPUs it is faster than chunks if most positions are in the window.
-    """
-    return _on_cpu(q) and 2 * window > q.shape[0]
 
 
 def _is_flash_on_gpu(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> bool:

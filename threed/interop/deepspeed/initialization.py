@@ -83,13 +83,12 @@ def initialize(
         RuntimeError: if a step of an earlier engine of the module is in progress.
     """
     model, config = _check_arguments(args, model, config, config_params, mpu, mesh_param)
-    ds, notes = read(config), list[str]()
+    ds, notes = read(config), replaced_optimizers()
     if (earlier := owner(model)) is not None:
         notes.append("model: its engine of an earlier call of initialize is destroyed")
         earlier.destroy()
     init_distributed()
     refuse_search(get_world_size())
-    notes += replaced_optimizers()
     used = dict(ds)
     optimizer, groups = _use_passed(used, model, optimizer, model_parameters, lr_scheduler, notes)
     trains = "optimizer" in used
