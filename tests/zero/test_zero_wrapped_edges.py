@@ -411,9 +411,7 @@ def test_an_engine_in_inference_mode(stage: int) -> None:
             Case("", stage, microbatches=1, bucket_mib=1e-3), module, topology_of(1, 1)
         )
         losses = [engine.step(batch).loss for batch in batches]
-        with pytest.raises(
-            ValueError, match=r"blocks\.0\.weight was created in inference mode"
-        ):
+        with pytest.raises(ValueError, match=r"blocks\.0\.weight was created in inference mode"):
             made(stage)
     same((losses, engine.full_state_dict()), want)
 
