@@ -157,7 +157,7 @@ def past_all(folder: Path, data: Data) -> None:
     with pytest.raises(CheckpointError) as refused:
         run(folder, data)
     first = f"{step(folder, 15)} is not a checkpoint: it has no manifest.json"
-    assert str(refused.value) == f"{first} (the same of step-10, step-5); {none}"
+    assert str(refused.value) == f"{first} (the same problem in step-10, step-5); {none}"
 
 
 def test_why_no_checkpoint_can_be_resumed_is_said_once(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def _tokenize(
         )
     if sum(counts) == 0:
         raise ValueError(
-            f"{source.description}: no text in it. Put text into it, or give another --data.path"
+            f"{source.description}: no text in it. Put text into it, or give another path"
         )
     tokens = np.memmap(scratch / "tokens.bin", dtype=token_dtype(tokenizer.vocab_size), mode="r")
     cut = counts[0] if source.split_by == "path" else _cut(len(tokens), split)

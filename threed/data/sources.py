@@ -173,7 +173,7 @@ def find_text(path: Path) -> TextSource:
         description, files, notice=f"{path}: ignored {_summary(ignored)}" if ignored else ""
     )
     if source.size == 0:
-        raise ValueError(f"{path} is empty. Put text into it, or give another --data.path")
+        raise ValueError(f"{path} is empty. Put text into it, or give another path")
     return source
 
 

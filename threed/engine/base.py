@@ -394,7 +394,7 @@ class Engine(metaclass=_EngineType):
 
         Returns:
             The mean loss as defined in `StepMetrics.loss`, a scalar tensor; NaN if a token id is
-            not in the vocabulary or no label is valid.
+            not in the vocabulary, the numbers of documents decrease, or no label is valid.
         """
         with self.evaluating():
             micros = self.batches.micro_batches(batch, self.steps, self.consumed, 1.0, False)

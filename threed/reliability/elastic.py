@@ -378,7 +378,7 @@ def _grouped(refused: list[tuple[str, str]]) -> list[str]:
     lines = []
     for (_, first), *more in groups.values():
         names = ", ".join(Path(path).name for path, reason in more if reason != first)
-        lines.append(f"{first} (the same of {names})" if names else first)
+        lines.append(f"{first} (the same problem in {names})" if names else first)
     return lines
 
 

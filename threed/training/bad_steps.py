@@ -73,8 +73,8 @@ class BadSteps(Callback):
         if limit and not run.stop and 0 < steps <= self.engine.bad_steps():
             raise BadStepsError(
                 f"all {counted(steps, 'step')} of the run were skipped, so the weights have not changed: use a lower"
-                " --optim.lr, or look for non-finite values in the data or the model; --train.max-bad-steps 0 removes"
-                " the limit"
+                " --optim.lr (or a larger --experts.room, if it is set), or look for non-finite values in the data or the"
+                " model; --train.max-bad-steps 0 removes the limit"
             )
 
     def compare(self, saving: bool = False) -> None:
