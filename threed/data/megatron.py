@@ -140,9 +140,7 @@ def open_tokens(path: Path) -> Tokens:
             )
     index = read_index(index_path)
     if data.stat().st_size == 0:
-        raise ValueError(
-            f"{data} is empty. Tokenize some text into it, or give another path"
-        )
+        raise ValueError(f"{data} is empty. Tokenize some text into it, or give another path")
     ends = index.offsets + index.lengths.astype(np.int64) * index.dtype.itemsize
     begins_where_last_ended = (
         bool(np.array_equal(index.offsets, np.append(0, ends[:-1]))) if len(ends) else True

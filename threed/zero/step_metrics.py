@@ -277,7 +277,8 @@ class StepMetrics:
             raise BadStepsError(
                 f"{self.bad_steps} steps in a row up to step {self.step} were skipped ({what} in the last one);"
                 " the weights have not changed since. Resume from an earlier checkpoint with a lower --optim.lr"
-                " (or a larger --experts.room, if it is set), or look for non-finite values in the data or the model; --train.max-bad-steps 0 removes the limit"
+                " (or a larger --experts.room, if it is set), or look for non-finite values in the data or"
+                " the model; --train.max-bad-steps 0 removes the limit"
             )
         return float(value)
 
