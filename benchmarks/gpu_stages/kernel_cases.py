@@ -553,11 +553,12 @@ def head_norms(s: Sizes, device: torch.device) -> list[Case]:
         return work
 
     def plain_backward(dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Tensor) -> Results:
-        x, *weights = (part.detach().requires_grad_() for part in inputs)
+        wide = torch.promote_types(inputs[0].dtype, torch.float32)
+        x, *weights = (part.detach().to(wide).requires_grad_() for part in inputs)
         y = plain(x, *weights)[0].unflatten(-1, (-1, d))
-        dx, *dw = torch.autograd.grad(y, (x, *weights), torch.cat((dq, dk), 2))
-        values = torch.cat((dx[..., : 5 * keys * d], dv.flatten(2)), -1)
-        return values, *(w.to(torch.promote_types(w.dtype, torch.float32)) for w in dw)
+        dx, *dweights = torch.autograd.grad(y, (x, *weights), torch.cat((dq, dk), 2).to(wide))
+        dx = torch.cat((dx[..., : 5 * keys * d].to(dv.dtype), dv.flatten(2)), -1)
+        return dx, *dweights
 
     turned = x.numel() * 5 // 6
     return [
