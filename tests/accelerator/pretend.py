@@ -61,23 +61,20 @@ from threed.zero.step_metrics import StepMetrics
 @functools.cache
 def device() -> torch.device:
     """Torch's device for backends made in Python, under our name; skips the test where this torch has none."""
-    if _SET_UP is None:
+    set_up = getattr(registration, "_setup_privateuseone_for_python_backend", None)
+    if set_up is None:
         pytest.skip(
             f"torch {torch.__version__} has no backend made in Python: torch.utils.backend_registration"
         )
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        there: dict[str, Any] = {"is_available": lambda _: _pretending}
+        module = type("Module", (registration._DummyBackendModule,), there)()
+        hook = type("Hook", (registration._DummyPrivateUse1Hook,), there)()
+        set_up(NAME, backend_module=module, hook=hook)
     return torch.device(NAME, 0)
 
 
 _pretending = False  # else there is no such device: other tests in this process would be run on it
-_SET_UP = getattr(registration, "_setup_privateuseone_for_python_backend", None)
-# At import, because autograd counts the kinds of devices at the first backward of a process.
-if _SET_UP is not None and torch._C._get_privateuse1_backend_name() != NAME:
-    _there: dict[str, Any] = {"is_available": lambda _: _pretending}
-    _SET_UP(
-        NAME,
-        backend_module=type("Module", (registration._DummyBackendModule,), _there)(),
-        hook=type("Hook", (registration._DummyPrivateUse1Hook,), _there)(),
-    )
 
 
 @contextmanager

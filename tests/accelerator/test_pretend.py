@@ -51,7 +51,14 @@ SETTINGS: dict[str, list[object]] = equivalence.SETTINGS | {
 }
 LARGE_DP = 512  # in place of 4: worlds of 512 and 1,024
 # Ranks agree once, as JSON, on what the step has shown; tensor ranks compare the inputs that they may slice.
-FIRST_STEP = ("_on_all_ranks", "_agree_on_buckets", "_search", "_changed", "_compare")
+FIRST_STEP = (
+    "_on_all_ranks",
+    "_agree_on_buckets",
+    "_search",
+    "_changed",
+    "_compare",
+    "_compare_shapes",
+)
 
 
 def make(values: Values) -> Case | None:
