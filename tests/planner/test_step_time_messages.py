@@ -97,14 +97,14 @@ def test_llama_405b(seq: int, cp: int, rows: int, published: int, deviation: flo
 def test_qwen3_30b_on_16_h100s_is_far_off() -> None:
     """Megatron-Bridge (performance summary, 25.11): 5,275 tokens/s per GPU, ep 8, pp 2, balanced experts.
 
-    Predicted: 1.85 times as many. The published step has products in fp8, so it mostly waits for the host
+    Predicted: 2.2 times as many. The published step has products in fp8, so it mostly waits for the host
     and for kernels that permute tokens. The prediction counts the bytes of these kernels at the bandwidth of
     large copies, and sorting as one kernel.
     """
     made = forecast("h100", 16, 151936, (2, 512), model=QWEN, parallel={"pp": 2, "ep": 8})
     found = time(made)
-    assert 512 * 4096 / 16 / found.total / 5275 == pytest.approx(1.85, abs=0.1)
-    assert found.elementwise > found.products
+    assert 512 * 4096 / 16 / found.total / 5275 == pytest.approx(2.22, abs=0.1)
+    assert found.elementwise + found.launches + found.experts > found.products
 
 
 @pytest.mark.grid
