@@ -276,7 +276,6 @@ class Engine(metaclass=_EngineType):
         """Returns how the engine takes part in backwards that the program starts."""
         return None
 
-    @torch.inference_mode(False)
     def step(self, batch: Batch) -> StepMetrics:
         """Runs one optimizer step. Collective.
 
@@ -295,6 +294,9 @@ class Engine(metaclass=_EngineType):
             The metrics of the step. Their values are on the device; reading a value waits until the
             device has computed it.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.step(batch)
         self.gatherer.end_forwards()
         began = time.perf_counter()
         rewinds = []
