@@ -44,6 +44,14 @@ __device__ __forceinline__ uint4 pack(const float (&x)[PACK]) {
   return make_uint4(pair(x[0], x[1]), pair(x[2], x[3]), pair(x[4], x[5]), pair(x[6], x[7]));
 }
 
+// Loads eight floats of a table. The first four are at `from`, and the last four are `apart` float4
+// further on, so that the reads of a warp are coalesced.
+__device__ __forceinline__ void load_floats(float (&x)[PACK], const float4* from, unsigned apart) {
+  const float4 low = __ldg(from), high = __ldg(from + apart);
+  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
 // Stores each lane's eight floats from to + PACK * at on, if at < packs. Neighboring lanes first
 // swap halves, so that each store of the warp fills complete sectors. All lanes must participate,
 // and `at` must be even in even lanes and odd in odd lanes.

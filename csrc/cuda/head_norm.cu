@@ -14,13 +14,6 @@ namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
 
-// Loads eight floats of a table, see rotary.cu.
-__device__ __forceinline__ void load_floats(float (&x)[PACK], const float4* from, unsigned apart) {
-  const float4 low = __ldg(from), high = __ldg(from + apart);
-  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-}
-
 // Returns the sum over the lanes of a head to each of them.
 template <int HALF>
 __device__ __forceinline__ float sum_over_head(float x) {

@@ -13,14 +13,6 @@ namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
 
-// Loads eight floats of a table. The first four are at `from`, and the last four are `apart` float4
-// further on, so that the reads of a warp are coalesced.
-__device__ __forceinline__ void load_floats(float (&x)[PACK], const float4* from, unsigned apart) {
-  const float4 low = __ldg(from), high = __ldg(from + apart);
-  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-}
-
 // half: packs in half a head. pairs: pairs of packs (left, right) in a row.
 __global__ void __launch_bounds__(THREADS)
     rotary(uint4* __restrict__ x, const float4* __restrict__ table, unsigned rows, unsigned sequences, unsigned pairs,

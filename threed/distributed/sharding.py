@@ -240,7 +240,7 @@ def _share_elements(first: Tensor, second: Tensor) -> bool:
         return True
     spans = [span for tensor in (first, second) if (span := _span(tensor)) is not None]
     start, end = min(a for a, _ in spans), max(b for _, b in spans)
-    used = torch.zeros((end - start) // first.element_size(), dtype=torch.bool)
+    used = torch.zeros((end - start) // first.element_size(), dtype=torch.bool, device="cpu")
     views = [
         used.as_strided(t.shape, t.stride(), (span[0] - start) // t.element_size())
         for t, span in zip((first, second), spans, strict=True)

@@ -400,9 +400,7 @@ class Topology:
         self._links: dict[Channel, Link] = {}
         self._linked: set[Channel] = set()
         line = range(grid.pp - 1)
-        self._link(
-            (stage + back, stage + 1 - back, bool(back)) for stage in line for back in (0, 1)
-        )
+        self._link([*((s, s + 1, False) for s in line), *((s + 1, s, True) for s in line)])
 
     def prepare(
         self,

@@ -7,7 +7,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -137,7 +137,7 @@ class Engine(metaclass=_EngineType):
         if refused := find_refusals(config):
             raise ConfigError(refused)
         self.topology, self.trains = topology, trains
-        with torch.inference_mode(False), ExitStack() as undo:
+        with _without_inference_mode(), ExitStack() as undo:
             # actions that give the model back; also run if this constructor fails
             self._undo = undo
             self._build(model, config, learning_rate, loss_scale, transport)
@@ -295,7 +295,7 @@ class Engine(metaclass=_EngineType):
             device has computed it.
         """
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
+            with _without_inference_mode():
                 return self.step(batch)
         self.gatherer.end_forwards()
         began = time.perf_counter()
@@ -643,6 +643,15 @@ class Engine(metaclass=_EngineType):
         """
         self._sync_states()
         compatibility.take_full(self.optimizer, self.buffers, self.topology, weights)
+
+
+def _without_inference_mode() -> AbstractContextManager[Any]:
+    """Returns a context that ends inference mode if it is on.
+
+    Otherwise it does nothing: `inference_mode(False)` would also enable gradients, and the threads
+    of autograd, which the caller may have disabled.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _check_types(topology: object, config: object) -> None:

@@ -419,7 +419,8 @@ class ModuleEngine(Engine):
         Raises:
             KeyError, ValueError: if names or shapes differ from the names and shapes of the model.
         """
-        known = {name: value for name, value in weights.items() if name not in self._empty()}
+        empty = self._empty()
+        known = {name: value for name, value in weights.items() if name not in empty}
         for name, first in self.aliases.items():
             if name in known:
                 value = known.pop(name)

@@ -43,7 +43,7 @@ class HeadNorm:
 
 def fits(x: Tensor, size: int, theta: Theta, *weights: Tensor) -> bool:
     """Returns whether the kernels support rows of heads x [s b width] and weights [d]."""
-    supported = size in SIZES and rotated_size(theta, size) == size and x.numel() < 2**31 * size
+    supported = size in SIZES and rotated_size(theta, size) == size
     return (
         supported
         and launch.ready(x)

@@ -76,8 +76,7 @@ class Batches:
         self._room, self._known_shapes = config.experts.room, set[tuple[bool, tuple[int, ...]]]()
         given = model, layers, config, topology.device
         self._no_documents = documents_problem(*given)
-        if problems := find_packing_problems(*given):
-            raise ConfigError(problems)
+        check_packing(config, self._no_documents)
 
     def rows(self, batch: Batch) -> int:
         """Returns the number of rows (sequences) of a batch.
@@ -384,16 +383,12 @@ def documents_problem(
     return ""
 
 
-def find_packing_problems(
-    model: Model, layers: Sequence[nn.Module], config: Config, device: torch.device
-) -> list[str]:
-    """Returns the problem of `data.packing` in a list, which is empty if there is none.
+def check_packing(config: Config, problem: str) -> None:
+    """Raises ConfigError if `data.packing` is set, but the model cannot train on such rows.
 
     Args:
-        model: the model, or a wrapped module.
-        layers: all layers of the model.
         config: the configuration.
-        device: device on which the model runs.
+        problem: the result of `documents_problem`.
     """
-    problem = documents_problem(model, layers, config, device) if config.data.packing else ""
-    return [f"--data.packing true: {problem}"] if problem else []
+    if config.data.packing and problem:
+        raise ConfigError([f"--data.packing true: {problem}"])

@@ -17,7 +17,7 @@ from threed.models import Model, options_of
 from threed.models.check import find_missing_records
 from threed.models.measured_partition import Division, LayerBytes, stage_costs, times_by_flops
 from threed.pipeline.activation_checkpointing import enable, fully_recomputed, recomputed_layers
-from threed.pipeline.batches import find_packing_problems
+from threed.pipeline.batches import check_packing, documents_problem
 from threed.pipeline.trace import LayerCost, TraceError
 from threed.planner.blueprint import Blueprint, Pipeline, set_up_experts, step_plan
 from threed.planner.imbalance import with_load
@@ -53,8 +53,8 @@ class Column:
             self._prepare_module(self.model)
         elif problems := list(find_missing_records(self.layers)):
             raise ConfigError(problems)
-        if problems := find_packing_problems(self.model, self.layers, config, default_device()):
-            raise ConfigError(problems)
+        given = self.model, self.layers, config, default_device()
+        check_packing(config, documents_problem(*given))
         set_up_experts(config, self.layers, isinstance(self.model, models.Wrapped))
         self.shapes = tuple(
             tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers
