@@ -39,9 +39,9 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll 2
   for (unsigned first = 0; first < turned * HALF; first += WARP) {
     const unsigned head = (first + lane) / HALF;
-    const bool here = head < turned;  // all lanes take part in the sums
+    const bool active = head < turned;  // all lanes take part in the sums
     float left[PACK] = {}, right[PACK] = {}, w[PACK], u[PACK], squares = 0.f;
-    if (here) unpack(__ldcs(from + 2 * HALF * head), left), unpack(__ldcs(from + 2 * HALF * head + HALF), right);
+    if (active) unpack(__ldcs(from + 2 * HALF * head), left), unpack(__ldcs(from + 2 * HALF * head + HALF), right);
 #pragma unroll
     for (int k = 0; k < PACK; k++) squares += left[k] * left[k] + right[k] * right[k];
     const float scale = rsqrtf(sum_over_head<HALF>(squares) * SHARE + eps);
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(THREADS)
       left[k] = a * c[k] - b * s[k];
       right[k] = b * c[k] + a * s[k];
     }
-    if (!here) continue;
+    if (!active) continue;
     __stcs(to + 2 * HALF * head, pack(left));
     __stcs(to + 2 * HALF * head + HALF, pack(right));
   }
@@ -87,13 +87,13 @@ __global__ void __launch_bounds__(THREADS, 2)
   for (unsigned row = blockIdx.x * WARPS + warp; row < rows; row += gridDim.x * WARPS) {
     const unsigned position = row / sequences, sequence = row - position * sequences;
     const uint4* const dy = of.from + position * of.of_position + sequence * of.of_sequence + at;
-    const int64_t here = row * packs + 2 * HALF * int64_t(of.before) + at;
+    const int64_t start = row * packs + 2 * HALF * int64_t(of.before) + at;
     if (!of.weight) {
 #pragma unroll 1
       for (unsigned i = lane; i < count; i += WARP) {
         const uint4 left = __ldcs(dy + i / HALF * of.of_head), right = __ldcs(dy + i / HALF * of.of_head + HALF);
-        __stcs(dx + here + 2 * HALF * (i / HALF), left);
-        __stcs(dx + here + 2 * HALF * (i / HALF) + HALF, right);
+        __stcs(dx + start + 2 * HALF * (i / HALF), left);
+        __stcs(dx + start + 2 * HALF * (i / HALF) + HALF, right);
       }
       continue;
     }
@@ -102,10 +102,10 @@ __global__ void __launch_bounds__(THREADS, 2)
     load_floats(c, turns, HALF), load_floats(s, turns + 2 * HALF, HALF);
     for (unsigned first = 0; first < count; first += WARP) {
       const unsigned head = (first + lane) / HALF;
-      const bool mine = head < of.heads;  // all lanes take part in the sums
+      const bool active = head < of.heads;  // all lanes take part in the sums
       float a[PACK] = {}, b[PACK] = {}, g[PACK] = {}, h[PACK] = {}, squares = 0.f, along = 0.f;
-      if (mine) {
-        unpack(__ldcs(x + here + 2 * HALF * head), a), unpack(__ldcs(x + here + 2 * HALF * head + HALF), b);
+      if (active) {
+        unpack(__ldcs(x + start + 2 * HALF * head), a), unpack(__ldcs(x + start + 2 * HALF * head + HALF), b);
         unpack(__ldcs(dy + head * of.of_head), g), unpack(__ldcs(dy + head * of.of_head + HALF), h);
       }
 #pragma unroll
@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(THREADS, 2)
         dw[k] += g[k] * a[k] * scale, du[k] += h[k] * b[k] * scale;
         a[k] = scale * (w[k] * g[k] - a[k] * along), b[k] = scale * (u[k] * h[k] - b[k] * along);
       }
-      if (!mine) continue;
-      __stcs(dx + here + 2 * HALF * head, pack(a));
-      __stcs(dx + here + 2 * HALF * head + HALF, pack(b));
+      if (!active) continue;
+      __stcs(dx + start + 2 * HALF * head, pack(a));
+      __stcs(dx + start + 2 * HALF * head + HALF, pack(b));
     }
   }
   if (!of.weight) return;  // the complete block

@@ -196,7 +196,7 @@ FAULTS = {
     "a mean over half a head": Planted(
         "head_norm.cu", "int step = HALF / 2; step;", "int step = HALF / 4; step;", heads_normed, None
     ),
-    "a head of another rank's lanes": Planted("head_norm.cu", "step = HALF;", "step = 2 * HALF;", heads_normed, None),
+    "lanes that are left out of a sum": Planted("head_norm.cu", "step = HALF;", "step = 2 * HALF;", heads_normed, None),
     "parts without a barrier": Planted(
         "head_norm.cu", "__syncthreads();  // both sums", "// both sums", heads_normed, "race|unwritten|wrong"
     ),

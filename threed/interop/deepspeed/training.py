@@ -438,7 +438,7 @@ class TrainingLoop(ModuleMethods):
 
 
 def _log_buffers(buffers: Sequence[Tensor]) -> None:
-    """Logs the flat buffers of parameters, in DeepSpeed's words."""
+    """Logs one message per flat buffer, with the text of DeepSpeed's message."""
     for number, flat in enumerate(buffers):
         what = f"Flattening param group {number}: {flat.numel():,} parameters on {flat.device}"
         logger.info(f"{what} (sufficient memory)")

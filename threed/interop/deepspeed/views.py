@@ -208,10 +208,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def bit16_groups_flat(self) -> list[Tensor]:
-        """At ZeRO-1 and 2, the buffers of trained parameters, each flat, in the compute dtype.
+        """The flat buffers of the trained parameters, in the compute dtype; only at ZeRO-1 and 2.
 
-        The engine's groups differ from `param_groups`: a buffer has the parameters that share a
-        learning rate, the number of data ranks and a dtype.
+        There is one buffer per group of the engine's layout, not one per entry of `param_groups`.
         """
         if (stage := self._engine.config.zero.stage) not in (1, 2):
             refused = f"engine.optimizer.bit16_groups_flat at ZeRO-{stage}"
