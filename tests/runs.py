@@ -47,10 +47,12 @@ def open_text(folder: Path) -> Data:
     """Returns a text of numbers and their squares as data; ranks may call this at the same time."""
     text, mine = folder / "text.txt", folder / f"text-{os.getpid()}.tmp"
     mine.write_text("".join(f"line {n} has the square {n * n}\n" for n in range(500)))
-    # an existing file is not replaced, because another rank may be reading it
-    with contextlib.suppress(FileExistsError):
+    # Another rank may be reading an existing file. So it is not replaced, and no link to it is removed:
+    # both would count as a change.
+    try:
         text.hardlink_to(mine)
-    mine.unlink()
+    except FileExistsError:
+        mine.unlink()
     return open_data(str(text), "bytes", 0.1, SEQ, 1, cache=folder / "cache")
 
 
