@@ -160,8 +160,12 @@ class Wide(TorchFunctionMode):
     ) -> Any:
         if function is torch.Tensor.float:
             return args[0].double()
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        for i, value in enumerate(args):  # almost no call has one, and every call comes here
+            if value is torch.float32:
+                args = (*args[:i], torch.float64, *args[i + 1 :])
+        if not kwargs:
+            return function(*args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
         return function(*args, **kwargs)
 
 
