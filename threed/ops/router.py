@@ -93,8 +93,8 @@ def _plain(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.is_contiguous()
 
 
-def _chunks(positions: int, sequences: int) -> int:
-    """Returns the number of blocks of a sequence; they have equally many positions but for the last."""
+def chunks(positions: int, sequences: int) -> int:
+    """Returns into how many blocks of positions the kernels divide each sequence."""
     size = max(POSITIONS, -(-positions * sequences // BLOCKS))
     return -(-positions // size)
 
@@ -108,12 +108,12 @@ def _routed(
     *rest: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, b, e = logits.shape
-    chunks, new = _chunks(n, b), given is None
+    blocks, new = chunks(n, b), given is None
     return (
         logits.new_empty((n, b, per_token) if new else 0, dtype=torch.int64),
         logits.new_empty(n, b, per_token, dtype=torch.bfloat16),
-        logits.new_empty((chunks, b, e) if new else 0, dtype=torch.int32),
-        logits.new_empty((chunks, b, e + 1) if sums else 0),
+        logits.new_empty((blocks, b, e) if new else 0, dtype=torch.int32),
+        logits.new_empty((blocks, b, e + 1) if sums else 0),
     )
 
 
@@ -161,7 +161,7 @@ def route(
     launch.check(fits, "router", f"logits fp32 [n b e], e up to {EXPERTS}", logits, bias, given)
     launch.start(
         "router", logits, bias, experts if given is None else given, weights, counts if given is None else None,
-        parts if sums else None, n, b, _chunks(n, b), e, per_token, groups, groups_per_token, flags, scale, epsilon,
+        parts if sums else None, n, b, chunks(n, b), e, per_token, groups, groups_per_token, flags, scale, epsilon,
     )  # fmt: skip
     return out
 
@@ -180,11 +180,15 @@ def _sorted(experts: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
     launches=1,
 )
 def _sort(experts: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-    out, (n, b, k), (chunks, _, e) = _sorted(experts, counts), experts.shape, counts.shape
-    fits = experts.dtype == torch.int64 and counts.dtype == torch.int32 and counts.shape[1] == b
-    fits = fits and experts.is_contiguous() and counts.is_contiguous() and chunks == _chunks(n, b)
+    out, (n, b, k), e = _sorted(experts, counts), experts.shape, counts.shape[2]
+    fits = (
+        experts.dtype == torch.int64
+        and counts.dtype == torch.int32
+        and counts.shape == (chunks(n, b), b, e)
+    )
+    fits = fits and experts.is_contiguous() and counts.is_contiguous()
     launch.check(fits, "sort_choices", "results of `route`", experts, counts)
-    launch.start("sort_choices", experts, counts, *out, n, b, chunks, e, k)
+    launch.start("sort_choices", experts, counts, *out, n, b, chunks(n, b), e, k)
     return out
 
 
@@ -210,12 +214,12 @@ def losses(sums: Tensor, chosen: Tensor | None, factor: float) -> Tensor:
         chosen: the number of choices per sequence and expert, fp32 [b e]; None without auxiliary loss.
         factor: of `chosen`.
     """
-    out, (chunks, b, width) = sums.new_empty(2), sums.shape
+    out, (blocks, b, width) = sums.new_empty(2), sums.shape
     fits = chosen is None or (_plain(chosen) and chosen.shape == (b, width - 1))
     launch.check(
         fits and _plain(sums), "router_losses", "fp32 [chunks b e+1] and [b e]", sums, chosen
     )
-    launch.start("router_losses", sums, chosen, out, chunks, b, width - 1, factor)
+    launch.start("router_losses", sums, chosen, out, blocks, b, width - 1, factor)
     return out
 
 
