@@ -168,9 +168,9 @@ __global__ void __launch_bounds__(THREADS, 2)
       for (unsigned j = 0; j < how.count; j++) {
         const unsigned best = take_best(order, 0, how.experts);
         if (lane == j) own = best;
+        if (lane == best % WARP) chosen[warp][best]++;  // no other lane counts this expert
       }
-      __syncwarp();  // other lanes have counted these experts for the previous token
-      if (active) experts[row * how.count + lane] = own, chosen[warp][own]++;
+      if (active) experts[row * how.count + lane] = own;
     }
     const float weight = token.weight(active ? __ldg(from + own) : 0.f, active, how, total) * how.scale;
     if (active) weights[row * how.count + lane] = __bfloat16_as_ushort(__float2bfloat16_rn(weight));

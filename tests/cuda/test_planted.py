@@ -229,7 +229,7 @@ FAULTS = {
         "router.cu", "&& key > best)", "&& order[i] && order[i] >= unsigned(best >> 32))", routed, None
     ),
     "experts of any group": Planted("router.cu", "if (how.groups > 1)", "if (how.groups > 9)", routed, None),
-    "a counter of two lanes": Planted("router.cu", "__syncwarp();  // other", "// other", routed, "race"),
+    "a counter of two lanes": Planted("router.cu", "lane == best % WARP", "lane == j", routed, "race"),
     "one expert of each group": Planted("router.cu", "how.two && size > 1", "how.two && size > 32", routed, None),
     "a wrong slope of sigmoids": Planted("router.cu", "s * (1.f - s)", "s * (1.f + s)", routed, None),
     "sums of warps without a barrier": Planted(
