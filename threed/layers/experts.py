@@ -12,7 +12,8 @@ Each rank of a block holds experts/ep of the experts, and ranks at the same plac
 the same experts. If tensor ranks hold the same tokens, because there is no sequence parallelism, each
 one routes its part of them.
 
-The host reads the numbers of rows once per forward. If one kernel multiplies all groups
+On GPUs, kernels choose and weigh the experts, and sort the choices (`ops.router`). The host reads the
+numbers of rows once per forward. If one kernel multiplies all groups
 (`ops.grouped.in_one_kernel`), it reads nothing with ep 1 or `--experts.room`. A second forward in the
 backward (`--recompute.mode full`) uses the choices of the first (`MicroBatch.memo`).
 """
@@ -235,11 +236,11 @@ class MixtureOfExperts(nn.Module):
         self, x: Tensor, logits: Tensor, micro: MicroBatch, divided: bool
     ) -> tuple[Tensor, Choices]:
         """Returns the weights and choices of tokens x [n b h] with logits [n b e]. Collective."""
-        on = self.losses if micro.training and micro.weight is not None else NO_LOSSES
-        rule = rule_of(self.routing, self.per_token, on)
+        factors = self.losses if micro.training and micro.weight is not None else NO_LOSSES
+        rule = rule_of(self.routing, self.per_token, factors)
         capacity = micro.training and self.limits.capacity
         if rule is not None and not capacity and router.fits(x, logits, self.bias, rule):
-            return self._by_kernels(x, logits, micro, divided, rule, on)
+            return self._by_kernels(x, logits, micro, divided, rule, factors)
         fixed = logits.detach()
         scores = self.routing.scores(fixed) if self.routing.needs_scores else fixed
 
@@ -249,10 +250,10 @@ class MixtureOfExperts(nn.Module):
 
         choices = self._choices(micro, choose)
         found, bias, excess = Losses(), None, None
-        if any(on) and micro.weight is not None:
+        if any(factors) and micro.weight is not None:
             chosen = choices.chosen
             shares = None if chosen is None else chosen * choices.share
-            found, sums = losses(on, self.routing, fixed, shares, micro.weight)
+            found, sums = losses(factors, self.routing, fixed, shares, micro.weight)
             if torch.is_grad_enabled():  # not in the first of two forwards
                 self.tallies[1].add(sums)
         if micro.training and self.bias is not None:
@@ -263,14 +264,9 @@ class MixtureOfExperts(nn.Module):
         return gates(self.routing, logits, scores, choices.experts, found, bias, excess), choices
 
     def _by_kernels(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        micro: MicroBatch,
-        divided: bool,
-        rule: Rule,
-        on: LossFactors,
-    ) -> tuple[Tensor, Choices]:
+        self, x: Tensor, logits: Tensor, micro: MicroBatch, divided: bool, rule: Rule,
+        factors: LossFactors,
+    ) -> tuple[Tensor, Choices]:  # fmt: skip
         """As `_routed`, by kernels (`ops.router`), with weights in bf16. Collective.
 
         Args:
@@ -279,11 +275,11 @@ class MixtureOfExperts(nn.Module):
             micro: the micro-batch.
             divided: whether tensor ranks route a part of the same tokens each.
             rule: how experts are chosen and weighed.
-            on: the coefficients of the losses; 0 for losses that are not trained.
+            factors: the coefficients of the losses; 0 for losses that are not trained.
         """
         known = None if micro.memo is None else micro.memo.get(self.name)
         given = None if known is None else known.experts
-        summed = any(on) and torch.is_grad_enabled()  # not in the first of two forwards
+        summed = any(factors) and torch.is_grad_enabled()  # not in the first of two forwards
         with torch.no_grad():
             found = router.route(logits, self.bias, given, summed, *rule)
         experts, weights, counts, sums = found
@@ -295,7 +291,9 @@ class MixtureOfExperts(nn.Module):
         choices = self._choices(micro, choose)
         if summed:
             self.tallies[1].add(router.losses(sums, choices.chosen, choices.share))
-        by = Kernels(rule, on, choices.chosen, choices.share, micro.weight if any(on) else None)
+        by = Kernels(
+            rule, factors, choices.chosen, choices.share, micro.weight if any(factors) else None
+        )
         bias = self.bias if micro.training else None
         excess = None if bias is None else choices.excess
         return gates_by_kernel(logits, weights, choices.experts, by, bias, excess), choices
@@ -327,7 +325,8 @@ class MixtureOfExperts(nn.Module):
         one_kernel = all(grouped.in_one_kernel(x, w) for w in (self.gate_up, self.down))
         room, capacity = self.limits if micro.training else NO_LIMITS
         aux, share = micro.training and bool(self.losses.aux), 0.0
-        chosen = one_hot = kept = None
+        chosen = None if ordered is None or not aux else ordered.chosen
+        one_hot = kept = None
         if ordered is None and (capacity or aux):
             one_hot = torch.zeros_like(scores).scatter_(-1, experts, 1.0)
         if one_hot is not None and capacity:
@@ -342,10 +341,10 @@ class MixtureOfExperts(nn.Module):
             counts = one_hot.sum((0, 1))
         if micro.training:
             self.tallies[0].add(counts)
-        own = None if one_hot is None else one_hot.sum(0)
-        own = own if ordered is None else ordered.chosen
-        if aux and own is not None:
-            chosen, share = self._of_full_sequences(own, len(scores), divided)
+        if one_hot is not None and aux:
+            chosen = one_hot.sum(0)
+        if chosen is not None:
+            chosen, share = self._of_full_sequences(chosen, len(scores), divided)
         excess = None if ordered is None else ordered.excess
         return Choices(experts, counts, chosen, share, routes, excess)
 

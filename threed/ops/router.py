@@ -15,6 +15,7 @@ from torch import Tensor
 from threed.ops import launch
 
 EXPERTS, CHOICES, GROUPS = 512, 32, 32  # the most that the kernels support
+AUX = 1 << 5  # of `Rule.flags`: there is an auxiliary loss
 BLOCKS, POSITIONS = 256, 8  # most blocks of the forward, and least positions of a block
 
 
@@ -248,7 +249,8 @@ def backward(
     dx, (n, b, e) = torch.empty_like(logits), logits.shape
     fits = _plain(logits) and dy.shape == experts.shape == (n, b, experts.shape[-1])
     fits = fits and dy.dtype == torch.bfloat16 and dy.is_contiguous() and experts.is_contiguous()
-    fits = fits and (chosen is None or (_plain(chosen) and chosen.shape == (b, e)))
+    aux = bool(flags & AUX)
+    fits = fits and (not aux if chosen is None else _plain(chosen) and chosen.shape == (b, e))
     fits = fits and (weight is None or (weight.dtype == torch.float64 and weight.numel() == 1))
     launch.check(
         fits,
