@@ -217,6 +217,9 @@ def test_wrong_arguments_are_refused() -> None:
         router.route(logits, logits[0, 0, :4], None, False, *rule)
     with emulated(), pytest.raises(ValueError, match="sort_choices takes"):
         router.sort(torch.zeros(4, 2, 2), torch.zeros(1, 2, 8, dtype=torch.int32))
+    back = bf16(4, 2, 2), logits, torch.zeros(4, 2, 2, dtype=torch.int64), None, None
+    with emulated(), pytest.raises(ValueError, match="router_backward takes"):
+        router.backward(*back, router.AUX, 1.0, 0.0, 0.1, 0.0)
     x = bf16(4, 2, 16)
     assert not router.fits(x.float(), logits, None, rule)
     assert not router.fits(x, normal(4, 2, 520), None, rule)

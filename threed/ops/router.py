@@ -249,8 +249,8 @@ def backward(
     dx, (n, b, e) = torch.empty_like(logits), logits.shape
     fits = _plain(logits) and dy.shape == experts.shape == (n, b, experts.shape[-1])
     fits = fits and dy.dtype == torch.bfloat16 and dy.is_contiguous() and experts.is_contiguous()
-    aux = bool(flags & AUX)
-    fits = fits and (not aux if chosen is None else _plain(chosen) and chosen.shape == (b, e))
+    needed = bool(flags & AUX)
+    fits = fits and (not needed if chosen is None else _plain(chosen) and chosen.shape == (b, e))
     fits = fits and (weight is None or (weight.dtype == torch.float64 and weight.numel() == 1))
     launch.check(
         fits,
