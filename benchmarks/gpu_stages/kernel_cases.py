@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threed.layers.routing import LossFactors, Routing, rule_of
 from threed.ops import (
     activation,
     adam,
@@ -27,6 +28,7 @@ from threed.ops import (
     norm,
     quantize,
     rotary,
+    router,
     sums,
 )  # fmt: skip
 from threed.ops.positions import Positions
@@ -573,6 +575,76 @@ def head_norms(s: Sizes, device: torch.device) -> list[Case]:
     ]  # fmt: skip
 
 
+def routers(s: Sizes, device: torch.device) -> list[Case]:
+    """Returns the cases of a router with 8 of 256 experts, as in DeepSeek-V3 with both losses."""
+    e, k, shape = 256, 8, (s.rows // s.sequences, s.sequences)
+    how, factors = (
+        Routing("sigmoid", scale=2.5, groups=8, groups_per_token=4),
+        LossFactors(0.01, 0.1),
+    )
+    rule = rule_of(how, k, factors)
+    assert rule is not None
+    logits, dy = torch.randn(*shape, e, device=device), bf16(*shape, k, device=device)
+    experts = how.choose(how.scores(logits), None, k).contiguous()
+    chosen = torch.zeros_like(logits).scatter_(-1, experts, 1.0).sum(0)
+    sums = torch.rand(router.chunks(*shape), shape[1], e + 1, device=device)
+    weight = torch.full((), 1.0 / s.rows, dtype=torch.float64, device=device)
+    parts = 4 * e * shape[1] * router.chunks(*shape)  # bytes of the numbers of choices, by block
+
+    def weigh(logits: Tensor, experts: Tensor) -> Tensor:
+        chosen = how.scores(logits).gather(-1, experts)
+        return chosen / chosen.sum(-1, keepdim=True) * how.scale
+
+    def plain(logits: Tensor) -> Results:
+        return (weigh(logits, how.choose(how.scores(logits), None, k)),)
+
+    def plain_backward(dy: Tensor, logits: Tensor, chosen: Tensor) -> Results:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        x = logits.detach().to(wide).requires_grad_()
+        scores, z = how.scores(x), x.logsumexp(-1).square().sum()
+        aux = (scores / scores.sum(-1, keepdim=True) * chosen).sum()
+        loss = (factors.aux * aux + factors.z * z) * weight.to(wide)
+        return torch.autograd.grad((weigh(x, experts) * dy).sum() + loss, x)
+
+    def ours_backward(dy: Tensor, logits: Tensor, chosen: Tensor) -> Callable[[], Results]:
+        back = rule.flags, rule.scale, rule.epsilon, factors.aux, 2 * factors.z
+        return lambda: (router.backward(dy, logits, experts, chosen, weight, *back),)
+
+    def ours_sort(experts: Tensor) -> Callable[[], Results]:
+        counts = router.route(logits, None, None, False, *rule)[2]
+        return lambda: tuple(router.sort(experts, counts)[:2])
+
+    def plain_sort(experts: Tensor) -> Results:
+        order = experts.flatten().sort(stable=True).indices
+        return order, torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=device)
+        )
+
+    def plain_losses(sums: Tensor, chosen: Tensor) -> Results:
+        return (torch.stack(((sums[..., :e] * chosen).sum(), sums[..., e].sum())),)
+
+    again = logits.nbytes * k // e  # the logits of the choices
+    return [
+        Case(
+            "router", ("router",), logits.nbytes + again + 2 * parts, (logits,),
+            lambda x: lambda: (router.route(x, None, None, True, *rule)[1],), call(plain),
+        ),
+        Case(
+            "router, backward", ("router_backward",), 2 * logits.nbytes + again, (dy, logits, chosen),
+            ours_backward, call(plain_backward),
+        ),
+        Case(
+            "losses of the router", ("router_losses",), sums.nbytes, (sums, chosen),
+            lambda sums, chosen: lambda: (router.losses(sums, chosen, 1.0),), call(plain_losses),
+        ),
+        Case(
+            "choices sorted by expert", ("sort_choices",), 4 * experts.nbytes + parts * router.chunks(*shape),
+            (experts,), ours_sort, call(plain_sort),
+            seen=lambda results: tuple(x.float() for x in results if x is not None),
+        ),
+    ]  # fmt: skip
+
+
 def quantizations(s: Sizes, device: torch.device) -> list[Case]:
     """Returns the cases of quantization to 8 and 4 bits, and of dequantization.
 
@@ -623,6 +695,7 @@ FAMILIES = (
     sums_of,
     rotaries,
     head_norms,
+    routers,
     quantizations,
 )
 

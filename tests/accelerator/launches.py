@@ -27,6 +27,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "experts_per_token": 2,
         "expert_ffn": 704,
     },
+    "DeepSeek": {
+        "arch": "deepseek_v3",
+        "nope_dim": 32,
+        "rope_dim": 32,
+        "value_dim": 64,
+        "ffn": 2816,
+        "experts": 16,
+        "experts_per_token": 4,
+        "expert_ffn": 704,
+        "shared_experts": 1,
+        "expert_groups": 4,
+        "groups_per_token": 2,
+        "expert_scale": 2.5,
+    },
 }
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},

@@ -302,17 +302,26 @@ def test_with_a_room_nothing_is_read(capacity: float) -> None:
         assert len(device.waits) == 1
 
 
-@pytest.mark.parametrize(("ep", "most"), [(1, 46), (2, 60)])
+KERNELS_OF_EXPERTS = [
+    ("Mixtral", {}, 31, 45),
+    ("DeepSeek", {"aux_loss": 1e-3, "z_loss": 1e-3}, 45, 59),
+]
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(("model", "experts", "alone", "divided"), KERNELS_OF_EXPERTS)
 @pytest.mark.filterwarnings("ignore:.*received no gradient")
-def test_kernels_of_a_mixture_of_experts(ep: int, most: int) -> None:
+def test_kernels_of_a_mixture_of_experts(
+    model: str, experts: dict[str, float], alone: int, divided: int, ep: int
+) -> None:
     """Forward and backward of one layer and micro-batch; collectives are not counted."""
-    changes = {"dp": ep, "parallel": {"ep": ep}}
-    found = launches.of_a_layer("Mixtral", changes)
+    changes = {"dp": ep, "parallel": {"ep": ep}, "experts": experts}
+    found = launches.of_a_layer(model, changes)
     with patch.object(MixtureOfExperts, "forward", lambda self, x, micro: x):
-        found.subtract(launches.of_a_layer("Mixtral", changes))
+        found.subtract(launches.of_a_layer(model, changes))
     kernels = {name: count for name, count in found.items() if "alltoall" not in name}
-    print(f"ep {ep}: {sum(kernels.values())} kernels: {kernels}")
-    assert sum(kernels.values()) <= most
+    print(f"{model}, ep {ep}: {sum(kernels.values())} kernels: {kernels}")
+    assert sum(kernels.values()) <= (alone if ep == 1 else divided)
 
 
 def test_metrics_may_be_read_after_the_step() -> None:

@@ -23,6 +23,7 @@ GPT, LLAMA = (
     {"gelu", "gelu_backward", "column_sums"},
     {"swiglu", "swiglu_backward", "rotary", "rotary_backward"},
 )
+ROUTER, GATED = {"router", "sort_choices", "router_backward"}, {"swiglu", "swiglu_backward"}
 CASES = {
     "gpt": ({"model": "gpt"}, GPT),
     "llama": ({"model": "llama"}, LLAMA),
@@ -38,6 +39,9 @@ CASES = {
         {"head_norm", "head_norm_backward"},
     ),
     "selective recompute": ({"model": "gpt", "recompute": "selective"}, GPT),
+    "experts": ({"model": "mixtral"}, LLAMA | ROUTER),
+    "experts, recomputed": ({"model": "mixtral", "recompute": "full"}, LLAMA | ROUTER),
+    "groups of experts": ({"model": "deepseek_v3"}, ROUTER | GATED),
 }
 
 

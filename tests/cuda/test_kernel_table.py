@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_stages import kernel_cases
 from tests.cuda.emulator import COMPILER, Launch, emulated
-from threed.ops import cross_entropy, dropout, launch
+from threed.ops import cross_entropy, dropout, launch, router
 from threed.ops.positions import Positions
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -66,7 +66,8 @@ def count_cases() -> dict[str, Counted]:
         "norms and rotary positions of heads": s.rows * 5 * s.h // 4,
         "norms and rotary positions of heads, backward": s.rows * 6 * s.h // 4,
         "rotary backward, packed": both + activation, "quantize to 8 bits": s.blocks * 256,
-        "sum of 8 dequantized, 8 bits": s.blocks * 256,
+        "sum of 8 dequantized, 8 bits": s.blocks * 256, "choices sorted by expert": s.rows * 8,
+        **dict.fromkeys(("router", "router, backward"), s.rows * 256),
     }  # fmt: skip
     for family in kernel_cases.FAMILIES:
         for case in family(s, torch.device("cpu")):
@@ -129,6 +130,14 @@ ROWS = {
         " {headsback.bytes:g} with four query heads per key head"),
         "forward {heads.launches}, backward {headsback.launches}",
     ),
+    "router of a mixture of experts": (
+        ("per fp32 logit, with 8 of 256 experts and 8 tokens per block: forward {router.bytes:g}, backward"
+        " {routerback.bytes:g}"),
+        "forward {router.launches}, losses {routerlosses.launches}, backward {routerback.launches}",
+    ),
+    "choices of experts, sorted by expert": (
+        "per choice: {sorted:g}, and each block reads the counts of all blocks", "{choices.launches}",
+    ),
     "quantization of blocks of 256 elements": (
         "quantization to 8 bits: {quantize.bytes:g}; sum of 8-bit numbers of n ranks: n + {written:g}",
         "{quantize.launches}; {dequantize.launches}",
@@ -158,6 +167,9 @@ def test_the_table_of_operators_states_counted_launches_and_bytes() -> None:
         "rotary": cases["rotary positions"], "rotaryback": cases["rotary backward, packed"],
         "heads": cases["norms and rotary positions of heads"],
         "headsback": cases["norms and rotary positions of heads, backward"],
+        "router": cases["router"], "routerback": cases["router, backward"],
+        "routerlosses": cases["losses of the router"], "choices": cases["choices sorted by expert"],
+        "sorted": cases["choices sorted by expert"].bytes - counts_per_choice(),
         "quantize": cases["quantize to 8 bits"], "dequantize": cases["sum of 8 dequantized, 8 bits"],
         "written": cases["sum of 8 dequantized, 8 bits"].bytes - 8,
         "sums": cases["sums over rows"], "squares": cases["sum of squares"],
@@ -166,6 +178,12 @@ def test_the_table_of_operators_states_counted_launches_and_bytes() -> None:
         (name, *(text.format(**numbers) for text in templates)) for name, templates in ROWS.items()
     ]
     assert table() == expected
+
+
+def counts_per_choice() -> float:
+    """The bytes of the counts that all blocks of csrc/cuda/choices.cu read, per choice."""
+    blocks = router.chunks(SIZES.rows // SIZES.sequences, SIZES.sequences)
+    return blocks * blocks * SIZES.sequences * 256 * 4 / (SIZES.rows * 8)
 
 
 def same(cases: dict[str, Counted], one: str, other: str) -> Counted:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.cuda import emulator
-from tests.cuda.cases import bf16
+from tests.cuda.cases import bf16, normal
 from tests.cuda.emulator import COMPILER, ORDERS, SOURCES, Fault, Order, emulated
+from threed.layers.routing import LossFactors, Routing, rule_of
 from threed.ops import (
     activation,
     adam,
@@ -27,6 +28,7 @@ from threed.ops import (
     norm,
     quantize,
     rotary,
+    router,
     sums,
 )  # fmt: skip
 from threed.ops.positions import Positions
@@ -92,6 +94,29 @@ def heads_normed() -> Tensor:
     outs = torch.zeros(64), torch.ones(64)
     dx = head_norm.backward(tuple(given), x, weights, by, outs, (False, True))
     return torch.cat([y.flatten(), dx.flatten(), *outs])
+
+
+def routed() -> Tensor:
+    """Choices, weights, losses, rows, and the gradient of the logits; 12 of 80 experts."""
+    logits, dy, weight = normal(19, 2, 80), bf16(19, 2, 12), torch.tensor(0.5, dtype=torch.float64)
+    logits[:3] = 0.5  # ties
+    how = Routing("sigmoid", groups=5, groups_per_token=3, epsilon=1e-20)
+    rule = rule_of(how, 12, LossFactors(0.3, 0.2))
+    assert rule is not None
+    experts, weights, counts, parts = router.route(logits, None, None, True, *rule)
+    rows = router.sort(experts, counts)
+    losses = router.losses(parts, rows.chosen, 1.0)
+    dx = router.backward(
+        dy, logits, experts, rows.chosen, weight, rule.flags, rule.scale, rule.epsilon, 0.3, 0.4
+    )
+    return torch.cat([t.flatten().double() for t in (experts, weights, losses, dx, *rows)])
+
+
+def many_choices() -> Tensor:
+    """More choices in a block than it reads at a time."""
+    experts = torch.arange(32).expand(9, 4, 32).contiguous()
+    counts = torch.tensor([5, 4], dtype=torch.int32).view(2, 1, 1).repeat(1, 4, 32)
+    return torch.cat([t.double().flatten() for t in router.sort(experts, counts)])
 
 
 def dropped() -> Tensor:
@@ -199,6 +224,20 @@ FAULTS = {
     "lanes that are left out of a sum": Planted("head_norm.cu", "step = HALF;", "step = 2 * HALF;", heads_normed, None),
     "parts without a barrier": Planted(
         "head_norm.cu", "__syncthreads();  // both sums", "// both sums", heads_normed, "race|unwritten|wrong"
+    ),
+    "ties to the last expert of a lane": Planted(
+        "router.cu", "&& key > best)", "&& order[i] && order[i] >= unsigned(best >> 32))", routed, None
+    ),
+    "experts of any group": Planted("router.cu", "if (how.groups > 1)", "if (how.groups > 9)", routed, None),
+    "a counter of two lanes": Planted("router.cu", "lane == best % WARP", "lane == j", routed, "race"),
+    "one expert of each group": Planted("router.cu", "how.two && size > 1", "how.two && size > 32", routed, None),
+    "a wrong slope of sigmoids": Planted("router.cu", "s * (1.f - s)", "s * (1.f + s)", routed, None),
+    "sums of warps without a barrier": Planted(
+        "router.cu", "__syncthreads();\n  for (unsigned e", "for (unsigned e", routed, "race|unwritten|wrong"
+    ),
+    "choices of later blocks": Planted("choices.cu", "c < chunk ?", "c <= chunk ?", routed, "out of bounds|race|wrong"),
+    "choices of the next tile": Planted(
+        "choices.cu", "place++;\n      }\n    __syncthreads();", "place++;\n      }", many_choices, "race"
     ),
     "another counter": Planted(
         "dropout.cu", "2 * (position * packs + at) + half", "position * packs + at", dropped, None

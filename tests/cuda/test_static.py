@@ -24,6 +24,8 @@ BUSY = {
 DROPOUT_ALONE = 0.99
 
 ROW = "one number of a row, for all threads or from one"
+LANE = "a lane has every 32nd expert, or one choice: rows of any length, next to each other all the same"
+COUNTS = "sums of blocks, one number of an expert for each thread"
 WORD = "eight numbers of 4 or 8 bits"
 # Loads and stores of global memory in loops that are narrower than 128 bits.
 NARROW = {
@@ -34,6 +36,13 @@ NARROW = {
     "cross_entropy.gradient": {"LDG 32": ROW},
     "norm.backward": {"LDG 32": ROW},
     "norm.forward": {"STG 32": ROW},
+    "choices.sort": {
+        "LDG 32": COUNTS,
+        "STG 32": COUNTS,
+        "STG 64": "a choice's place, wherever that is",
+    },
+    "router.forward": {"LDG 32": LANE, "STG 16": LANE, "STG 32": LANE, "STG 64": LANE},
+    "router.losses": {"LDG 32": COUNTS},
     "quantize.dequantize": {"LDG 32": ROW},
     "quantize.quantize<4>": {"STG 32": WORD},
     "quantize.quantize<8>": {"STG 32": ROW, "STG 64": WORD},
@@ -42,8 +51,14 @@ NARROW = {
 # Kernels that have less in flight than FLYING: beside four packs, whose sums take half of the registers, there are none
 # left for a residual that is asked for early.
 WAITING = {"norm.backward<1,1,4>": 19 << 10, "norm.backward<1,16,4>": 16 << 10}
-# One warp that sums a thousand numbers in fp64, and has nothing to stream.
-SMALL = {"sums.sum_parts"}
+# A thousand numbers, summed in fp64.
+DOUBLE = {"sums.sum_parts"}
+# What streams nothing: that sum, and what computes on a few bytes per token, whose time is latency and shuffles.
+SMALL = (
+    DOUBLE
+    | {"choices.sort", "router.losses"}
+    | {f"router.{way}<{n}>" for way in ("forward", "backward") for n in (1, 2, 4, 8, 16)}
+)
 
 
 @pytest.fixture(scope="module", params=compiled.ARCHITECTURES)
@@ -60,7 +75,7 @@ def test_nothing_is_spilled(kernels: list[Kernel]) -> None:
 
 def test_loops_call_nothing_and_compute_in_fp32(kernels: list[Kernel]) -> None:
     assert not {(k.name, i.operands) for k in kernels for i in k.looped if i.calls}
-    assert {k.name for k in kernels for i in k.looped if i.double} == SMALL
+    assert {k.name for k in kernels for i in k.looped if i.double} == DOUBLE
 
 
 def test_loops_move_128_bits_at_a_time(kernels: list[Kernel]) -> None:

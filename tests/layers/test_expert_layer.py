@@ -353,32 +353,30 @@ def shares_of_local_counts() -> AbstractContextManager[Any]:
 def recomputation_chooses_again_from_other_scores() -> AbstractContextManager[Any]:
     """The second forward draws its own choice, by scores in which ties may be broken otherwise."""
 
-    def make(real: Any) -> Any:
-        def routes(self: Any, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Any:
-            again = micro.memo is not None and self.name in micro.memo
-            return real(
-                self,
-                x,
-                -scores if again else scores,
-                replace(micro, memo=None) if again else micro,
-                divided,
-            )
+    choose = Routing.choose
 
-        return routes
+    def make(real: Any) -> Any:
+        def choices(self: Any, micro: MicroBatch, new: Any) -> Any:
+            if micro.memo is None or self.name not in micro.memo:
+                return real(self, micro, new)
+            with patch.object(Routing, "choose", lambda how, s, *rest: choose(how, -s, *rest)):
+                return real(self, replace(micro, memo=None), new)
+
+        return choices
 
     return patch_method(MixtureOfExperts, "_choices", make)
 
 
 def loads_counted_twice_under_recomputation() -> AbstractContextManager[Any]:
     def make(real: Any) -> Any:
-        def gates(self: Any, logits: Tensor, scores: Tensor, choices: Any, micro: Any) -> Any:
-            if micro.memo is not None:
-                choices = replace(choices, counts=2 * choices.counts.roll(1))
-            return real(self, logits, scores, choices, micro)
+        def choices(self: Any, micro: MicroBatch, new: Any) -> Any:
+            found = real(self, micro, new)
+            twice = micro.memo is not None
+            return replace(found, counts=2 * found.counts.roll(1)) if twice else found
 
-        return gates
+        return choices
 
-    return patch_method(MixtureOfExperts, "_gates", make)
+    return patch_method(MixtureOfExperts, "_choices", make)
 
 
 def ties_in_another_order() -> AbstractContextManager[Any]:

@@ -70,7 +70,7 @@ def test_mixtral_on_64_h100s() -> None:
     flops = made.flops_per_token * 256 * 4096 / 64  # all pairs, as Megatron counts them
     found = time(made)
     assert flops / 468e12 == pytest.approx(2.90, rel=0.01)  # the published step, in s
-    assert found.total / (flops / 468e12) - 1 == pytest.approx(-0.03, abs=0.03)
+    assert found.total / (flops / 468e12) - 1 == pytest.approx(-0.06, abs=0.03)
     assert found.products > found.elementwise > found.attention > found.experts > 0
 
 
@@ -97,13 +97,13 @@ def test_llama_405b(seq: int, cp: int, rows: int, published: int, deviation: flo
 def test_qwen3_30b_on_16_h100s_is_far_off() -> None:
     """Megatron-Bridge (performance summary, 25.11): 5,275 tokens/s per GPU, ep 8, pp 2, balanced experts.
 
-    Predicted: 2.2 times as many. The published step has products in fp8, so it mostly waits for the host
+    Predicted: 2.3 times as many. The published step has products in fp8, so it mostly waits for the host
     and for kernels that permute tokens. The prediction counts the bytes of these kernels at the bandwidth of
-    large copies, and sorting as one kernel.
+    large copies.
     """
     made = forecast("h100", 16, 151936, (2, 512), model=QWEN, parallel={"pp": 2, "ep": 8})
     found = time(made)
-    assert 512 * 4096 / 16 / found.total / 5275 == pytest.approx(2.22, abs=0.1)
+    assert 512 * 4096 / 16 / found.total / 5275 == pytest.approx(2.26, abs=0.1)
     assert found.elementwise + found.launches + found.experts > found.products
 
 

@@ -264,6 +264,12 @@ def spec_of(param: Tensor) -> ShardSpec:
     return cast(ShardSpec, spec)
 
 
+def dtype_of(param: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of a parameter in a training whose parameters have dtype `dtype`."""
+    own_rule = hasattr(param, "spec") and spec_of(param).rule is not None
+    return torch.promote_types(dtype, torch.float32) if own_rule else dtype
+
+
 def initial(piece: Piece, seed: int) -> Tensor:
     """Returns the initial values of a piece, fp32 [*piece.size].
 

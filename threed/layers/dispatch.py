@@ -28,6 +28,7 @@ from threed.distributed.collectives import split
 from threed.distributed.topology import Axis
 from threed.ops.grouped import Groups
 from threed.ops.positions import Positions
+from threed.ops.router import Sorted
 
 NO_ROW = -1  # instead of the index of a row
 
@@ -138,7 +139,7 @@ class Routes:
 
 def open_routes(
     experts: Tensor, count: int, axis: Axis, *, room: float = 0.0, one_kernel: bool = False,
-    kept: Tensor | None = None, assumed_load: float = 1.0,
+    kept: Tensor | None = None, ordered: Sorted | None = None, assumed_load: float = 1.0,
 ) -> tuple[Routes, Tensor, Tensor | None]:  # fmt: skip
     """Returns the routes of tokens, and starts to read their sizes on the host. Collective.
 
@@ -150,20 +151,19 @@ def open_routes(
         one_kernel: whether the products of all experts are one kernel, which needs no sizes on the
             host.
         kept: whether each choice is kept, bool [... k]. Default: all.
+        ordered: all choices, sorted by expert; None to sort them.
         assumed_load: see `start_reading`.
 
     Returns:
         (routes, counts, overflow): the number of kept choices per expert, int32 [count]; and a bool
         scalar: whether some of them did not fit into the room, None without a room.
     """
-    flat, k, ranks = experts.flatten(), experts.shape[-1], axis.size
-    total, device = len(flat), experts.device
-    if kept is not None:
-        flat = flat.where(kept.flatten(), count)  # dropped choices behind all others
-    ordered, order = flat.sort(stable=True)
-    bounds = torch.searchsorted(ordered, torch.arange(count + 1, device=device), out_int32=True)
-    counts = bounds[1:] - bounds[:-1]
-    overflow = None
+    k, ranks, overflow = experts.shape[-1], axis.size, None
+    total, device = experts.numel(), experts.device
+    if ordered is None:
+        order, bounds, counts = _by_expert(experts, count, kept)
+    else:
+        order, bounds, counts = ordered.sources, ordered.bounds, ordered.loads
     if room and ranks > 1:
         size = room_rows(room, total, ranks)
         first = bounds[:-1].view(ranks, -1)[:, :1]  # of each rank's rows
@@ -176,9 +176,27 @@ def open_routes(
         if kept is not None:
             sources = order.where(torch.arange(total, device=device) < bounds[-1], NO_ROW)
     holes = size > 0 or kept is not None
-    places = _places(sources, total) if holes else _inverse(sources)
+    inverse = None if holes or ordered is None else ordered.places
+    if inverse is None:
+        inverse = _places(sources, total) if holes else _inverse(sources)
     arrive = _arrivals(sent, axis, total, size, one_kernel, bounds[1:], assumed_load)
-    return Routes(k, sources, places, holes, arrive), counts, overflow
+    routes = Routes(k, sources, inverse, holes, arrive)
+    if ordered is not None:
+        routes.firsts = ordered.firsts
+        if not holes:
+            routes.tokens = ordered.tokens
+    return routes, counts, overflow
+
+
+def _by_expert(experts: Tensor, count: int, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the choices sorted by expert, the bounds of experts, and the kept choices per expert."""
+    flat = experts.flatten()
+    if kept is not None:
+        flat = flat.where(kept.flatten(), count)  # dropped choices behind all others
+    ordered, order = flat.sort(stable=True)
+    numbers = torch.arange(count + 1, device=flat.device)
+    bounds = torch.searchsorted(ordered, numbers, out_int32=True)
+    return order, bounds, bounds[1:] - bounds[:-1]
 
 
 def room_rows(room: float, total: int, ranks: int) -> int:

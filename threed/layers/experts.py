@@ -12,7 +12,8 @@ Each rank of a block holds experts/ep of the experts, and ranks at the same plac
 the same experts. If tensor ranks hold the same tokens, because there is no sequence parallelism, each
 one routes its part of them.
 
-The host reads the numbers of rows once per forward. If one kernel multiplies all groups
+On GPUs, kernels choose and weigh the experts, and sort the choices (`ops.router`). The host reads the
+numbers of rows once per forward. If one kernel multiplies all groups
 (`ops.grouped.in_one_kernel`), it reads nothing with ep 1 or `--experts.room`. A second forward in the
 backward (`--recompute.mode full`) uses the choices of the first (`MicroBatch.memo`).
 """
@@ -36,12 +37,22 @@ from threed.layers.dispatch import Limits, Routes, open_routes, within_capacity
 from threed.layers.linear import ReplicatedLinear
 from threed.layers.mlp import GatedMLP, gated
 from threed.layers.recompute import Recompute
-from threed.layers.routing import Losses, LossFactors, Routing, gates, losses
+from threed.layers.routing import (
+    Kernels,
+    Losses,
+    LossFactors,
+    Routing,
+    gates,
+    gates_by_kernel,
+    losses,
+    rule_of,
+)
 from threed.layers.slicing import Flag, MicroBatch, Slicing, Tally, for_autograd, sink_of
-from threed.ops import grouped
+from threed.ops import grouped, router
 from threed.ops.grouped import Groups
 from threed.ops.matmul import WIDE
 from threed.ops.positions import Positions
+from threed.ops.router import Rule, Sorted
 
 SOFTMAX, NO_LOSSES, NO_LIMITS = Routing(), LossFactors(), Limits()
 
@@ -53,14 +64,19 @@ class Choices:
     Attributes:
         experts: the experts of each token, [... k].
         counts: number of this rank's tokens per expert, including those dropped: [e].
-        shares: see `routing.losses`.
+        chosen: number of tokens of each full sequence that chose an expert, [b e]; None without an
+            auxiliary loss.
+        share: factor that turns `chosen` into `shares` of `routing.losses`.
         routes: the rows that travel.
+        excess: gradient of the biases, if a kernel computed it, [e].
     """
 
     experts: Tensor
     counts: Tensor
-    shares: Tensor | None
+    chosen: Tensor | None
+    share: float
     routes: Routes
+    excess: Tensor | None = None
 
 
 class MixtureOfExperts(nn.Module):
@@ -211,20 +227,33 @@ class MixtureOfExperts(nn.Module):
             )
         own = conjugate.part_of(x, tp) if divided else x
         logits = self.router(own)
-        fixed = logits.detach()
-        scores = self.routing.scores(fixed) if self.routing.needs_scores else fixed
-        choices = self._choices(own, scores, micro, divided)
-        weights = self._gates(logits, scores, choices, micro)
+        weights, choices = self._routed(own, logits, micro, divided)
         y, shared = self._run(own, weights, choices.routes, x)
         y = conjugate.join_parts(y, tp) if divided else y
         return y if shared is None else y + shared
 
-    def _gates(self, logits: Tensor, scores: Tensor, choices: Choices, micro: MicroBatch) -> Tensor:
-        """Returns the weights of the chosen experts; the backward adds the gradients of the losses."""
+    def _routed(
+        self, x: Tensor, logits: Tensor, micro: MicroBatch, divided: bool
+    ) -> tuple[Tensor, Choices]:
+        """Returns the weights and choices of tokens x [n b h] with logits [n b e]. Collective."""
+        factors = self.losses if micro.training and micro.weight is not None else NO_LOSSES
+        rule = rule_of(self.routing, self.per_token, factors)
+        capacity = micro.training and self.limits.capacity
+        if rule is not None and not capacity and router.fits(x, logits, self.bias, rule):
+            return self._by_kernels(x, logits, micro, divided, rule, factors)
+        fixed = logits.detach()
+        scores = self.routing.scores(fixed) if self.routing.needs_scores else fixed
+
+        def choose() -> Choices:
+            experts = self.routing.choose(scores, self.bias, self.per_token)
+            return self._new_choices(x, experts, scores, micro, divided)
+
+        choices = self._choices(micro, choose)
         found, bias, excess = Losses(), None, None
-        if micro.training and any(self.losses) and micro.weight is not None:
-            given = logits.detach(), choices.shares, micro.weight
-            found, sums = losses(self.losses, self.routing, *given)
+        if any(factors) and micro.weight is not None:
+            chosen = choices.chosen
+            shares = None if chosen is None else chosen * choices.share
+            found, sums = losses(factors, self.routing, fixed, shares, micro.weight)
             if torch.is_grad_enabled():  # not in the first of two forwards
                 self.tallies[1].add(sums)
         if micro.training and self.bias is not None:
@@ -232,50 +261,102 @@ class MixtureOfExperts(nn.Module):
             total = choices.experts.numel()
             excess = torch.rsub(choices.counts, -total, alpha=-self.experts).to(self.bias.dtype)
             bias = self.bias
-        return gates(self.routing, logits, scores, choices.experts, found, bias, excess)
+        return gates(self.routing, logits, scores, choices.experts, found, bias, excess), choices
 
-    def _choices(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Choices:
-        """Returns the choices for this rank's tokens x [n b h] with scores [n b e]. Collective."""
+    def _by_kernels(
+        self, x: Tensor, logits: Tensor, micro: MicroBatch, divided: bool, rule: Rule,
+        factors: LossFactors,
+    ) -> tuple[Tensor, Choices]:  # fmt: skip
+        """As `_routed`, by kernels (`ops.router`), with weights in bf16. Collective.
+
+        Args:
+            x: [n b h].
+            logits: [n b e].
+            micro: the micro-batch.
+            divided: whether tensor ranks route a part of the same tokens each.
+            rule: how experts are chosen and weighed.
+            factors: the coefficients of the losses; 0 for losses that are not trained.
+        """
+        known = None if micro.memo is None else micro.memo.get(self.name)
+        given = None if known is None else known.experts
+        summed = any(factors) and torch.is_grad_enabled()  # not in the first of two forwards
+        with torch.no_grad():
+            found = router.route(logits, self.bias, given, summed, *rule)
+        experts, weights, counts, sums = found
+
+        def choose() -> Choices:
+            ordered = router.sort(experts, counts)
+            return self._new_choices(x, experts, logits, micro, divided, ordered)
+
+        choices = self._choices(micro, choose)
+        if summed:
+            self.tallies[1].add(router.losses(sums, choices.chosen, choices.share))
+        by = Kernels(
+            rule, factors, choices.chosen, choices.share, micro.weight if any(factors) else None
+        )
+        bias = self.bias if micro.training else None
+        excess = None if bias is None else choices.excess
+        return gates_by_kernel(logits, weights, choices.experts, by, bias, excess), choices
+
+    def _choices(self, micro: MicroBatch, choose: Callable[[], Choices]) -> Choices:
+        """Returns the choices of the first forward, or new ones."""
         if micro.memo is not None and self.name in micro.memo:
             return micro.memo.pop(self.name)
         with torch.no_grad():
-            choices = self._new_choices(x, scores, micro, divided)
+            choices = choose()
         if micro.memo is not None:
             micro.memo[self.name] = choices
         return choices
 
-    def _new_choices(self, x: Tensor, scores: Tensor, micro: MicroBatch, divided: bool) -> Choices:
-        experts = self.routing.choose(scores, self.bias, self.per_token)
+    def _new_choices(
+        self, x: Tensor, experts: Tensor, scores: Tensor, micro: MicroBatch, divided: bool,
+        ordered: Sorted | None = None,
+    ) -> Choices:  # fmt: skip
+        """Returns the choices of this rank's tokens x [n b h]. Collective.
+
+        Args:
+            x: the tokens.
+            experts: the experts of each token, [n b k].
+            scores: [n b e].
+            micro: the micro-batch.
+            divided: whether tensor ranks route a part of the same tokens each.
+            ordered: the choices, sorted by expert; None to sort them.
+        """
         one_kernel = all(grouped.in_one_kernel(x, w) for w in (self.gate_up, self.down))
         room, capacity = self.limits if micro.training else NO_LIMITS
-        chosen = shares = kept = None
-        if capacity or (micro.training and self.losses.aux):
-            chosen = torch.zeros_like(scores).scatter_(-1, experts, 1.0)
-        if chosen is not None and capacity:
-            kept = self._kept(chosen, experts, capacity, divided)
+        aux, share = micro.training and bool(self.losses.aux), 0.0
+        chosen = None if ordered is None or not aux else ordered.chosen
+        one_hot = kept = None
+        if ordered is None and (capacity or aux):
+            one_hot = torch.zeros_like(scores).scatter_(-1, experts, 1.0)
+        if one_hot is not None and capacity:
+            kept = self._kept(one_hot, experts, capacity, divided)
         routes, counts, overflow = open_routes(
             experts, self.experts, self.axis, room=room, one_kernel=one_kernel, kept=kept,
-            assumed_load=self.assumed_load,
+            ordered=ordered, assumed_load=self.assumed_load,
         )  # fmt: skip
         if overflow is not None:
             self.data_flags[0].note(overflow)
-        if chosen is not None and kept is not None:
-            counts = chosen.sum((0, 1))
+        if one_hot is not None and kept is not None:
+            counts = one_hot.sum((0, 1))
         if micro.training:
             self.tallies[0].add(counts)
-        if chosen is not None and self.losses.aux:
-            shares = self._shares(chosen.sum(0), len(scores), divided)
-        return Choices(experts, counts, shares, routes)
+        if one_hot is not None and aux:
+            chosen = one_hot.sum(0)
+        if chosen is not None:
+            chosen, share = self._of_full_sequences(chosen, len(scores), divided)
+        excess = None if ordered is None else ordered.excess
+        return Choices(experts, counts, chosen, share, routes, excess)
 
     def _sequence_axes(self, divided: bool) -> list[Axis]:
         """Returns the axes of the ranks that route other parts of this rank's sequences."""
         tp = [self.slicing.tp] if divided or self.slicing.sequence_parallel else []
         return [self.slicing.context.axis, *tp]
 
-    def _shares(self, chosen: Tensor, length: int, divided: bool) -> Tensor:
-        """Returns the share of the choices of each sequence that each expert gets, [b e].
-
-        It is relative to an equal share. Collective over the ranks that hold parts of a sequence.
+    def _of_full_sequences(
+        self, chosen: Tensor, length: int, divided: bool
+    ) -> tuple[Tensor, float]:
+        """Returns `Choices.chosen`, and `share`. Collective over the ranks of a sequence's parts.
 
         Args:
             chosen: number of this rank's tokens of each sequence that chose an expert, [b e].
@@ -284,7 +365,7 @@ class MixtureOfExperts(nn.Module):
         """
         for axis in self._sequence_axes(divided):
             chosen, length = collectives.all_reduce(chosen, axis), length * axis.size
-        return chosen * (self.experts / (self.per_token * length))
+        return chosen, self.experts / (self.per_token * length)
 
     def _kept(self, chosen: Tensor, experts: Tensor, capacity: float, divided: bool) -> Tensor:
         """Returns whether a choice is within the capacity of its expert, [n b k]. Collective."""

@@ -13,6 +13,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from threed.ops import router
+from threed.ops.router import Rule
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -152,6 +155,26 @@ def losses(
     return found, sums
 
 
+def rule_of(routing: Routing, per_token: int, factors: LossFactors) -> Rule | None:
+    """Returns the arguments of the kernels (`ops.router`); None for a subclass of `Routing`.
+
+    Args:
+        routing: how experts are chosen and weighed.
+        per_token: number of experts per token.
+        factors: the coefficients of the losses.
+    """
+    if type(routing) is not Routing:
+        return None
+    flags = router.flags(
+        sigmoid=routing.score == "sigmoid", of_chosen=routing.of_chosen,
+        by_scores=routing.needs_scores, normalize=routing.normalize,
+        two=routing.group_score == "two", aux=bool(factors.aux), z=bool(factors.z),
+    )  # fmt: skip
+    return Rule(
+        per_token, routing.groups, routing.groups_per_token, flags, routing.scale, routing.epsilon
+    )
+
+
 def gates(
     routing: Routing, logits: Tensor, scores: Tensor, experts: Tensor, losses: Losses,
     bias: Tensor | None = None, excess: Tensor | None = None,
@@ -171,6 +194,65 @@ def gates(
         [n b k].
     """
     return _Gates.apply(logits, bias, excess, routing, scores, experts, losses)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """Arguments of `gates_by_kernel`.
+
+    Attributes:
+        rule: how experts are chosen and weighed.
+        factors: the coefficients of the losses that are on.
+        chosen: the number of tokens of each sequence that chose an expert, fp32 [b e]; None without
+            an auxiliary loss.
+        share: factor that turns `chosen` into shares (`losses`).
+        weight: weight of a token in the loss of the step, a scalar; None without losses.
+    """
+
+    rule: Rule
+    factors: LossFactors
+    chosen: Tensor | None
+    share: float
+    weight: Tensor | None
+
+
+def gates_by_kernel(
+    logits: Tensor, weights: Tensor, experts: Tensor, by: Kernels, bias: Tensor | None = None,
+    excess: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns the weights of the chosen experts, as `gates`, with a backward by one kernel.
+
+    Args:
+        logits: fp32 [n b e].
+        weights: the weights that `ops.router.route` found, bf16 [n b k].
+        experts: the chosen experts, [n b k].
+        by: the other arguments of the kernel.
+        bias: see `gates`.
+        excess: see `gates`.
+    """
+    return _Fused.apply(logits, bias, excess, weights, experts, by)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, bias: Tensor | None, excess: Tensor | None, weights: Tensor,
+        experts: Tensor, by: Kernels,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(logits, experts, by.chosen, by.weight)
+        ctx.by, ctx.excess = by, excess
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("torch.autograd.grad with create_graph=True, through experts")
+        by, (logits, experts, chosen, weight) = ctx.by, ctx.saved_tensors
+        dx = router.backward(
+            dy.contiguous(), logits, experts, chosen, None if weight is None else weight.double(),
+            by.rule.flags, by.rule.scale, by.rule.epsilon, by.factors.aux * by.share, 2 * by.factors.z,
+        )  # fmt: skip
+        return dx, ctx.excess, *(None,) * 4
 
 
 class _Gates(torch.autograd.Function):

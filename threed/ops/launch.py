@@ -35,6 +35,8 @@ LAUNCHERS = {
     "dropout": "PPPPPPqqqqqqqqd", "norm": "PPPPPPPPPqqd", "norm_backward": "PPPPPPPPPqqq", "quantize": "PPPqqq",
     "dequantize": "PPPqqqq", "rotary": "PPqqqqqd", "rotary_backward": "PPPPP" + 14 * "q",
     "head_norm": 5 * "P" + 6 * "q" + "dd", "head_norm_backward": 9 * "P" + 15 * "q" + "dd",
+    "router": 6 * "P" + 8 * "q" + "dd", "router_losses": "PPPqqqd", "router_backward": 6 * "P" + 5 * "q" + 4 * "d",
+    "sort_choices": 10 * "P" + 5 * "q",
     "add_parts": 3 * "PPqq" + "qq", "column_sums": "PPqqq",
     "square_sum": "PPPqq",
 }  # fmt: skip

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from threed.core.device import Clock, Moment, rng_states, set_rng_states
-from threed.distributed.sharding import attach, initial, spec_of
+from threed.distributed.sharding import attach, dtype_of, initial, spec_of
 from threed.layers.contract import contract
 from threed.layers.slicing import ForwardScope, MicroBatch
 from threed.models.measured_partition import LayerTimes
@@ -204,7 +204,8 @@ class Timer:
 
     def _parameter(self, param: nn.Parameter) -> nn.Parameter:
         """Returns a new parameter on the device, with initial values and a gradient sink."""
-        values = torch.zeros(param.numel(), dtype=self.dtype, device=self.device)
+        own = dtype_of(param, self.dtype)
+        values = torch.zeros(param.numel(), dtype=own, device=self.device)
         for piece in spec_of(param).pieces:
             at = piece.offset
             values[at : at + piece.numel].copy_(initial(piece, self.seed).view(-1))

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from threed.core.source import place_of
 from threed.distributed.journal import Journal
+from threed.distributed.sharding import dtype_of
 from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Flag, MicroBatch, Tally
@@ -403,9 +404,8 @@ class Tracer:
 
     def _parameter(self, param: nn.Parameter) -> nn.Parameter:
         """Returns a parameter on the meta device with a gradient sink."""
-        new = nn.Parameter(
-            torch.empty(param.shape, dtype=self.dtype, device=META), param.requires_grad
-        )
+        own = dtype_of(param, self.dtype)
+        new = nn.Parameter(torch.empty(param.shape, dtype=own, device=META), param.requires_grad)
         return attach_sink(new, BufferSink(torch.empty_like(new, dtype=self.grad_dtype)))
 
 
