@@ -15,6 +15,7 @@ from torch import Tensor
 from threed.ops import launch
 
 EXPERTS, CHOICES, GROUPS = 512, 32, 32  # the most that the kernels support
+WIDE = torch.float32
 AUX = 1 << 5  # of `Rule.flags`: there is an auxiliary loss
 BLOCKS, POSITIONS = 256, 8  # most blocks of the forward, and least positions of a block
 
@@ -83,15 +84,14 @@ def flags(
 
 def fits(x: Tensor, logits: Tensor, bias: Tensor | None, rule: Rule) -> bool:
     """Returns whether the kernels support tokens x with logits [n b e] and biases [e]."""
-    fits = logits.shape[-1] <= EXPERTS and rule.per_token <= CHOICES and rule.groups <= GROUPS
-    fits = fits and logits.numel() > 0 and logits.numel() < 2**31 and logits.shape[1] < 2**16
-    return (
-        fits and launch.ready(x) and all(map(_plain, (logits, *([] if bias is None else [bias]))))
-    )
+    sizes = logits.shape[-1] <= EXPERTS and rule.per_token <= CHOICES and rule.groups <= GROUPS
+    sizes = sizes and 0 < logits.numel() < 2**31 and logits.shape[1] < 2**16
+    given = [logits] if bias is None else [logits, bias]
+    return sizes and launch.ready(x) and all(_is(tensor, WIDE, *tensor.shape) for tensor in given)
 
 
-def _plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.is_contiguous()
+def _is(x: Tensor, dtype: torch.dtype, *shape: int) -> bool:
+    return x.dtype == dtype and x.shape == shape and x.is_contiguous()
 
 
 def chunks(positions: int, sequences: int) -> int:
@@ -101,13 +101,9 @@ def chunks(positions: int, sequences: int) -> int:
 
 
 def _routed(
-    logits: Tensor,
-    bias: Tensor | None,
-    given: Tensor | None,
-    sums: bool,
-    per_token: int,
+    logits: Tensor, bias: Tensor | None, given: Tensor | None, sums: bool, per_token: int,
     *rest: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, b, e = logits.shape
     blocks, new = chunks(n, b), given is None
     return (
@@ -144,21 +140,9 @@ def route(
     """
     out = experts, weights, counts, parts = _routed(logits, bias, given, sums, per_token)
     n, b, e = logits.shape
-    fits = _plain(logits) and (bias is None or (_plain(bias) and bias.shape == (e,)))
-    fits = (
-        fits
-        and e <= EXPERTS
-        and per_token <= min(e, CHOICES)
-        and groups <= GROUPS
-        and e % groups == 0
-    )
-    if given is not None:
-        fits = (
-            fits
-            and given.shape == (n, b, per_token)
-            and given.dtype == torch.int64
-            and given.is_contiguous()
-        )
+    fits = e <= EXPERTS and per_token <= min(e, CHOICES) and groups <= GROUPS and e % groups == 0
+    fits = fits and _is(logits, WIDE, n, b, e) and (bias is None or _is(bias, WIDE, e))
+    fits = fits and (given is None or _is(given, torch.int64, n, b, per_token))
     launch.check(fits, "router", f"logits fp32 [n b e], e up to {EXPERTS}", logits, bias, given)
     launch.start(
         "router", logits, bias, experts if given is None else given, weights, counts if given is None else None,
@@ -182,12 +166,7 @@ def _sorted(experts: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
 )
 def _sort(experts: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
     out, (n, b, k), e = _sorted(experts, counts), experts.shape, counts.shape[2]
-    fits = (
-        experts.dtype == torch.int64
-        and counts.dtype == torch.int32
-        and counts.shape == (chunks(n, b), b, e)
-    )
-    fits = fits and experts.is_contiguous() and counts.is_contiguous()
+    fits = _is(experts, torch.int64, n, b, k) and _is(counts, torch.int32, chunks(n, b), b, e)
     launch.check(fits, "sort_choices", "results of `route`", experts, counts)
     launch.start("sort_choices", experts, counts, *out, n, b, chunks(n, b), e, k)
     return out
@@ -216,10 +195,9 @@ def losses(sums: Tensor, chosen: Tensor | None, factor: float) -> Tensor:
         factor: of `chosen`.
     """
     out, (blocks, b, width) = sums.new_empty(2), sums.shape
-    fits = chosen is None or (_plain(chosen) and chosen.shape == (b, width - 1))
-    launch.check(
-        fits and _plain(sums), "router_losses", "fp32 [chunks b e+1] and [b e]", sums, chosen
-    )
+    fits = chosen is None or _is(chosen, WIDE, b, width - 1)
+    fits = fits and _is(sums, WIDE, blocks, b, width)
+    launch.check(fits, "router_losses", "fp32 [chunks b e+1] and [b e]", sums, chosen)
     launch.start("router_losses", sums, chosen, out, blocks, b, width - 1, factor)
     return out
 
@@ -246,24 +224,15 @@ def backward(
             `chosen` and `weight`.
         z: the same with respect to half the squared log-sum-exp, divided by `weight`.
     """
-    dx, (n, b, e) = torch.empty_like(logits), logits.shape
-    fits = _plain(logits) and dy.shape == experts.shape == (n, b, experts.shape[-1])
-    fits = fits and dy.dtype == torch.bfloat16 and dy.is_contiguous() and experts.is_contiguous()
-    needed = bool(flags & AUX)
-    fits = fits and (not needed if chosen is None else _plain(chosen) and chosen.shape == (b, e))
+    dx, (n, b, e), k = torch.empty_like(logits), logits.shape, experts.shape[-1]
+    fits = _is(logits, WIDE, n, b, e) and _is(dy, torch.bfloat16, n, b, k)
+    fits = fits and _is(experts, torch.int64, n, b, k)
+    fits = fits and (_is(chosen, WIDE, b, e) if chosen is not None else not flags & AUX)
     fits = fits and (weight is None or (weight.dtype == torch.float64 and weight.numel() == 1))
-    launch.check(
-        fits,
-        "router_backward",
-        "bf16 and int64 [n b k], fp32 [n b e]",
-        dy,
-        experts,
-        logits,
-        chosen,
-        weight,
-    )
+    what = "bf16 and int64 [n b k], fp32 [n b e]"
+    launch.check(fits, "router_backward", what, dy, experts, logits, chosen, weight)
     launch.start(
-        "router_backward", dy, logits, experts, chosen, weight, dx, n * b, b, e, experts.shape[-1], flags, scale,
-        epsilon, aux, z,
+        "router_backward", dy, logits, experts, chosen, weight, dx, n * b, b, e, k, flags, scale, epsilon, aux,
+        z,
     )  # fmt: skip
     return dx
