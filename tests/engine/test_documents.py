@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from examples.sparse_attention import SparseModel
 from tests import configs, programs
 from tests.configs import SEQ, VOCAB, Case, config_of, documents, engine_of, share
 from tests.harness import run_ranks, run_script
 from tests.training.test_pretrain import environment
 from threed import layers, models
-from threed.config import Config
+from threed.config import Config, ConfigError
 from threed.engine import Engine, LayeredEngine
 from threed.layers import Causal, MicroBatch, Slicing, embedding
 from threed.monitor import metrics
@@ -310,6 +311,17 @@ def test_attention_that_takes_no_documents_is_refused_by_name() -> None:
     attention = layers.Attention("blocks.7.attention", 8, 2, Slicing(), core=own_core)
     with pytest.raises(ValueError, match=r"blocks\.7\.attention: the core own_core does not"):
         attention(x, numbers)
+    usual = layers.Attention("blocks.7.attention", 8, 2, Slicing())
+    blocks = [
+        layers.Block("blocks.7", norms, one, nn.Identity(), Slicing()) for one in (attention, usual)
+    ]
+    assert [one.documents for one in (block, *blocks)] == [False, False, True]
+
+
+def test_a_plan_refuses_packing_for_a_core_without_documents() -> None:
+    config = _with(config_of(Case(model="llama")), "data", packing=True)
+    with pytest.raises(ConfigError, match=r"--data\.packing true: blocks\.0 .*may mix the tokens"):
+        Forecast.of(config, 1, lambda slicing: SparseModel(config.model, slicing))
 
 
 class Stem(nn.Module):

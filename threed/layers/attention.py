@@ -102,6 +102,9 @@ class Attention(nn.Module):
         std: standard deviation of the initial weights of query, key and value.
         out_std: standard deviation of the initial weights of the output projection.
 
+    Attributes:
+        documents: whether the core keeps packed documents apart.
+
     Raises:
         ValueError: if the heads do not divide evenly, rotary positions would rotate an odd number
             of elements per head, or the core does not support sinks.
@@ -133,7 +136,7 @@ class Attention(nn.Module):
             )
         check_context(name, heads // t, max(k // t, 1), core, slicing)
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
-        self.name, self._core_takes_documents = name, takes(core, "documents")
+        self.name, self.documents = name, takes(core, "documents")
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
         self.plain = core == CAUSAL and rotary is None and not (qk_norm or sinks) and k == heads
         shared = t // k if k < t else 1
@@ -186,7 +189,7 @@ class Attention(nn.Module):
         """
         attend: Callable[..., Tensor] = self.heads_attend
         if documents is not None:
-            if not self._core_takes_documents:
+            if not self.documents:
                 raise ValueError(
                     f"{self.name}: the core {_name_of(self.core)} does not support packed documents: give it a parameter"
                     " `documents` (int64 [b s]), or leave out the batch's 'documents' and --data.packing"

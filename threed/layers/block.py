@@ -102,7 +102,6 @@ class Block(PipelineLayer):
     """
 
     recompute = Recompute()
-    documents = True
 
     def __init__(
         self, name: str, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module, slicing: Slicing, *,
@@ -125,6 +124,12 @@ class Block(PipelineLayer):
     def context(self) -> bool:  # type: ignore[override]
         """Whether attention and MLP state that they support context parallelism."""
         return all(getattr(part, "context", False) for part in (self.attention, self.mlp))
+
+    @property
+    def documents(self) -> bool:  # type: ignore[override]
+        """Whether the attention keeps packed documents apart."""
+        one = self.attention
+        return one.documents if isinstance(one, Attention) else self._takes_documents
 
     @property
     def compilable(self) -> bool:  # type: ignore[override]

@@ -374,7 +374,10 @@ def documents_problem(
         return f"a wrapped module ({type(model.module).__name__}) has no mask for documents; {fix}"
     for number, layer in enumerate(layers):
         if not contract(layer).documents:
-            fix = "set `documents = True` on the layer if it acts on each position alone or reads micro.documents"
+            fix = (
+                "use an attention (and core) with a parameter `documents`, or set `documents = True` on the layer"
+                " if it acts on each position alone or reads micro.documents"
+            )
             return f"{title(layer, number)} may mix the tokens of different documents; {fix}"
     if config.run.compile and device.type == "cpu":
         return (
