@@ -402,7 +402,7 @@ FORECASTS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_forecast_is_that_of_live_storages(world: int) -> None:
     """Within the bounds of tests/planner/test_footprint.py."""
-    size = {"arch": "llama", "kv_heads": 2, "mtp_depth": 2, **SIZE}
+    size = {**SIZE, "arch": "llama", "kv_heads": 2, "mtp_depth": 2, "layers": 2}
     cases = []
     for ranks, changes in FORECASTS:
         if ranks == world:

@@ -325,6 +325,7 @@ def test_the_forecast_counts_sinks() -> None:
         (2, {"model": {"arch": "llama"}, "parallel": {"cp": 2, "cp_heads": 1}}),
     ]
     for world, groups in cases:
+        groups["model"]["layers"] = 3
         config = peaks.config_of(world, train={"global_batch": 4 * world}, **groups)
         with sinking(functools.partial(layers.Attention, sinks=True)):
             expected = [rank.bytes["peak"] for rank in Forecast.of(config, world).ranks]

@@ -17,7 +17,7 @@ from threed.planner.forecast import Forecast
 
 # Four experts: each of two ranks has two.
 MODEL = {
-    "arch": "mixtral", "layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 256, "seq": 128, "vocab": 500,
+    "arch": "mixtral", "layers": 2, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 256, "seq": 128, "vocab": 500,
     "experts": 4, "experts_per_token": 2,
 }  # fmt: skip
 CASES: list[tuple[int, dict[str, Any]]] = [
