@@ -101,7 +101,18 @@ def keep_to_a_core() -> None:
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
+def schedule_as_batch() -> None:
+    """Schedules this process, and the ranks that it starts, in batch mode, unless it has another policy already.
+
+    Otherwise a thread of gloo that a message wakes interrupts the thread that holds the lock of its connection,
+    and then polls until its time slice ends.
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    schedule_as_batch()
     keep_to_a_core()
     if config.option.markexpr != "gpu":  # otherwise all ranks of a test would use the same GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness import run_ranks
-from threed.core.process import schedule_as_batch
 from threed.distributed.grid import AXES, Grid
 from threed.distributed.topology import Topology
 
@@ -329,33 +324,6 @@ def test_all_ranks_make_groups_equally_often_whatever_their_program_made_before(
     assert set(first) == set(UNEVEN)
     assert min(first.values()) > 0
     assert others == [first] * 3
-
-
-def policies_of_threads() -> set[int]:
-    """The policies of the threads that gloo has started."""
-    axis = Topology(dp=2).axis("dp")
-    dist.all_reduce(torch.ones(3), group=axis.group)
-    threads = [*Path("/proc/self/task").iterdir()]
-    names = {int(thread.name): (thread / "comm").read_text() for thread in threads}
-    return {os.sched_getscheduler(thread) for thread, name in names.items() if "gloo" in name}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the policies of Linux")
-def test_threads_of_gloo_do_not_interrupt_others() -> None:
-    assert run_ranks(2, policies_of_threads) == [{os.SCHED_BATCH}] * 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the policies of Linux")
-@pytest.mark.parametrize("policy", ["SCHED_OTHER", "SCHED_BATCH", "SCHED_IDLE"])
-def test_only_the_default_policy_is_replaced(policy: str) -> None:
-    def work() -> int:
-        os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
-        schedule_as_batch()
-        return os.sched_getscheduler(0)
-
-    with ThreadPoolExecutor(1) as thread:
-        left = thread.submit(work).result()
-    assert left == getattr(os, {"SCHED_OTHER": "SCHED_BATCH"}.get(policy, policy))
 
 
 def test_groups_of_nccl_have_streams_of_high_priority() -> None:

@@ -51,19 +51,6 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def schedule_as_batch() -> None:
-    """Makes the system schedule this thread, and all that it starts, in batch mode.
-
-    In batch mode, a thread that wakes up does not interrupt the thread that runs on its core. A
-    thread of gloo polls without a pause while another thread holds the lock of its connection. If
-    it had interrupted that thread, it would poll until the end of its time slice. Does nothing if
-    the policy is not the default one, or on systems other than Linux.
-    """
-    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def process_space() -> str:
     """Returns an id of the boot and the namespaces of this process.
 

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 from threed.core import device as gpu
-from threed.core.process import schedule_as_batch
 from threed.distributed.grid import AXES, Grid, parse
 from threed.distributed.journal import Journal
 from threed.distributed.launcher import adopt
@@ -163,7 +162,7 @@ def start(
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(_agree_on_prefix(store, rank, size), store)
     cuda = device is not None and device.type == "cuda" and backend in (None, "nccl")
-    _initialize(
+    dist.init_process_group(
         backend or ("nccl" if cuda else "gloo"), store=store, rank=rank, world_size=size,
         timeout=timeout, device_id=device if cuda else None,
     )  # fmt: skip
@@ -190,20 +189,17 @@ def start_always(
     device = default_device()
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     if init_method is not None:
-        _initialize(chosen, init_method=init_method, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(
+            chosen, init_method=init_method, rank=rank, world_size=world, timeout=timeout
+        )
         return
     adopt()
     gpu.use(device)
     start(device, timeout, backend)
     if not dist.is_initialized():
-        _initialize(chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-
-
-def _initialize(backend: str, **arguments: Any) -> None:
-    """Creates the default process group with these arguments of `init_process_group`."""
-    if backend == "gloo":
-        schedule_as_batch()  # before gloo starts threads
-    dist.init_process_group(backend, **arguments)
+        dist.init_process_group(
+            chosen, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
 
 
 def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
@@ -268,7 +264,9 @@ def start_from_file(file: str, rank: int, world: int) -> None:
         world: number of processes.
     """
     if world > 1:
-        _initialize("gloo", store=dist.FileStore(file, world), rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(file, world), rank=rank, world_size=world
+        )
 
 
 def default_device() -> torch.device:
@@ -355,8 +353,6 @@ class Topology:
         self.device, self.timeout = device or default_device(), timeout
         gpu.use(self.device)
         start(self.device, timeout)
-        if backend() == "gloo":  # the program may have created the default group itself
-            schedule_as_batch()
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self._set_up(Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp), rank, groups=True)
         atexit.unregister(_wait_for_gloo_threads)
