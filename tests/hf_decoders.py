@@ -160,7 +160,7 @@ class Wide(TorchFunctionMode):
     ) -> Any:
         if function is torch.Tensor.float:
             return args[0].double()
-        for i, value in enumerate(args):  # almost no call has one, and every call comes here
+        for i, value in enumerate(args):  # few calls have one, but all calls pass here
             if value is torch.float32:
                 args = (*args[:i], torch.float64, *args[i + 1 :])
         if not kwargs:

@@ -15,7 +15,7 @@ from torch import Tensor
 from threed.ops import launch
 
 EXPERTS, CHOICES, GROUPS = 512, 32, 32  # the most that the kernels support
-WIDE = torch.float32
+FP32 = torch.float32
 AUX = 1 << 5  # of `Rule.flags`: there is an auxiliary loss
 BLOCKS, POSITIONS = 256, 8  # most blocks of the forward, and least positions of a block
 
@@ -87,7 +87,7 @@ def fits(x: Tensor, logits: Tensor, bias: Tensor | None, rule: Rule) -> bool:
     sizes = logits.shape[-1] <= EXPERTS and rule.per_token <= CHOICES and rule.groups <= GROUPS
     sizes = sizes and 0 < logits.numel() < 2**31 and logits.shape[1] < 2**16
     given = [logits] if bias is None else [logits, bias]
-    return sizes and launch.ready(x) and all(_is(tensor, WIDE, *tensor.shape) for tensor in given)
+    return sizes and launch.ready(x) and all(_is(tensor, FP32, *tensor.shape) for tensor in given)
 
 
 def _is(x: Tensor, dtype: torch.dtype, *shape: int) -> bool:
@@ -141,7 +141,7 @@ def route(
     out = experts, weights, counts, parts = _routed(logits, bias, given, sums, per_token)
     n, b, e = logits.shape
     fits = e <= EXPERTS and per_token <= min(e, CHOICES) and groups <= GROUPS and e % groups == 0
-    fits = fits and _is(logits, WIDE, n, b, e) and (bias is None or _is(bias, WIDE, e))
+    fits = fits and _is(logits, FP32, n, b, e) and (bias is None or _is(bias, FP32, e))
     fits = fits and (given is None or _is(given, torch.int64, n, b, per_token))
     launch.check(fits, "router", f"logits fp32 [n b e], e up to {EXPERTS}", logits, bias, given)
     launch.start(
@@ -195,8 +195,8 @@ def losses(sums: Tensor, chosen: Tensor | None, factor: float) -> Tensor:
         factor: of `chosen`.
     """
     out, (blocks, b, width) = sums.new_empty(2), sums.shape
-    fits = chosen is None or _is(chosen, WIDE, b, width - 1)
-    fits = fits and _is(sums, WIDE, blocks, b, width)
+    fits = chosen is None or _is(chosen, FP32, b, width - 1)
+    fits = fits and _is(sums, FP32, blocks, b, width)
     launch.check(fits, "router_losses", "fp32 [chunks b e+1] and [b e]", sums, chosen)
     launch.start("router_losses", sums, chosen, out, blocks, b, width - 1, factor)
     return out
@@ -225,9 +225,9 @@ def backward(
         z: the same with respect to half the squared log-sum-exp, divided by `weight`.
     """
     dx, (n, b, e), k = torch.empty_like(logits), logits.shape, experts.shape[-1]
-    fits = _is(logits, WIDE, n, b, e) and _is(dy, torch.bfloat16, n, b, k)
+    fits = _is(logits, FP32, n, b, e) and _is(dy, torch.bfloat16, n, b, k)
     fits = fits and _is(experts, torch.int64, n, b, k)
-    fits = fits and (_is(chosen, WIDE, b, e) if chosen is not None else not flags & AUX)
+    fits = fits and (_is(chosen, FP32, b, e) if chosen is not None else not flags & AUX)
     fits = fits and (weight is None or (weight.dtype == torch.float64 and weight.numel() == 1))
     what = "bf16 and int64 [n b k], fp32 [n b e]"
     launch.check(fits, "router_backward", what, dy, experts, logits, chosen, weight)
