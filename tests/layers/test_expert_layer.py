@@ -127,9 +127,8 @@ def test_output_and_gradients_are_those_of_a_loop_over_tokens(
     name: str, shared: int, kind: dict[str, Any]
 ) -> None:
     how, count = ROUTINGS[name]
-    torch.manual_seed(
-        0
-    )  # gradients are up to a few thousand: in 1 % of the draws one rounding exceeds 1e-12
+    # Gradients are up to a few thousand: in 1 % of other draws, one rounding exceeds 1e-12.
+    torch.manual_seed(0)
     module = mixture(how, count, shared, **kind)
     x = torch.randn(5, 3, HIDDEN, dtype=torch.float64, requires_grad=True)
     params = [p for name, p in module.named_parameters() if name != "bias"]
