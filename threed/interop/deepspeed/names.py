@@ -34,7 +34,7 @@ _SAFE = {
 # the name as `other`.
 # The names in `api.fixed` have no effect or a fixed result, because parameters are gathered wherever
 # they are used, layers and sequences are not split over ranks, no buffers are kept between steps,
-# collectives are not logged, and there are no experts.
+# collectives are not logged, and wrapped modules have no expert ranks.
 OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "initialization": "initialize",
@@ -155,8 +155,8 @@ _OF_ENGINE = {
     "set_data_post_process_func curriculum_learning_enabled set_custom_curriculum_learning_schedule":
         "use a custom DataLoader",
     "offload_states reload_states": "use the config's zero_optimization.offload_optimizer and offload_param",
-    "get_sequence_parallel_group": "sequences are not split over ranks: build the model from threed.layers, and use"
-        " threed.Engine with a topology",
+    "get_sequence_parallel_group": "the sequences of a wrapped module are not split over ranks: build the model from"
+        " threed.layers, and use threed.Engine with a topology",
     "coalesce_grad_reduction": "not needed: gradients of several backwards are reduced together",
     "scale": "use engine.backward(loss), which scales the loss",
     "get_data_parallel_rank": "use engine.topology.axis(\"dp\").index",
@@ -186,7 +186,7 @@ _OF_MODULES = {
     "deepspeed.linear": "use peft for LoRA",
     "deepspeed.module_inject deepspeed.ops.transformer deepspeed.DeepSpeedTransformerLayer"
     " deepspeed.DeepSpeedTransformerConfig deepspeed.replace_transformer_layer": "use the model's own layers",
-    "deepspeed.moe": "use dense layers, because threed has no experts",
+    "deepspeed.moe": "use threed.layers.MixtureOfExperts in a model of threed.layers, or threed.from_transformers",
     "deepspeed.monitor": "use engine.metrics",
     "deepspeed.nvme": "use the config's offload_optimizer and offload_param with device nvme",
     "deepspeed.ops": "use the config's optimizer; threed has its own kernels",
@@ -196,7 +196,8 @@ _OF_MODULES = {
     "deepspeed.profiling": "use engine.metrics, or torch.profiler",
     "deepspeed.runtime.sequence_parallel deepspeed.sequence deepspeed.utils.groups._get_sequence_parallel_group"
     " UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter":
-        "use shorter sequences or gradient checkpointing, because threed does not split sequences over ranks",
+        "use threed.layers or threed.from_transformers with --parallel.cp, because the sequences of a wrapped module are"
+        " not split over ranks",
     "deepspeed.runtime.superoffload deepspeed.runtime.zenflow": "use the config's offload_optimizer",
     "deepspeed.runtime.tensor_parallel deepspeed.set_autotp_mode deepspeed.tp_model_init get_model_parallel_group"
     " get_tensor_model_parallel_group":

@@ -271,14 +271,14 @@ def _check_found(missing: Sequence[type | str], model: nn.Module, required: bool
 
 
 def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
-    """Returns (False, 0): (whether there are experts, their number)."""
+    """Returns (False, 0), because no module has experts of `deepspeed.moe`."""
     return False, 0
 
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Any, max_group_size: float | None = None
 ) -> list[dict[str, Any]]:
-    """Returns the parameter groups unchanged, because there are no experts.
+    """Returns the parameter groups unchanged, because no module has experts of `deepspeed.moe`.
 
     Args:
         param_groups: one parameter group, or a sequence of them.
