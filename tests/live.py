@@ -54,13 +54,13 @@ class Live(TorchDispatchMode):
         """Returns the bytes of every live storage that is not empty, in falling order."""
         found = []
         for key, ref in list(self._seen.items()):
-            storage = None if ref.expired() else torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            if storage is None:
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:  # it no longer exists
                 del self._seen[key]
                 continue
-            self._size[key] = storage.nbytes()
-            if storage.nbytes():
-                found.append(storage.nbytes())
+            self._size[key] = nbytes = storage.nbytes()
+            if nbytes:
+                found.append(nbytes)
         return sorted(found, reverse=True)
 
     def settled(self) -> list[int]:

@@ -26,6 +26,8 @@ def load(file: str) -> ModuleType:
     """
     path = Path(file).resolve()
     name = f"threed_user_{path.stem}"
+    if (known := sys.modules.get(name)) is not None and known.__file__ == str(path):
+        return known
     # The file may be the running program or a module that the program has imported. Such a file
     # must not be imported a second time.
     for module in list(sys.modules.values()):

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -59,7 +59,7 @@ class Use:
         spec = self.spec
         return {
             "global shape": [piece.shape for piece in spec.pieces],
-            "initial values": [asdict(piece.init) for piece in spec.pieces],
+            "initial values": [vars(piece.init) for piece in spec.pieces],
             "replicated": spec.replicated, "partial": spec.partial, "decay": spec.decay, "tiles": spec.tile[1],
             "requires_grad": self.param.requires_grad, "over": spec.over, "update rule": spec.rule,
         }  # fmt: skip
@@ -169,6 +169,8 @@ def _conflicting_records(uses: Iterable[Use]) -> Iterator[str]:
     seen: dict[str, Use] = {}
     for use in uses:
         first = seen.setdefault(use.spec.name, use)
+        if first is use:
+            continue
         here, there = use.facts(), first.facts()
         if unequal := [key for key in here if here[key] != there[key]]:
             differences = ", ".join(f"{key} {there[key]} and {here[key]}" for key in unequal)

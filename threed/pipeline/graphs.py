@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import itertools
 import random
 import statistics
 import sys
@@ -94,11 +95,13 @@ def wanted(
     asked = config.run.graphs
     if asked is False:
         return False
-    problems = find_graph_problems(config) + list(_find_problems(model, layers, topology))
-    if asked is True and problems:
-        raise ConfigError(problems)
-    if asked is True or problems or not trains or topology.dp > 1:
-        return bool(asked is True)
+    problems = itertools.chain(find_graph_problems(config), _find_problems(model, layers, topology))
+    if asked is True:
+        if found := list(problems):
+            raise ConfigError(found)
+        return True
+    if any(problems) or not trains or topology.dp > 1:
+        return False
     seq = config.model.seq
     flops = stated_flops(layers, config.train.micro_batch * seq, seq)
     return flops is not None and 3 * statistics.median(flops) < LAUNCH_BOUND
