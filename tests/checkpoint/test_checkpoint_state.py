@@ -273,6 +273,28 @@ def test_tensor_ranks_that_disagree_are_named_once(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ wrapped modules
 
 
+class Counting(nn.Linear):
+    """A layer with a state that is neither a parameter nor a buffer."""
+
+    calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_an_extra_state_is_said_to_be_lost_once(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counting(4, 4))
+    engine = Engine(model, topology_of(1, 1), Config())
+    with pytest.warns(UserWarning, match=r"get_extra_state are not saved: 1; keep the values in"):
+        engine.save(tmp_path / "one")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.save(tmp_path / "two")
+
+
 class Raw(nn.Module):
     """Running statistics that nothing counts: batch_norm's kernel leaves their version counters alone."""
 

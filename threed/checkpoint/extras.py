@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,15 +58,24 @@ class Extras:
     def _synchronize(self) -> None:
         """Broadcasts the buffers that change in training from data rank 0. Collective.
 
-        Warns, once per name, of buffers that differ between tensor ranks.
+        Warns, once per name, of buffers that differ between tensor ranks, and of modules with a
+        state that is not saved.
         """
         self.buffers.agree()
-        names = set(self.buffers.different()) - self._warned
-        self._warned |= names
-        if names and self.topology.data.index == self.topology.axis("tp").index == 0:
-            fix = "make them equal, or register buffers that each rank can compute with persistent=False"
-            what = "buffers differ between tensor ranks, and the first one's are saved"
-            warnings.warn(f"{what}: {listed(names)}; {fix}", stacklevel=5)
+        fix = (
+            "make them equal, or register buffers that each rank can compute with persistent=False"
+        )
+        what = "buffers differ between tensor ranks, and the first one's are saved"
+        self._warn(what, self.buffers.different(), fix)
+        what = "the results of get_extra_state are not saved"
+        fix = "keep the values in buffers, or save them with the argument extra"
+        self._warn(what, self.buffers.extra_states(), fix)
+
+    def _warn(self, what: str, names: Sequence[str], fix: str) -> None:
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        if new and self.topology.data.index == self.topology.axis("tp").index == 0:
+            warnings.warn(f"{what}: {listed(new)}; {fix}", stacklevel=6)
 
     def copied(self, any_copy: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns the buffers and generator states that this rank saves. Collective.

@@ -347,6 +347,17 @@ class Buffers:
         ranks = collectives.exchange({name: _digest(v) for name, v in values.items()}, axis)
         return sorted(name for name in places if len({rank.get(name) for rank in ranks}) > 1)
 
+    def extra_states(self) -> list[str]:
+        """Returns the names of this rank's modules that have a state besides parameters and buffers.
+
+        These are modules of a class that defines `get_extra_state`.
+        """
+        modules = [
+            pair for prefix, root in self._roots for pair in root.named_modules(prefix=prefix)
+        ]
+        names = {n for n, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state}
+        return sorted(names)
+
     def restore(self, names: Collection[str], source: Callable[[str], Tensor]) -> None:
         """Sets each persistent buffer with a name in `names` to the values `source(name)`."""
         for place in find(self._roots):
