@@ -39,7 +39,9 @@ LEVELS = (
 )
 FLOORS = {f"threed.{name}": floor for floor, names in enumerate(LEVELS) for name in names}
 FLOORS |= {"threed": len(LEVELS), "pretrain": len(LEVELS) + 1}
-DISTRIBUTED = ("threed.distributed.topology", "threed.distributed.collectives")
+DISTRIBUTED = tuple(
+    f"threed.distributed.{m}" for m in ("topology", "collectives", "symmetric_memory")
+)
 # Modules that can be imported without torch. They import only each other and `GROUND_LIBRARIES`.
 WITHOUT_TORCH = (
     "threed.config",

@@ -61,7 +61,8 @@ class Rule:
 SHAPE = "resume with the same shape, or start over with --checkpoint.resume none"
 RULES = (
     Rule(
-        "parallel", "tp pp cp cp-heads ep dp sequence chunks partition memory-limit-gib optimistic-step", "free",
+        "parallel", "tp pp cp cp-heads ep dp sequence symmetric-memory chunks partition memory-limit-gib"
+        " optimistic-step", "free",
         "a checkpoint can be loaded in any topology, and each step has the same samples",
     ),
     Rule("parallel", "schedule", "applied", "2bw delays updates by one step; all others differ only in speed and memory"),

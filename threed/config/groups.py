@@ -78,6 +78,9 @@ class ParallelConfig(Group):
     sequence: Switch | None = None
     """sequence parallelism: shard norms and dropout over tp along the sequence; if not set, on when
     tp > 1"""
+    symmetric_memory: Switch = False
+    """on GPUs of one machine, overlap the products of sequence parallelism with reads from the
+    memory of the other GPUs, by torch's symmetric memory, instead of with NCCL's collectives"""
     schedule: Schedule = "1f1b"
     """pipeline schedule: a built-in name, a custom function, or a CSV file"""
     chunks: Count | None = None

@@ -144,6 +144,14 @@ REQUIREMENTS = (
         "parallel.cp", (1,), "run.compile", (False,), "attention over context ranks cannot be compiled yet"
     ),
     Requirement("parallel.cp-heads", ("auto", 1), "parallel.cp", _TWO, "there are no context ranks"),
+    Requirement("parallel.symmetric-memory", (False,), "parallel.tp", _TWO, "it needs several tensor-parallel ranks"),
+    Requirement(
+        "parallel.symmetric-memory", (False,), "parallel.sequence", (None, True), "it serves sequence parallelism"
+    ),
+    Requirement(
+        "parallel.symmetric-memory", (False,), "run.compile", (False,), "compiled layers do not split their products"
+    ),
+    Requirement("parallel.symmetric-memory", (False,), "zero.tile", (1,), "each part would gather all tiles"),
     Requirement("zero.shard-size", ("all",), "zero.stage", (1, 2, 3), "stage 0 shards nothing"),
     Requirement("zero.offload-optimizer", ("none",), "zero.stage", (1, 2, 3), "it moves the states that ZeRO shards"),
     Requirement("zero.offload-params", ("none",), "zero.stage", (3,), "lower stages do not shard parameters"),

@@ -23,7 +23,8 @@ def suggest(name: str, groups: Mapping[str, type[BaseModel]]) -> tuple[list[str]
     """
     group, _, key = name.rpartition(".")
     hint = other_names.find(name) if group not in groups else None
-    close = _same_key(key, groups) if group not in groups else []
+    unneeded = hint is not None and not hint.keys  # so a key with this name means something else
+    close = _same_key(key, groups) if group not in groups and not unneeded else []
     close = close or ([] if hint else close_flags(name, groups))
     if close:
         return close, f" (did you mean {' or '.join(close)}?)"

@@ -217,6 +217,16 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def can_access(device: torch.device, other: int) -> bool:
+    """Returns whether a GPU can read the memory of another GPU of this machine.
+
+    Args:
+        device: the GPU that reads.
+        other: index of the other GPU.
+    """
+    return torch.cuda.can_device_access_peer(device, other)
+
+
 def shared_memory(device: torch.device) -> int:
     """Returns the largest shared memory that a thread block can use on a GPU, in bytes."""
     gpu = assumed()

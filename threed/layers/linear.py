@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from threed.distributed import collectives
+from threed.distributed import collectives, symmetric_memory
 from threed.distributed.collectives import done, split
 from threed.distributed.sharding import ShardSpec, matrix, parameter, vector
 from threed.distributed.topology import Axis, alone
@@ -56,6 +56,7 @@ class Terms(NamedTuple):
         gather: whether f gathers x over `axis`.
         by: implementation of the matrix products.
         regather: whether the backward gathers x again, instead of keeping the gathered x.
+        symmetric: whether products in chunks use symmetric memory (`distributed.symmetric_memory`).
     """
 
     weights: Sequence[Tensor]
@@ -64,6 +65,7 @@ class Terms(NamedTuple):
     gather: bool = False
     by: Matmul = NATIVE
     regather: bool = False
+    symmetric: bool = False
 
     def chunks(self, rows: int, inputs: int) -> int:
         """Returns the number of chunks of the sequence in which the product is computed.
@@ -90,6 +92,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, terms: Terms, *tracked: Tensor | None) -> Tensor:
         weights, shard = terms.weights, x
         ctx.chunks = terms.chunks(x.shape[0], x.shape[1:-1].numel()) if terms.gather else 1
+        if ctx.chunks > 1 and terms.symmetric and not x.is_meta:
+            ctx.chunks, matrix = 1, weights[0].t()
+            y, kept_x = symmetric_memory.gather_and_multiply(
+                x, matrix, terms.axis, not terms.regather
+            )
+            ctx.save_for_backward(shard if kept_x is None else kept_x, *weights)
+            ctx.terms = terms
+            return y if terms.bias is None else y.add_(terms.bias)
         if ctx.chunks > 1:
             multiply = functools.partial(product, weights=weights, bias=terms.bias, by=terms.by)
             y, kept_x = sequence_chunks.gather_and_multiply(
@@ -176,7 +186,7 @@ def gradients(
         RuntimeError: if the layer is sharded over tensor ranks or split into tiles, and the
             gradient is requested in a forward or must be differentiable.
     """
-    (params, bias, axis, gather, by, regather), dy = terms, dy.contiguous()
+    (params, bias, axis, gather, by, regather, _), dy = terms, dy.contiguous()
     rows, cut, dx, pending = dy.flatten(0, -2), len(weights) > 1, None, None
     grads: list[Tensor | None] = [None] * len(weights)
     in_forward, differentiable = _in_forward(terms), torch.is_grad_enabled()
@@ -248,6 +258,9 @@ class _Reduced(torch.autograd.Function):
         (weight,) = terms.weights
         ctx.save_for_backward(x, weight)
         ctx.terms, ctx.chunks = terms, chunks
+        if terms.symmetric and not x.is_meta:
+            ctx.chunks = 1
+            return symmetric_memory.multiply_and_scatter(x, weight.t(), terms.axis)
         multiply = functools.partial(product, weights=terms.weights, bias=None, by=terms.by)
         return sequence_chunks.multiply_and_scatter(x, multiply, len(weight), terms.axis, chunks)
 
@@ -265,12 +278,16 @@ class _Reduced(torch.autograd.Function):
             return by.input_gradient(rows, weight).view(*chunk.shape[:-1], -1)
 
         trained = param.requires_grad and not _in_forward(terms)
-        dx, full = sequence_chunks.gather_and_multiply(
-            dy, multiply, weight.shape[1], axis, chunks, trained
-        )
+        if chunks == 1:
+            dx, full = symmetric_memory.gather_and_multiply(dy, weight, axis, trained)
+        else:
+            dx, full = sequence_chunks.gather_and_multiply(
+                dy, multiply, weight.shape[1], axis, chunks, trained
+            )
         if full is None:
             return dx, None, None, None
-        x = sequence_chunks.in_chunk_order(x, axis, chunks)
+        if chunks > 1:
+            x = sequence_chunks.in_chunk_order(x, axis, chunks)
         return dx, None, None, weight_gradient(param, full.flatten(0, -2), x, by)
 
 
@@ -321,11 +338,13 @@ class Product(nn.Module):
         gather: whether f gathers x, as in `Terms`.
         matmul: implementation of the matrix products.
         regather: whether the backward gathers x again, as in `Terms`. A compiled layer keeps it.
+        symmetric: whether products in chunks use symmetric memory, as in `Terms`.
         traced: arguments of the layer's custom operators, set by `compile_layer`; None if the layer
             is not compiled.
     """
 
     axis, gather, matmul, regather = LOCAL, False, NATIVE, False
+    symmetric = False
     traced: Traced | None = None
 
     def set_regather(self, regather: bool) -> bool:
@@ -358,7 +377,8 @@ class Product(nn.Module):
         weight = self._parameters.get("weight")
         weights = tiled.tiles_of(self) if weight is None else (weight,)
         regather = self.gather and self.regather
-        return linear(x, Terms(weights, bias, self.axis, self.gather, self.matmul, regather))
+        terms = Terms(weights, bias, self.axis, self.gather, self.matmul, regather, self.symmetric)
+        return linear(x, terms)
 
     def _traced_product(self, by: Traced, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = self.axis.size if self.gather else 1
@@ -395,6 +415,7 @@ class ColumnLinear(Product):
         super().__init__()
         tp = slicing.tp
         self.axis, self.gather = (LOCAL, False) if local else (tp, slicing.sequence_parallel)
+        self.symmetric = slicing.symmetric_memory
         weights, biases, rows = [], [], 0
         for part, out in outputs:
             first, last = (
@@ -496,7 +517,8 @@ class RowLinear(Product):
         slicing = self.slicing
         # Under torch.compile the tiles must not be touched: they may not be in memory.
         if slicing.sequence_parallel and not torch.compiler.is_compiling():
-            terms = Terms(tiled.tiles_of(self), None, slicing.tp, False, self.matmul)
+            tiles, symmetric = tiled.tiles_of(self), slicing.symmetric_memory
+            terms = Terms(tiles, None, slicing.tp, by=self.matmul, symmetric=symmetric)
             chunks = terms.chunks(x.shape[0] // slicing.tp.size, x.shape[1:-1].numel())
             if chunks > 1:
                 return _Reduced.apply(x, terms, chunks, *for_autograd(x, *terms.weights))

@@ -79,7 +79,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, tracked: Tensor | None, head: _Projection, chunks: int
     ) -> Tensor:
-        (weight,), _, axis, gather, by, _ = head.terms
+        (weight,), _, axis, gather, by, *_ = head.terms
         x = collectives.all_gather(x, axis) if gather else x
         ctx.save_for_backward(x, weight)
         ctx.head, ctx.parts = head, [slice(*split(len(x), chunks, i)) for i in range(chunks)]
@@ -90,7 +90,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        (param,), _, axis, gather, by, _ = ctx.head.terms
+        (param,), _, axis, gather, by, *_ = ctx.head.terms
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         with one_contribution([param]) as for_weight:
             for at in ctx.parts:

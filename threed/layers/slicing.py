@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed.config import Config
+from threed.config import Config, ConfigError
 from threed.config.resolution import context_heads
-from threed.distributed import conjugate
+from threed.distributed import conjugate, symmetric_memory
 from threed.distributed.sharding import Piece, ShardSpec
 from threed.distributed.topology import EXPERTS, Axis, Topology, alone
 from threed.layers.context import Context
@@ -75,6 +75,7 @@ class Slicing:
         tile: number of tiles of every linear layer (see `layers.tiled`).
         context: ranks over which every sequence is split (context parallelism).
         experts: ranks that hold different experts (expert parallelism).
+        symmetric_memory: whether linear layers with sequence parallelism use symmetric memory.
     """
 
     tp: Axis = field(default_factory=alone)
@@ -83,21 +84,32 @@ class Slicing:
     tile: int = 1
     context: Context = field(default_factory=Context)
     experts: ExpertRanks = field(default_factory=ExpertRanks)
+    symmetric_memory: bool = False
     # represents `tp` in a graph of torch.compile (`layers.compiled`)
     opaque: Any = field(default=None, init=False)
 
     @classmethod
     def of(cls, topology: Topology, config: Config) -> Slicing:
-        """Returns the layout that a configuration asks for. Collective over the world if cp > 1 or ep > 1.
+        """Returns the layout that a configuration asks for.
+
+        Collective over the world if cp > 1 or ep > 1, or with `parallel.symmetric_memory`.
 
         Args:
             topology: the process topology.
             config: the configuration; its sizes are those of the topology.
+
+        Raises:
+            ConfigError: if the tensor ranks cannot use symmetric memory, as `config` demands.
         """
         sequence, seed = bool(config.parallel.sequence), config.train.seed
         context = Context.of(topology, context_heads(config))
         experts = ExpertRanks.of(topology, config.parallel.ep)
-        return cls(topology.axis("tp"), sequence, seed, config.zero.tile, context, experts)
+        tp, symmetric = topology.axis("tp"), config.parallel.symmetric_memory
+        used = symmetric and tp.group is not None
+        if problem := used and symmetric_memory.find_problem(tp, topology.device):
+            given = f"--parallel.symmetric-memory true: {problem}"
+            raise ConfigError([f"{given}; use --parallel.symmetric-memory false"])
+        return cls(tp, sequence, seed, config.zero.tile, context, experts, symmetric)
 
     def __deepcopy__(self, memo: object) -> Slicing:
         return self

@@ -124,6 +124,7 @@ _DEEPSPEED = _by_name({
     "zero.compress-gradients": "zero-quantized-gradients",
     ": communication always overlaps with computation": "overlap-comm",
     ": gradients are always contiguous": "contiguous-gradients",
+    ": parameters are gathered by NCCL": "compile.symmetric-memory",
     ": it is used from stage 2 on": "reduce-scatter",
     ": every rank has a slice of each bucket": "round-robin-gradients",
     ": all optimizer states are offloaded, or none": "ratio",
@@ -186,6 +187,7 @@ _TORCHTITAN = _by_name({
     "zero.shard-size": "parallelism.data-parallel-replicate-degree",
     "parallel.tp": "parallelism.tensor-parallel-degree",
     "parallel.sequence": "parallelism.enable-sequence-parallel",
+    "parallel.symmetric-memory": "parallelism.enable-async-tensor-parallel",
     "parallel.pp": "parallelism.pipeline-parallel-degree",
     "parallel.schedule":
         "parallelism.pipeline-parallel-schedule parallelism.pipeline-parallel-schedule-csv",
