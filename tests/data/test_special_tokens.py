@@ -476,12 +476,23 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     (place / "vocab.json").write_text('{"a": 0}')  # without merges.txt
     with pytest.raises(ValueError, match=r"no vocabulary \(found tekken\.json, vocab\.json\)"):
         load_tokenizer(str(place))
+    with pytest.raises(ValueError, match=r"no vocabulary \(found tekken\.json, vocab\.json\)"):
+        load_tokenizer(str(place / "vocab.json"))
+    (place / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(
         ValueError,
         match=rf"vocab\.json' is one file of a tokenizer: give --data\.tokenizer {place}",
     ):
         load_tokenizer(str(place / "vocab.json"))
-    (place / "merges.txt").write_text("#version: 0.2\n")
+    (place / "sp.model").write_bytes(b"\x0a\x80\x81")
+    with pytest.raises(
+        ValueError, match=r"sp\.model' is not a tokenizer\.json: .* to tokenizer\.model"
+    ):
+        load_tokenizer(str(place / "sp.model"))
+    with pytest.raises(
+        ValueError, match=r"merges\.txt there: no tokenizer_config\.json says .* Add one"
+    ):
+        load_tokenizer(str(place))
     (place / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     # which that class does not read
     with pytest.raises(ValueError, match=r"vocab\.json and merges\.txt"):

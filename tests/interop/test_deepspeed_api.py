@@ -162,6 +162,10 @@ def saved(folder: str) -> None:
     assert all(torch.equal(found[name], value) for name, value in want.items())
     lazy = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, "one", lazy_mode=True)
     assert torch.equal(lazy["last.weight"], want["first.weight"])
+    with pytest.raises(
+        RuntimeError, match=r"this Tied belongs to an engine: call engine\.destroy\(\)"
+    ):
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(model, folder)
     loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(Tied(), folder)
     assert torch.equal(loaded.last.weight, want["first.weight"])
     check_files(Path(folder), want)
@@ -275,10 +279,18 @@ def test_the_configuration() -> None:
 
 def test_leaf_modules() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    assert utils.get_z3_leaf_modules(model) == []
     assert utils.set_z3_leaf_modules(model, [nn.Linear]) == [model[0]]
+    assert utils.get_z3_leaf_modules(model) == [model[0]]
+    assert utils.z3_leaf_module(model[0]) is model[0]._z3_leaf is True
+    assert utils.z3_leaf_module(model[1]) is False
+    assert utils.unset_z3_leaf_modules(model, [nn.Linear]) == [model[0]]
+    assert utils.get_z3_leaf_modules(model) == []
     assert utils.set_z3_leaf_modules(model, ["ReLU", "torch.nn.modules.linear.Linear"]) == [*model]
     assert utils.set_z3_leaf_modules_by_name(model, ["1", "7"], True, False) == ([model[1]], ["7"])
-    assert utils.set_z3_leaf_modules_by_suffix(model, ["0"]) == ([model[0]], [])
+    assert utils.get_z3_leaf_modules(model) == [*model]
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["0"], flag=False) == ([model[0]], [])
+    assert utils.get_z3_leaf_modules(model) == [model[1]]
     for find, names in (
         (utils.set_z3_leaf_modules, ["GELU"]),
         (utils.set_z3_leaf_modules_by_name, ["7"]),

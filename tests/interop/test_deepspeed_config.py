@@ -70,6 +70,14 @@ def test_the_batch_triple(total: Any, micro: Any, steps: Any, want: tuple[int, i
         ({"train_batch_size": 10}, "train_batch_size: 10 does not fit"),
         ({"train_batch_size": 20, "train_micro_batch_size_per_gpu": 2}, "use 16"),
         ({"train_batch_size": 2, "gradient_accumulation_steps": 2}, "use 8"),
+        (  # Accelerate counts one rank on a CPU
+            {
+                "train_batch_size": 2,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 1,
+            },
+            "use 8. It fits one rank: on CPUs, pass use_cpu=True to TrainingArguments",
+        ),
         (
             {
                 "train_batch_size": 16,
@@ -273,6 +281,10 @@ def test_auto_formats_are_the_models() -> None:
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
         ({"fp16": {"enabled": True, "auto_cast": 1}}, "fp16.auto_cast: 1 must be true or false"),
         ({"fp16": {"enable": True}}, "fp16.enable: no such key (did you mean fp16.enabled?)"),
+        (
+            {"zero_optimization": {"aio": {}}},
+            "zero_optimization.aio: no such key, which belongs at the top level of the config",
+        ),
         ({"fp16": {"enabled": 1}}, "fp16.enabled: 1 must be true or false"),
         ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis: 0 must be greater than or equal to 1"),
         ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale: -1 must be greater than or equal to 0"),

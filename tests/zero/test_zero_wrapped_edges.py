@@ -495,7 +495,7 @@ def check_outside() -> None:
         "cpu",
     )
     assert all(param is before[name] for name, param in module.named_parameters())
-    with pytest.raises(RuntimeError, match=r"use Engine\.load_full_state_dict"):
+    with pytest.raises(RuntimeError, match=r"by the engine's load_full_state_dict or load"):
         module.load_state_dict({})
     with pytest.raises(RuntimeError, match=r"call Engine\.begin"):
         engine.backward(torch.ones((), dtype=torch.float64, requires_grad=True))

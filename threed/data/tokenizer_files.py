@@ -133,12 +133,7 @@ def find_files(spec: str) -> TokenizerFiles:
     path = Path(spec).expanduser()
     if path.is_dir():
         found = folder_files(path)
-        if not found.vocabulary:
-            names = f" (found {', '.join(found.files)})" if found.files else ""
-            raise ValueError(
-                f"tokenizer {spec!r}: the folder has no vocabulary{names}. Use --data.tokenizer bytes, or a folder with"
-                f" {VOCABULARY_NAMES}"
-            )
+        _check_vocabulary(spec, found)
         return found
     if not path.is_file():
         raise ValueError(
@@ -147,7 +142,22 @@ def find_files(spec: str) -> TokenizerFiles:
         )
     found = folder_files(path.parent)
     if path.name in found.files and path.name != JSON:
+        _check_vocabulary(spec, found)
         raise ValueError(
             f"tokenizer {spec!r} is one file of a tokenizer: give --data.tokenizer {path.parent}"
         )
+    if path.suffix != ".json":
+        raise ValueError(
+            f"tokenizer {spec!r} is not a tokenizer.json: give --data.tokenizer a folder with {VOCABULARY_NAMES}. A"
+            " SentencePiece model under another name must be copied to tokenizer.model"
+        )
     return TokenizerFiles(path.parent, {**found.files, JSON: path})
+
+
+def _check_vocabulary(spec: str, found: TokenizerFiles) -> None:
+    if not found.vocabulary:
+        names = f" (found {', '.join(found.files)})" if found.files else ""
+        raise ValueError(
+            f"tokenizer {spec!r}: the folder has no vocabulary{names}. Use --data.tokenizer bytes, or a folder with"
+            f" {VOCABULARY_NAMES}"
+        )

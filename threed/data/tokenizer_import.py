@@ -43,8 +43,13 @@ def import_tokenizer(files: TokenizerFiles) -> str:
         backend = _load(files)
         same = _share_of_same_ids(_entries(files), backend.get_vocab(True))
     except Exception as error:  # transformers and its dependencies raise errors of any type
+        kinds = ("tokenizer_config.json", "config.json")
+        why, correct = plain(error), "Correct it"
+        if not any((files.place / name).exists() for name in kinds):
+            why = "no tokenizer_config.json says what kind of tokenizer it is"
+            correct = 'Add one, such as {"tokenizer_class": "GPT2Tokenizer"}'
         raise ValueError(
-            f"tokenizer {files.place}: transformers cannot read {names} there: {plain(error)}. Correct it, {fix}"
+            f"tokenizer {files.place}: transformers cannot read {names} there: {why}. {correct}, {fix}"
         ) from error
     if same < SAME_IDS:
         raise ValueError(

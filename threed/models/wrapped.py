@@ -551,7 +551,8 @@ def refuse_loading(module: nn.Module, *_: Any) -> None:
     """
     if any(map(is_managed, module.parameters())):
         raise RuntimeError(
-            "the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load"
+            "the engine has this module's weights: load them by the engine's load_full_state_dict or load; with DeepSpeed's"
+            " API by its load_state_dict or load_checkpoint"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,8 +72,17 @@ def finish(
         run.note(f"the model writes:\n{text}\n")
     for what, path in made:
         run.note(f"{what:<10} {path}")
-    ranks = f"--standalone --nproc-per-node {engine.topology.world}"
-    run.note(f"resume     torchrun {ranks} {shlex.join([*command, *resuming_flags(config)])}")
+    given = shlex.join([*command, *resuming_flags(config)])
+    run.note(f"resume     torchrun {_torchrun_flags(engine.topology.world)} {given}")
+
+
+def _torchrun_flags(world: int) -> str:
+    """Returns the flags of torchrun for the ranks of this run, on as many machines."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if local == world or world % local:
+        return f"--standalone --nproc-per-node {world}"
+    where = "--rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+    return f"--nnodes {world // local} --nproc-per-node {local} {where}"
 
 
 def sample_text(engine: Engine, data: Data, count: int) -> str:

@@ -22,9 +22,8 @@ _ENGINE = {"engine": "DeepSpeedEngine"}
 _LOGGING = "logger log_dist set_log_level_from_string"
 _LEAVES = (
     "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
-    " unset_z3_leaf_modules=set_z3_leaf_modules"
+    " unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module"
 )
-_NO_LEAVES = {"api.fixed": "get_z3_leaf_modules=empty z3_leaf_module=false"}
 _SAFE = {
     "api.zero": "safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_optimizer_state"
     " safe_set_full_optimizer_state safe_get_full_grad",
@@ -111,7 +110,7 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.utils": {
         "api.utils": f"{_LOGGING} {_LEAVES} OnDevice RepeatingLoader instrument_w_nvtx",
         "api.comm": "is_initialized",
-        **_NO_LEAVES, **_SAFE,
+        **_SAFE,
     },
     "deepspeed.utils.groups": {
         "api.comm": "_get_data_parallel_group=get_world_group get_data_parallel_group=get_world_group"
@@ -124,7 +123,7 @@ OFFERED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.utils.logging": {"api.utils": _LOGGING},
     "deepspeed.utils.tensor_fragment": _SAFE,
     "deepspeed.utils.torch": {"api.utils": "required_torch_version"},
-    "deepspeed.utils.z3_leaf_module": {"api.utils": _LEAVES, **_NO_LEAVES},
+    "deepspeed.utils.z3_leaf_module": {"api.utils": _LEAVES},
     "deepspeed.utils.zero_to_fp32": {
         "api.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict"
         " convert_zero_checkpoint_to_state_dict load_state_dict_from_zero_checkpoint",

@@ -194,7 +194,9 @@ class RepeatingLoader:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Returns the modules of some classes. They need no mark: threed gathers each parameter on use.
+    """Marks the modules of some classes, and returns them.
+
+    The mark has no effect on training, because threed gathers each parameter on use.
 
     Args:
         model: the module to search.
@@ -204,15 +206,23 @@ def set_z3_leaf_modules(
     Raises:
         ValueError: if there is no such module.
     """
+    return _mark(_of_classes(model, leaf_module_classes, raise_if_not_found), True)
 
-    def is_of(module: nn.Module, kind: type | str) -> bool:
-        own = type(module)
-        names = {own.__name__, f"{own.__module__}.{own.__qualname__}"}
-        return isinstance(module, kind) if isinstance(kind, type) else kind in names
 
-    found = [m for m in model.modules() if any(is_of(m, kind) for kind in leaf_module_classes)]
-    _check_found([] if found else leaf_module_classes, model, raise_if_not_found)
-    return found
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Removes the marks of the modules of some classes, and returns them.
+
+    Args:
+        model: the module to search.
+        leaf_module_classes: classes, or names of classes.
+        raise_if_not_found: whether to raise an error if there is no such module.
+
+    Raises:
+        ValueError: if there is no such module.
+    """
+    return _mark(_of_classes(model, leaf_module_classes, raise_if_not_found), False)
 
 
 def set_z3_leaf_modules_by_name(
@@ -221,45 +231,74 @@ def set_z3_leaf_modules_by_name(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Returns (the modules with some names, the missing names); see `set_z3_leaf_modules`.
+    """Marks modules with some names; returns the modules and the missing names.
 
     Args:
         model: the module to search.
         module_names: names as in `model.named_modules()`.
-        flag: no effect.
+        flag: whether to set the marks, or to remove them.
         raise_if_not_found: whether to raise an error if a name is missing.
 
     Raises:
         ValueError: if a name is missing.
     """
-    return _named(model, module_names, str.__eq__, raise_if_not_found)
+    return _marked(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
-    """Returns (the modules whose names have some suffixes, suffixes without a module).
+    """Marks modules whose names have some suffixes; returns them, and suffixes without a module.
 
     Args:
         model: the module to search.
         module_name_suffixes: ends of names in `model.named_modules()`.
-        flag: no effect.
+        flag: whether to set the marks, or to remove them.
         raise_if_not_found: whether to raise an error if a suffix has no module.
 
     Raises:
         ValueError: if a suffix has no module.
     """
-    return _named(model, module_name_suffixes, str.endswith, raise_if_not_found)
+    return _marked(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
-def _named(
-    model: nn.Module, keys: Sequence[str], matches: Callable[[str, str], bool], required: bool
-) -> tuple[list[nn.Module], list[str]]:
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Returns whether a module is marked as a leaf module."""
+    return bool(getattr(model, "_z3_leaf", False))
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules in `model` that are marked as leaf modules."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def _of_classes(model: nn.Module, kinds: Sequence[type | str], required: bool) -> list[nn.Module]:
+    def is_of(module: nn.Module, kind: type | str) -> bool:
+        own = type(module)
+        names = {own.__name__, f"{own.__module__}.{own.__qualname__}"}
+        return isinstance(module, kind) if isinstance(kind, type) else kind in names
+
+    found = [m for m in model.modules() if any(is_of(m, kind) for kind in kinds)]
+    _check_found([] if found else kinds, model, required)
+    return found
+
+
+def _mark(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
+    for module in modules:
+        module.__dict__["_z3_leaf"] = flag  # the name that DeepSpeed and programs use
+    return modules
+
+
+def _marked(
+    model: nn.Module, keys: Sequence[str], matches: Callable[[str, str], bool], flag: bool,
+    required: bool,
+) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
     known = dict(model.named_modules())
     missing = [key for key in keys if not any(matches(name, key) for name in known)]
     _check_found(missing, model, required)
-    return [m for name, m in known.items() if any(matches(name, key) for key in keys)], missing
+    found = [m for name, m in known.items() if any(matches(name, key) for key in keys)]
+    return _mark(found, flag), missing
 
 
 def _check_found(missing: Sequence[type | str], model: nn.Module, required: bool) -> None:

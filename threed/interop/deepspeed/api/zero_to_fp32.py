@@ -23,6 +23,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.native import read_manifest
 from threed.interop.deepspeed.checkpoint_reader import step_folder
 from threed.interop.deepspeed.names import not_offered
+from threed.interop.deepspeed.ownership import owner
 from threed.interop.loading import LATEST, latest_tag, weights
 
 NAME = "zero_to_fp32.py"
@@ -233,7 +234,15 @@ def load_state_dict_from_zero_checkpoint(
             moved to the CPU.
         checkpoint_dir: the folder of checkpoints.
         tag: see `get_fp32_state_dict_from_zero_checkpoint`.
+
+    Raises:
+        RuntimeError: if the module belongs to an engine.
     """
+    if owner(model) is not None:
+        raise RuntimeError(
+            f"this {type(model).__name__} belongs to an engine: call engine.destroy() on all ranks first"
+            " (trainer.model_wrapped.destroy() after a training with the Trainer)"
+        )
     model = model.cpu()
     found = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.load_state_dict(dict(found), strict=False)

@@ -205,6 +205,8 @@ class Reader:
 def _hint(path: str, key: str, model: type[Group]) -> str:
     """Returns a hint that names the known key most similar to `key`, or an empty string."""
     tables = [name.rpartition(".") for name in (*NO_EFFECT, *REFUSED)]
+    if path and key in (*DeepSpeedConfig.model_fields, *(n for group, _, n in tables if not group)):
+        return ", which belongs at the top level of the config"
     known = [*model.model_fields, *(name for group, _, name in tables if group == path)]
     near = difflib.get_close_matches(key, known, 1, 0.7)
     return f" (did you mean {f'{path}.{near[0]}'.removeprefix('.')}?)" if near else ""

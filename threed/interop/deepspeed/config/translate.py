@@ -205,7 +205,13 @@ def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int
     sizes = zip(BATCH[1:], (micro, steps), strict=True)
     given = " × ".join(f"{name} {size}" for name, size in sizes if size)
     text = f"does not fit {given} × {world} data-parallel ranks = {share}: use"
-    reader.check(total == rest * share > 0, BATCH[0], f"{total} {text} {max(rest, 1) * share}")
+    text = f"{total} {text} {max(rest, 1) * share}"
+    if micro and steps and world > 1 and total == micro * steps:
+        text += (
+            ". It fits one rank: on CPUs, pass use_cpu=True to TrainingArguments, or create PartialState(cpu=True) before"
+            " the Accelerator, which otherwise count one rank"
+        )
+    reader.check(total == rest * share > 0, BATCH[0], text)
     return micro or rest, steps or rest
 
 
