@@ -133,10 +133,14 @@ class Contributions:
 
 
 class LaunchQueue:
-    """The order in which buckets are reduced, for the parameters of one chunk of the model.
+    """The order in which buckets are reduced, for parameters of one chunk of the model.
 
-    Parameters that several chunks share have a separate queue. The order is the same on every rank,
-    and each bucket's reduction is launched once per round (a micro-batch or a step).
+    Parameters that several chunks share have a separate queue. So have parameters that are sharded
+    over other ranks (`ShardSpec.over`), such as experts: their reductions may include tensor ranks,
+    whose other buckets differ if vocabulary shards differ in size. In a common queue, a tensor rank
+    could wait for the reduction of an expert that another one launches only after a bucket which is
+    not complete yet. The order is the same on every rank of a reduction, and each bucket's
+    reduction is launched once per round (a micro-batch or a step).
 
     Args:
         chunks: indices of the chunks that use the parameters.

@@ -130,8 +130,8 @@ class Reducer:
         self.recording: list[Sink] | None = None
         self._queues: list[LaunchQueue] = []
         self._sinks: dict[Slot, Sink] = {}
-        for chunks in dict.fromkeys(group.key.chunks for group in layout.groups):
-            self._add_queue(chunks)
+        for chunks, over in dict.fromkeys((g.key.chunks, g.key.over) for g in layout.groups):
+            self._add_queue(chunks, over)
         self.sinks = [self._sinks[slot] for slot in layout.slots if slot in self._sinks]
         self._sinks_of_bucket = [
             [self._sinks[s] for s in bucket.slots()] for bucket in layout.buckets
@@ -151,9 +151,15 @@ class Reducer:
         finally:
             self._observer = None
 
-    def _add_queue(self, chunks: tuple[int, ...]) -> None:
-        """Creates the launch queue of some chunks of the model, and `Sink`s of their parameters."""
-        groups = [g for g in self.layout.groups if g.key.trainable and g.key.chunks == chunks]
+    def _add_queue(self, chunks: tuple[int, ...], over: str | None) -> None:
+        """Creates a launch queue, and the `Sink`s of its parameters.
+
+        Args:
+            chunks: the chunks of the model that use the parameters.
+            over: `ShardSpec.over` of the parameters.
+        """
+        same = [g for g in self.layout.groups if (g.key.chunks, g.key.over) == (chunks, over)]
+        groups = [group for group in same if group.key.trainable]
         # whether a gradient gets contributions from several chunks in different rounds: if buckets
         # are reduced per micro-batch, the backward of each chunk is a separate round
         split = self.rounds and len(chunks) > 1
@@ -165,7 +171,7 @@ class Reducer:
         buckets = {
             number: [counts[slot] for slot in bucket.slots()]
             for number, bucket in enumerate(self.layout.buckets)
-            if bucket.group.key.chunks == chunks
+            if bucket.group in same
         }
         queue = LaunchQueue(chunks, list(counts.values()), buckets)
         self._queues.append(queue)
