@@ -14,8 +14,8 @@ from tests.fuzz import WELL, draw, outcome
 # The seeds give: 2bw with sequence parallelism; losses in middle layers with `zero.order` layer, then another layout;
 # compiled blocks with parameters on a drive; experts with context parallelism, then another layout; a layer that is used
 # twice, with context parallelism and documents; experts without expert ranks, with small buckets that differ between
-# tensor ranks (a common queue of reductions deadlocked). In the grid: a delayed update with `zero.order` layer; losses in middle
-# layers with a random plan; experts with documents, then another layout; two further tokens predicted with documents.
+# tensor ranks (a common queue of reductions deadlocked). In the grid: a delayed update with `zero.order` layer; losses
+# in middle layers with a random plan; experts with documents, then another layout; two further tokens predicted with documents.
 SEEDS, MORE_SEEDS = (118, 668, 17, 5, 160, 54068), (772, 46, 377, 181)
 
 

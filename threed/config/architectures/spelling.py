@@ -101,7 +101,9 @@ class _Reader:
         unknown = [
             name
             for name in self.config
-            if name not in self.seen and self.config[name] not in (None, False)
+            if name not in self.seen
+            and self.config[name] is not None
+            and self.config[name] is not False
         ]
         self.problems += [self._refusal(name, self.config[name]) for name in unknown]
         self.keys["seq"] = self.keys.get("positions")
@@ -133,7 +135,11 @@ class _Reader:
     def _rope(self) -> None:
         parameters, scaling, theta, fraction = (self._get(name) for name in _ROPE_KEYS)
         local = self._get("rope_local_base_freq") if self.record.local else None
-        given = dict(parameters) if isinstance(parameters, Mapping) else {}
+        for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+            if value is not None and not isinstance(value, Mapping):
+                self.problems.append(f"{name} {_shortened(value)}, which must be an object of keys")
+                return
+        given = dict(parameters or {})
         nested = any(kind in given for kind in LETTERS)
         if given and nested != self.record.local:
             found = "with" if nested else "without"

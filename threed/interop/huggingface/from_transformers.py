@@ -11,6 +11,7 @@ other decoder is sliced by the plans in its configuration (`planned`).
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import MemoryTensor, read_box
 from threed.config import ConfigError
-from threed.distributed.sharding import Piece, initial
+from threed.distributed.sharding import Piece, few, initial
+from threed.interop.huggingface.changes import find_changes, shared_parameters
 from threed.interop.huggingface.layouts import (
     Entry,
     default_seq,
@@ -130,24 +132,47 @@ def _places(table: Sequence[Entry], module: nn.Module) -> dict[str, tuple[str, i
     """Returns the place of each Hugging Face tensor: (parameter of the module, first row in it).
 
     The parameters of experts have a dimension of experts in front, which is merged with the rows.
+
+    Raises:
+        CheckpointError: if a parameter is missing, or has another shape than by the configuration.
     """
     tensors = tensors_of(module)
     found, rows = dict[str, tuple[str, int]](), Counter[str]()
+    inner: dict[str, tuple[int, ...]] = {}
     for entry in table:
         name = entry.live if entry.live in tensors else entry.name
         found[entry.name] = name, rows[name]
         rows[name] += entry.shape[0]
+        inner[name] = entry.shape[1:]
+    for name, count in rows.items():
+        if name not in tensors:
+            text = f"it has no {name}: quantized models and adapters are not supported"
+            raise CheckpointError(text)
+        given, shape = tensors[name].shape, (count, *inner[name])
+        if given.numel() != math.prod(shape) or given[-1:] != torch.Size(shape)[-1:]:
+            text = f"{name} has shape {list(given)}, but {list(shape)} by its configuration"
+            raise CheckpointError(text)
     return found
 
 
 def _refuse(module: nn.Module, names: set[str]) -> None:
-    """Raises CheckpointError if a module lacks some of the named parameters, or has frozen ones."""
+    """Raises CheckpointError if a module is not what its configuration describes.
+
+    Args:
+        module: the module.
+        names: the parameters and buffers that the rebuilt model reads.
+    """
     tensors = tensors_of(module)
-    if missing := sorted(names - tensors.keys()):
-        text = f"it has no {missing[0]}: quantized models and adapters are not supported"
-        raise CheckpointError(text)
-    params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    if frozen := sorted(name for name in names & params if not tensors[name].requires_grad):
+    params = dict(module.named_parameters(remove_duplicate=False))
+    if frozen := sorted(name for name in names & params.keys() if not params[name].requires_grad):
         raise CheckpointError(
             f"a rebuilt model has no frozen parameters, but {frozen[0]} is frozen"
         )
+    read = {id(tensors[name]) for name in names}
+    if more := [name for name, param in params.items() if id(param) not in read]:
+        raise CheckpointError(f"its configuration describes no parameter {few(more)}")
+    for same in shared_parameters(module):
+        if len(names.intersection(same)) > 1:
+            raise CheckpointError(f"{few(same)} are one parameter, but not by its configuration")
+    if changes := list(find_changes(module)):
+        raise CheckpointError(f"{few(changes)}; a rebuilt model is what its configuration says")

@@ -27,6 +27,7 @@ from torch import nn
 
 from threed.config import ConfigError
 from threed.distributed.sharding import few
+from threed.interop.huggingface.changes import shared_parameters
 from threed.layers import Slicing
 
 COLUMN, ROW, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -130,6 +131,7 @@ def find_problems(model: Any, plan: Plan, slicing: Slicing) -> Iterator[str]:
         yield "a model that is sliced by its own plan has no tiles: use --zero.tile 1"
     yield from _head_problems(model.config, slicing.tp.size)
     yield from _unplanned(model, plan)
+    yield from _shared(model)
     yield from _random(model)
     if kept := [name for name in model.state_dict() if name in dict(model.named_buffers())]:
         yield f"threed does not slice models with buffers in their state dict ({few(kept)}): {OTHERWISE}"
@@ -158,6 +160,14 @@ def _unplanned(model: Any, plan: Plan) -> Iterator[str]:
         yield f"its base_model_pp_plan does not name the modules of {few(found)}: {OTHERWISE}"
     if head not in list(model.children()):
         yield f"its head is not a direct child of {type(model).__name__}: {OTHERWISE}"
+
+
+def _shared(model: Any) -> Iterator[str]:
+    """Yields a problem for each parameter with several names, except for the weight of the head."""
+    head = model.get_output_embeddings().weight
+    for names in shared_parameters(model):
+        if model.get_parameter(names[0]) is not head:
+            yield f"{few(names)} are one parameter, which each of its layers would train separately: {OTHERWISE}"
 
 
 def _random(model: nn.Module) -> Iterator[str]:
