@@ -57,13 +57,18 @@ def shared_parameters(module: nn.Module) -> list[list[str]]:
 
 def _own_code(part: nn.Module) -> str | None:
     """Returns which code of the program a module runs in its forward, or None."""
-    if part._forward_hooks or part._forward_pre_hooks:
+    if any(map(_is_own, (*part._forward_hooks.values(), *part._forward_pre_hooks.values()))):
         return "has forward hooks"
     replaced = "forward" in vars(part) and not hasattr(part, "_hf_hook")  # a hook of Accelerate
-    home = getattr(type(part).forward, "__module__", "") or ""
-    if replaced or home.partition(".")[0] not in ("torch", "transformers"):
+    if replaced or _is_own(type(part).forward):
         return f"has a forward of its own ({type(part).__name__})"
     return None
+
+
+def _is_own(function: Any) -> bool:
+    """Returns whether a function is neither of torch nor of `transformers`."""
+    home = getattr(function, "__module__", None) or ""
+    return home.partition(".")[0] not in ("torch", "transformers")
 
 
 def _changed_values(name: str, part: nn.Module, fresh: nn.Module) -> Iterator[str]:
