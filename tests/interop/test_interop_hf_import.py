@@ -511,6 +511,8 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], dict[str, Any]
     "other angles": (
         "llama", lambda w: None, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"
     ),
+    "no angles": ("llama", lambda w: None, {"rope_parameters": "yarn"}, "rope_parameters yarn, which must be an object"),
+    "a list of angles": ("llama", lambda w: None, {"rope_parameters": [1]}, "rope_parameters [1], which must be"),
     "quantized": ("llama", lambda w: None, {"quantization_config": {"bits": 4}}, "quantization_config"),
 }  # fmt: skip
 

@@ -124,7 +124,7 @@ def config_of(model: ModelConfig, place: Place) -> Config:
     return resolve(Config.model_validate({
         "model": {**dict(model), "seq": LENGTH, "vocab": VOCAB}, "parallel": place.parallel,
         "zero": {"resident": 0, **place.zero}, "recompute": RECOMPUTE[place.recompute],
-        "precision": {"dtype": "fp64"}, "experts": {"bias_rate": 1e-30},
+        "precision": {"dtype": "fp64"}, "experts": {"bias_rate": 0.0},
         "train": {"global_batch": ROWS, "micro_batch": place.micro_batch, "steps": STEPS, "grad_clip": 0.5},
         "optim": {"lr": 3e-3, "warmup": 0, "schedule": "constant", "eps": 1e-8},
     }), VOCAB, place.world)  # fmt: skip

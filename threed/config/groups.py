@@ -184,8 +184,9 @@ class ExpertsConfig(Group):
     """coefficient of the loss that balances the load of experts within each sequence; 0: none"""
     z_loss: NonNegative = 0.0
     """coefficient of the mean squared log-sum-exp of the router's logits; 0: none"""
-    bias_rate: Positive = 1e-3
-    """step size of the selection biases of models that balance experts by biases"""
+    bias_rate: NonNegative = 1e-3
+    """step size of the selection biases of models that balance experts by biases; 0: they stay as
+    they are"""
     room: Multiple = 0.0
     """rows that a rank can send to each expert rank, as a multiple of the mean, so that the host reads
     no sizes; a step that needs more is skipped, and the room doubles; 0: as many as needed"""

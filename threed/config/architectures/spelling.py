@@ -101,9 +101,7 @@ class _Reader:
         unknown = [
             name
             for name in self.config
-            if name not in self.seen
-            and self.config[name] is not None
-            and self.config[name] is not False
+            if name not in self.seen and self.config[name] not in (None, False)
         ]
         self.problems += [self._refusal(name, self.config[name]) for name in unknown]
         self.keys["seq"] = self.keys.get("positions")
