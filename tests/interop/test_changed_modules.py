@@ -133,6 +133,14 @@ class Named(hf.LlamaForCausalLM):
         return "a model"
 
 
+class Needy(hf.LlamaForCausalLM):
+    """A model whose constructor has another argument."""
+
+    def __init__(self, config: Any, more: int) -> None:
+        super().__init__(config)
+        self.more = more
+
+
 def test_code_of_the_program() -> None:
     module = make("llama")
     assert list(find_changes(module)) == []
@@ -145,6 +153,8 @@ def test_code_of_the_program() -> None:
     assert list(find_changes(module)) == found
     config = make("llama").config
     assert list(find_changes(Named(config))) == []
+    (needy,) = find_changes(Needy(config, 1))
+    assert needy.startswith("a Needy cannot be created from its configuration (")
     assert list(find_changes(Doubled(config))) == ["Doubled has a forward of its own (Doubled)"]
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-# Attributes that programs and `transformers` set without a change of results.
-# (`pad_token_id` is often set later.)
+from threed.core.parse import plain
+
+# Attributes that do not change the results of a forward, or that `_places` of `from_transformers`
+# checks. A rebuilt model trains the row of the padding token like any other row.
 _FREE = {"training", "gradient_checkpointing", "vocab_size", "padding_idx"}
-_CHANGING = (
-    "dynamic",
-    "longrope",
-)  # rotary scalings whose frequencies depend on the longest sequence
+# Rotary scalings whose frequencies change with the longest sequence so far.
+_CHANGING = ("dynamic", "longrope")
 
 
 def find_changes(module: Any) -> Iterator[str]:
@@ -30,8 +30,12 @@ def find_changes(module: Any) -> Iterator[str]:
     Args:
         module: a model of `transformers`.
     """
-    with torch.device("meta"):
-        fresh = type(module)(copy.deepcopy(module.config))
+    try:
+        with torch.device("meta"):
+            fresh = type(module)(copy.deepcopy(module.config))
+    except Exception as error:  # the constructor may be the program's
+        yield f"a {type(module).__name__} cannot be created from its configuration ({plain(error)})"
+        return
     expected = dict(fresh.named_modules())
     for name, part in module.named_modules(remove_duplicate=False):
         own = _own_code(part)
