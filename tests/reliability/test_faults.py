@@ -42,6 +42,13 @@ def beside_one_that_waits(do: str, says: str, always: bool = False) -> Case:
     )
 
 
+def killed_while_others_wait() -> Case:
+    """torchrun ends the other three ranks one by one; exactly one line reports the killed rank, and none the others."""
+    fault = "rank=3 step=6 at=step do=SIGKILL;rank=0,1,2 step=6 at=step do=sleep"
+    says = r"rank \d on \S+ \(stage \d, dp 0, tp \d\) was killed: process \d+ has ended in step"
+    return Case("SIGKILL-beside-three-that-sleep", fault, says, topology=FOUR, rank_code=143)
+
+
 def stopped(rank: int, topology: tuple[str, ...] = FOUR, always: bool = False) -> Case:
     stage, tp = (rank // 2, rank % 2) if topology == FOUR else (rank, 0)
     says = (
@@ -89,6 +96,7 @@ CASES = [
     *(killed(at, rank) for at, rank in KILLED),
     killed("collective", 0, restarts=0, always=True),
     beside_one_that_waits("SIGKILL", r"was killed: process \d+ has ended in step 6"),
+    killed_while_others_wait(),
     beside_one_that_waits("raise", "failed in step 6, phase step: RuntimeError: planted"),
     *(stopped(rank) for rank in range(4)),
     stopped(0, TWO, always=True),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 
 import pytest
 
+from tests import programs
+from tests.fault_runs import environment
 from threed.reliability import failure, heartbeat
 from threed.reliability.failure import lost, named, wait_for_names, write_error_file
 from threed.reliability.heartbeat import Heartbeat
@@ -80,6 +83,87 @@ def test_ranks_that_spoke_for_themselves_are_not_named(
     beat_all(tmp_path, {3: "failed", 9: "lost", 17: "ended"}, ended, monkeypatch)
     said, _ = ask_all(tmp_path, [rank for rank in range(64) if rank not in (3, 9, 17)], monkeypatch)
     assert not any(said.values())
+
+
+def test_ranks_behind_one_that_lost_contact_are_not_named_again(
+    ended: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat_all(tmp_path, {2: "lost", 3: "", 5: "failed", 6: ""}, ended, monkeypatch)
+    said, _ = ask_all(tmp_path, [0, 1, 2, 4, 7], monkeypatch)
+    assert [line.split(" was")[0] for line in said[2]] == ["rank 3 on machine-0"]
+    assert [line.split(" was")[0] for line in said[4]] == ["rank 6 on machine-0"]
+    assert not said[0] + said[1] + said[7]
+
+
+# Runs four ranks of one machine, and sends them signals one by one. The arguments are a folder, and per signal its name
+# and the rank. After each signal except an ASK the program waits until the rank has ended. It prints the exit codes.
+RANKS = """
+import os, pathlib, signal, sys, threading, time, types
+from threed.config import Config
+from threed.distributed.topology import alone
+from threed.reliability import signals
+from threed.reliability.supervision import Supervision
+
+signals.SAME_S = 0.2
+
+def run(rank, ready):
+    places = {"pp": 0, "dp": rank, "tp": 0}
+    topology = types.SimpleNamespace(rank=rank, world=4, cp=1, coordinates=places, axis=alone)
+    with Supervision(pathlib.Path(sys.argv[1]), topology, Config()) as supervision:
+        supervision.heart.beat(6, "step")
+        os.write(ready, b"x")
+        threading.Event().wait(600)
+
+reader, ready = os.pipe()
+pids = []
+for rank in range(4):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        run(rank, ready)
+        os._exit(0)
+for _ in pids:
+    os.read(reader, 1)
+codes = {}
+for word in sys.argv[2:]:
+    name, rank = word.split("-")
+    os.kill(pids[int(rank)], signal.SIGTERM if name == "ASK" else getattr(signal, name))
+    if name == "ASK":
+        time.sleep(1)
+    else:
+        codes[int(rank)] = os.waitstatus_to_exitcode(os.waitpid(pids[int(rank)], 0)[1])
+print(codes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "codes", "says"),
+    [
+        # torchrun ends the other ranks, of which some exit before others have read the heartbeats
+        ("SIGKILL-3 SIGTERM-2 SIGTERM-1 SIGTERM-0", {3: -9, 2: 143, 1: 143, 0: 143}, "3 was killed"),
+        ("SIGKILL-3 SIGTERM-0 SIGTERM-1 SIGTERM-2", {3: -9, 0: 143, 1: 143, 2: 143}, "3 was killed"),
+        # rank 0 has been asked to stop, so torchrun's SIGTERM is its second one
+        (
+            "ASK-0 SIGKILL-3 SIGTERM-0 SIGTERM-1 SIGTERM-2",
+            {3: -9, 0: 143, 1: 143, 2: 143},
+            "3 was killed",
+        ),
+        (
+            "ASK-1 SIGTERM-1 SIGTERM-3 SIGTERM-2 SIGTERM-0",
+            {1: 143, 3: 143, 2: 143, 0: 143},
+            "1 ended in step 6, phase step: a second SIGTERM",
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_end_one_after_the_other_report_the_cause_once(
+    sent: str, codes: dict[int, int], says: str, tmp_path: Path
+) -> None:
+    words = ["-c", RANKS, str(tmp_path), *sent.split()]
+    done = programs.run(words, tmp_path, environment(tmp_path), timeout=100)
+    assert done.stdout.strip() == str(codes), done.stderr
+    said = re.sub(r" on \S+ \(.*?\)", "", done.stderr)
+    lines = [line for line in said.splitlines() if line.startswith("threed: rank")]
+    assert len(lines) == 1, lines
+    assert says in lines[0]
 
 
 def test_rank_0_says_so_where_no_rank_is_known_to_have_failed(tmp_path: Path) -> None:

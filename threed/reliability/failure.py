@@ -8,8 +8,9 @@ If one rank dies, all other ranks lose their connection to it, and the launcher 
 rank that notices this, which is not the cause. A rank that fails with an error reports this error,
 but a rank that was killed cannot report anything. Therefore each rank reads the heartbeat of the
 next rank on its machine and checks whether that process has ended; if so, it also checks the rank
-after that one, and so on up to the first live process. Each dead rank is then reported by exactly
-one live rank, and n ranks together read fewer than 2 n heartbeats.
+after that one, and so on up to the first process that is alive, or that ended with the state
+"lost": such a rank has itself reported the dead ranks directly after it. Each dead rank is then
+reported by exactly one other rank, and n ranks together read fewer than 2 n heartbeats.
 """
 
 from __future__ import annotations
@@ -56,8 +57,13 @@ def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
         world_size: number of ranks.
     """
     beats = heartbeat.read_siblings(folder, rank, world_size)
-    dead = itertools.takewhile(lambda beat: beat and process_state(beat) == "ended", beats)
+    dead = itertools.takewhile(_is_passed, beats)
     return [describe(beat) for beat in dead if beat is not None and beat["state"] == ""]
+
+
+def _is_passed(beat: Beat | None) -> bool:
+    """Returns whether the ranks directly after this dead rank are reported by the rank before it."""
+    return beat is not None and beat["state"] != "lost" and process_state(beat) == "ended"
 
 
 def describe(beat: Beat) -> str:

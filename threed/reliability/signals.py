@@ -24,6 +24,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -38,18 +39,22 @@ class Signals:
     Outside the main thread, the block has no effect, because only the main thread can set signal
     handlers. A signal that the process ignores stays ignored.
 
+    Args:
+        end: function that ends the process at a second SIGTERM; by default, it exits at once.
+
     Attributes:
         asked: name of the first signal; "" before any signal.
         terminated: time of the first SIGTERM, by `time.monotonic`; 0 before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, end: Callable[[], None] = lambda: os._exit(TERMINATED)) -> None:
+        self._end_process = end
         self.asked = ""
         self.terminated = 0.0  # `time.monotonic()` at the first SIGTERM; 0 before it
         self._before: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
-        for end in (self._reader, self._writer):
-            end.setblocking(False)
+        for side in (self._reader, self._writer):
+            side.setblocking(False)
         self._wakeup = -1
 
     def __enter__(self) -> Signals:
@@ -93,12 +98,12 @@ class Signals:
                     self.hear(number)
 
     def hear(self, number: int) -> None:
-        """Records a signal; ends the process on a second SIGTERM."""
+        """Records a signal; calls `end` at a second SIGTERM."""
         if number not in STOP_SIGNALS:
             return
         self.asked = self.asked or signal.Signals(number).name
         if number == signal.SIGTERM:
             now = time.monotonic()
             if self.terminated and now - self.terminated > SAME_S:
-                os._exit(TERMINATED)
+                self._end_process()
             self.terminated = self.terminated or now

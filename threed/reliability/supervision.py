@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from threed.checkpoint.files import CheckpointError, RunFolderError
 from threed.config import Config
@@ -69,7 +70,7 @@ class Supervision:
                 old.unlink(missing_ok=True)
         token = collectives.exchange(secrets.token_hex(4), topology.axis("world"))[0]
         self.watchdog = Watchdog(self.heart, topology.world, config.run.hang_timeout, token)
-        self.signals = Signals()
+        self.signals = Signals(end=self._end_at_once)
         self._before_exit: list[Callable[[], None]] = []
         self._over = threading.Event()
         self._failing = False
@@ -135,13 +136,34 @@ class Supervision:
 
         The current step cannot finish, because its next collective would wait for the failed rank.
         """
-        about = self.heart.folder, self.topology.rank, self.topology.world
-        if failure.a_sibling_failed(*about):
-            for line in failure.named(*about):
-                _print(line)
+        if self._report_siblings():
             for action in self._before_exit:
                 action()
-            os._exit(TERMINATED)
+            self._exit("lost", "another rank on this machine failed")
+
+    def _report_siblings(self) -> bool:
+        """Returns whether another rank on this machine failed; prints the lines of `named` if so."""
+        about = self.heart.folder, self.topology.rank, self.topology.world
+        if failed := failure.a_sibling_failed(*about):
+            for line in failure.named(*about):
+                _print(line)
+        return failed
+
+    def _end_at_once(self) -> None:
+        """Ends this process at a second SIGTERM, unless it is reporting a failure."""
+        if self._failing:
+            return
+        if self._report_siblings():
+            self._exit("lost", "another rank on this machine failed")
+        text = f"{who(self.heart.last)} ended in {when(self.heart.last)}: a second SIGTERM"
+        failure.write_error_file(text)
+        _print(text)
+        self._exit("failed", "a second SIGTERM")
+
+    def _exit(self, state: str, note: str) -> NoReturn:
+        """Ends this process with a state, without which others would report that it was killed."""
+        self.heart.mark(state, note)
+        os._exit(TERMINATED)
 
     def _report(self, error: Exception) -> None:
         """Marks the heartbeat with the outcome, and prints the error unless the caller prints it.
