@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.harness import run_ranks
 from tests.live import Peak
-from threed.distributed import collectives, conjugate
+from threed.distributed import collectives, conjugate, purposes
 from threed.distributed.topology import Axis, Topology, alone
 
 WORLDS = [2, 3, 4]
@@ -327,6 +328,28 @@ def check_exchange(world: int) -> None:
 @worlds
 def test_exchange_gives_every_ranks_value_in_order(world: int) -> None:
     run_ranks(world, check_exchange, world)
+
+
+def check_purposes(world: int) -> None:
+    axis = axis_of_all(world)
+    assert collectives.exchange(axis.index, axis, purposes.FORWARD) == list(range(world))
+    purpose, value = (purposes.DATA, "a" * 500) if axis.index else (purposes.FORWARD, "")
+    others = "rank 1" if world == 2 else f"ranks {', '.join(map(str, range(1, world)))}"
+    named = f"a forward of a sharded module began on rank 0, but not on {others}"
+    with pytest.raises(purposes.UnequalCallsError, match=named):
+        collectives.exchange(value, axis, purpose)
+    # a block that the error leaves on one rank only does not wait for the other ranks
+    with (
+        pytest.raises(purposes.UnequalCallsError, match=named),
+        collectives.failing_together(axis, "save") if axis.index else nullcontext(),
+    ):
+        collectives.exchange(value, axis, purpose)
+    assert collectives.exchange(axis.index, axis) == list(range(world))
+
+
+@worlds
+def test_exchanges_for_different_purposes_are_an_error_on_all_ranks(world: int) -> None:
+    run_ranks(world, check_purposes, world)
 
 
 def check_raise_together(world: int) -> None:

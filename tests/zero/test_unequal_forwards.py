@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.zero.test_gathered import engine_at, rows
+from threed.distributed import collectives
 from threed.testing.ranks import RanksFailed
 
 NEXT: dict[str, Callable[[Any], Any]] = {
@@ -61,6 +63,33 @@ def a_rank_runs_one_more() -> None:
 
 def test_a_rank_that_runs_one_more_forward_is_named_on_all_ranks() -> None:
     run_ranks(2, a_rank_runs_one_more)
+
+
+def a_rank_runs_one_while_the_other_exchanges_values(folder: Path) -> None:
+    """The other rank has run no forwards, so it compares none: it takes part in an `exchange` of other values."""
+    engine: Any = engine_at(3)
+    rank, x = engine.topology.rank, {"x": rows(0, 0, 0).repeat(2, 1)}
+    first = float(engine.evaluate(x))
+    engine.bad_steps()  # now no rank has run a forward since the last comparison
+    others: dict[str, Callable[[], Any]] = {
+        "full_state_dict": engine.full_state_dict,
+        "save": lambda: engine.save(folder / "checkpoint"),
+        "exchange": lambda: collectives.exchange("a" * 500, engine.topology.axis("world")),
+    }
+    for name, other in others.items():
+        if name == "exchange":
+            forwards(engine, 2)
+        with pytest.raises(RuntimeError, match=r"began on rank 1, but not on rank 0.*synced_gpus"):
+            forwards(engine, 1) if rank else other()
+        assert float(engine.evaluate(x)) == first, name
+        engine.bad_steps()
+    engine.save(folder / "checkpoint")
+
+
+def test_a_rank_that_runs_a_forward_while_the_other_saves_is_named_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, a_rank_runs_one_while_the_other_exchanges_values, tmp_path)
 
 
 def a_rank_ends() -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from threed.core.device import count, current
 from threed.distributed.codecs import EXACT, Cast, Codec
+from threed.distributed.purposes import DATA, Purpose, UnequalCallsError, check
 from threed.distributed.topology import Axis, Link, default_device
 
 T = TypeVar("T")
@@ -548,24 +549,31 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group)
 
 
-def exchange(value: Any, axis: Axis) -> list[Any]:
+def exchange(value: Any, axis: Axis, purpose: Purpose = DATA) -> list[Any]:
     """Returns the `value` of every rank, in rank order. Collective.
 
     It is intended for small control data. Values are sent as JSON, because torch's object
-    collectives would unpickle data from the network. The first message has the length of the JSON
-    and its first bytes. A second message follows only if a rank has a longer text.
+    collectives would unpickle data from the network. The first message has the length of the JSON,
+    the number of the purpose, and the first bytes of the JSON. A second message follows only if a
+    rank has a longer text.
 
     Args:
         value: a value that JSON can represent.
         axis: the ranks. If the axis has no process group (meta device), the result has this rank's
             value for every rank.
+        purpose: purpose of the call; compared between the ranks.
+
+    Raises:
+        UnequalCallsError: the ranks call it for different purposes.
     """
     if axis.group is None:  # one rank, or the meta device
         return [value] * axis.size
     text = json.dumps(value).encode()
     first, rest = text[:_FIRST], text[_FIRST:]
-    rows = _gather_bytes(len(text).to_bytes(8, "little") + first, 8 + _FIRST, axis)
-    sizes = [int.from_bytes(row[:8], "little") for row in rows]
+    head = len(text).to_bytes(7, "little") + bytes([purpose.number])
+    rows = _gather_bytes(head + first, 8 + _FIRST, axis)
+    check([row[7] for row in rows], axis.ranks)
+    sizes = [int.from_bytes(row[:7], "little") for row in rows]
     texts = [row[8:] for row in rows]
     if max(sizes) > _FIRST:
         rests = _gather_bytes(rest, max(sizes) - _FIRST, axis)
@@ -648,16 +656,16 @@ def failing_together(axis: Axis, what: str) -> Iterator[None]:
     Raises:
         RuntimeError: if the block has raised an error on another rank.
     """
-    failed = True
     try:
         yield
-        failed = False
-    finally:
-        ranks = [
-            rank for rank, other in zip(axis.ranks, exchange(failed, axis), strict=True) if other
-        ]
-    if ranks:
-        raise RuntimeError(f"{what} raised an error on rank {ranks[0]}")
+    except UnequalCallsError:  # raised on all ranks, some of which may have left this block already
+        raise
+    except BaseException:
+        exchange(True, axis)
+        raise
+    failed = exchange(False, axis)
+    if True in failed:
+        raise RuntimeError(f"{what} raised an error on rank {axis.ranks[failed.index(True)]}")
 
 
 def flight_record() -> bytes:

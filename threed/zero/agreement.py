@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from threed.config import Config
 from threed.distributed import collectives
+from threed.distributed.purposes import FORWARD, UnequalCallsError
 from threed.distributed.topology import Axis, Topology
 from threed.schedules import Plan
 from threed.zero.layout import Layout
@@ -188,12 +189,17 @@ class Forwards:
         Raises:
             RuntimeError: a rank does not begin one, or has ended.
         """
-        self._ran = True
+        ran, self._ran = self._ran, True
         try:
             self._compare(True)
+        except UnequalCallsError:
+            self._ran = ran  # the other ranks have neither begun a forward nor called `ended`
+            raise
         except RuntimeError as error:
-            if not str(error).startswith(_UNEQUAL):
-                error.add_note(f"This rank began a forward outside of a training step. {_EQUALLY}")
+            if not str(error).startswith(FORWARD.what):
+                error.add_note(
+                    f"This rank began a forward outside of a training step. {FORWARD.fix}"
+                )
             raise
 
     def ended(self) -> None:
@@ -207,25 +213,9 @@ class Forwards:
             self._compare(False)
 
     def _compare(self, begins: bool) -> None:
-        others = collectives.exchange(begins, self.axis)
+        others = collectives.exchange(begins, self.axis, FORWARD)
         if any(other is not begins for other in others):
             self._ran = False  # all ranks raise, so they are in step again
             running = [rank for rank, other in zip(self.axis.ranks, others, strict=True) if other]
             ended = [rank for rank in self.axis.ranks if rank not in running]
-            raise RuntimeError(
-                f"{_UNEQUAL} {_first(running)}, but not on {_first(ended)}. {_EQUALLY}"
-            )
-
-
-_UNEQUAL = "a forward of a sharded module began on"
-_EQUALLY = (
-    "ZeRO-3 gathers parameters on all ranks at once, so all ranks must run the same number of forwards: pass"
-    " synced_gpus=True to generate, or run the forwards inside `with engine.gathered():`"
-)
-
-
-def _first(ranks: Sequence[int]) -> str:
-    """Returns the numbers of at most three ranks, as text."""
-    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks[:3]))}{more}"
+            raise RuntimeError(FORWARD.unequal(running, ended))
