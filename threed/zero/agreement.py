@@ -181,6 +181,8 @@ class Forwards:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
+        rank = axis.ranks[axis.index]
+        self._began = f"rank {rank} began a forward of a sharded module outside of a training step"
         self._ran = False  # whether a forward has run since the last call of `ended`
 
     def begin(self) -> None:
@@ -191,16 +193,17 @@ class Forwards:
         """
         ran, self._ran = self._ran, True
         try:
-            self._compare(True)
+            others = collectives.exchange(True, self.axis, FORWARD)
         except UnequalCallsError:
             self._ran = ran  # the other ranks have neither begun a forward nor called `ended`
             raise
         except RuntimeError as error:
-            if not str(error).startswith(FORWARD.what):
-                error.add_note(
-                    f"This rank began a forward outside of a training step. {FORWARD.fix}"
-                )
-            raise
+            text = (
+                f"{self._began}, but lost the connection to another rank, which has failed, or has ended"
+                f" without this forward ({error}). {FORWARD.fix}"
+            )
+            raise RuntimeError(text) from error
+        self._compare(others, True)
 
     def ended(self) -> None:
         """Checks that no rank begins another forward. Collective, if a forward has run.
@@ -210,10 +213,9 @@ class Forwards:
         """
         if self._ran:
             self._ran = False
-            self._compare(False)
+            self._compare(collectives.exchange(False, self.axis, FORWARD), False)
 
-    def _compare(self, begins: bool) -> None:
-        others = collectives.exchange(begins, self.axis, FORWARD)
+    def _compare(self, others: Sequence[bool], begins: bool) -> None:
         if any(other is not begins for other in others):
             self._ran = False  # all ranks raise, so they are in step again
             running = [rank for rank, other in zip(self.axis.ranks, others, strict=True) if other]
