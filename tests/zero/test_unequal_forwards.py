@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from tests.harness import run_ranks
 from tests.zero.test_gathered import engine_at, rows
 from threed.distributed import collectives
 from threed.testing.ranks import RanksFailed
+from threed.zero import agreement
 
 NEXT: dict[str, Callable[[Any], Any]] = {
     "step": lambda engine: engine.step({"x": rows(0, 0, 0).repeat(2, 1)}),
@@ -105,6 +109,33 @@ def test_a_rank_that_waits_for_one_that_has_ended_gets_the_reason() -> None:
     reason = r"RuntimeError: rank 1 began a forward .*outside of a training step, but lost the connection"
     with pytest.raises(RanksFailed, match=reason):
         run_ranks(2, a_rank_ends, timeout=60)
+
+
+def a_rank_waits() -> None:
+    with mock.patch.object(agreement, "WAIT_S", 1.0):
+        engine: Any = engine_at(3)
+    x = {"x": rows(0, 0, 0)}
+    before = float(engine.evaluate(x))
+    forwards(engine, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if engine.topology.rank == 0:
+            time.sleep(3)
+        for _ in range(2):
+            forwards(engine, 1)
+        assert float(engine.evaluate(x)) == before
+    said = [str(warning.message) for warning in caught]
+    if engine.topology.rank == 0:
+        assert said == []
+    else:
+        (text,) = said
+        assert text.startswith("rank 1 began a forward of a sharded module outside of a training")
+        assert "has waited 1 s for the other ranks" in text
+        assert "synced_gpus" in text
+
+
+def test_a_rank_that_waits_long_for_the_forward_of_another_warns_once() -> None:
+    run_ranks(2, a_rank_waits)
 
 
 def where_unequal_numbers_are_allowed() -> None:

@@ -8,15 +8,20 @@ collectives and hang. The same applies to forwards of a sharded module outside o
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from threed.config import Config
+from threed.core.reminder import Reminder
 from threed.distributed import collectives
 from threed.distributed.purposes import FORWARD, UnequalCallsError
 from threed.distributed.topology import Axis, Topology
 from threed.schedules import Plan
 from threed.zero.layout import Layout
+
+WAIT_S = 60.0  # seconds after which a rank that waits for the forwards of other ranks warns
 
 
 def check_configuration(config: Config, world: Axis, trains: bool = True) -> None:
@@ -183,17 +188,25 @@ class Forwards:
         self.axis = axis
         rank = axis.ranks[axis.index]
         self._began = f"rank {rank} began a forward of a sharded module outside of a training step"
+        text = (
+            f"{self._began}, and has waited {WAIT_S:g} s for the other ranks to begin one, too. It"
+            f" waits until they do. {FORWARD.fix}"
+        )
+        self._reminder = Reminder(WAIT_S, partial(warnings.warn, text, stacklevel=2))
         self._ran = False  # whether a forward has run since the last call of `ended`
 
     def begin(self) -> None:
         """Checks that all ranks begin a forward. Collective.
+
+        Warns once if another rank does not begin one for `WAIT_S` seconds, and continues to wait.
 
         Raises:
             RuntimeError: a rank does not begin one, or has ended.
         """
         ran, self._ran = self._ran, True
         try:
-            others = collectives.exchange(True, self.axis, FORWARD)
+            with self._reminder:
+                others = collectives.exchange(True, self.axis, FORWARD)
         except UnequalCallsError:
             self._ran = ran  # the other ranks have neither begun a forward nor called `ended`
             raise
