@@ -1,8 +1,8 @@
 """Calls a function if a block of code takes long, without interrupting the block.
 
-reminder = Reminder(60.0, partial(warnings.warn, "… has waited for 60 s"))
-with reminder:
-    work.wait()
+    reminder = Reminder(60.0, partial(warnings.warn, "… has waited for 60 s"))
+    with reminder:
+        work.wait()
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class Reminder:
 
     def __init__(self, seconds: float, action: Callable[[], object]) -> None:
         self._seconds, self._action = seconds, action
-        self._due: float | None = (
-            None  # time of the call, by `time.monotonic`; None outside of blocks
-        )
+        self._due: float | None = None  # `time.monotonic` of the call; None outside of blocks
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
