@@ -1,8 +1,8 @@
 """Calls a function if a block of code takes long, without interrupting the block.
 
-    reminder = Reminder(60.0, partial(warnings.warn, "… has waited for 60 s"))
-    with reminder:
-        work.wait()
+reminder = Reminder(60.0, partial(warnings.warn, "… has waited for 60 s"))
+with reminder:
+    work.wait()
 """
 
 from __future__ import annotations
