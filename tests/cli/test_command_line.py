@@ -77,7 +77,7 @@ def test_help_distinguishes_none_from_unset() -> None:
         "where optimizer states are stored: on the device (none), in host memory (cpu), or on a drive (nvme) (default none)"
         in text
     )
-    assert "key and value heads; if not set, as many as heads --model" in text
+    assert "heads, at most 10000; if not set, as many as heads --model" in text
     assert "required if something is offloaded to nvme (not set by default)" in text
     assert "The value none unsets a key" in text
     for group, kind in GROUPS.items():
@@ -128,9 +128,9 @@ def test_a_plan_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("--world-size 0", "--world-size 0: must be a whole number of at least 1"),
+        ("--world-size 0", "--world-size 0: must be a whole number from 1 to 1000000"),
         ("--world-size -4", "--world-size -4: "),
-        ("--world-size abc", "--world-size abc: must be a whole number of at least 1"),
+        ("--world-size abc", "--world-size abc: must be a whole number from 1 to 1000000"),
         ("--world-size", "--world-size: its value is missing; write --world-size N"),
         ("--train.steps", "--train.steps: its value is missing; write --train.steps N"),
         (

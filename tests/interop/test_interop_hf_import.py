@@ -506,7 +506,8 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], dict[str, Any]
         "is I8: supported are F64, F32, BF16, F16",
     ),
     "fewer layers": ("llama", lambda w: None, {"num_hidden_layers": 2}, "model.layers.2.mlp.up_proj.weight is unex"),
-    "many layers": ("llama", lambda w: None, {"num_hidden_layers": 10**9}, "it has fewer tensors"),
+    "many layers": ("llama", lambda w: None, {"num_hidden_layers": 2000}, "it has fewer tensors"),
+    "absurdly many layers": ("llama", lambda w: None, {"num_hidden_layers": 10**9}, "must be less than or equal to 2000"),
     "another architecture": ("llama", lambda w: None, {"model_type": "bloom"}, "model_type bloom is not one of gpt2"),
     "other angles": (
         "llama", lambda w: None, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"

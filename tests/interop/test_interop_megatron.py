@@ -160,7 +160,7 @@ REFUSED = {
         "norm_epsilon": "y",
     },
     "its args: 'ffn_hidden_size'": {"ffn_hidden_size": ...},
-    "has 4 of 1000000000 layers": {"num_layers": 10**9},
+    "has 4 of 2000 layers": {"num_layers": 2000},
     "has 21 rows, not|fewer rows than its model|not \\[": {"ffn_hidden_size": 21},
 }
 

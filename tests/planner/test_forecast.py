@@ -7,6 +7,7 @@ import functools
 import gc
 import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from tests.users_models import MODELS as USERS_MODELS
 from tests.users_models import Vision
 from threed import models
 from threed.config import Config, ConfigError
+from threed.config.arguments import load
 from threed.config.checks import find_refusals
 from threed.config.resolution import resolve
 from threed.engine import Engine
@@ -410,3 +412,11 @@ def test_seconds_of_a_measured_cut_are_those_of_its_times() -> None:
     assert found.seconds == pytest.approx(found.division.seconds)
     assert "tokens/s by measured times" in found.text()
     assert forecast_of(pp=2, tp=2, partition="measured").seconds is None  # times of whole layers
+
+
+def test_prefetch_beyond_the_last_unit_is_planned_without_a_loop_over_it() -> None:
+    flags = "--zero.stage 3 --zero.prefetch 1000000007 --model.vocab 260"
+    config = resolve(load(flags.split())[0], 260, 2)
+    begin = time.process_time()
+    Forecast.of(config, 2)
+    assert time.process_time() - begin < 30  # it would take minutes

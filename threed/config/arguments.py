@@ -38,7 +38,7 @@ from threed.config.schema import (
 )
 from threed.config.suggestions import suggest
 from threed.config.topologies import Topologies, choose_sizes, read_topologies
-from threed.config.values import Takes
+from threed.config.values import MOST_RANKS, Takes
 from threed.core.messages import counted
 from threed.core.parse import ParseError, read_toml
 from threed.core.source import find_model, names_model
@@ -362,9 +362,9 @@ class _Draft:
     def world_size(self, given: Mapping[str, Any]) -> int | None:
         """Returns the value of `--world-size`, or None if it is missing or invalid."""
         text = given.get("world_size")
-        if text is None or (text.isdecimal() and int(text) > 0):
+        if text is None or (re.fullmatch(r"\d{1,20}", text) and 1 <= int(text) <= MOST_RANKS):
             return text and int(text)
-        self.problems.append(f"--world-size {text}: must be a whole number of at least 1")
+        self.problems.append(f"--world-size {text}: must be a whole number from 1 to {MOST_RANKS}")
         return None
 
     def validate(self) -> Config:
@@ -498,7 +498,7 @@ def _add_flags(
         names = ", ".join(_preset_names(PRESETS))
         text = "start from a preset, with its topology for the number of ranks, if it has one"
         add(options, "--preset", "NAME", f"{text}: {names}")
-        add(options, "--world-size", "N", "ranks to assume in a dry run")
+        add(options, "--world-size", "N", f"ranks to assume in a dry run, at most {MOST_RANKS}")
         add(options, "--gpu", "NAME", "GPUs to assume in a dry run: a100, h100, h200 or b200")
         text = "check the configuration, print rank map, bytes and bubble, and exit"
         options.add_argument("--dry-run", help=text, **bare)

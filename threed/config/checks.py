@@ -335,7 +335,8 @@ def find_batch_problems(config: Config, dp: int | None) -> Iterator[str]:
     batch, micro = config.train.global_batch, config.train.micro_batch
     if dp is None or batch % (micro * dp) == 0:
         return
-    smaller = max((n for n in range(1, micro) if batch % (n * dp) == 0), default=0)
+    divisors = _divisors(batch // dp) if batch % dp == 0 else []
+    smaller = max((n for n in divisors if n < micro), default=0)
     other = f", or --train.micro-batch {smaller}" if smaller else ""
     product = f"--train.micro-batch {micro} × dp {dp} = {micro * dp}"
     use = _around(batch, micro * dp)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from threed.config import architectures
 from threed.config.base import Group
+from threed.config.schema import Field
 from threed.config.values import (
     Architecture,
     Count,
@@ -21,27 +24,31 @@ from threed.config.values import (
 class ModelConfig(Group):
     """Architecture and sizes of the transformer."""
 
+    # The maximum sizes are larger than those of any real model. Without them, the plan of a mistyped
+    # size would take hours, or more memory than the machine has.
+
     arch: Architecture = "gpt"
     """architecture of the transformer blocks"""
-    layers: Count = 6
-    """transformer blocks"""
-    hidden: Count = 256
-    """width of the residual stream"""
-    heads: Count = 8
-    """attention heads"""
-    kv_heads: Count | None = None
-    """key and value heads; if not set, as many as heads"""
-    head_dim: Count | None = None
-    """size of an attention head; if not set, hidden / heads"""
-    ffn: Count | None = None
-    """inner width of the MLP; if not set, 4 hidden (gpt) or 8/3 hidden (gated MLPs)"""
-    vocab: Count | None = None
-    """vocabulary size; if not set, the tokenizer's"""
+    layers: Annotated[Count, Field(le=2000)] = 6
+    """transformer blocks, at most 2000"""
+    hidden: Annotated[Count, Field(le=100_000)] = 256
+    """width of the residual stream, at most 100000"""
+    heads: Annotated[Count, Field(le=10_000)] = 8
+    """attention heads, at most 10000"""
+    kv_heads: Annotated[Count, Field(le=10_000)] | None = None
+    """key and value heads, at most 10000; if not set, as many as heads"""
+    head_dim: Annotated[Count, Field(le=100_000)] | None = None
+    """size of an attention head, at most 100000; if not set, hidden / heads"""
+    ffn: Annotated[Count, Field(le=1_000_000)] | None = None
+    """inner width of the MLP, at most 1000000; if not set, 4 hidden (gpt) or 8/3 hidden (gated
+    MLPs)"""
+    vocab: Annotated[Count, Field(le=10_000_000)] | None = None
+    """vocabulary size, at most 10000000; if not set, the tokenizer's"""
     seq: Count = 256
     """sequence length of training samples, in tokens"""
-    positions: Count | None = None
-    """maximum sequence length: the number of learned positions, and the length that exports and
-    rope-scaling assume; if not set, seq"""
+    positions: Annotated[Count, Field(le=100_000_000)] | None = None
+    """maximum sequence length, at most 100000000: the number of learned positions, and the length
+    that exports and rope-scaling assume; if not set, seq"""
     dropout: Share = 0.0
     """dropout rate"""
     tied: Switch | None = None
@@ -75,13 +82,13 @@ class ModelConfig(Group):
     """bound on logits, by tanh; 0: no bound; if not set, 30 for gemma2, else no bound"""
     query_pre_attn_scalar: Positive | None = None
     """attention scores are divided by the square root of this number; if not set, the head size"""
-    experts: Count | None = None
-    """experts of a block, in place of its MLP; if not set, 8 for families with experts, else
-    the MLPs are dense"""
+    experts: Annotated[Count, Field(le=10_000)] | None = None
+    """experts of a block, in place of its MLP, at most 10000; if not set, 8 for families with
+    experts, else the MLPs are dense"""
     experts_per_token: Count | None = None
     """experts that compute each token; if not set, 2, or 1 of 1"""
-    expert_ffn: Count | None = None
-    """inner width of an expert; if not set, ffn"""
+    expert_ffn: Annotated[Count, Field(le=1_000_000)] | None = None
+    """inner width of an expert, at most 1000000; if not set, ffn"""
     shared_experts: Natural = 0
     """experts of width expert-ffn that compute every token, in addition to the others"""
     expert_groups: Count = 1

@@ -206,6 +206,7 @@ def _duration(value: object) -> object:
     return number(value)
 
 
+MOST_RANKS = 1_000_000  # maximum of --world-size, because the time of a plan grows with it
 Count = Annotated[int, Field(ge=1), BeforeValidator(number), Takes("N")]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(number), Takes("N")]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(number), Takes("X")]

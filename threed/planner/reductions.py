@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from threed.pipeline.trace import META, Watch
 from threed.planner.blueprint import Blueprint
 from threed.zero import setup
+from threed.zero.layout import Slot
 from threed.zero.reducer import Reducer
 from threed.zero.state import State, storages
 
@@ -36,6 +37,11 @@ class Reductions:
         layout, config = blueprint.layout, blueprint.config
         reducer = Reducer(layout, setup.gradient_codecs(config), whole_step=blueprint.layer_major)
         self.always = reducer.rounds
+        # per unit: a slot for each use of a parameter, in the order of a backward
+        self._uses = defaultdict[int, list[Slot]](list)
+        for slot in reversed(layout.slots):
+            for unit in slot.units if slot.param.requires_grad else ():
+                self._uses[unit].append(slot)
         plan = blueprint.pipeline.plan
         self.passes = plan.microbatches // plan.ways  # number of backwards of a step per chunk
         rounds = min(self.passes, STEADY) if reducer.rounds else 1
@@ -80,14 +86,12 @@ class Reductions:
         self, reducer: Reducer, blueprint: Blueprint, layers: range, watch: Watch
     ) -> None:
         """Adds a gradient for every use of a parameter in these layers, in reverse order."""
-        layout = blueprint.layout
-        found = torch.empty((), dtype=layout.policy.grad_dtype, device=META)
+        found = torch.empty((), dtype=blueprint.layout.policy.grad_dtype, device=META)
         for layer in reversed(layers):
             watch.begin()
             for unit in reversed(blueprint.units_of(layer)):
-                for slot in reversed(layout.slots):
-                    for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
-                        reducer.sink_of(slot).add(found.expand(slot.param.shape))
+                for slot in self._uses[unit]:
+                    reducer.sink_of(slot).add(found.expand(slot.param.shape))
                 if not self.always:
                     reducer.unit_ended(unit)
             self.during[layer] = watch.most

@@ -149,7 +149,8 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
             slices[unit] += len(group.buckets) if group.key.tile is None else 0
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
     # per unit: number of slices of the unit and of the units that are prefetched during its use
-    at_once = [sum(slices[unit + n] for n in range(zero.prefetch + 1)) for unit in list(slices)]
+    ahead = min(zero.prefetch, max(slices, default=0))
+    at_once = [sum(slices[unit + n] for n in range(ahead + 1)) for unit in list(slices)]
     gathered = max(at_once, default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
     narrow, stage = policy.param_dtype.itemsize < 4, policy.stage
