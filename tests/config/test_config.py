@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -287,6 +288,8 @@ def test_a_bad_flag_is_refused_with_its_fix(line: str, parts: list[str]) -> None
         ("steps = 3\n", ["steps is outside any group", "[train]"]),
         ("[trian]\nsteps = 3\n", ["--trian.steps (in", "bad.toml", "did you mean --train.steps?"]),
         (f"[model]\nlayers = {10**19}\n", ["--model.layers 1", "less than or equal to 2000"]),
+        ("[trian]\n", ["bad.toml: [trian]: no such group", "did you mean train?"]),
+        ("[1]", ["bad.toml: [1]: no such group"]),
         ("[train]\nsteps = true\n", ["--train.steps true (in", "must be a number"]),
         ("[train]\nsteps = 2.5\n", ["--train.steps 2.5", "whole number"]),
         ("[parallel]\nsequence = 1\n", ["--parallel.sequence 1", "true or false"]),
@@ -299,6 +302,29 @@ def test_a_bad_file_is_refused_with_its_fix(tmp_path: Path, text: str, parts: li
     found = problem(f"--config {tmp_path / 'bad.toml'}")
     for part in parts:
         assert part in found
+
+
+@pytest.mark.parametrize("name", ["bad.json", "bad.yaml", "bad"])
+def test_a_file_that_is_not_toml_is_refused_as_such(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"train": {"steps": 3}}')
+    found = problem(f"--config {tmp_path / name}")
+    assert found.startswith(f"{tmp_path / name}: invalid TOML")
+    assert found.endswith("only TOML is read; convert the file to TOML")
+
+
+def test_what_is_not_a_regular_file_is_refused_as_such(tmp_path: Path) -> None:
+    folder, pipe, run = tmp_path / "folder", tmp_path / "pipe", tmp_path / "run"
+    folder.mkdir()
+    os.mkfifo(pipe)
+    run.mkdir()
+    (run / "config.toml").touch()
+    for path, text in {
+        folder: "is a folder; give the path of a TOML file",
+        run: f"is a folder; did you mean {run / 'config.toml'}?",
+        pipe: "is not a regular file; write the configuration to a TOML file",
+        Path("/dev/null"): "is not a regular file; write the configuration to a TOML file",
+    }.items():
+        assert problem(f"--config {path}").startswith(f"--config {path}: {text}")
 
 
 def test_all_problems_come_at_once_and_without_noise() -> None:

@@ -25,7 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from threed.config import files
 from threed.config.checks import find_problems, find_unused
+from threed.config.files import PRESETS as PRESETS
 from threed.config.groups import Config, ConfigError, key_name, python_name
 from threed.config.renames import Renames
 from threed.config.schema import (
@@ -39,8 +41,8 @@ from threed.config.schema import (
 from threed.config.suggestions import suggest
 from threed.config.topologies import Topologies, choose_sizes, read_topologies
 from threed.config.values import MOST_RANKS, Takes
-from threed.core.messages import counted
-from threed.core.parse import ParseError, read_toml
+from threed.core.messages import counted, did_you_mean
+from threed.core.parse import ParseError, plain
 from threed.core.source import find_model, names_model
 
 GROUPS: Mapping[str, type[BaseModel]] = {
@@ -49,7 +51,6 @@ GROUPS: Mapping[str, type[BaseModel]] = {
     if isinstance(info.annotation, type)
 }
 DEFAULTS = Config()
-PRESETS = Path(__file__).with_name("presets")
 # Sources of values in `_Draft.sources`. For a configuration file, the source is the file's path.
 PROGRAM, FLAG = "the program's defaults", ""
 _OWN = ("seq", "dropout", "tokenizer")  # keys that a folder of pretrained weights does not override
@@ -283,36 +284,20 @@ class _Draft:
 
     def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:
         """Sets the values of the preset or TOML file. Returns its path, or None."""
-        preset, path = given.get("preset"), given.get("config")
-        names = ", ".join(_preset_names(presets)) or "none"
-        source = presets / f"{preset}.toml" if path is None else Path(path).expanduser()
-        if preset and path:
-            self.problems.append(
-                "--preset and --config together: give one, and the differences as flags"
-            )
-        elif preset is not None and preset not in _preset_names(presets):
-            self.problems.append(f"--preset {preset}: no such preset; there are {names}")
-        elif path is not None and not source.is_file():
-            run = source / "config.toml"
-            fix = (
-                f"did you mean {run}?"
-                if run.is_file()
-                else f"presets are named with --preset ({names})"
-            )
-            self.problems.append(f"--config {path}: no such file; {fix}")
-        elif preset or path:
+        source, problem = files.find(given.get("preset"), given.get("config"), presets)
+        self.problems += [problem] if problem else []
+        self.complete = not problem
+        if source is not None:
             self._read_toml(source)
             if self.value("run", "name") is None:
                 self.put("run", "name", source.stem, str(source))
-            return source
-        self.complete = not (preset or path)
-        return None
+        return source
 
     def _read_toml(self, path: Path) -> None:
         try:
-            tables = read_toml(path)
+            tables = files.read(path)
         except ParseError as error:
-            self.problems.append(f"{error}; correct it there")
+            self.problems.append(str(error))
             self.complete = False
             return
         self.topologies, problems = read_topologies(tables.pop("topology", {}))
@@ -326,6 +311,9 @@ class _Draft:
                 )
 
     def _put_table(self, path: Path, group: str, keys: Mapping[str, Any]) -> None:
+        if not keys and python_name(group) not in GROUPS:
+            hint = did_you_mean(group, *GROUPS)
+            self.problems.append(f"{path}: [{plain(group)}]: no such group{hint}; --help lists all")
         for key, value in keys.items():
             spellings = sorted(other for other in keys if python_name(other) == python_name(key))
             if key != spellings[0]:
@@ -495,7 +483,7 @@ def _add_flags(
     text = "start from a TOML file, such as the config.toml of a run"
     add(options, "--config", "FILE.toml", text)
     if not custom:
-        names = ", ".join(_preset_names(PRESETS))
+        names = ", ".join(files.preset_names(PRESETS))
         text = "start from a preset, with its topology for the number of ranks, if it has one"
         add(options, "--preset", "NAME", f"{text}: {names}")
         add(options, "--world-size", "N", f"ranks to assume in a dry run, at most {MOST_RANKS}")
@@ -572,10 +560,6 @@ def help_text(
     unset = "The value none unsets a key that is not set by default."
     parts = [usage, about.strip(), parser.format_help().strip("\n"), unset]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _preset_names(presets: Path) -> list[str]:
-    return sorted(path.stem for path in presets.glob("*.toml"))
 
 
 def _flag(group: str, name: str) -> str:
