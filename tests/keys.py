@@ -21,9 +21,9 @@ All keys of the configuration, with their defaults and meanings. `threed train -
 This page is generated from `threed/config/` by `python -m tests.keys`; a test fails if it is out of date.
 
 A key is `--group.key value` as a flag, and `key = value` under `[group]` in a TOML file (`--config FILE.toml`).
-Flags override the preset or file; the last of repeated flags applies. A table such as `[topology.8]` in a preset or file
-has values for 8 ranks ([recipes](../guide/recipes.md#your-own-topologies)). In Python a hyphen is an underscore:
-`config.train.global_batch`.
+Flags override the preset or file; the last of repeated flags applies, but `--preset` and `--config` may be given only
+once. A table such as `[topology.8]` in a preset or file has values for 8 ranks
+([recipes](../guide/recipes.md#your-own-topologies)). In Python a hyphen is an underscore: `config.train.global_batch`.
 
 Keys without a default are *not set*; on the command line and in a file, the value `none` unsets them.
 *Not yet* marks keys of which this version implements only the listed values.

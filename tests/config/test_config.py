@@ -267,6 +267,7 @@ import threed.config.groups, threed.config.checks, threed.config.arguments"""
         ("--model.hidden 1000000007", ["less than or equal to 100000"]),
         ("--world-size 1000000007", ["--world-size 1000000007", "from 1 to 1000000"]),
         ("--train.micro-batch 1000000007", ["or --train.micro-batch 16"]),
+        ("--preset tiny --preset=gpt2", ["--preset: given 2 times", "give one"]),
         ("--config nowhere.toml", ["no such file", "--preset"]),
         ("--world-size none", ["--world-size none", "whole number"]),
         ("--preset=", ["--preset : no such preset"]),
@@ -310,6 +311,13 @@ def test_a_file_that_is_not_toml_is_refused_as_such(tmp_path: Path, name: str) -
     found = problem(f"--config {tmp_path / name}")
     assert found.startswith(f"{tmp_path / name}: invalid TOML")
     assert found.endswith("only TOML is read; convert the file to TOML")
+
+
+def test_a_second_file_is_refused(tmp_path: Path) -> None:
+    for name in ("a.toml", "b.toml"):
+        (tmp_path / name).write_text("[train]\nsteps = 3\n")
+    found = problem(f"--config {tmp_path}/a.toml --config {tmp_path}/b.toml")
+    assert found.startswith("--config: given 2 times")
 
 
 def test_what_is_not_a_regular_file_is_refused_as_such(tmp_path: Path) -> None:

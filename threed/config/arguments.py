@@ -247,6 +247,11 @@ class _Draft:
         found, rest = parser.parse_known_args(named)
         given = vars(found)
         self._describe_missing(given, named, rest)
+        flags = [token.partition("=")[0] for token in named]
+        for flag in ("--config", "--preset"):
+            if flags.count(flag) > 1:
+                what = f"given {flags.count(flag)} times, but a run starts from one file"
+                self.problems.append(f"{flag}: {what}; give one, and the differences as flags")
         for flag in ("help", "dry_run"):
             if value := given.get(flag):
                 text = f"--{key_name(flag)}={value}: it takes no value; write --{key_name(flag)}, or leave it out"
