@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import math
@@ -67,6 +68,23 @@ def test_a_checkpoint_that_would_not_fit_is_refused(tmp_path: Path) -> None:
             files.CheckpointError, match=r"/proc is on no disk: point --run\.dir elsewhere"
         ):
             files.check_space(Path("/proc"), 1)
+
+
+def fill_the_disk(out: Path, nbytes: int) -> None:
+    """Writes a new folder that needs `nbytes` on a disk without space."""
+    with files.new_folder(out, "mark", "checkpoint", nbytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 62])
+def test_the_advice_for_a_new_folder_names_no_option_of_a_run(tmp_path: Path, nbytes: int) -> None:
+    """`threed convert` has neither --checkpoint.keep nor --run.dir."""
+    with pytest.raises(
+        files.CheckpointError, match=r": free some space, or choose another folder$"
+    ):
+        fill_the_disk(tmp_path / "out", nbytes)
+    with pytest.raises(files.CheckpointError, match=r"checkpoint\.keep, or point --run\.dir"):
+        files.begin(tmp_path / "out", "mark", "checkpoint", 1 << 62)
 
 
 def test_publish_replaces_a_folder_whole(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 from threed.core.atomic import building_place
+from threed.core.disk import ELSEWHERE, why
 from threed.core.disk import in_units as in_units
-from threed.core.disk import why
 from threed.core.native import function
 from threed.core.parse import plain as plain
 
@@ -516,7 +516,12 @@ def _parse_header(
 # ----------------------------------------------------------------------------------------------------------- folders
 
 
-def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
+# Fixes for a full disk other than to free space: for checkpoints of a run, and for new folders.
+FIXES = ("lower --checkpoint.keep", ELSEWHERE)
+OTHER_FOLDER = ("choose another folder",)
+
+
+def begin(path: Path, mark: str, kind: str, nbytes: int, fixes: tuple[str, ...] = FIXES) -> Path:
     """Creates an empty temporary folder, which the caller later renames to `path`.
 
     Args:
@@ -524,6 +529,7 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
         mark: name of a file that every folder of this kind contains.
         kind: kind of folder, such as "checkpoint", for messages.
         nbytes: disk space that the folder will need, in bytes.
+        fixes: fixes for a full disk, for the message; see `check_space`.
 
     Returns:
         The path of the temporary folder.
@@ -540,7 +546,7 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
     building = building_place(path)
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    check_space(path.parent, nbytes, kind)
+    check_space(path.parent, nbytes, kind, fixes)
     return building
 
 
@@ -557,29 +563,31 @@ def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
             OSError.
     """
     try:
-        yield begin(path, mark, kind, nbytes)
+        yield begin(path, mark, kind, nbytes, OTHER_FOLDER)
     except OSError as error:
         # Removes the unfinished folder before `why` measures the free disk space.
         shutil.rmtree(building_place(path), ignore_errors=True)
-        raise CheckpointError(
-            f"could not write {path}: {why(error, path.parent, nbytes)}"
-        ) from error
+        reason = why(error, path.parent, nbytes, OTHER_FOLDER[-1])
+        raise CheckpointError(f"could not write {path}: {reason}") from error
     finally:
         shutil.rmtree(building_place(path), ignore_errors=True)
 
 
-def check_space(folder: Path, needed: int, kind: str = "checkpoint") -> None:
+def check_space(
+    folder: Path, needed: int, kind: str = "checkpoint", fixes: tuple[str, ...] = FIXES
+) -> None:
     """Raises CheckpointError if the disk of `folder` has less than `needed` bytes free.
 
     Args:
         folder: existing folder on the disk.
         needed: required free space in bytes.
         kind: kind of folder that will be written, for the message.
+        fixes: fixes other than to free space, for the message; the last one is to write elsewhere.
     """
     disk = shutil.disk_usage(folder)
     if disk.total == 0:
-        raise CheckpointError(f"{folder} is on no disk: point --run.dir elsewhere")
+        raise CheckpointError(f"{folder} is on no disk: {fixes[-1]}")
     if disk.free < needed:
         free = f"{in_units(disk.free)} are free at {folder}"
-        fix = "free some space, lower --checkpoint.keep, or point --run.dir elsewhere"
+        fix = f"{', '.join(['free some space', *fixes[:-1]])}, or {fixes[-1]}"
         raise CheckpointError(f"disk full: a {kind} needs {in_units(needed)}, {free}: {fix}")
