@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from tests.configs import Case, config_of, engine_of
+from tests.disks import tmpfs
 from tests.harness import run_ranks
 from threed.cli import launch
 from threed.cli.commands import main
@@ -220,6 +221,29 @@ def test_tokenize_writes_a_pair_that_trains(
     assert (tmp_path / "out.bin").exists()
     assert (tmp_path / "out.idx").exists()
     assert main(["tokenize", str(tmp_path / "missing.txt"), str(tmp_path / "other")]) == 2
+
+
+def test_a_full_disk_is_an_error_with_path_and_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("some text " * 20000)
+    small = tmp_path / "small"
+    plan = ["schedule", "1f1b", "--stages", "16", "--microbatches", "128"]
+    with tmpfs(small, "20k"):
+        (small / "old.svg").write_text("old")
+        for name, line in {
+            "new.svg": [*plan, "--svg"],
+            "old.svg": [*plan, "--svg"],
+            "new.csv": [*plan, "--csv"],
+            "tokens": ["tokenize", str(text)],
+        }.items():
+            assert main([*line, str(small / name)]) == 2
+            said = capsys.readouterr().err
+            assert f"could not write {small / name}: No space left on device" in said
+            assert "free some space, or choose another path" in said
+        assert [path.name for path in small.iterdir()] == ["old.svg"]
+        assert (small / "old.svg").read_text() == "old"
 
 
 def test_inspect_shows_versions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ threed verify FILE.py:NAME [--topologies tp2,pp2] [--json]     compares a custom
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -26,13 +27,15 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from threed.cli import from_megatron, parser
 from threed.config import architectures
 from threed.core import source
+from threed.core.atomic import building
+from threed.core.disk import is_unwritable, why
 from threed.core.messages import counted, did_you_mean
 from threed.core.packages import MissingPackageError
 from threed.distributed.launcher import end_by_signal, exits_on_broken_pipe
@@ -177,16 +180,42 @@ def _schedule(a: argparse.Namespace) -> None:
         "messages": list(timeline.messages),
     }
     if a.csv:
-        a.csv.write_text(schedules.to_csv(plan))
+        _write(a.csv, schedules.to_csv(plan))
     if a.svg:
         counts = f"{counted(plan.stages, 'stage')}, {counted(plan.microbatches, 'micro-batch')}"
         title = f"{Path(a.name).name}: {counts}"
         peak = f"at most {counted(max(timeline.peak_activations), 'micro-batch', 'g')} in memory"
         subtitle = f"ends at {timeline.makespan:g}, bubble {timeline.bubble:.1%}, {peak}"
         unit = f"forward = {a.forward:g}"
-        a.svg.write_text(schedules.svg(timeline.spans, title, subtitle, unit=unit, ways=plan.ways))
+        _write(a.svg, schedules.svg(timeline.spans, title, subtitle, unit=unit, ways=plan.ways))
     lines = (f"{name:<17} {value}" for name, value in facts.items())
     print(json.dumps(facts) if a.json else "\n".join(lines))
+
+
+@contextlib.contextmanager
+def _writes(path: Path) -> Iterator[None]:
+    """Context manager: an error of a full or read-only disk becomes a ValueError with advice.
+
+    Args:
+        path: the file that the block writes.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_unwritable(error):
+            raise
+        reason = why(error, path.parent, elsewhere="choose another path")
+        raise ValueError(f"could not write {path}: {reason}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file; after an error, an existing file is unchanged, and no partial file is left."""
+    with _writes(path):
+        if path.exists() and not path.is_file():  # such as /dev/stdout, which cannot be replaced
+            path.write_text(text)
+            return
+        with building(path) as (scratch,):
+            scratch.write_text(text)
 
 
 def _plan(a: argparse.Namespace, costs: Costs) -> Plan:
@@ -211,7 +240,8 @@ def _tokenize(a: argparse.Namespace) -> None:
         raise ValueError(f"{a.src} does not exist")
     bos: Any = {"true": True, "false": False}.get(a.bos, "auto")
     tokenizer = load_tokenizer(a.tokenizer, bos, a.special_tokens)
-    made = tokenize_to_megatron(a.src, a.dst, tokenizer)
+    with _writes(Path(a.dst).expanduser()):
+        made = tokenize_to_megatron(a.src, a.dst, tokenizer)
     files = ", ".join(map(str, made.files))
     counts = f"{counted(made.documents, 'document', ',')}, {counted(made.tokens, 'token', ',')}"
     print(f"{counts}: {files}")
