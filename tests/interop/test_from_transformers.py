@@ -335,6 +335,11 @@ def adapted() -> Any:
     return module
 
 
+def with_lora() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(make("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+
+
 def three_heads() -> Any:
     return make("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
 
@@ -352,6 +357,7 @@ REFUSALS: list[tuple[str, Any]] = [
     ("encoder-decoder", encoder_decoder),
     (r"other inputs than text \(vision_config\)", with_images),
     ("it has an adapter: merge it", adapted),
+    ("^PeftModel: it has an adapter: merge it", with_lora),
     ("it has no language head", lambda: make("llama").model),
     ("buffers in their state dict", lambda: make("apertus")),
 ]  # fmt: skip

@@ -92,6 +92,9 @@ class Plan:
 def _kind_problems(model: Any) -> Iterator[str]:
     """Yields the reasons why a model is not a decoder with plans."""
     config = model.config
+    if _has_adapter(model):
+        yield "it has an adapter: merge it into the weights first (PEFT's merge_and_unload)"
+        return
     if config.is_encoder_decoder:
         yield f"threed does not offer tensor and pipeline parallelism of encoder-decoder models: {OTHERWISE}"
         return
@@ -100,13 +103,20 @@ def _kind_problems(model: Any) -> Iterator[str]:
         return
     if getattr(config, "quantization_config", None) is not None:
         yield "threed does not train quantized models: load it without a quantization_config"
-    if getattr(model, "_hf_peft_config_loaded", False):
-        yield "it has an adapter: merge it into the weights first (PEFT's merge_and_unload)"
     if model.base_model is model or model.get_output_embeddings() is None:
         yield "it has no language head: load it with AutoModelForCausalLM"
     plans = ("base_model_tp_plan", "base_model_pp_plan")
     if missing := [key for key in plans if not getattr(config, key, None)]:
         yield f"its configuration has no {' and no '.join(missing)}: {OTHERWISE}"
+
+
+def _has_adapter(model: Any) -> bool:
+    """Returns whether a model has an adapter of PEFT: `add_adapter`, or a `PeftModel`."""
+    return (
+        getattr(model, "_hf_peft_config_loaded", False)
+        or hasattr(model, "peft_config")
+        or any(hasattr(module, "base_layer") for module in model.modules())
+    )
 
 
 def find_problems(model: Any, plan: Plan, slicing: Slicing) -> Iterator[str]:
