@@ -36,7 +36,9 @@ def config_of(world: int, **groups: dict[str, Any]) -> Config:
 
 
 def measure(config: Config, change: Callable[[nn.Module], None] | None = None) -> int:
-    """Returns this rank's peak in its third step, in bytes.
+    """Returns this rank's peak in its second or third step, whichever is lower, in bytes.
+
+    A measured peak includes messages that gloo has not released yet, which a busy machine delays.
 
     Args:
         config: the configuration.
@@ -49,13 +51,15 @@ def measure(config: Config, change: Callable[[nn.Module], None] | None = None) -
         for layer in engine.blueprint.layers if change else ():
             change(layer)
         rows = config.train.global_batch // topology.dp
+        found = []
         for _ in range(3):
             gc.collect()
             peak.most = 0
             tokens = torch.randint(0, 1000, (rows, config.model.seq))
             engine.step({"tokens": tokens, "labels": tokens.clone()})
             engine.optimizer.wait()
-    return peak.most
+            found.append(peak.most)
+    return min(found[1:])
 
 
 def measure_all(configs: list[Config]) -> list[int]:
