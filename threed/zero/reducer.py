@@ -158,8 +158,10 @@ class Reducer:
             chunks: the chunks of the model that use the parameters.
             over: `ShardSpec.over` of the parameters.
         """
-        same = [g for g in self.layout.groups if (g.key.chunks, g.key.over) == (chunks, over)]
-        groups = [group for group in same if group.key.trainable]
+        groups = [
+            g for g in self.layout.groups
+            if g.key.trainable and (g.key.chunks, g.key.over) == (chunks, over)
+        ]  # fmt: skip
         # whether a gradient gets contributions from several chunks in different rounds: if buckets
         # are reduced per micro-batch, the backward of each chunk is a separate round
         split = self.rounds and len(chunks) > 1
@@ -171,7 +173,7 @@ class Reducer:
         buckets = {
             number: [counts[slot] for slot in bucket.slots()]
             for number, bucket in enumerate(self.layout.buckets)
-            if bucket.group in same
+            if (bucket.group.key.chunks, bucket.group.key.over) == (chunks, over)
         }
         queue = LaunchQueue(chunks, list(counts.values()), buckets)
         self._queues.append(queue)
