@@ -7,6 +7,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,3 +130,19 @@ def test_messages_name_the_context_rank_if_there_are_several() -> None:
     assert place == "stage 1, dp 0, cp 2, tp 3"
     place = place_of(cast(Topology, SimpleNamespace(coordinates=at | {"cp": 0}, cp=1)))
     assert place == "stage 1, dp 0, tp 3"
+
+
+def test_a_rank_marked_hung_does_not_go_on(tmp_path: Path) -> None:
+    """Its watchdog is about to end it; the rank that stalled may have continued meanwhile."""
+    heart = Heartbeat(tmp_path, 0)
+    heart.beat(6, "step")
+    heart.mark("hung", "waits in recv")
+    thread = threading.Thread(target=heart.beat, args=(7, "data"), daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    (beat,) = read_all(tmp_path)
+    assert (beat["step"], beat["state"]) == (6, "hung")
+    heart.mark("ended")  # ends the thread
+    thread.join(10)
+    heart.close()

@@ -102,6 +102,12 @@ def test_signals_are_heard_while_the_main_thread_is_busy_and_handlers_come_back(
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+def test_the_main_thread_sees_a_signal_although_no_thread_listens() -> None:
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.asked == "SIGUSR1"
+
+
 def test_a_second_sigterm_ends_a_process_that_waits_in_c() -> None:
     program = """
 import ctypes, threading

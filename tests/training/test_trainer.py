@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -180,7 +179,7 @@ def asked_to_stop(folder: Path) -> str:
 
 def test_a_run_stops_between_logged_steps_and_saves(tmp_path: Path) -> None:
     (said,) = run_ranks(1, asked_to_stop, tmp_path)
-    assert re.fullmatch(r"preempted by SIGTERM.* after step [23], which is saved", said)
+    assert said == "preempted by SIGTERM (rank 0) after step 3, which is saved"
 
 
 def two_stages(folder: Path) -> None:

@@ -50,6 +50,7 @@ class Heartbeat:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._about = {"rank": rank, "pid": os.getpid(), "host": platform.node()[:64]}
         self._about |= {"place": place[:60]}
+        self.last: Beat = {}
         self._fd = os.open(_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
         os.ftruncate(self._fd, RECORD_BYTES)
         self.beat(0, "start")
@@ -57,15 +58,18 @@ class Heartbeat:
     def beat(self, step: int, phase: str) -> None:
         """Records that this rank has begun a phase of a step.
 
-        If the file cannot be written, the error is ignored.
+        If the file cannot be written, the error is ignored. Once this rank has been marked "hung",
+        beats do not return: the watchdog ends the process, and the run must not go on meanwhile.
 
         Raises:
             ValueError: if the name of the phase is longer than 100 characters.
         """
         if len(phase) > 100:
             raise ValueError(f"heartbeat phase of {len(phase)} characters: use at most 100")
+        while self.last.get("state") == "hung":
+            time.sleep(1.0)
         self.began = time.monotonic()
-        self.last: Beat = {**self._about, "step": step, "phase": phase, "time": time.time()}
+        self.last = {**self._about, "step": step, "phase": phase, "time": time.time()}
         self.mark("")
 
     def mark(self, state: str, note: str = "") -> None:

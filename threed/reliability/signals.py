@@ -6,9 +6,10 @@
         signals.asked                 # "SIGTERM", or "" before any signal
 
 A Python signal handler runs in the main thread, and only after this thread has returned from C++.
-While a collective waits for a dead rank, the main thread does not return. So the handlers here do
-no work. Instead, the interpreter writes the number of each signal into a socket immediately
-(`signal.set_wakeup_fd`), and another thread reads the socket.
+While a collective waits for a dead rank, the main thread does not return. So the interpreter also
+writes the number of each signal into a socket immediately (`signal.set_wakeup_fd`), and another
+thread reads the socket. The handler only sets `asked`: the main thread sees a signal at once, even
+if the other thread does not run for a while on a busy machine.
 
 A second SIGTERM ends the process at once. SIGTERMs within three seconds of the first one count as
 the same signal: a batch system sends SIGTERM to all processes, and torchrun then forwards the one
@@ -64,7 +65,7 @@ class Signals:
         for number in STOP_SIGNALS:
             # An ignored signal stays ignored; for example, `nohup` ignores SIGHUP.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, lambda *_: None)
+                self._before[number] = signal.signal(number, self._ask)
                 signal.siginterrupt(number, False)  # system calls continue after the signal
         return self
 
@@ -97,11 +98,14 @@ class Signals:
                 for number in self._reader.recv(64):
                     self.hear(number)
 
+    def _ask(self, number: int, _: object = None) -> None:
+        self.asked = self.asked or signal.Signals(number).name
+
     def hear(self, number: int) -> None:
         """Records a signal; calls `end` at a second SIGTERM."""
         if number not in STOP_SIGNALS:
             return
-        self.asked = self.asked or signal.Signals(number).name
+        self._ask(number)
         if number == signal.SIGTERM:
             now = time.monotonic()
             if self.terminated and now - self.terminated > SAME_S:
