@@ -117,7 +117,7 @@ def test_gathering_again_changes_no_bit() -> None:
 def test_chunk_order() -> None:
     """[t c n ...] -> [c t n ...]."""
     x = torch.arange(12).view(12, 1)
-    order = sequence_chunks.in_chunk_order(x, Axis("tp", (0, 1), 0), 3)
+    order = sequence_chunks.Chunks(Axis("tp", (0, 1), 0), 3).gathered_order(x)
     assert order.flatten().tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
 
 

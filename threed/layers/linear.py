@@ -19,7 +19,6 @@ gathered at the same time (`layers.tiled`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,11 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from threed.distributed import collectives, symmetric_memory
+from threed.distributed import collectives
 from threed.distributed.collectives import done, split
 from threed.distributed.sharding import ShardSpec, matrix, parameter, vector
 from threed.distributed.topology import Axis, alone
 from threed.layers import sequence_chunks, tiled
+from threed.layers.sequence_chunks import Chunks, Factor, Overlap, SymmetricMemory
 from threed.layers.slicing import (
     Slicing,
     bias_gradient,
@@ -67,18 +67,23 @@ class Terms(NamedTuple):
     regather: bool = False
     symmetric: bool = False
 
-    def chunks(self, rows: int, inputs: int) -> int:
-        """Returns the number of chunks of the sequence in which the product is computed.
+    def overlap(self, x: Tensor, rows: int) -> Overlap | None:
+        """Returns how the product overlaps with the collective of sequence parallelism, or None.
 
         Args:
+            x: input of the layer, [... b in].
             rows: number of positions per rank, s/t.
-            inputs: number of sequences b.
         """
         if len(self.weights) > 1:  # every chunk would gather all tiles
-            return 1
+            return None
         weight, features = self.weights[0], self.weights[0].shape[self.gather]
-        part = weight.shape[not self.gather]
-        return sequence_chunks.count(rows, inputs, features, part, weight.itemsize, self.axis)
+        part, inputs = weight.shape[not self.gather], x.shape[1:-1].numel()
+        chunks = sequence_chunks.count(rows, inputs, features, part, weight.itemsize, self.axis)
+        if chunks == 1:
+            return None
+        if self.symmetric and not x.is_meta:
+            return SymmetricMemory(self.axis)
+        return Chunks(self.axis, chunks)
 
 
 class _Linear(torch.autograd.Function):
@@ -91,22 +96,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, terms: Terms, *tracked: Tensor | None) -> Tensor:
         weights, shard = terms.weights, x
-        ctx.chunks = terms.chunks(x.shape[0], x.shape[1:-1].numel()) if terms.gather else 1
-        if ctx.chunks > 1 and terms.symmetric and not x.is_meta:
-            ctx.chunks, matrix = 1, weights[0].t()
-            y, kept_x = symmetric_memory.gather_and_multiply(
-                x, matrix, terms.axis, not terms.regather
-            )
+        ctx.terms = terms
+        ctx.overlap = overlap = terms.overlap(x, x.shape[0]) if terms.gather else None
+        if overlap is not None:
+            factor = Factor(weights[0], terms.by, terms.bias)
+            y, kept_x = overlap.gather_and_multiply(x, factor, not terms.regather)
             ctx.save_for_backward(shard if kept_x is None else kept_x, *weights)
-            ctx.terms = terms
-            return y if terms.bias is None else y.add_(terms.bias)
-        if ctx.chunks > 1:
-            multiply = functools.partial(product, weights=weights, bias=terms.bias, by=terms.by)
-            y, kept_x = sequence_chunks.gather_and_multiply(
-                x, multiply, len(weights[0]), terms.axis, ctx.chunks, not terms.regather
-            )
-            ctx.save_for_backward(shard if kept_x is None else kept_x, *weights)
-            ctx.terms = terms
             return y
         if terms.gather:
             x = collectives.all_gather(x, terms.axis)
@@ -114,7 +109,6 @@ class _Linear(torch.autograd.Function):
         # offload saved tensors would read freed memory.
         kept = len(weights) == 1 or all(tile_gatherer_of(weight) is None for weight in weights)
         ctx.save_for_backward(shard if terms.regather else x, *(weights if kept else ()))
-        ctx.terms = terms
         # The product may be a view. Autograd would reject in-place operations, such as relu_(), on
         # a view that was made in a Function. `.data` is never a view.
         return product(x, weights, terms.bias, terms.by).data
@@ -125,7 +119,7 @@ class _Linear(torch.autograd.Function):
         # sinks, because saved-tensor hooks may return copies of the parameters.
         (x, *saved), terms = ctx.saved_tensors, ctx.terms
         dx, *rest = gradients(
-            dy, x, saved or terms.weights, terms, ctx.needs_input_grad[0], ctx.chunks
+            dy, x, saved or terms.weights, terms, ctx.needs_input_grad[0], ctx.overlap
         )
         return dx, None, *rest
 
@@ -161,8 +155,9 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) 
 
 
 def gradients(
-    dy: Tensor, x: Tensor, weights: Sequence[Tensor], terms: Terms, need_dx: bool, chunks: int = 1
-) -> tuple[Tensor | None, ...]:
+    dy: Tensor, x: Tensor, weights: Sequence[Tensor], terms: Terms, need_dx: bool,
+    overlap: Overlap | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Computes the gradients of x before f, of each weight and of the bias. Collective.
 
     If a parameter in `terms` has a `GradSink`, its gradient is added to the sink.
@@ -176,7 +171,7 @@ def gradients(
         weights: values of the weights in `terms`: the saved tensors, which need not have sinks.
         terms: arguments of the forward.
         need_dx: whether the gradient of x is needed.
-        chunks: number of chunks of the forward, whose order the positions of a gathered x have.
+        overlap: how the forward gathered x.
 
     Returns:
         The gradients of x before f, of each weight, and of the bias; None for a gradient that is
@@ -218,8 +213,8 @@ def gradients(
         if axis.size > 1:
             reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce
             pending = reduce(dx, axis)
-    if not cut and chunks > 1 and not regather and trained:
-        take(0, sequence_chunks.in_chunk_order(dy, axis, chunks).flatten(0, -2))
+    if overlap is not None and not regather and trained:
+        take(0, overlap.gathered_order(dy).flatten(0, -2))
     elif not cut:
         take(0, rows)
     elif not overlapped:
@@ -248,47 +243,35 @@ def linear(x: Tensor, terms: Terms) -> Tensor:
 
 
 class _Reduced(torch.autograd.Function):
-    """Computes y = g(x W^T) with sequence parallelism in chunks: x [s b in] -> y [s/t b out].
+    """Computes y = g(x W^T) with sequence parallelism: x [s b in] -> y [s/t b out].
 
     tracked: the weight, as in `_Linear`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, terms: Terms, chunks: int, tracked: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, terms: Terms, overlap: Overlap, tracked: Tensor | None
+    ) -> Tensor:
         (weight,) = terms.weights
         ctx.save_for_backward(x, weight)
-        ctx.terms, ctx.chunks = terms, chunks
-        if terms.symmetric and not x.is_meta:
-            ctx.chunks = 1
-            return symmetric_memory.multiply_and_scatter(x, weight.t(), terms.axis)
-        multiply = functools.partial(product, weights=terms.weights, bias=None, by=terms.by)
-        return sequence_chunks.multiply_and_scatter(x, multiply, len(weight), terms.axis, chunks)
+        ctx.terms, ctx.overlap = terms, overlap
+        return overlap.multiply_and_scatter(x, Factor(weight, terms.by))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
-        (x, weight), terms, chunks = ctx.saved_tensors, ctx.terms, ctx.chunks
+        (x, weight), terms, overlap = ctx.saved_tensors, ctx.terms, ctx.overlap
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "torch.autograd.grad with create_graph=True, through a linear layer that is sharded over tensor ranks"
             )
-        (param,), axis, by = terms.weights, terms.axis, terms.by
-
-        def multiply(chunk: Tensor) -> Tensor:
-            rows = chunk.flatten(0, -2)
-            return by.input_gradient(rows, weight).view(*chunk.shape[:-1], -1)
-
+        (param,) = terms.weights
         trained = param.requires_grad and not _in_forward(terms)
-        if chunks == 1:
-            dx, full = symmetric_memory.gather_and_multiply(dy, weight, axis, trained)
-        else:
-            dx, full = sequence_chunks.gather_and_multiply(
-                dy, multiply, weight.shape[1], axis, chunks, trained
-            )
+        factor = Factor(weight, terms.by, transposed=False)
+        dx, full = overlap.gather_and_multiply(dy, factor, trained)
         if full is None:
             return dx, None, None, None
-        if chunks > 1:
-            x = sequence_chunks.in_chunk_order(x, axis, chunks)
-        return dx, None, None, weight_gradient(param, full.flatten(0, -2), x, by)
+        x = overlap.gathered_order(x)
+        return dx, None, None, weight_gradient(param, full.flatten(0, -2), x, terms.by)
 
 
 class _AddBias(torch.autograd.Function):
@@ -519,9 +502,9 @@ class RowLinear(Product):
         if slicing.sequence_parallel and not torch.compiler.is_compiling():
             tiles, symmetric = tiled.tiles_of(self), slicing.symmetric_memory
             terms = Terms(tiles, None, slicing.tp, by=self.matmul, symmetric=symmetric)
-            chunks = terms.chunks(x.shape[0] // slicing.tp.size, x.shape[1:-1].numel())
-            if chunks > 1:
-                return _Reduced.apply(x, terms, chunks, *for_autograd(x, *terms.weights))
+            overlap = terms.overlap(x, x.shape[0] // slicing.tp.size)
+            if overlap is not None:
+                return _Reduced.apply(x, terms, overlap, *for_autograd(x, *terms.weights))
         return slicing.reduce(self.product(x, None))
 
 

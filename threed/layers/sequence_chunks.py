@@ -1,7 +1,8 @@
 """Products in chunks of the sequence, so that collectives of sequence parallelism overlap with them.
 
-    y, gathered = gather_and_multiply(x, multiply, axis, chunks)      # gather i + 1 overlaps product i
-    part = multiply_and_scatter(x, multiply, axis, chunks)            # product i + 1 overlaps reduction i
+    chunks = Chunks(axis, count(...))
+    y, gathered = chunks.gather_and_multiply(x, factor, keep=True)    # gather i + 1 overlaps product i
+    part = chunks.multiply_and_scatter(x, factor)                     # product i + 1 overlaps reduction i
 
 With t ranks and c chunks of n positions per rank, s = t c n. A tensor [s ...] in sequence order has
 the axes [t c n ...], because each rank owns consecutive positions. Chunk i consists of the positions
@@ -16,24 +17,27 @@ Every row of a product is computed from the same numbers as without chunks. The 
 to rounding, because a matrix kernel may sum in a different order for a different number of rows. A
 backend that adds the terms of a reduce-scatter in rank order, as with gloo, adds the same terms in
 the same order.
+
+`SymmetricMemory` has the same methods, and overlaps by torch's symmetric memory instead.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from threed.core.gpu_rates import DEVICES, PRODUCT_S, LinkRate
-from threed.distributed import collectives
+from threed.distributed import collectives, symmetric_memory
 from threed.distributed.topology import Axis
+from threed.ops.matmul import Matmul
 
 CHUNKS = (1, 2, 4, 8)
 DEVICE = DEVICES["h100"]  # whose rates decide, on all devices: see `count`
 GAIN = 0.05  # smallest share of the modeled time that chunks must save
-
-Multiply = Callable[[Tensor], Tensor]
 
 
 def seconds(
@@ -97,14 +101,112 @@ def _count(
     return best if times[best] < (1 - GAIN) * times[1] else 1
 
 
-def in_chunk_order(x: Tensor, axis: Axis, chunks: int) -> Tensor:
-    """Returns a copy in chunk order of x [s ...], which is in sequence order."""
-    return x.view(axis.size, chunks, -1, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+class Factor(NamedTuple):
+    """The weight of a product: x W^T + b, [... i] -> [... o], or x W, [... o] -> [... i].
+
+    Attributes:
+        weight: W [o i].
+        by: implementation of the matrix products.
+        bias: b [o].
+        transposed: whether the product is x W^T + b.
+    """
+
+    weight: Tensor
+    by: Matmul
+    bias: Tensor | None = None
+    transposed: bool = True
+
+    @property
+    def matrix(self) -> Tensor:
+        """The matrix by which x is multiplied."""
+        return self.weight.t() if self.transposed else self.weight
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Returns the product."""
+        if self.transposed:
+            return self.by.linear(x, self.weight, self.bias)
+        y = self.by.input_gradient(x.flatten(0, -2), self.weight)
+        return y.view(*x.shape[:-1], -1)
 
 
-def _positions(x: Tensor, axis: Axis, chunks: int, i: int) -> Tensor:
-    """Returns a view [t n ...] of the positions of chunk i in x [s ...], in sequence order."""
-    return x.view(axis.size, chunks, -1, *x.shape[1:])[:, i]
+class Overlap(Protocol):
+    """Computes a product together with the collective of sequence parallelism before or after it."""
+
+    def gather_and_multiply(
+        self, shard: Tensor, factor: Factor, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gathers a tensor along the sequence, and multiplies each part when it arrives. Collective.
+
+        Args:
+            shard: this rank's part, [s/t b h].
+            factor: for products [... h] -> [... f].
+            keep: whether to return the gathered tensor.
+
+        Returns:
+            The product [s b f] in sequence order, and the gathered tensor [s b h] or None. Its
+            order is that of `gathered_order`.
+        """
+
+    def multiply_and_scatter(self, x: Tensor, factor: Factor) -> Tensor:
+        """Multiplies, and sums the products of all ranks while further ones are computed. Collective.
+
+        Args:
+            x: this rank's features, [s b f].
+            factor: for products [... f] -> [... h], without a bias.
+
+        Returns:
+            This rank's part of the sum, [s/t b h].
+        """
+
+    def gathered_order(self, x: Tensor) -> Tensor:
+        """Returns x [s ...], which is in sequence order, in the order of gathered tensors."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Computes one chunk while another one is sent; see the module's docstring.
+
+    Attributes:
+        axis: the t tensor ranks.
+        count: number of chunks, a divisor of s/t.
+    """
+
+    axis: Axis
+    count: int
+
+    def gather_and_multiply(
+        self, shard: Tensor, factor: Factor, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        shape = (self.axis.size * shard.shape[0], *shard.shape[1:])
+        gathered = shard.new_empty(shape) if keep else None
+        outs: list[Tensor | None] = [None] * self.count
+        if gathered is not None:
+            outs = [*gathered.chunk(self.count)]
+        y = shard.new_empty(*shape[:-1], factor.matrix.shape[1])
+        for i, chunk in enumerate(_gathers(shard, self.axis, outs)):
+            place = self._positions(y, i)
+            place.copy_(factor.multiply(chunk).view(place.shape))
+        return y, gathered
+
+    def multiply_and_scatter(self, x: Tensor, factor: Factor) -> Tensor:
+        out = x.new_empty(x.shape[0] // self.axis.size, *x.shape[1:-1], factor.matrix.shape[1])
+        pending = []
+        for i, part in enumerate(out.chunk(self.count)):
+            term = factor.multiply(self._positions(x, i).flatten(0, 1))
+            pending.append(collectives.start_reduce_scatter(term, self.axis, into=part))
+        for reduction in pending:
+            reduction.wait()
+        return out
+
+    def gathered_order(self, x: Tensor) -> Tensor:
+        return self._of_ranks(x).transpose(0, 1).reshape(x.shape)
+
+    def _of_ranks(self, x: Tensor) -> Tensor:
+        return x.view(self.axis.size, self.count, -1, *x.shape[1:])
+
+    def _positions(self, x: Tensor, i: int) -> Tensor:
+        """Returns a view [t n ...] of the positions of chunk i in x [s ...], in sequence order."""
+        return self._of_ranks(x)[:, i]
 
 
 def _gathers(shard: Tensor, axis: Axis, outs: list[Tensor | None]) -> Iterator[Tensor]:
@@ -118,53 +220,26 @@ def _gathers(shard: Tensor, axis: Axis, outs: list[Tensor | None]) -> Iterator[T
         yield pending.wait()
 
 
-def gather_and_multiply(
-    shard: Tensor, multiply: Multiply, features: int, axis: Axis, chunks: int, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Gathers a tensor along the sequence, and multiplies each chunk when it arrives. Collective.
+@dataclass(frozen=True)
+class SymmetricMemory:
+    """Reads the parts of the other GPUs from their memory; see `distributed.symmetric_memory`.
 
-    Args:
-        shard: this rank's part, [s/t b h].
-        multiply: product of rows [... h] -> [... f].
-        features: f.
+    Gathered tensors are in sequence order.
+
+    Attributes:
         axis: the t tensor ranks.
-        chunks: number of chunks, a divisor of s/t.
-        keep: whether to return the gathered tensor.
-
-    Returns:
-        The product [s b f] in sequence order, and the gathered tensor [s b h] in chunk order, or
-        None.
     """
-    shape = (axis.size * shard.shape[0], *shard.shape[1:])
-    gathered = shard.new_empty(shape) if keep else None
-    outs: list[Tensor | None] = [None] * chunks if gathered is None else [*gathered.chunk(chunks)]
-    y = shard.new_empty(*shape[:-1], features)
-    for i, chunk in enumerate(_gathers(shard, axis, outs)):
-        place = _positions(y, axis, chunks, i)
-        place.copy_(multiply(chunk).view(place.shape))
-    return y, gathered
 
+    axis: Axis
 
-def multiply_and_scatter(
-    x: Tensor, multiply: Multiply, features: int, axis: Axis, chunks: int
-) -> Tensor:
-    """Multiplies chunk by chunk, and reduce-scatters each product while the next one runs. Collective.
+    def gather_and_multiply(
+        self, shard: Tensor, factor: Factor, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        y, gathered = symmetric_memory.gather_and_multiply(shard, factor.matrix, self.axis, keep)
+        return y if factor.bias is None else y.add_(factor.bias), gathered
 
-    Args:
-        x: this rank's features, [s b f].
-        multiply: product of rows [... f] -> [... h].
-        features: h.
-        axis: the t tensor ranks.
-        chunks: number of chunks, a divisor of s/t.
+    def multiply_and_scatter(self, x: Tensor, factor: Factor) -> Tensor:
+        return symmetric_memory.multiply_and_scatter(x, factor.matrix, self.axis)
 
-    Returns:
-        This rank's part of the sum, [s/t b h].
-    """
-    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:-1], features)
-    pending = []
-    for i, part in enumerate(out.chunk(chunks)):
-        term = multiply(_positions(x, axis, chunks, i).flatten(0, 1))
-        pending.append(collectives.start_reduce_scatter(term, axis, into=part))
-    for reduction in pending:
-        reduction.wait()
-    return out
+    def gathered_order(self, x: Tensor) -> Tensor:
+        return x
