@@ -18,7 +18,7 @@ from threed import schedules
 from threed.distributed.collectives import Pending
 from threed.pipeline.executor import Executor
 from threed.schedules import Plan
-from threed.schedules.action import COMPUTE, RECEIVES, Action
+from threed.schedules.action import COMPUTE, RECEIVES, Action, Kind
 from threed.schedules.deadlock_check import validate
 from threed.schedules.double_buffered import drain, first
 from threed.schedules.simulation import Costs
@@ -147,6 +147,8 @@ def forms_ahead(stack: ExitStack) -> None:
             if actions[n].kind in COMPUTE:
                 return
             message = (actions[n].kind, actions[n].microbatch, actions[n].chunk)
+            if actions[n].kind is Kind.RECV_B and self._key("out", actions[n]) not in self._forms:
+                return  # nothing arrives that states this form
             if actions[n].kind in RECEIVES and message not in self._posted:
                 self._receive(actions[n])
                 self._posted.add(message)
