@@ -24,7 +24,7 @@ if __name__ == "__main__" and sys.argv[2] == "threed":
 
 import torch
 from accelerate.utils.memory import release_memory
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptEncoderConfig, get_peft_model
 from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -76,6 +76,7 @@ class Case:
         again: for each further call of `Trainer.train`, the checkpoint from which it resumes, or None.
         rates: relative learning rates of the updates, which "plain" sets by a scheduler of its own.
         peft: whether only adapters (LoRA) are trained.
+        prompt: whether, with `peft`, a prompt is trained (p-tuning) instead of LoRA.
         whole: further modules that peft trains and saves with the adapters.
         evaluates: whether the model is evaluated before the training.
         vocab: size to which the embeddings are resized before the training.
@@ -92,6 +93,7 @@ class Case:
     again: tuple[str | None, ...] = ()
     rates: tuple[float, ...] | None = None
     peft: bool = False
+    prompt: bool = False
     whole: tuple[str, ...] = ()
     evaluates: bool = False
     vocab: int | None = None
@@ -144,6 +146,7 @@ CASES = {f"{family}-{stage}": Case(family, stage) for family in FAMILIES for sta
     "peft-3": Case("llama", 3, peft=True, args=SAVES),
     "peft-whole-3": Case("llama", 3, peft=True, whole=("lm_head", "embed_tokens"), args=SAVES),
     "peft-2": Case("llama", 2, peft=True),
+    "prompt-3": Case("llama", 3, peft=True, prompt=True, args=SAVES),
     "evaluated-3": Case("llama", 3, evaluates=True, generates=True),
     "resized-3": Case("gpt2", 3, vocab=VOCAB + 8),
     "classifier-3": Case("bert", 3, args=RANK_MEANS),
@@ -272,10 +275,11 @@ def load(out: Path, case: Case) -> torch.nn.Module:
         model.resize_token_embeddings(case.vocab, mean_resizing=False)
     if case.peft:
         whole = [*case.whole] or None
-        model = get_peft_model(
-            model,
-            LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=whole),
+        lora = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=whole)
+        prompt = PromptEncoderConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16
         )
+        model = get_peft_model(model, prompt if case.prompt else lora)
     return model
 
 

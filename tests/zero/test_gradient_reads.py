@@ -84,3 +84,49 @@ def test_a_discarded_step_has_no_gradients() -> None:
     engine.backward(module(torch.ones(2, 3)))
     engine.discard()
     module.zero_grad()
+
+
+def double(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad = 2 * param.grad
+
+
+def steps_of(engine: ModuleEngine, name: str) -> None:
+    engine.begin(2)
+    for part in torch.ones(2, 1, 3):
+        loss = engine.module(part)
+        loss.backward() if name == "loss.backward" else engine.backward(loss)
+    engine.update()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", ["loss.backward", "engine.backward"])
+def test_a_gradient_that_the_program_has_set_is_refused(stage: int, name: str) -> None:
+    """In DDP, the gradient of the step would be the mean of `g` over the ranks plus that of the losses."""
+    module = Small()
+    g = torch.ones(4, 3)
+    module.first.weight.grad = g  # before the engine is built
+    engine = engine_of(stage, module)
+    refused = pytest.raises(RuntimeError, match=r"\.grad of first\.weight was set .* to the loss")
+    with refused:
+        steps_of(engine, name)
+    engine.zero_grad()
+    steps_of(engine, name)
+    module.first.weight.grad = g
+    with refused:
+        steps_of(engine, name)
+    module.zero_grad()
+    engine.begin(1)
+    loss = module(torch.ones(2, 3))
+    module.first.weight.grad = g  # after the forward
+    with refused:
+        loss.backward() if name == "loss.backward" else engine.backward(loss)
+    del module.first.weight.grad
+    for _ in range(2):
+        steps_of(engine, name)
+    for param in module.parameters():  # a hook of the program may change the value
+        param.register_post_accumulate_grad_hook(double)
+    engine.begin(1)
+    loss = module(torch.ones(2, 3))
+    loss.backward() if name == "loss.backward" else engine.backward(loss)
+    assert engine.update().grad_norm > 0

@@ -89,6 +89,7 @@ class ShardSpec:
         rule: name of the update rule ("balance", see `ops.balance`); None for the optimizer's. A
             parameter with such a rule is kept in fp32 at least, and its gradient neither
             counts in the gradient norm nor is clipped.
+        resident: whether the parameter stays unsharded under ZeRO stage 3.
     """
 
     pieces: tuple[Piece, ...]
@@ -99,6 +100,7 @@ class ShardSpec:
     padding: int = 0
     over: str | None = None
     rule: str | None = None
+    resident: bool = False
 
     @property
     def numel(self) -> int:

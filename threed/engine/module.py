@@ -19,7 +19,7 @@ from threed.config import Config, OptimConfig, RecomputeConfig
 from threed.config.resolution import resolve
 from threed.core.messages import counted
 from threed.distributed import collectives
-from threed.distributed.sharding import point
+from threed.distributed.sharding import few, point
 from threed.engine.base import Engine
 from threed.models import Model, Wrapped, wrap
 from threed.pipeline import activation_checkpointing, compiling
@@ -145,6 +145,7 @@ class ModuleEngine(Engine):
             raise RuntimeError(
                 "threed does not offer loss.backward() under fp16: call engine.backward(loss), which scales the loss"
             )
+        self._check_given()
         if self._divisor is None:
             if self.reducer.passes:
                 raise RuntimeError(
@@ -214,7 +215,7 @@ class ModuleEngine(Engine):
             if self._microbatches is None:
                 raise ValueError("backward in a step of begin(None) needs a weight")
             weight = 1.0 / (self._microbatches * self.topology.dp)
-        self._check_scales()
+        self._check_grads()
         if retain_graph:
             self.reducer.count_freely()
         if last:
@@ -281,7 +282,7 @@ class ModuleEngine(Engine):
         self.plain.allow(False)
         self.gatherer.set_in_step(False)
         self._sync_states()
-        self._check_scales()
+        self._check_grads()
         return super()._end_step(loss, tokens)
 
     def _begin(self, microbatches: int) -> None:
@@ -290,17 +291,31 @@ class ModuleEngine(Engine):
         self.optimizer.divide_by(1)
         self.gatherer.release_all()  # parameters must be freed even if the check raises an error
         self.gatherer.end_forwards()
-        self._check_scales()
+        self._check_grads()
         super()._begin(microbatches)
         self.gatherer.set_in_step(True)
 
-    def _check_scales(self) -> None:
-        """Raises RuntimeError if another engine's gradients cannot be added to this step's.
+    def _check_given(self) -> None:
+        """Raises RuntimeError if the program has set `.grad` of a parameter.
 
-        With fp16 they cannot be added, because the engines may have different loss scales. In a
-        step with plain backwards they cannot be added either: the other engine has multiplied its
-        losses by weights, but the losses of plain backwards have no weights.
+        This value would be multiplied by the number of data ranks, or divided by the number of
+        micro-batches.
         """
+        if given := [sink.slot.spec.name for sink in self.reducer.sinks if sink.given]:
+            raise RuntimeError(
+                f".grad of {few(given)} was set before the backward: set it to None, or call zero_grad(). To add a"
+                " gradient g to the gradient of the loss, add (param * g).sum() to the loss"
+            )
+
+    def _check_grads(self) -> None:
+        """Raises RuntimeError if values of `.grad` cannot be added to this step's gradients.
+
+        With fp16, gradients of other engines cannot be added, because the engines may have
+        different loss scales. In a step with plain backwards they cannot be added either: the other
+        engine has multiplied its losses by weights, but the losses of plain backwards have no
+        weights.
+        """
+        self._check_given()
         scaled = self.config.precision.dtype == "fp16" or self._divisor is not None
         for slot, _ in self.reducer.foreign if scaled else ():
             why = "scaled by that engine's loss scale"

@@ -159,3 +159,22 @@ def with_some_label(inputs: Inputs, items: Tensor) -> dict[str, Any]:
         return dict(inputs)
     some = (items.amax() > 0).to(labels.device)
     return {**inputs, "labels": torch.where(some, labels, labels.clamp(min=0))}
+
+
+@contextmanager
+def with_dtype_note(inputs: Inputs) -> Iterator[None]:
+    """Context manager: adds the dtypes of the batch's tensors as a note to a dtype error."""
+    try:
+        yield
+    except RuntimeError as error:
+        floats = [
+            f"{k} is {v.dtype}"
+            for k, v in inputs.items()
+            if isinstance(v, Tensor) and v.is_floating_point()
+        ]
+        if "dtype" in str(error) and floats:
+            error.add_note(
+                f"threed: a batch's tensors keep their dtype ({', '.join(floats)}): cast them in the module's forward,"
+                " or set precision.cast_inputs"
+            )
+        raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from threed.distributed.topology import Axis
 from threed.layers.contract import PipelineLayer
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.memory.mapped import Region, leave_file, region_of
-from threed.models.loss_items import Inputs, Items
+from threed.models.loss_items import Inputs, Items, with_dtype_note
 
 
 def item_of(output: Any, name: str) -> Any:
@@ -82,23 +83,15 @@ def loss_of(output: Any) -> Tensor:
     return found.reshape(())
 
 
-@contextmanager
-def with_dtype_note(inputs: Inputs) -> Iterator[None]:
-    """Context manager: adds the dtypes of the batch's tensors as a note to a dtype error."""
-    try:
-        yield
-    except RuntimeError as error:
-        floats = [
-            f"{k} is {v.dtype}"
-            for k, v in inputs.items()
-            if isinstance(v, Tensor) and v.is_floating_point()
-        ]
-        if "dtype" in str(error) and floats:
-            error.add_note(
-                f"threed: a batch's tensors keep their dtype ({', '.join(floats)}): cast them in the module's forward,"
-                " or set precision.cast_inputs"
-            )
-        raise
+def _prompt_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters of peft's prompt encoders.
+
+    They stay unsharded, because peft's `save_pretrained` runs the prompt encoder on rank 0 alone.
+    """
+    peft: Any = sys.modules.get("peft")
+    for part in module.modules() if peft is not None else ():
+        if isinstance(part, peft.PeftModel) and "prompt_encoder" in part._modules:
+            yield from part.prompt_encoder.parameters()
 
 
 class Unit:
@@ -207,9 +200,10 @@ class Wrapped(PipelineLayer):
 
     def _attach(self) -> None:
         """Adds the sharding records of the parameters and the hooks that observe calls."""
+        resident = set(_prompt_parameters(self.module))
         for name, param in self._params.items():
             piece = Piece(name, tuple(param.shape), (0,) * param.dim(), tuple(param.shape))
-            attach(param, ShardSpec((piece,), decay=param.dim() > 1))
+            attach(param, ShardSpec((piece,), decay=param.dim() > 1, resident=param in resident))
         if isinstance(self.count, Items):
             self.count.register()
         self._attached = True

@@ -13,6 +13,7 @@ token of a document would be the first token of the next document, so it is igno
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 
@@ -73,7 +74,7 @@ class Batches:
             " with the same index on the axis dp (`topology.axis('dp').index`)",
             [topology.axis("cp"), topology.axis("tp")],
         )
-        self._room, self._known_shapes = config.experts.room, set[tuple[bool, tuple[int, ...]]]()
+        self._room, self._known_shapes = config.experts.room, {True: set[str](), False: set[str]()}
         given = model, layers, config, topology.device
         self._no_documents = documents_problem(*given)
         check_packing(config, self._no_documents)
@@ -159,38 +160,54 @@ class Batches:
                 f"data ranks evaluate different numbers of rows, {everyone}: pass equally many on each"
             )
 
-    def _check_shape(self, tokens: Tensor, training: bool) -> None:
-        """Checks that tensor and context ranks have tokens [b s] of the same shape. Collective.
+    def _check_shapes(self, batch: Batch, training: bool) -> None:
+        """Checks that the ranks that share a batch have batches of the same shapes. Collective.
 
-        With `experts.room`, the expert ranks must have the same shape too in training. Ranks
-        exchange a shape only when it is new to them, so most steps send nothing.
+        The shape of 'tokens' is compared, or of all tensors if there are no tokens. With
+        `experts.room`, the expert ranks must have the same shapes too in training.
+        Ranks exchange shapes that are new to them, so most steps send nothing. On CPUs, they
+        exchange the shapes in every step once shapes have changed, because gloo aborts the process
+        if ranks send messages of different sizes; on a GPU, the host would wait for the device.
 
         Raises:
             ValueError: if shapes differ.
         """
-        shape = tuple(tokens.shape)
-        if (training, shape) in self._known_shapes:
+        names = ["tokens"] if "tokens" in batch else list(batch)
+        shapes = {name: list(batch[name].shape) for name in names}
+        known, text = self._known_shapes[training], repr(shapes)
+        changing = len(known) > 1 and self.topology.device.type == "cpu"
+        if text in known and not changing:
             return
-        axes = [self.topology.axis("tp"), self.topology.axis("cp")]
-        self._compare_shapes(shape, "tensor and context ranks", axes)
+        axes = [self.topology.axis(name) for name in ("tp", "cp", "pp")]
+        fix = "pass the same batch on all ranks with the same index on the axis dp"
+        self._compare_shapes(shapes, "pipeline, tensor and context ranks", fix, axes)
         if self._room and training:
-            what = "with --experts.room, expert ranks"
-            self._compare_shapes(shape, what, [self.slicing.experts.axis])
-        self._known_shapes.add((training, shape))
+            what, fix = "with --experts.room, expert ranks", "pad their batches to the same length"
+            self._compare_shapes(shapes, what, fix, [self.slicing.experts.axis])
+        known.add(text)
 
-    def _compare_shapes(self, shape: tuple[int, ...], what: str, axes: Sequence[Axis]) -> None:
-        """Raises ValueError if ranks have tokens of different shapes. Collective over the axes."""
-        found = [(self.topology.axis("world").index, shape)]
+    def _compare_shapes(
+        self, shapes: Mapping[str, list[int]], what: str, fix: str, axes: Sequence[Axis]
+    ) -> None:
+        """Raises ValueError if shapes of the batch differ between ranks. Collective over axes."""
+        ranks = {json.dumps(shapes): [self.topology.axis("world").index]}
         for axis in axes:
-            found = [one for part in collectives.exchange(found, axis) for one in part]
-        ranks: dict[str, list[int]] = {}
-        for rank, of_rank in found:
-            ranks.setdefault(str(list(of_rank)), []).append(rank)
-        if len(ranks) > 1:
-            each = ", ".join(f"{one} on {_listed(some)}" for one, some in ranks.items())
-            raise ValueError(
-                f"the batch's 'tokens' are {each}: {what} need equal shapes; pad their batches to the same length"
-            )
+            parts, ranks = collectives.exchange(ranks, axis), {}
+            for part in parts:
+                for text, some in part.items():
+                    ranks.setdefault(text, []).extend(some)
+        if len(ranks) == 1:
+            return
+        found = [(some, json.loads(text)) for text, some in ranks.items()]
+        for name in dict.fromkeys(name for _, one in found for name in one):
+            of_shape: dict[str, list[int]] = {}
+            for some, one in found:
+                of_shape.setdefault(str(one.get(name, "missing")), []).extend(some)
+            if len(of_shape) > 1:
+                each = ", ".join(f"{s} on {_listed(sorted(some))}" for s, some in of_shape.items())
+                raise ValueError(
+                    f"the batch's {name!r} are {each}: {what} need equal shapes; {fix}"
+                )
 
     def micro_batches(
         self, batch: Batch, step: int, consumed: int, scale: Tensor | float, training: bool
@@ -226,10 +243,10 @@ class Batches:
         self._check_ids(batch)
         tensors = {key: self._to_device(value) for key, value in batch.items()}
         if self.wrapped is None:
+            self._check_shapes(batch, training)
             if "tokens" in batch:
                 # this call raises an error if the sequence cannot be split over ranks
                 self.slicing.positions(batch["tokens"].shape[1])
-                self._check_shape(batch["tokens"], training)
             self._end_documents(tensors)
             first, device = consumed + data.index * rows, self.topology.device
             read = (tensors.get(name) for name in ("tokens", "labels", "documents"))

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from threed.config import Config
+from threed.config.schema import key_name, written
 from threed.core.reminder import Reminder
 from threed.distributed import collectives
 from threed.distributed.purposes import FORWARD, UnequalCallsError
+from threed.distributed.sharding import few
 from threed.distributed.topology import Axis, Topology
 from threed.schedules import Plan
 from threed.zero.layout import Layout
@@ -36,12 +38,17 @@ def check_configuration(config: Config, world: Axis, trains: bool = True) -> Non
         trains: whether this rank's engine trains; compared, too.
 
     Raises:
-        ValueError: the configurations differ; the message names the first rank that differs.
+        ValueError: the configurations differ; the message names the first rank that differs, and
+            the first keys that differ, with both values.
     """
-    # `nvme_path` is not compared, because it may differ between machines
-    text = config.model_dump_json(exclude={"zero": {"nvme_path"}})
+    keys = {"Engine(trains=...)": str(trains)} | {
+        f"{group}.{key_name(name)}": written(value)
+        for group, fields in config
+        for name, value in fields
+        if name != "nvme_path"  # may differ between machines
+    }
     fix = "start all ranks with the same flags"
-    _check_same(f"{text} {trains}", "has a different configuration", fix, world)
+    _check_same(repr(keys), "has a different configuration", fix, world, keys)
 
 
 def check_plan(plan: Plan, world: Axis) -> None:
@@ -62,11 +69,20 @@ def check_plan(plan: Plan, world: Axis) -> None:
     _check_same(text, f"has a different plan of schedule {plan.name}", fix, world)
 
 
-def _check_same(text: str, differs: str, fix: str, axis: Axis) -> None:
-    everyone = collectives.exchange(hashlib.sha256(text.encode()).hexdigest(), axis)
-    for rank, other in zip(axis.ranks, everyone, strict=True):
-        if other != everyone[0]:
-            raise ValueError(f"rank {rank} {differs} than rank {axis.ranks[0]}: {fix}")
+def _check_same(
+    text: str, differs: str, fix: str, axis: Axis, keys: Mapping[str, str] | None = None
+) -> None:
+    """Raises ValueError if `text` differs between ranks; the message names the differing `keys`."""
+    hashes = collectives.exchange(hashlib.sha256(text.encode()).hexdigest(), axis)
+    index = next((at for at, other in enumerate(hashes) if other != hashes[0]), None)
+    if index is None:
+        return
+    first, rank = axis.ranks[0], axis.ranks[index]
+    everyone = collectives.exchange(dict(keys or {}), axis)
+    here, there = everyone[0], everyone[index]
+    values = [f"{key}: {here[key]!r} and {there[key]!r}" for key in here if here[key] != there[key]]
+    which = f" ({few(values)})" if values else ""
+    raise ValueError(f"rank {rank} {differs} than rank {first}{which}: {fix}")
 
 
 def check_buckets(layout: Layout, topology: Topology) -> None:

@@ -173,7 +173,7 @@ class Policy:
         spread = self.axes(spec.over).shard.size > 1 or self.params_tier is not None
         full_numel = param.numel() * spec.tile[1]  # for a tile, the size of the full matrix
         # a parameter with a rule of its own is small, and is read between steps
-        shards = self.stage == 3 and spread and spec.rule is None
+        shards = self.stage == 3 and spread and spec.rule is None and not spec.resident
         return shards and full_numel >= max(self.resident, 1)
 
 

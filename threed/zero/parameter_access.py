@@ -363,13 +363,17 @@ class _Managed(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if GRAD.__get__(self) is None:
+        before = GRAD.__get__(self)
+        if before is None:
             self._check_step("set")
         GRAD.__set__(self, value)
+        sink = self.__dict__.get("sink")
+        if sink is not None and (before is None or value is None):  # not: replaced by a hook
+            sink.mark_given(value is not None)
 
     @grad.deleter
     def grad(self) -> None:
-        GRAD.__delete__(self)
+        self.grad = None
 
     def _check_step(self, what: str) -> None:
         """Raises RuntimeError if the engine's buffers contain gradients of a step in progress."""

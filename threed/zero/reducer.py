@@ -514,6 +514,7 @@ class Reducer:
         self.recover()
         for sink in self.sinks:
             GRAD.__set__(sink.slot.param, None)
+            sink.mark_given(False)
         if not self._passes_ended or self._state is not StepState.RUNNING:
             return
         if not self.rounds:

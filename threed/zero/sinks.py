@@ -57,6 +57,10 @@ class Sink:
         slot: the parameter.
         counts: counts the expected and the added contributions to the gradient.
         queue: launch queue of the parameter's buckets.
+
+    Attributes:
+        given: whether `param.grad` is a gradient that the program has set, or that was there before
+            the engine was built.
     """
 
     def __init__(
@@ -66,6 +70,11 @@ class Sink:
         slot.param.sink = self  # type: ignore[attr-defined]
         hook = _grad_hook(weakref.ref(self))
         self._hook = slot.param.register_post_accumulate_grad_hook(hook)
+        self.given = GRAD.__get__(slot.param) is not None
+
+    def mark_given(self, given: bool) -> None:
+        """Sets the attribute `given`."""
+        self.given = given
 
     def remove(self) -> None:
         """Removes the sink and its hook from the parameter."""
