@@ -12,18 +12,22 @@ blocks is the speed of the new checkout divided by the speed of the old one. The
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import itertools
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST = 2  # ranks per checkout
 
 
 class World:
@@ -61,21 +65,39 @@ class World:
             f"--{name}={getattr(args, name)}"
             for name in ("preset", "batch", "microbatches", "steps")
         ]
-        with Listener(address) as listener:
+        self._name = f"{engine} of {tree}, on {ranks} ranks,"
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(address)
+            server.listen(ranks)
+            server.settimeout(1)
             self.process = subprocess.Popen(
                 command, cwd=tree, env=environment, stdout=subprocess.DEVNULL
             )
-            self.ranks = [listener.accept() for _ in range(ranks)]
+            self.ranks = [self._accept(server) for _ in range(ranks)]
         self.losses: list[float] = self._answers()[0]
+
+    def _accept(self, server: socket.socket) -> Connection:
+        """Waits until a rank connects."""
+        while self.process.poll() is None:
+            with contextlib.suppress(TimeoutError):
+                return Connection(server.accept()[0].detach())
+        raise self._failure()
+
+    def _failure(self) -> SystemExit:
+        return SystemExit(f"{self._name} failed with exit code {self.process.wait()}: see above")
 
     def block(self) -> float:
         """Runs a block; returns the median seconds of a step, of the slowest rank."""
-        for rank in self.ranks:
-            rank.send("block")
-        return float(max(self._answers()))
+        return float(max(self._answers("block")))
 
-    def _answers(self) -> list[Any]:
-        return [rank.recv() for rank in self.ranks]
+    def _answers(self, *requests: str) -> list[Any]:
+        """Sends requests to all ranks; returns an answer of each."""
+        try:
+            for rank, request in itertools.product(self.ranks, requests):
+                rank.send(request)
+            return [rank.recv() for rank in self.ranks]
+        except (EOFError, OSError) as error:
+            raise self._failure() from error
 
     def end(self) -> None:
         for rank in self.ranks:
@@ -110,15 +132,19 @@ def serve(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
+def ranks_of(engine: str) -> int:
+    """Returns the number of ranks of an engine's suites: the largest up to `MOST`, else the least."""
+    from benchmarks.suites import SUITES
+
+    found = [suite.ranks for suite in SUITES.values() if engine in suite.engines] or [MOST]
+    return max((ranks for ranks in found if ranks <= MOST), default=min(found))
+
+
 def compare(engine: str, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the ratios of all pairs of one engine."""
-    from benchmarks.suites import SUITES
     from benchmarks.worker import bootstrap, largest_difference
 
-    ranks = max(
-        (suite.ranks for suite in SUITES.values() if engine in suite.engines and suite.ranks <= 2),
-        default=2,
-    )
+    ranks = ranks_of(engine)
     with tempfile.TemporaryDirectory(prefix="threed-compare-") as folder:
         worlds = [
             World(Path(tree).resolve(), engine, ranks, args, folder) for tree in (args.old, ROOT)
@@ -160,6 +186,11 @@ def main() -> None:
 
     if unknown := [name for name in args.engines if name not in ENGINES]:
         parser.error(f"no engine {', '.join(unknown)}: use {', '.join(ENGINES)}")
+    for engine in args.engines:
+        if (ranks := ranks_of(engine)) > MOST:
+            parser.error(
+                f"{engine} needs {ranks} ranks per checkout, but at most {MOST} are started"
+            )
     for engine in args.engines:
         print(json.dumps(compare(engine, args)), flush=True)
 

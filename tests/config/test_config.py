@@ -982,9 +982,25 @@ def test_a_topology_is_chosen_if_no_key_gives_one(
 ) -> None:
     """The preset has a global batch of 8 and 8 layers."""
     words = ["--preset", "small", *flags.split()]
-    config, _ = load(words, world_size=ranks, choose_topology=True)
+    config, options = load(words, world_size=ranks, choose_topology=True)
     assert (config.parallel.pp, config.parallel.dp) == sizes
     assert config.parallel.tp == 1
+    chosen = sizes[0] > 1 and "--parallel.pp" not in flags
+    assert (
+        options.notice.startswith(f"topology   pp {sizes[0]} × dp {ranks // sizes[0]} is chosen:")
+        == chosen
+    )
+
+
+def test_the_reason_for_a_chosen_pipeline_names_the_batches_without_one() -> None:
+    words = ["--preset", "gpt2", "--train.global-batch"]
+    _, options = load([*words, "512"], world_size=7, choose_topology=True)
+    assert options.notice == (
+        "topology   pp 7 × dp 1 is chosen: --train.global-batch 512 is not divisible by --train.micro-batch 8 × dp 7;"
+        " for dp 7 use --train.global-batch 504 or 560"
+    )
+    config, options = load([*words, "504"], world_size=7, choose_topology=True)
+    assert (config.parallel.pp, options.notice) == (1, "")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import math
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,15 @@ from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import like, tensors
 from threed.pipeline.stage import AlwaysGathered, Stage
-from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, for_layer_alone, stated_flops
+from threed.pipeline.trace import (
+    META,
+    LayerCost,
+    TraceError,
+    Tracer,
+    Watch,
+    for_layer_alone,
+    stated_flops,
+)
 from threed.planner.memory_estimate import trace
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -483,6 +492,30 @@ def tokens_of(rows: int = 2, seq: int = 8) -> MicroBatch:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_plain_module_keeps_and_computes_what_was_traced(dtype: torch.dtype) -> None:
     check_on_the_cpu([Start(16), Plain("a", 16, 2), Plain("b", 16, 4)], tokens_of(), dtype)
+
+
+def test_counting_bytes_takes_the_same_work_with_many_tensors() -> None:
+    """Per operation, because the reductions of a large model keep thousands of tensors."""
+
+    def calls(count: int) -> int:
+        seen = 0
+
+        def see(*_: object) -> None:
+            nonlocal seen
+            seen += 1
+
+        with Watch() as watch:
+            kept = [torch.empty(1, device=META) for _ in range(count)]
+            sys.setprofile(see)
+            kept += [torch.zeros(2, device=META) for _ in range(50)]
+            sys.setprofile(None)
+        assert watch.most == watch.bytes() == 4 * count + 8 * 50
+        del kept[0], kept[-1]
+        assert (watch.most, watch.bytes()) == (4 * count + 8 * 50, 4 * count + 8 * 50 - 12)
+        return seen
+
+    calls(1)  # the first operations build tables
+    assert calls(1000) < 1.1 * calls(10)
 
 
 def tracer(traffic: Counter[str] | None = None) -> Tracer:

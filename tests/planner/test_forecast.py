@@ -420,3 +420,23 @@ def test_prefetch_beyond_the_last_unit_is_planned_without_a_loop_over_it() -> No
     begin = time.process_time()
     Forecast.of(config, 2)
     assert time.process_time() - begin < 30  # it would take minutes
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_groups_that_do_not_fit_are_refused_although_a_rank_has_few_of_the_experts(ep: int) -> None:
+    """Of the eight experts of a layer, rank 0 has the first two with ep 4, so only the other ranks have expert 5."""
+
+    def forecast(pattern: str) -> Forecast:
+        flags = [
+            "--preset",
+            "qwen3-moe-tiny",
+            f"--parallel.ep={ep}",
+            f"--optim.groups={pattern}: lr=1e-4",
+        ]
+        return Forecast.of(resolve(load(flags)[0], 260, 4), 4)
+
+    with pytest.raises(ConfigError, match=r"'\*\.exparts\.\*' matches no parameter"):
+        forecast("*.exparts.*")
+    with pytest.raises(ConfigError, match=r"mlp\.experts\.0\..* different options"):
+        forecast("*.experts.5.*")
+    forecast("*.experts.*")

@@ -8,7 +8,7 @@ threed plan --from-megatron 'FLAGS' --world-size 8             translates flags 
 threed tokenize SRC DST [--tokenizer bytes]                    writes text as Megatron's .bin and .idx
 threed convert SRC DST [--dtype bf16]                          converts a checkpoint to a Hugging Face folder, or back
 threed inspect [CHECKPOINT]                                    prints versions and devices, or verifies a checkpoint
-threed report RUN                                              redraws the figures of a run
+threed report RUN [RUN ...]                                    redraws the figures of a run, or compares runs
 threed verify FILE.py:NAME [--topologies tp2,pp2] [--json]     compares a custom model in every topology with one process
 
 `threed.cli.parser` defines the arguments of the tools. For example, `threed schedule` also takes
@@ -325,9 +325,15 @@ def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
 
 
 def _report(a: argparse.Namespace) -> None:
+    from threed.monitor.comparison import compare
     from threed.monitor.figures import report
 
-    for path in report(a.folder):
+    if len(a.folders) == 1:
+        drawn = report(a.folders[0])
+    else:
+        table, drawn = compare(a.folders)
+        print(table)
+    for path in drawn:
         print(path)
 
 

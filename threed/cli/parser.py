@@ -30,7 +30,7 @@ TOOLS: Mapping[str, str] = {
     "convert": "convert native checkpoints to Hugging Face folders and back, and checkpoints of DeepSpeed and"
     " Megatron to either",
     "inspect": "show versions and devices, or the contents of a checkpoint after verifying all hashes",
-    "report": "redraw the figures of a run from its folder",
+    "report": "redraw the figures of a run from its folder, or compare several runs",
     "verify": "train a custom model in every topology and compare with one process; exit code 0: same, 1: different,"
     " 2: not compared; takes the flags of training, too",
 }  # fmt: skip
@@ -58,7 +58,7 @@ _EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "threed convert tiny-hf tiny-native",
     ),
     "inspect": ("threed inspect", "threed inspect runs/tiny/checkpoints/step-150"),
-    "report": ("threed report runs/tiny",),
+    "report": ("threed report runs/tiny", "threed report runs/a runs/b"),
     "verify": ("threed verify mine.py:Model --topologies tp2,pp2,dp2-zero3 --model.layers 4",),
 }
 _TRAIN_EXAMPLES: Mapping[str, tuple[str, ...]] = {
@@ -210,7 +210,10 @@ def _inspect(add: Add) -> None:
 
 
 def _report(add: Add) -> None:
-    add("folder", type=path, metavar="RUN", help="run folder, such as runs/tiny")
+    text = (
+        "run folder, such as runs/tiny; several are compared: a figure and a table of what differs"
+    )
+    add("folders", type=path, nargs="+", metavar="RUN", help=text)
 
 
 def _verify(add: Add) -> None:

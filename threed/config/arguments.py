@@ -39,7 +39,7 @@ from threed.config.schema import (
     written,
 )
 from threed.config.suggestions import suggest
-from threed.config.topologies import Topologies, choose_sizes, read_topologies
+from threed.config.topologies import Topologies, choose_sizes, explain_sizes, read_topologies
 from threed.config.values import MOST_RANKS, Takes
 from threed.core.messages import counted, did_you_mean
 from threed.core.parse import ParseError, plain
@@ -70,8 +70,8 @@ class Options:
         pretrained: whether the run starts from a folder of pretrained weights that defines the
             model.
         notes: a line per renamed key in use, with the old and the new spelling.
-        notice: a line for the user if the preset or file has topologies, but none for the number of
-            ranks; otherwise empty.
+        notice: lines for the user if the preset or file has topologies, but none for the number of
+            ranks, or if several pipeline ranks were chosen (`explain_sizes`); otherwise empty.
     """
 
     dry_run: bool = False
@@ -145,6 +145,7 @@ def load(
     chooses = choose_topology and machines is None and ("parallel", "pp") not in draft.sources
     if chooses and (ranks := asked or world_size):
         config = choose_sizes(config, ranks)
+        notice = "\n".join(filter(None, (notice, explain_sizes(config, ranks))))
     flags = frozenset(map(renames.current_name, given))
     notes = tuple(dict.fromkeys(draft.notes))
     options = Options(

@@ -112,7 +112,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _around(number: int, step: int) -> str:
+def around(number: int, step: int) -> str:
     """Returns the multiples of `step` nearest to `number`, as text."""
     below = number // step * step
     return listed(sorted({below or step, below + step}))
@@ -139,7 +139,7 @@ def _check_experts(config: Config, dp: int | None) -> Iterator[str]:
     seq, parts = config.model.seq, context_multiple(config) * p.tp
     if experts is not None and p.sequence is False and seq % (p.cp * p.tp):
         given = f"--model.seq {seq} with experts is not divisible by --parallel.tp {p.tp} × --parallel.cp {p.cp}"
-        yield f"{given}: use {_around(seq, parts)}, so that each tensor rank routes a part of the tokens"
+        yield f"{given}: use {around(seq, parts)}, so that each tensor rank routes a part of the tokens"
     if config.experts.room and p.ep == 1:
         yield "--experts.room without --parallel.ep above 1, so no rows of tokens are sent: leave it out"
 
@@ -184,7 +184,7 @@ def _check_heads(config: Config) -> Iterator[str]:
     else:
         yield from _check_context(config, model.heads // tp, max(kv_heads // tp, 1))
     if model.head_dim is None and model.hidden % model.heads:
-        given, near = f"--model.hidden {model.hidden}", _around(model.hidden, model.heads)
+        given, near = f"--model.hidden {model.hidden}", around(model.hidden, model.heads)
         yield f"{given} is not divisible by --model.heads {model.heads}: use --model.hidden {near}, or give --model.head-dim"
 
 
@@ -280,12 +280,12 @@ def _check_sequence(config: Config) -> Iterator[str]:
     given = f"--model.seq {seq} is not divisible by"
     off = ", or turn sequence parallelism off with --parallel.sequence false" if tp > 1 else ""
     if context == 1:
-        yield f"{given} --parallel.tp {tp}: use {_around(seq, tp)}{off}"
+        yield f"{given} --parallel.tp {tp}: use {around(seq, tp)}{off}"
         return
     parts = f"{context * tp}, for --parallel.cp {p.cp}" + (
         f" and --parallel.tp {tp}" if tp > 1 else ""
     )
-    yield f"{given} {parts}: use {_around(seq, context * tp)}{off if seq % context == 0 else ''}"
+    yield f"{given} {parts}: use {around(seq, context * tp)}{off if seq % context == 0 else ''}"
 
 
 def find_unused(optim: OptimConfig, flags: Collection[str]) -> Iterator[str]:
@@ -339,7 +339,7 @@ def find_batch_problems(config: Config, dp: int | None) -> Iterator[str]:
     smaller = max((n for n in divisors if n < micro), default=0)
     other = f", or --train.micro-batch {smaller}" if smaller else ""
     product = f"--train.micro-batch {micro} × dp {dp} = {micro * dp}"
-    use = _around(batch, micro * dp)
+    use = around(batch, micro * dp)
     yield f"--train.global-batch {batch} is not divisible by {product}: use {use}{other}"
 
 

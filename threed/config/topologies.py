@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from threed.config.checks import find_problems
+from threed.config.checks import around, find_problems
 from threed.config.groups import Config
 from threed.config.schema import key_name
 from threed.core.source import names_model
@@ -48,6 +48,18 @@ def choose_sizes(config: Config, ranks: int) -> Config:
     sizes = p.model_copy(update={"pp": ranks // max(divisors)})
     chosen = config.model_copy(update={"parallel": sizes})
     return config if find_problems(chosen, ranks) else chosen
+
+
+def explain_sizes(config: Config, ranks: int) -> str:
+    """Returns a line with the reason for the result of `choose_sizes`; "" if it has one stage."""
+    pp, batch, step = config.parallel.pp, config.train.global_batch, config.train.micro_batch
+    if pp == 1:
+        return ""
+    why = (
+        f"--train.global-batch {batch} is not divisible by --train.micro-batch {step} × dp {ranks}"
+    )
+    near = around(batch, step * ranks)
+    return f"topology   pp {pp} × dp {ranks // pp} is chosen: {why}; for dp {ranks} use --train.global-batch {near}"
 
 
 def read_topologies(tables: Any) -> tuple[Topologies, list[str]]:

@@ -123,6 +123,46 @@ def loss_figure(
     return _figure(draw, out, 300 + 115 * len(panels), title or "Loss", note)
 
 
+def comparison_figure(
+    runs: Mapping[str, Sequence[Row]], out: str | Path, note: Note = print
+) -> bool:
+    """Draws the curves of `loss_figure` for several runs, with a color per run.
+
+    Args:
+        runs: rows of metrics.jsonl by name of the run. Validation losses are drawn as dots.
+        out: file to write.
+        note: function that prints a message.
+
+    Returns:
+        Whether the figure was drawn. It is not drawn if matplotlib is not installed, or if no loss
+        is finite.
+    """
+    panels = [("train/loss", "loss", "", "{x:g}"), *_PANELS]
+    curves = [[_series(rows, panel[0]) for rows in runs.values()] for panel in panels]
+    shown = [n for n, own in enumerate(curves) if _finite([point for one in own for point in one])]
+    if 0 not in shown:
+        note("comparison figure: no loss in metrics.jsonl yet")
+        return False
+
+    def draw(figure: Any) -> None:
+        grid = figure.subplots(len(shown), sharex=True, height_ratios=[2.6, *[1] * len(shown[1:])])
+        stack = list(grid) if len(shown) > 1 else [grid]
+        for axes, number in zip(stack, shown, strict=True):
+            for (name, rows), points, color in zip(
+                runs.items(), curves[number], itertools.cycle(_PART_COLORS), strict=False
+            ):
+                _line(axes, points, color=color, label=name)
+                if number == 0:
+                    _line(axes, _series(rows, "val/loss"), color=color, marker="o", linewidth=0)
+            _fit(axes, [point for one in curves[number] for point in one], panels[number][3])
+            axes.set_ylabel(panels[number][1])
+        _legend(stack[0], 4)
+        _draw_steps(stack, [step for one in curves[0] for step, _ in one])
+        figure.align_ylabels()
+
+    return _figure(draw, out, 300 + 115 * len(shown[1:]), "Comparison", note)
+
+
 def _draw_losses(axes: Any, rows: Sequence[Row], lines: Sequence[tuple[str, float]]) -> None:
     train, val = _series(rows, "train/loss"), _series(rows, "val/loss")
     _line(axes, train, color=style.BLUE, label="train")
@@ -478,6 +518,22 @@ def load_figure_data(run_dir: str | Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a run's metrics.jsonl.
+
+    Raises:
+        FileNotFoundError: if the folder has no metrics.jsonl.
+        ValueError: if metrics.jsonl is damaged.
+    """
+    source = folder / "metrics.jsonl"
+    if not source.exists():
+        parents = [path for path in folder.parents if (path / "metrics.jsonl").exists()]
+        hint = f"; did you mean {parents[0]}?" if parents else ""
+        why = "it has no metrics.jsonl" if folder.exists() else "it does not exist"
+        raise FileNotFoundError(f"{folder} is not a run folder: {why}{hint}")
+    return metrics.read(source)
+
+
 def report(run_dir: str | Path, note: Note = print) -> list[Path]:
     """Draws the figures of a run from the files in its folder.
 
@@ -493,13 +549,7 @@ def report(run_dir: str | Path, note: Note = print) -> list[Path]:
         ValueError: if metrics.jsonl is damaged.
     """
     folder = Path(run_dir)
-    source = folder / "metrics.jsonl"
-    if not source.exists():
-        parents = [path for path in folder.parents if (path / "metrics.jsonl").exists()]
-        hint = f"; did you mean {parents[0]}?" if parents else ""
-        why = "it has no metrics.jsonl" if folder.exists() else "it does not exist"
-        raise FileNotFoundError(f"{folder} is not a run folder: {why}{hint}")
-    rows, data = metrics.read(source), load_figure_data(folder)
+    rows, data = rows_of(folder), load_figure_data(folder)
     loss, memory = folder / "figures" / "loss.svg", folder / "figures" / "memory.svg"
     drawn, name, recorded = [], folder.resolve().name, loads.read(folder)
     entropies = data.get("uniform_entropy"), data.get("unigram_entropy")

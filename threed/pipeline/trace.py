@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -171,9 +172,10 @@ class Watch(TorchDispatchMode):
         self.recorder = recorder
         self._real = real
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
-        self._seen: dict[int, StorageWeakRef] = {}
-        self._size: dict[int, int] = {}  # bytes of each storage when it was last seen
-        self._bound = 0  # upper bound of the bytes of storages that still exist
+        self._size: dict[weakref.ref[UntypedStorage], int] = {}  # bytes when last seen
+        # Storages that no longer exist, which `bytes` removes. Any thread may append to it.
+        self._freed: deque[weakref.ref[UntypedStorage]] = deque()
+        self._total = 0  # sum of `_size`
         self.flops = self.most = 0
 
     @classmethod
@@ -200,34 +202,25 @@ class Watch(TorchDispatchMode):
         """
         if isinstance(values, Tensor):
             storage = values.untyped_storage()
-            key, nbytes = storage._cdata, storage.nbytes()
-            if key in self._ignored or (self._real and values.is_meta):
+            if storage._cdata in self._ignored or (self._real and values.is_meta):
                 return
-            known = self._seen.get(key)
-            if known is None or known.expired():
-                self._seen[key], self._size[key] = StorageWeakRef(storage), 0
-            if nbytes != self._size[key]:  # the storage is new or was resized
-                self._bound += max(0, nbytes - self._size[key])
-                self._size[key] = nbytes
-                # `bytes()` is slow, so it is called only if the upper bound exceeds the peak
-                if self._bound > self.most:
-                    self.most = max(self.most, self.bytes())
+            ref, nbytes = weakref.ref(storage), storage.nbytes()
+            known = self._size.get(ref)
+            if known is None:
+                ref = weakref.ref(storage, self._freed.append)
+            if nbytes != known:  # the storage is new or was resized
+                self._size[ref] = nbytes
+                self._total += nbytes - (known or 0)
+                self.most = max(self.most, self.bytes())
         elif isinstance(values, list | tuple):
             for value in values:
                 self.look_at(value)
 
     def bytes(self) -> int:
         """Returns the total size in bytes of all counted storages that still exist."""
-        found = {
-            key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            for key, ref in self._seen.items()
-        }
-        self._size = {
-            key: storage.nbytes() for key, storage in found.items() if storage is not None
-        }
-        self._seen = {key: self._seen[key] for key in self._size}
-        self._bound = sum(self._size.values())
-        return self._bound
+        while self._freed:
+            self._total -= self._size.pop(self._freed.popleft())
+        return self._total
 
     def begin(self) -> int:
         """Resets the peak to the current number of bytes, and returns this number."""

@@ -33,7 +33,7 @@ from threed.planner.longest import Longest, longest, step_of
 from threed.planner.stages import Column, Stages, divide
 from threed.planner.step_time import StepTime, forward_flops, step_time, unmodelled
 from threed.schedules import registry, simulation
-from threed.zero.setup import state_names
+from threed.zero.setup import check_groups, state_names
 
 GIB = 2**30
 # The FLOP/s that computation is assumed to reach, divided by the device's peak FLOP/s. Megatron-LM
@@ -166,6 +166,8 @@ class Forecast:
         division = division or pipeline.division
         alone = config.model_copy(update={"parallel": p.model_copy(update={"ep": 1})})
         unsharded = columns[0] if shares * p.ep == 1 else Column(alone, Grid(), build, 0)
+        if p.ep > 1:  # a column has only the names of its own experts
+            check_groups(config, unsharded.layers)
         ranks = []
         for rank in range(world):
             position = grid.coordinates(rank)

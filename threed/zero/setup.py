@@ -234,6 +234,21 @@ def find_group_problems(
             yield f"--optim.groups {group.match!r} matches no parameter: names are {some}"
 
 
+def check_groups(config: Config, layers: Iterable[nn.Module]) -> None:
+    """Raises ConfigError if a pattern of `optim.groups` does not fit a model.
+
+    Args:
+        config: the resolved configuration.
+        layers: all layers of the model, not divided over ranks.
+    """
+    layers, options = list(layers), group_options(config)
+    if problems := list(find_group_problems(config.optim, layers)):
+        raise ConfigError(problems)
+    for layer in layers:
+        for param in layer.parameters():
+            options(spec_of(param))
+
+
 def _group_number(optim: OptimConfig, name: str) -> int:
     """Returns the number of the group of `optim.groups` with the parameter, from 1; 0: none."""
     return next((n for n, group in enumerate(optim.groups, 1) if group.matches(name)), 0)
