@@ -229,7 +229,7 @@ def test_batches_without_ids_are_refused_by_name(case: Case) -> None:
             "the batch's 'labels' are int32, not int64: convert with batch['labels'].long()",
             "the batch's 'tokens' are float64, not int64: pass integer ids",
             "the batch's 'tokens' are [8]: the model needs 'tokens' [b s]",
-            "the batch's 'tokens' have sequences of length 0: leave the batch out",
+            "the batch's 'tokens' are [8, 0]: pass at least one token per row",
             "the batch is a list: pass a dict of tensors",
             *(
                 ["the batch's 'labels' are [4, 15] (in a micro-batch), and head gets [4, 16]"]

@@ -101,7 +101,7 @@ class Batches:
         return rows
 
     def _check_ids(self, batch: Batch) -> None:
-        """Raises ValueError if ids that the model needs are missing, empty, not int64 or not [b s]."""
+        """Raises ValueError if ids that the model needs are missing, not int64 or not [b s]."""
         for key in self.ids:
             if key not in batch:
                 raise ValueError(f"the batch has no {key!r}: the model needs int64 {key!r} [b s]")
@@ -114,10 +114,6 @@ class Batches:
             if batch[key].dim() != 2:
                 raise ValueError(
                     f"the batch's {key!r} are {list(batch[key].shape)}: the model needs {key!r} [b s]"
-                )
-            if not batch[key].numel():
-                raise ValueError(
-                    f"the batch's {key!r} have sequences of length 0: leave the batch out"
                 )
 
     def _end_documents(self, tensors: dict[str, Tensor]) -> None:
@@ -170,9 +166,13 @@ class Batches:
         exchange a shape only when it is new to them, so most steps send nothing.
 
         Raises:
-            ValueError: if shapes differ.
+            ValueError: if shapes differ, or there are no tokens.
         """
         shape = tuple(tokens.shape)
+        if not tokens.numel():
+            raise ValueError(
+                f"the batch's 'tokens' are {list(shape)}: pass at least one token per row"
+            )
         if (training, shape) in self._known_shapes:
             return
         axes = [self.topology.axis("tp"), self.topology.axis("cp")]
