@@ -206,6 +206,7 @@ def refusals_of(case: Case) -> list[str]:
         {**good, "labels": good["labels"].int()},
         {**good, "tokens": good["tokens"].double()},
         {key: value[:, 0] for key, value in good.items()},
+        {key: value[:, :0] for key, value in good.items()},
         [good],
         *([{**good, "labels": good["labels"][:, :-1]}] if case.pp == 1 else []),
     ):
@@ -228,6 +229,7 @@ def test_batches_without_ids_are_refused_by_name(case: Case) -> None:
             "the batch's 'labels' are int32, not int64: convert with batch['labels'].long()",
             "the batch's 'tokens' are float64, not int64: pass integer ids",
             "the batch's 'tokens' are [8]: the model needs 'tokens' [b s]",
+            "the batch's 'tokens' are [8, 0]: pass at least one token per row",
             "the batch is a list: pass a dict of tensors",
             *(
                 ["the batch's 'labels' are [4, 15] (in a micro-batch), and head gets [4, 16]"]

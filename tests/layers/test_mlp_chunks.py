@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import peaks
+from tests import peaks, users_layers
 from tests import test_equivalence as equivalence
 from tests.configs import STEPS, Case, batch, config_of, engine_of, share, topology_of
 from tests.covering import Space, Values
@@ -64,9 +64,9 @@ def make(values: Values) -> Case | None:
 SPACE = Space(SETTINGS, make, cost=equivalence.cost, shape=lambda case: (case.pp, case.dp, case.tp))
 
 
-def in_chunks(config: Config, chunks: int = CHUNKS) -> Config:
-    """Returns the configuration with MLPs on chunks."""
-    recompute = config.recompute.model_copy(update={"mlp_chunks": chunks})
+def in_chunks(config: Config, chunks: int = CHUNKS, key: str = "mlp_chunks") -> Config:
+    """Returns the configuration with MLPs, or what else `key` is about, on chunks."""
+    recompute = config.recompute.model_copy(update={key: chunks})
     return config.model_copy(update={"recompute": recompute})
 
 
@@ -411,6 +411,13 @@ class LouderBlocks(MODELS["albert"]):  # type: ignore[misc]
         return block
 
 
+class NoHead(Decoder):
+    """Its last layer computes the loss itself."""
+
+    def layers(self) -> list[nn.Module]:
+        return [self.embedding(), users_layers.Classifier(self.hidden, self.slicing)]
+
+
 class NoBlocks(Decoder):
     """Only an embedding and a head."""
 
@@ -419,10 +426,13 @@ class NoBlocks(Decoder):
 
 
 def errors() -> list[str]:
-    config, found = in_chunks(users_config(UsersCase("albert"))), []
-    for model in (
-        nn.Linear(2, 2),
-        *(kind(config.model, Slicing()) for kind in (LouderBlocks, NoBlocks)),
+    plain, found = users_config(UsersCase("albert")), []
+    mlps, losses = in_chunks(plain), in_chunks(plain, key="loss_chunks")
+    for config, model in (
+        (mlps, nn.Linear(2, 2)),
+        *((mlps, kind(plain.model, Slicing())) for kind in (LouderBlocks, NoBlocks)),
+        (losses, nn.Linear(2, 2)),
+        (losses, NoHead(plain.model, Slicing())),
     ):
         with pytest.raises(ConfigError) as error:
             Engine(model, Topology(), config)
@@ -431,10 +441,13 @@ def errors() -> list[str]:
 
 
 def test_what_cannot_run_in_chunks_is_refused_by_name() -> None:
-    wrapped, louder, none = run_ranks(1, errors)[0]
+    """Before the first step, in which only the last stage would raise an error."""
+    wrapped, louder, none, loss, headless = run_ranks(1, errors)[0]
     assert "--recompute.mlp-chunks 3: a wrapped module has no layers.MLP" in wrapped
     assert "--recompute.mlp-chunks 3: Louder replaces the forward of layers.MLP" in louder
     assert "--recompute.mlp-chunks 3: this model has no layers.MLP or layers.GatedMLP" in none
+    assert "--recompute.loss-chunks 3: a wrapped module has no layers.Lang" in loss
+    assert "--recompute.loss-chunks 3: this model has no layers.LanguageModelHead" in headless
 
 
 def test_compiled_layers_and_graphs_are_refused_by_name() -> None:

@@ -81,6 +81,23 @@ def test_an_open_step_needs_weights_and_can_be_discarded() -> None:
         torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-4)  # weight decay only
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_discarded_step_has_no_gradients_of_other_engines_backwards(stage: int) -> None:
+    config = Config.model_validate(
+        {"zero": {"stage": stage, "resident": 0}, "train": {"micro_batch": 2, "global_batch": 2}}
+    )
+    engines = [Engine(Tied(), Topology(), config) for _ in range(2)]
+    for engine in engines:
+        engine.begin()
+    first, second = engines
+    x = torch.ones(2, 4)
+    first.backward(first.module(x, True) + second.module(x, True))
+    for engine in engines:
+        engine.discard()
+    second.begin()
+    assert second.update().grad_norm == 0
+
+
 @pytest.mark.parametrize("count", [None, 3])
 def test_the_loss_of_a_step_is_without_dropped_micro_batches(count: int | None) -> None:
     config = Config.model_validate({"train": {"micro_batch": 2, "global_batch": 2}})

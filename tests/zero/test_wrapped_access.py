@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,10 +181,10 @@ class Plain:
 class Sharded:
     """The engine, on some ranks."""
 
-    def __init__(self, module: Net, stage: int) -> None:
+    def __init__(self, module: Net, stage: int, **zero: Any) -> None:
         self.module, self.topology = module, topology_of(1, 1)
         self.engine = Engine(module, self.topology, Config.model_validate({
-            "zero": {"stage": stage, "resident": 0, "bucket_mib": 1e-4}, "precision": {"dtype": "fp64"},
+            "zero": {"stage": stage, "resident": 0, "bucket_mib": 1e-4, **zero}, "precision": {"dtype": "fp64"},
             "train": {
                 "global_batch": 2 * ROWS, "micro_batch": 2 * ROWS // self.topology.dp, "grad_clip": 0.0, "steps": 9,
             },
@@ -470,6 +471,22 @@ def test_parameters_that_others_refer_to(cases: list[tuple[str, bool, int]]) -> 
             torch.testing.assert_close(
                 got[name], right, rtol=0, atol=1e-9, msg=lambda m, c=case, n=name: f"{c} {n} {m}"
             )
+
+
+def train_transformed_from_a_drive(folder: str) -> list[dict[str, Tensor]]:
+    drive = functools.partial(Sharded, offload_params="nvme", nvme_path=folder)
+    return [train_extra(drive, extra, False, 3) for extra in TRANSFORMED]  # type: ignore[arg-type]
+
+
+TRANSFORMED = ("penalty", "tangent")
+
+
+def test_parameters_of_a_transformed_function_are_read_from_a_drive(tmp_path: Path) -> None:
+    """Reads that start in a torch.func transform need ordinary buffers, too."""
+    found = run_ranks(1, train_transformed_from_a_drive, str(tmp_path))[0]
+    for extra, got in zip(TRANSFORMED, found, strict=True):
+        for name, right in train_extra(Plain, extra, False, 3).items():
+            torch.testing.assert_close(got[name], right, rtol=0, atol=1e-9)
 
 
 def check_contexts() -> None:

@@ -341,7 +341,11 @@ class ModuleEngine(Engine):
             self._divisor = None
 
     def discard(self) -> None:
-        """Discards the step in progress of a custom loop, for example after an error."""
+        """Discards the step in progress of a custom loop, for example after an error.
+
+        Also drops the gradients that backwards of other engines have computed for this engine's
+        parameters.
+        """
         self.accumulating = False
         self.plain.allow(False)
         self.gatherer.set_in_step(False)

@@ -113,7 +113,7 @@ class Transfer:
         errors = self._errors()
         self._disk._in_flight.discard(self)
         if errors:
-            raise self._disk._failure(self._what, errors[0])
+            raise self._disk._failure(self._what, errors[0]) from errors[0]
 
     def _errors(self) -> list[BaseException]:
         """Waits for all pieces of the transfer, and returns the errors of failed pieces."""

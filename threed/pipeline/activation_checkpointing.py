@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from threed.distributed.collectives import Pending, overlaps_kernels
 from threed.distributed.topology import Axis, Topology
 from threed.layers.contract import contract
 from threed.layers.linear import Product
+from threed.layers.loss import LanguageModelHead
 from threed.layers.mlp import MLP
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Flag, Slicing
@@ -54,6 +55,7 @@ BUFFERS = 2 * FETCH_AHEAD + 2
 # input are in use at the same time, each in one buffer. The other buffers are needed to read the
 # inputs of other layers ahead.
 MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD
+Part = TypeVar("Part", bound=nn.Module)
 _NONE = object()  # the value of an attribute that does not exist
 
 
@@ -355,16 +357,22 @@ def configure(config: Config, layers: Sequence[nn.Module]) -> None:
     """Sets how layers recompute parts of themselves.
 
     Column-parallel layers gather their inputs again in the backward, and MLPs run on chunks of the
-    sequence.
+    sequence. Chunks of the loss are only checked here, because a head reads their number from the
+    micro-batch.
 
     Args:
-        config: the configuration, with the keys `recompute.gathered` and `recompute.mlp_chunks`.
+        config: the configuration, with the section `recompute`.
         layers: all layers of the model.
 
     Raises:
-        ConfigError: if MLPs are to run on chunks, and the model has none, or one that cannot.
+        ConfigError: if heads or MLPs are to run on chunks, and the model has none, or an MLP that
+            cannot.
     """
     chosen, full = config.recompute.gathered, fully_recomputed(config, layers)
+    if config.recompute.loss_chunks > 1 and not _find(LanguageModelHead, layers):
+        given, what = f"--recompute.loss-chunks {config.recompute.loss_chunks}", _title(layers)
+        fix = "use --recompute.loss-chunks 1"
+        raise ConfigError([f"{given}: {what} has no layers.LanguageModelHead; {fix}"])
     again = _set_chunks(config.recompute.mlp_chunks, layers)
     for number, layer in enumerate(layers):
         for module in layer.modules():
@@ -375,12 +383,22 @@ def configure(config: Config, layers: Sequence[nn.Module]) -> None:
                 module.set_regather(automatic if chosen == "auto" else bool(chosen))
 
 
+def _find(kind: type[Part], layers: Sequence[nn.Module]) -> list[Part]:
+    """Returns the modules of a class in all layers."""
+    return [part for layer in layers for part in layer.modules() if isinstance(part, kind)]
+
+
+def _title(layers: Sequence[nn.Module]) -> str:
+    """Returns how messages call the model that has these layers."""
+    return "a wrapped module" if isinstance(layers[0], Wrapped) else "this model"
+
+
 def _set_chunks(chunks: int, layers: Sequence[nn.Module]) -> set[nn.Module]:
     """Sets the number of chunks of all MLPs; returns the modules that chunks compute again."""
-    mlps = [part for layer in layers for part in layer.modules() if isinstance(part, MLP)]
+    mlps = _find(MLP, layers)
     given, fix = f"--recompute.mlp-chunks {chunks}", "use --recompute.mlp-chunks 1"
     if chunks > 1 and not mlps:
-        what = "a wrapped module" if isinstance(layers[0], Wrapped) else "this model"
+        what = _title(layers)
         raise ConfigError([f"{given}: {what} has no layers.MLP or layers.GatedMLP; {fix}"])
     for mlp in mlps:
         if chunks > 1 and getattr(mlp.forward, "__func__", None) is not MLP.forward:

@@ -164,16 +164,20 @@ class Batches:
         """Checks that the ranks that share a batch have batches of the same shapes. Collective.
 
         The shape of 'tokens' is compared, or of all tensors if there are no tokens. With
-        `experts.room`, the expert ranks must have the same shapes too in training.
-        Ranks exchange shapes that are new to them, so most steps send nothing. On CPUs, they
-        exchange the shapes in every step once shapes have changed, because gloo aborts the process
-        if ranks send messages of different sizes; on a GPU, the host would wait for the device.
+        `experts.room`, the expert ranks must have the same shapes too in training. Ranks exchange
+        shapes that are new to them, so most steps send nothing. On CPUs, they exchange the shapes
+        in every step once shapes have changed, because gloo aborts the process if ranks send
+        messages of different sizes; on a GPU, the host would wait for the device.
 
         Raises:
-            ValueError: if shapes differ.
+            ValueError: if shapes differ, or there are no tokens.
         """
         names = ["tokens"] if "tokens" in batch else list(batch)
         shapes = {name: list(batch[name].shape) for name in names}
+        if not math.prod(shapes.get("tokens", [1])):
+            raise ValueError(
+                f"the batch's 'tokens' are {shapes['tokens']}: pass at least one token per row"
+            )
         known, text = self._known_shapes[training], repr(shapes)
         changing = len(known) > 1 and self.topology.device.type == "cpu"
         if text in known and not changing:

@@ -43,15 +43,17 @@ from threed.zero.parameter_access import Access, Holder
 from threed.zero.torch_modes import hide_from_checkpointing, without_transforms
 
 
-def _hidden_from_checkpointing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: hides the gathers in a method from selective activation checkpointing.
+def _without_modes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: runs a method without the torch modes of the code that causes a gather.
 
-    The decorator has an effect only if the gatherer belongs to a wrapped module.
+    Suspends `torch.func` transforms. If the gatherer belongs to a wrapped module, also hides the
+    gathers in the method from selective activation checkpointing.
     """
 
     @functools.wraps(method)
     def run(self: Gatherer, *args: Any) -> Any:
-        with hide_from_checkpointing() if self.wrapped else nullcontext():
+        hidden = hide_from_checkpointing() if self.wrapped else nullcontext()
+        with hidden, without_transforms():
             return method(self, *args)
 
     return run
@@ -345,7 +347,7 @@ class Gatherer:
             )
         self.wait(group)
 
-    @_hidden_from_checkpointing
+    @_without_modes
     def open(self, group: Group, holder: int | Holder) -> None:
         """Begins to gather a sharded group, and keeps it gathered until `holder` closes it.
 
@@ -407,13 +409,14 @@ class Gatherer:
         owner = self.by_storage.get(storage_of(tensor))
         return tensor if owner is None else SavedView(*owner, tensor)
 
-    @_hidden_from_checkpointing
+    @_without_modes
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         self.require(packed.group, packed.slot or packed.group.slots[0])
         return packed.tensor()
 
+    @_without_modes
     def _finish_gathers(self) -> None:
         """Waits for all gathers, including prefetches, so that the gathers release drive buffers.
 
@@ -429,10 +432,9 @@ class Gatherer:
         The all-gathers start in the order in which the groups were opened.
         """
         for group in list(self._reading):
-            with without_transforms():
-                group.allocate()
-                self.by_storage[storage_of(group.params)] = (group, None)
-                self._gathering[group] = self._gather(group, self._reading.pop(group))
+            group.allocate()
+            self.by_storage[storage_of(group.params)] = (group, None)
+            self._gathering[group] = self._gather(group, self._reading.pop(group))
 
     def _gather(
         self, group: Group, reading: Sequence[tuple[Bucket, StagedBuffer]]
@@ -481,7 +483,7 @@ class Gatherer:
 
         return Pending(finish)
 
-    @_hidden_from_checkpointing
+    @_without_modes
     def wait(self, group: Group) -> None:
         """Waits until a group is gathered.
 
@@ -490,9 +492,8 @@ class Gatherer:
         if group in self._reading:
             self._start_gathers()
         if group in self._gathering:
-            with without_transforms():
-                for pending in self._gathering.pop(group):
-                    pending.wait()
+            for pending in self._gathering.pop(group):
+                pending.wait()
             for slot in group.slots:
                 self.accesses[slot].guard(False)
 
@@ -504,7 +505,7 @@ class Gatherer:
             if not holders:
                 self._free(group)
 
-    @_hidden_from_checkpointing
+    @_without_modes
     def _free(self, group: Group) -> None:
         self.wait(group)  # a gather in flight still writes to the buffer
         del self._holders[group]

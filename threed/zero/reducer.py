@@ -474,16 +474,22 @@ class Reducer:
     # --------------------------------------------------------------------- discarding a step
 
     def give_up(self) -> None:
-        """Discards the step after an error.
+        """Discards the step after an error, including gradients of other engines' backwards.
 
         If parameters are not sharded, calls `recover` immediately, because the user's program may
         call other collectives next. If parameters are sharded, another rank may still be waiting
         for a gather, so the engine calls `recover` later.
         """
         self._abort()
+        self._drop_foreign()
         if not self.layout.slices_parameters:
             with suppress(RuntimeError):  # the caller raises the original error
                 self.recover()
+
+    def _drop_foreign(self) -> None:
+        for sink in self.sinks:
+            GRAD.__set__(sink.slot.param, None)
+            sink.mark_given(False)
 
     def _abort(self) -> None:
         if self._state is StepState.RUNNING:
@@ -512,9 +518,7 @@ class Reducer:
         discards the step's gradients instead.
         """
         self.recover()
-        for sink in self.sinks:
-            GRAD.__set__(sink.slot.param, None)
-            sink.mark_given(False)
+        self._drop_foreign()
         if not self._passes_ended or self._state is not StepState.RUNNING:
             return
         if not self.rounds:

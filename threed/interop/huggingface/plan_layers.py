@@ -348,14 +348,7 @@ class PlanHead(PipelineLayer):
         self.data_flags = (Flag(f"labels beyond the {vocab} of {self.name}"),)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        """Returns the weighted loss; without labels this rank's columns of the logits, [s b v/t].
-
-        Raises:
-            ConfigError: if the loss is to be computed in chunks.
-        """
-        if micro.loss_chunks > 1:
-            text = "a model that is sliced by its own plan computes the loss at once"
-            raise ConfigError([f"--recompute.loss-chunks {micro.loss_chunks}: {text}: use 1"])
+        """Returns the weighted loss; without labels this rank's columns of the logits, [s b v/t]."""
         logits = self._logits(x)
         if micro.labels is None:
             first, last = split(logits.shape[-1], self._slicing.tp.size, self._slicing.tp.index)
