@@ -338,3 +338,15 @@ def without_experts() -> None:
     rate = config.experts.model_copy(update={"bias_rate": 0.01})
     with pytest.raises(ValueError, match=r"bias-rate 0\.01: this model has no selection biases"):
         engine_of(config.model_copy(update={"experts": rate}))
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_the_ends_of_groups_have_stride_1(experts: int, place: str) -> None:
+    """`torch._grouped_mm` of torch 2.14 demands it, also of a single group."""
+    received = torch.full((3, experts), 2, device=place)
+    sizes = dispatch.even_sizes(3, experts, received.numel() * 2)
+    groups = dispatch._sorted_by_expert(received, sizes, 0).groups
+    assert groups.ends.stride() == (1,)
+    if place == "cpu":
+        assert groups.ends.tolist() == [6 * (n + 1) for n in range(experts)]

@@ -506,11 +506,11 @@ class Topology:
         return self._axes[self.data_name]
 
     def _align_group_counts(self) -> None:
-        """Creates unused groups until all ranks have created the same number of groups.
+        """Creates unused groups until torch counts the same number of groups on all ranks.
 
-        torch derives the name of a group from the number of groups that the process has created
-        (see `_make_axis`). If the program has created groups on some ranks only, these numbers
-        differ, and without this method the ranks of a new group would give it different names.
+        torch derives the name of a group from this number (see `_make_axis`). If the program has
+        created groups on some ranks only, the numbers differ, and without this method the ranks of
+        a new group would give it different names.
 
         The unused groups use gloo instead of NCCL, because only some ranks create them. If the
         world's NCCL communicator is bound to a device, creating an NCCL group splits this
@@ -518,7 +518,9 @@ class Topology:
         """
         if self.is_meta or self.world == 1:
             return
-        count = len(dist.distributed_c10d._world.pg_names)
+        groups = dist.distributed_c10d._world
+        # torch 2.14 counts created groups, and earlier versions those of which the rank is a member
+        count = groups.group_count if torch.__version__ >= "2.14" else len(groups.pg_names)
         largest = torch.tensor(count, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         for _ in range(int(largest) - count):

@@ -320,7 +320,8 @@ def _sorted_by_expert(received: Tensor, sizes: Sizes, size: int) -> Arrival:
     rows = torch.arange(sum(sizes.receives), device=device)
     back = rows + shifts[torch.searchsorted(ends, rows, right=True)]
     by_expert = torch.empty_like(rows).scatter_(0, back, rows)
-    last = ends_by_expert[ranks - 1 :: ranks].to(torch.int32)
+    # stride 1 also for a single expert, as `torch._grouped_mm` demands
+    last = ends_by_expert[ranks - 1 :: ranks].to(torch.int32, memory_format=torch.contiguous_format)
     return Arrival(sizes, Groups(last[: len(last) - (size > 0)], sizes.groups), (by_expert, back))
 
 
