@@ -280,11 +280,11 @@ UNEVEN: dict[str, Callable[[int], object]] = {
 
 
 @contextmanager
-def bound_to_a_device() -> Iterator[list[int]]:
+def bound_to_a_device(everyone: Any) -> Iterator[list[int]]:
     """Has all ranks meet at every group of the world's own backend, as under NCCL where the world is bound to a device:
     it splits the world's communicator. A rank that waits alone gives up after some seconds. Yields how many there were.
     """
-    everyone, new_group, made = dist.new_group(timeout=timedelta(seconds=20)), dist.new_group, [0]
+    new_group, made = dist.new_group, [0]
 
     def splitting(*arguments: Any, backend: str | None = None, **keywords: Any) -> Any:
         if backend is None:
@@ -298,13 +298,14 @@ def bound_to_a_device() -> Iterator[list[int]]:
 
 def groups_of_uneven_programs() -> dict[str, int]:
     """How many groups of the world's backend a topology makes on this rank, by what its program made before."""
-    found = {}
+    # Made first: torch 2.14 cannot make a group of all ranks after groups that only some ranks have made.
+    found, everyone = {}, dist.new_group(timeout=timedelta(seconds=20))
     for name, uneven in UNEVEN.items():
         uneven(dist.get_rank())
-        with bound_to_a_device() as made:
+        with bound_to_a_device(everyone) as made:
             topology = Topology(pp=2)
         uneven(dist.get_rank())
-        with bound_to_a_device() as more:
+        with bound_to_a_device(everyone) as more:
             topology.prepare(["dp@other"], [(0, 1)])
             topology.host_links([(0, 1)])
         for axis in (
