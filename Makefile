@@ -2,6 +2,7 @@
 # make test    set up, then run the tests: TEST_JOBS files at a time, then the tests marked `alone` (ARGS="-k layers")
 # make test-fast   set up, then run the tests except slow ones and those marked `alone`: about two minutes
 # make test-lowest   the fast tests with the oldest torch and pydantic that pyproject.toml allows, in .venv-lowest
+# make test-latest   the fast tests with the newest torch and pydantic, in .venv-latest
 # make check   set up, then check format, lint and types
 # make docs    set up, then build the documentation site: open site/index.html
 # make bench   set up, then run the benchmarks
@@ -34,7 +35,7 @@ PARALLEL  := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # Accepts pytest's exit code 5: ARGS may select no test for one of the two phases.
 OR_NONE   := || [ $$? -eq 5 ]
 
-.PHONY: train test test-fast test-lowest check docs bench clean setup
+.PHONY: train test test-fast test-lowest test-latest check docs bench clean setup
 
 train: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 pretrain/gpt.py --preset tiny --parallel.tp 2 --parallel.pp 2 $(ARGS)
@@ -46,14 +47,15 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not grid and not alone and not slow" $(ARGS)
 
-# Installs the oldest torch in a separate environment, whose Python the set-up then uses, together with that torch.
-LOWEST := $(shell sed -n 's/^    "\(torch\|pydantic\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml)
-test-lowest:
-	@[ -x .venv-lowest-torch/bin/python ] || $(PYTHON) -m venv .venv-lowest-torch
-	.venv-lowest-torch/bin/python -m pip install --quiet $(TORCH_ARGS) $(filter torch%,$(LOWEST))
-	$(MAKE) --no-print-directory setup VENV=.venv-lowest PYTHON=.venv-lowest-torch/bin/python
-	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check $(filter pydantic%,$(LOWEST))
-	$(MAKE) --no-print-directory test-fast VENV=.venv-lowest PYTHON=.venv-lowest-torch/bin/python
+# These targets install torch in a separate environment, whose Python the set-up then uses, together with that torch.
+test-lowest: WANTED := $(shell sed -n 's/^    "\(torch\|pydantic\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml)
+test-latest: WANTED := torch pydantic
+test-lowest test-latest: test-%:
+	[ -x .venv-$*-torch/bin/python ] || $(PYTHON) -m venv .venv-$*-torch
+	.venv-$*-torch/bin/python -m pip install --quiet --upgrade $(TORCH_ARGS) $(filter torch%,$(WANTED))
+	$(MAKE) --no-print-directory setup VENV=.venv-$* PYTHON=.venv-$*-torch/bin/python
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(filter pydantic%,$(WANTED))
+	$(MAKE) --no-print-directory test-fast VENV=.venv-$* PYTHON=.venv-$*-torch/bin/python
 
 check: $(STAMP)
 	$(BIN)/python -m ruff format --check .
@@ -92,5 +94,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-lowest-torch build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest* .venv-latest* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
