@@ -67,7 +67,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         (tmp_path, 10, "is not a regular file"),
         (tmp_path / "large", 99, "has 100 bytes; at most 99"),
         (tmp_path / "none", 10, "No such file"),
-        (Path("a\0b"), 10, r"a\\x00b: cannot be read: embedded null byte"),
+        (Path("a\0b"), 10, r"a\\x00b: cannot be read: .*embedded null"),
     ]:
         with pytest.raises(ParseError, match=problem):
             read_json(path, most)
