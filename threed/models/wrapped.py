@@ -88,7 +88,7 @@ def _prompt_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
     They stay unsharded, because peft's `save_pretrained` runs the prompt encoder on rank 0 alone.
     """
-    peft: Any = sys.modules.get("peft")
+    peft: Any = sys.modules.get("peft.peft_model")
     for part in module.modules() if peft is not None else ():
         if isinstance(part, peft.PeftModel) and "prompt_encoder" in part._modules:
             yield from part.prompt_encoder.parameters()

@@ -389,7 +389,7 @@ def _find(kind: type[Part], layers: Sequence[nn.Module]) -> list[Part]:
 
 
 def _title(layers: Sequence[nn.Module]) -> str:
-    """Returns how messages call the model that has these layers."""
+    """Returns how error messages refer to the model with these layers."""
     return "a wrapped module" if isinstance(layers[0], Wrapped) else "this model"
 
 

@@ -368,7 +368,8 @@ class _Managed(nn.Parameter):
             self._check_step("set")
         GRAD.__set__(self, value)
         sink = self.__dict__.get("sink")
-        if sink is not None and (before is None or value is None):  # not: replaced by a hook
+        # a gradient that a hook replaces is still the engine's
+        if sink is not None and (before is None or value is None):
             sink.mark_given(value is not None)
 
     @grad.deleter
