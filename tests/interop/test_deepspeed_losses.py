@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,30 @@ def test_a_step_after_an_interrupted_plain_backward(tmp_path: Path) -> None:
     run_ranks(1, interrupted)
     run_ranks(1, interrupted_before_step)
     run_ranks(1, gradients_of_another_loss, tmp_path)
+
+
+def plain_at_stage_0() -> None:
+    """The refused backward changes nothing: the steps are the same as without it."""
+    found = []
+    for refused in (False, True):
+        engine = engine_at(0)
+        rank = engine.global_rank
+        for step, micro in itertools.product(range(2), range(ACCUMULATION)):
+            if refused:
+                with pytest.raises(
+                    RuntimeError,
+                    match=r"^Direct calls to tensor.backward\(\) .* call engine.backward",
+                ):
+                    plain(engine, engine(rows(step, micro, rank)))
+                x = rows(step, micro, rank).requires_grad_()
+                assert torch.autograd.grad(engine(x)["out"].mean(), x)[0].any()
+            by_engine(engine, engine(rows(step, micro, rank)))
+            engine.step()
+        assert engine.global_steps == 2
+        found.append((engine.get_global_grad_norm(), engine.full_state_dict()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], value) for name, value in found[0][1].items())
+
+
+def test_a_plain_backward_at_stage_0_is_refused_as_in_deepspeed() -> None:
+    run_ranks(RANKS, plain_at_stage_0)

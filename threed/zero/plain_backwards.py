@@ -72,9 +72,9 @@ class PlainBackwards:
     def enter(self) -> None:
         """Begins a pass in the running backward, unless one is in progress."""
         if not self.running:
+            self.running = True  # if an error is raised here, the pass counts as interrupted
             if (begins := self._begins()) is not None:
                 begins()
-            self.running = True
             self.expect_end()
 
     def leave(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
@@ -30,11 +31,17 @@ from threed.interop.deepspeed.ownership import NotCopied, owner, take
 from threed.interop.deepspeed.views import EngineOptimizer, SchedulerView
 from threed.models import wrap
 from threed.models.wrapped import loss_of
+from threed.zero.contributions import in_own_backward
 
 DESTROYED = (
     "the engine was destroyed, and its module has the full parameters: call deepspeed.initialize(model="
     "engine.module, ...) again. Accelerator.free_memory destroys engines: call accelerator.prepare with the"
     " unwrapped model and a new optimizer"
+)
+# The text begins as in DeepSpeed, because programs may search it.
+PLAIN_AT_STAGE_0 = (
+    "Direct calls to tensor.backward() are not supported at ZeRO stage 0, as in DeepSpeed: call engine.backward(loss),"
+    " or use stage 1, 2 or 3"
 )
 
 
@@ -129,7 +136,10 @@ class TrainingLoop(ModuleMethods):
             args, kwargs = cast_floats((args, kwargs), torch.float16)
         if torch.is_grad_enabled() and self.optimizer is not None:
             self._begin()
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+            if self.translation.config.zero.stage == 0:
+                _refuse_plain_backwards(output, self.module)
+            return output
         with self.engine.inference() as module:
             return module(*args, **kwargs)
 
@@ -173,7 +183,8 @@ class TrainingLoop(ModuleMethods):
 
         The loss is divided by the number of micro-batches of all ranks in the step. So the
         gradients of a step add up to the gradients of the mean loss of the global batch. Instead of
-        this method, a program can call `loss.backward()` (see `threed.ModuleEngine.backward`).
+        this method, a program can call `loss.backward()` (see `threed.ModuleEngine.backward`). As
+        in DeepSpeed, this raises RuntimeError for an output of the engine at stage 0.
 
         If the backward raises an error, the step is discarded together with the gradients of its
         earlier micro-batches, and the next micro-batch is the first of a new step.
@@ -442,3 +453,32 @@ def _log_buffers(buffers: Sequence[Tensor]) -> None:
     for number, flat in enumerate(buffers):
         what = f"Flattening param group {number}: {flat.numel():,} parameters on {flat.device}"
         logger.info(f"{what} (sufficient memory)")
+
+
+def _refuse_plain_backwards(output: Any, module: nn.Module) -> None:
+    """Makes backwards from a forward's output raise RuntimeError, unless an engine starts them.
+
+    DeepSpeed does so at stage 0. As there, outputs of `engine.module` are accepted, and so are
+    outputs in a transform of `torch.func`. Backwards that compute no gradient of a parameter, such
+    as `torch.autograd.grad` for gradients of inputs, are accepted, too.
+
+    Args:
+        output: the output, with tensors at any depth.
+        module: the engine's module.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    alive = weakref.ref(module)  # an output may outlive the engine, or belong to the module
+
+    def refuse(grad: Tensor) -> None:
+        found = alive()
+        if in_own_backward() or found is None:
+            return
+        trained = (param for param in found.parameters() if param.requires_grad)
+        edges = map(torch.autograd.graph.get_gradient_edge, trained)
+        if any(torch._C._will_engine_execute_node(edge.node) for edge in edges):
+            raise RuntimeError(PLAIN_AT_STAGE_0)
+
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(refuse)
