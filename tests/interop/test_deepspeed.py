@@ -298,7 +298,7 @@ def saved(stage: int, folder: str, later: int) -> tuple[dict[str, Tensor], dict[
         model=hf_models.make("gpt2", seed=1), config=ds_config(later)
     )
     path, state = fresh.load_checkpoint(folder)
-    assert (path, state) == (f"{folder}/global_step1", {"epoch": 4})
+    assert (path, state) == (f"{folder}/global_step1/manifest.json", {"epoch": 4})
     assert (fresh.global_steps, fresh.micro_steps) == (1, 2)
     train_one(fresh, 1)
     fresh.save_checkpoint(folder, tag="mine")

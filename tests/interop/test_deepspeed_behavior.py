@@ -57,7 +57,7 @@ def saved_with_different_tags(folder: str) -> None:
     engine = engine_of()
     with pytest.warns(UserWarning, match=r"different tags: tag0, tag1; rank 0's tag tag0 is used"):
         engine.save_checkpoint(folder, tag=f"tag{engine.global_rank}")
-    assert engine.load_checkpoint(folder)[0] == f"{folder}/tag0"
+    assert engine.load_checkpoint(folder)[0] == f"{folder}/tag0/manifest.json"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine_of(checkpoint={"tag_validation": "IGNORE"}).save_checkpoint(
@@ -88,7 +88,7 @@ def test_an_engine_that_only_evaluates_saves_no_checkpoint(tmp_path: Path) -> No
         engine.save_checkpoint(tmp_path)
     trained = engine_of()
     trained.save_checkpoint(tmp_path)
-    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "global_step0")
+    assert engine.load_checkpoint(tmp_path)[0] == f"{tmp_path}/global_step0/manifest.json"
     for name, value in trained.full_state_dict().items():
         assert torch.equal(engine.full_state_dict()[name], value)
 

@@ -80,7 +80,7 @@ def on_two_ranks(folder: Path) -> None:
     fails(
         lambda: engine.load_checkpoint(place, "a", load_module_only=True), CheckpointError, not rank
     )
-    assert engine.load_checkpoint(folder) == (str(folder / "a"), {})
+    assert engine.load_checkpoint(folder) == (f"{folder}/a/manifest.json", {})
     engine.backward(engine(torch.ones(2, 3)).sum())
     engine.step()
     assert engine.global_steps == 1

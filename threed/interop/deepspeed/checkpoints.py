@@ -19,6 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.manifest import MANIFEST
 from threed.core.atomic import building
 from threed.distributed import collectives
 from threed.interop.deepspeed.api import zero_to_fp32
@@ -140,8 +141,9 @@ class Checkpoints(TrainingLoop):
                 dst=module)`. Needs `load_module_only`, or `load_optimizer_states=False`.
 
         Returns:
-            (path of the checkpoint, client_state that was saved with it); (None, None) without
-            `tag` if the file `latest` is missing.
+            (path of a file in the folder load_dir/tag, client_state that was saved with it). As in
+            DeepSpeed, the file describes the checkpoint. (None, None) without `tag` if the file
+            `latest` is missing.
 
         Raises:
             RuntimeError: if a step is in progress.
@@ -179,7 +181,7 @@ class Checkpoints(TrainingLoop):
         if not load_module_only:
             scheduler = _decoded(extra.get("lr_scheduler"), tensors, path)
             self._restore(extra, scheduler if load_lr_scheduler_states else None, not complete)
-        return str(path), _decoded(extra.get("client_state", {}), tensors, path)
+        return str(path / MANIFEST), _decoded(extra.get("client_state", {}), tensors, path)
 
     def _load_all(self, path: Path, strict: bool) -> dict[str, Any]:
         """Loads weights and optimizer states; returns the values of `_extra`. Collective."""

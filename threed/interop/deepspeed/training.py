@@ -327,7 +327,7 @@ class TrainingLoop(ModuleMethods):
         stage = self.translation.config.zero.stage
         if stage > 1:
             fix = "use stage 0 or 1, or set_gradient_accumulation_boundary(False)"
-            what = f"no_sync context manager is incompatible with ZeRO stage {stage}"
+            what = f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}"
             raise AssertionError(f"{what}: {fix}")
         if self._in_no_sync:
             fix = "end the first block"
