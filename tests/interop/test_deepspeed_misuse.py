@@ -71,6 +71,16 @@ def on_two_ranks(folder: Path) -> None:
     for wrong in (0, 1):
         state = bad if rank == wrong else {}
         fails(lambda: engine.save_checkpoint(folder, "a", state), TypeError, rank == wrong)  # noqa: B023
+    # safetensors cannot write this dtype, which only rank 0 notices: nothing is published
+    state = {"values": torch.ones(2).to(torch.complex32)}
+    with pytest.raises(CheckpointError, match=f"could not finish {folder / 'c'}"):
+        engine.save_checkpoint(folder, "c", state)
+    assert not list(folder.glob("c*"))
+    (folder / "b" / "latest").mkdir(parents=True, exist_ok=True)
+    fails(lambda: engine.save_checkpoint(folder / "b", "a"), OSError, rank == 0)
+    (folder / "b" / "pytorch_model.bin").mkdir(exist_ok=True)
+    unsharded = made(0)
+    fails(lambda: unsharded.save_16bit_model(folder / "b"), OSError, rank == 0)
     engine.save_checkpoint(folder, "a")
     with pytest.raises(CheckpointError, match=r"different checkpoints of .*: a, b: pass the same"):
         engine.load_checkpoint(folder, "ab"[rank])

@@ -504,7 +504,7 @@ class Engine(metaclass=_EngineType):
 
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
-        hurries: Callable[[], bool] | None = None,
+        before_publishing: Callable[[], None] | None = None, hurries: Callable[[], bool] | None = None,
     ) -> Path:  # fmt: skip
         """Writes a checkpoint; returns its path. Collective.
 
@@ -514,6 +514,8 @@ class Engine(metaclass=_EngineType):
         Args:
             path: the folder of the checkpoint.
             extra: values for the manifest, which must be serializable as JSON; `load` returns them.
+            before_publishing: function that is called on rank 0 after all files are written and
+                before the folder is renamed to `path`; an error that it raises fails the save.
             hurries: function that returns True once the limit `checkpoint.write-limit-mib` (MiB/s)
                 no longer applies, for example because the run must stop. The function may be called
                 in any thread. None: the limit always applies.
@@ -524,8 +526,9 @@ class Engine(metaclass=_EngineType):
         """
         self.saver.end()  # waits for the previous save and raises its error, if it failed
         return self.saver.start(
-            Path(path), self.counters(extra), self.extras, background=False, hurries=hurries
-        ).path
+            Path(path), self.counters(extra), self.extras, background=False,
+            before_publishing=before_publishing, hurries=hurries,
+        ).path  # fmt: skip
 
     def start_save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
@@ -540,8 +543,7 @@ class Engine(metaclass=_EngineType):
         Args:
             path: the folder of the checkpoint.
             extra: values for the manifest, which must be serializable as JSON; `load` returns them.
-            before_publishing: function that is called on rank 0 in the writing thread, after all
-                files are written and before the folder is renamed to `path`.
+            before_publishing: see `save`; called in the writing thread.
             hurries: see `save`.
 
         Returns:

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.manifest import MANIFEST
-from threed.core.atomic import building
+from threed.core.atomic import building, building_place
 from threed.distributed import collectives
 from threed.interop.deepspeed.api import zero_to_fp32
 from threed.interop.deepspeed.names import not_offered
@@ -67,6 +67,8 @@ class Checkpoints(TrainingLoop):
             AssertionError: if the tags of the ranks differ, and `checkpoint.tag_validation` is "Fail".
             NotImplementedError: if the engine only evaluates.
             TypeError: if `client_state` has a value of another type.
+            CheckpointError: on every rank, if the checkpoint cannot be written.
+            OSError: if the file `latest` cannot be written; RuntimeError on the other ranks.
         """
         if self.optimizer is None:
             raise NotImplementedError(
@@ -81,18 +83,17 @@ class Checkpoints(TrainingLoop):
             extra = self._extra(client_state or {}, tensors)
         tag = self._common_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         path = Path(save_dir) / tag
-        self.engine.save(path, extra)
-        if everyone.index == 0:
+
+        def add_tensors() -> None:
             if tensors:
-                with building(path / TENSORS) as (scratch,):
+                with building(building_place(path) / TENSORS) as (scratch,):
                     save_file(tensors, scratch)
-            files = {LATEST: tag} if save_latest else {}
-            if not (Path(save_dir) / zero_to_fp32.NAME).exists():  # it may be DeepSpeed's own
-                files[zero_to_fp32.NAME] = zero_to_fp32.SCRIPT
-            for name, text in files.items():
-                with building(Path(save_dir) / name) as (scratch,):
-                    scratch.write_text(text, encoding="utf-8")
-        collectives.barrier(everyone)  # ensures that no rank returns before `latest` exists
+
+        self.engine.save(path, extra, before_publishing=add_tensors)
+        # No rank returns before `latest` exists.
+        with collectives.failing_together(everyone, "save_checkpoint"):
+            if everyone.index == 0:
+                _write_marks(Path(save_dir), tag if save_latest else None)
         return True
 
     def _common_tag(self, tag: str) -> str:
@@ -376,6 +377,9 @@ class Checkpoints(TrainingLoop):
         Returns:
             True; or False if nothing was written, because the ZeRO stage is 3 and
             `stage3_gather_16bit_weights_on_model_save` is not set, as in DeepSpeed.
+
+        Raises:
+            OSError: on rank 0, if the file cannot be written; RuntimeError on the other ranks.
         """
         if self.translation.config.zero.stage == 3 and not self.translation.gather_on_save:
             warnings.warn(
@@ -385,13 +389,23 @@ class Checkpoints(TrainingLoop):
             )
             return False
         found = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if self.topology.rank == 0:
-            with building(Path(save_dir) / save_filename) as (scratch,):
-                torch.save(found, scratch)
-        collectives.barrier(self.topology.axis("world"))
+        with collectives.failing_together(self.topology.axis("world"), "save_16bit_model"):
+            if self.topology.rank == 0:
+                with building(Path(save_dir) / save_filename) as (scratch,):
+                    torch.save(found, scratch)
         return True
 
     save_fp16_model = save_16bit_model
+
+
+def _write_marks(folder: Path, tag: str | None) -> None:
+    """Writes the file `latest`, if there is a tag, and the script zero_to_fp32.py, unless it exists."""
+    files = {} if tag is None else {LATEST: tag}
+    if not (folder / zero_to_fp32.NAME).exists():  # it may be DeepSpeed's own
+        files[zero_to_fp32.NAME] = zero_to_fp32.SCRIPT
+    for name, text in files.items():
+        with building(folder / name) as (scratch,):
+            scratch.write_text(text, encoding="utf-8")
 
 
 def _latest(folder: Path) -> str | None:
