@@ -305,16 +305,19 @@ def _liger_norm(layer: bool, backward: bool) -> Callable[[], Side]:
 
 
 def activations(s: Sizes, device: torch.device) -> list[Case]:
-    """Returns the cases of SwiGLU and GEGLU, and of GELU with a bias."""
+    """Returns the cases of SwiGLU and GEGLU, and of GELU and squared ReLU with a bias."""
     both, dout, x, bias = (
         bf16(s.rows, 2 * s.f, device=device), bf16(s.rows, s.f, device=device), bf16(s.rows, s.f, device=device),
         bf16(s.f, device=device),
     )  # fmt: skip
     size = dout.numel()
 
-    def gelu_backward(dy: Tensor, x: Tensor, b: Tensor) -> Callable[[], Results]:
-        db = torch.empty(b.numel(), device=b.device)
-        return lambda: (activation.gelu_backward(dy, x, b, db), db)
+    def with_bias_gradient(backward: Callable[..., Tensor]) -> Callable[..., Callable[[], Results]]:
+        def prepare(dy: Tensor, x: Tensor, b: Tensor) -> Callable[[], Results]:
+            db = torch.empty(b.numel(), device=b.device)
+            return lambda: (backward(dy, x, b, db), db)
+
+        return prepare
 
     def liger_forward() -> Side:
         work = liger("liger_swiglu")
@@ -347,8 +350,16 @@ def activations(s: Sizes, device: torch.device) -> list[Case]:
             call(activation.gelu_reference),
         ),
         Case(
-            "GELU + bias, backward", ("gelu_backward", "add_parts"), 6 * size, (dout, x, bias), gelu_backward,
-            gradient_of(activation.gelu_reference, 1),
+            "GELU + bias, backward", ("gelu_backward", "add_parts"), 6 * size, (dout, x, bias),
+            with_bias_gradient(activation.gelu_backward), gradient_of(activation.gelu_reference, 1),
+        ),
+        Case(
+            "squared ReLU + bias, forward", ("squared_relu",), 4 * size, (x, bias),
+            lambda x, b: lambda: (activation.squared_relu(x, b),), call(activation.squared_relu_reference),
+        ),
+        Case(
+            "squared ReLU + bias, backward", ("squared_relu_backward", "add_parts"), 6 * size, (dout, x, bias),
+            with_bias_gradient(activation.squared_relu_backward), gradient_of(activation.squared_relu_reference, 1),
         ),
     ]  # fmt: skip
 

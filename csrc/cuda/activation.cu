@@ -3,10 +3,11 @@
 //   swiglu    out = silu(gate) up     gate_up [rows 2f] -> out [rows f]  6 bytes per element of out, backward 10
 //   geglu     out = gelu(gate) up     the same, with GELU in its tanh form
 //   gelu      out = gelu(x + bias)    tanh form, [rows f] -> [rows f]    4 bytes, backward 6
+//   squared_relu  out = relu(x + bias)^2  the same
 //
-// A warp processes 32 packs of columns and iterates over rows, AHEAD at a time. So GELU's backward
-// can accumulate the gradient of the bias in registers. sums.cu adds up the partial sums [blocks f]
-// of this gradient.
+// A warp processes 32 packs of columns and iterates over rows, AHEAD at a time. So the backward of
+// an activation with a bias can accumulate the gradient of the bias in registers. sums.cu adds up
+// the partial sums [blocks f] of this gradient.
 
 #include "common.cuh"
 
@@ -44,6 +45,20 @@ struct Gelu {
     return {x * s, fmaf(s, fmaf(-s, rate, rate), s)};
   }
 };
+
+// The square of max(x, 0); NaN if x is NaN.
+struct SquaredRelu {
+  static __device__ __forceinline__ Value at(float x) {
+    const float r = x < 0.f ? 0.f : x;
+    return {r * r, 2.f * r};
+  }
+};
+
+// GELU or the squared ReLU, of x + bias.
+template <bool GELU>
+__device__ __forceinline__ Value biased_at(float x) {
+  return GELU ? Gelu::at(x) : SquaredRelu::at(x);
+}
 
 // Of the gate: GELU, or SiLU.
 template <bool GELU>
@@ -111,9 +126,10 @@ __device__ __forceinline__ void load_bias(float (&b)[PACK], const uint4* bias, i
   if (bias) unpack(__ldg(bias + at), b);
 }
 
+template <bool GELU>
 __global__ void __launch_bounds__(THREADS)
-    gelu(const uint4* __restrict__ x, const uint4* __restrict__ bias, uint4* __restrict__ out, int64_t rows,
-         int64_t packs) {
+    biased(const uint4* __restrict__ x, const uint4* __restrict__ bias, uint4* __restrict__ out, int64_t rows,
+           int64_t packs) {
   const int64_t at = my_pack();
   if (at >= packs) return;
   float b[PACK] = {};
@@ -129,7 +145,7 @@ __global__ void __launch_bounds__(THREADS)
       float y[PACK];
       unpack(words[u], y);
 #pragma unroll
-      for (int k = 0; k < PACK; k++) y[k] = Gelu::at(y[k] + b[k]).y;
+      for (int k = 0; k < PACK; k++) y[k] = biased_at<GELU>(y[k] + b[k]).y;
       __stcs(out + (row + u) * packs + at, pack(y));
     }
   }
@@ -137,9 +153,10 @@ __global__ void __launch_bounds__(THREADS)
 
 // Computes dx and, unless db_parts [gridDim.y f] is null, the sums of dx over the rows of each
 // blockIdx.y.
+template <bool GELU>
 __global__ void __launch_bounds__(THREADS)
-    gelu_backward(const uint4* __restrict__ dout, const uint4* __restrict__ x, const uint4* __restrict__ bias,
-                  uint4* __restrict__ dx, float* __restrict__ db_parts, int64_t rows, int64_t packs) {
+    biased_backward(const uint4* __restrict__ dout, const uint4* __restrict__ x, const uint4* __restrict__ bias,
+                    uint4* __restrict__ dx, float* __restrict__ db_parts, int64_t rows, int64_t packs) {
   const int64_t at = my_pack();
   float b[PACK] = {}, db[PACK] = {};
   if (at < packs) load_bias(b, bias, at);
@@ -158,7 +175,7 @@ __global__ void __launch_bounds__(THREADS)
       unpack(words[u], y), unpack(gradients[u], d);
 #pragma unroll
       for (int k = 0; k < PACK; k++) {
-        d[k] *= Gelu::at(y[k] + b[k]).slope;
+        d[k] *= biased_at<GELU>(y[k] + b[k]).slope;
         db[k] += d[k];
       }
       __stcs(dx + (row + u) * packs + at, pack(d));
@@ -185,6 +202,20 @@ int start_gated_backward(K* kernel, const void* dout, const void* gate_up, void*
                          cudaStream_t stream) {
   return launch(kernel, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(dout),
                 static_cast<const uint4*>(gate_up), static_cast<uint4*>(dgate_up), rows, f / PACK);
+}
+
+template <class K>
+int start_biased(K* kernel, const void* x, const void* bias, void* out, int64_t rows, int64_t f, cudaStream_t stream) {
+  return launch(kernel, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(x),
+                static_cast<const uint4*>(bias), static_cast<uint4*>(out), rows, f / PACK);
+}
+
+template <class K>
+int start_biased_backward(K* kernel, const void* dout, const void* x, const void* bias, void* dx, float* db_parts,
+                          int64_t rows, int64_t f, int64_t blocks, cudaStream_t stream) {
+  const dim3 grid = db_parts ? dim3(unsigned(ceil_div(f / PACK, WARP)), unsigned(blocks)) : grid_of(rows, f / PACK);
+  return launch(kernel, grid, THREADS, 0, stream, static_cast<const uint4*>(dout), static_cast<const uint4*>(x),
+                static_cast<const uint4*>(bias), static_cast<uint4*>(dx), db_parts, rows, f / PACK);
 }
 
 }  // namespace
@@ -214,17 +245,24 @@ int threed_cuda_geglu_backward(const void* dout, const void* gate_up, void* dgat
 
 // out [rows f] = gelu(x + bias); bias [f] may be null.
 int threed_cuda_gelu(const void* x, const void* bias, void* out, int64_t rows, int64_t f, cudaStream_t stream) {
-  return launch(gelu, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(x),
-                static_cast<const uint4*>(bias), static_cast<uint4*>(out), rows, f / PACK);
+  return start_biased(biased<true>, x, bias, out, rows, f, stream);
 }
 
 // dx [rows f] = the gradient of x. db_parts, fp32 [blocks f] or null, receives partial sums of dx
 // over rows.
 int threed_cuda_gelu_backward(const void* dout, const void* x, const void* bias, void* dx, float* db_parts, int64_t rows,
                               int64_t f, int64_t blocks, cudaStream_t stream) {
-  const dim3 grid = db_parts ? dim3(unsigned(ceil_div(f / PACK, WARP)), unsigned(blocks)) : grid_of(rows, f / PACK);
-  return launch(gelu_backward, grid, THREADS, 0, stream, static_cast<const uint4*>(dout), static_cast<const uint4*>(x),
-                static_cast<const uint4*>(bias), static_cast<uint4*>(dx), db_parts, rows, f / PACK);
+  return start_biased_backward(biased_backward<true>, dout, x, bias, dx, db_parts, rows, f, blocks, stream);
+}
+
+// The same with the squared ReLU.
+int threed_cuda_squared_relu(const void* x, const void* bias, void* out, int64_t rows, int64_t f, cudaStream_t stream) {
+  return start_biased(biased<false>, x, bias, out, rows, f, stream);
+}
+
+int threed_cuda_squared_relu_backward(const void* dout, const void* x, const void* bias, void* dx, float* db_parts,
+                                      int64_t rows, int64_t f, int64_t blocks, cudaStream_t stream) {
+  return start_biased_backward(biased_backward<false>, dout, x, bias, dx, db_parts, rows, f, blocks, stream);
 }
 
 }  // extern "C"

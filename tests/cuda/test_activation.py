@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tests.cuda.cases import (
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.distributed.topology import alone
 from threed.layers import MLP, Slicing
-from threed.layers.mlp import gated, gelu
+from threed.layers.mlp import gated, gelu, squared_relu
 from threed.layers.recompute import Selective
 from threed.ops import activation
 
@@ -66,10 +67,12 @@ def test_gated(name: str, rows: int, f: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "bias_gradient", "with_bias"),
-    in_turns(5, SHAPES, (None, False, True), (False, True)),
+    ("name", "shape", "bias_gradient", "with_bias"),
+    in_turns(5, ("gelu", "squared_relu"), SHAPES, (None, False, True), (False, True)),
 )
-def test_gelu(shape: tuple[int, int], bias_gradient: bool | None, with_bias: bool) -> None:
+def test_biased(
+    name: str, shape: tuple[int, int], bias_gradient: bool | None, with_bias: bool
+) -> None:
     """bias_gradient: whether it is added to what is there; None: not asked for."""
     rows, f = shape
     x, dout = wide(rows, f), bf16(rows, f, seed=1)
@@ -77,9 +80,10 @@ def test_gelu(shape: tuple[int, int], bias_gradient: bool | None, with_bias: boo
     held = normal(f, seed=3)
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
-        out = activation.gelu(x, bias)
+        out = getattr(activation, name)(x, bias)
         dbias = None if bias_gradient is None else held.clone() if bias_gradient else torch.empty(f)
-        dx = activation.gelu_backward(dout, x, bias, dbias, add=bool(bias_gradient))
+        run_backward = getattr(activation, f"{name}_backward")
+        dx = run_backward(dout, x, bias, dbias, add=bool(bias_gradient))
         forward, backward, *rest = machine.launches
         elements = {"x": (1, 0), "out": (0, 1), "dout": (1, 0), "dx": (0, 1), "db_parts": (0, 1)}
         for ran in (forward, backward):
@@ -93,7 +97,7 @@ def test_gelu(shape: tuple[int, int], bias_gradient: bool | None, with_bias: boo
 
     out, dx, *dbias = in_every_order(work)
     a = x.double().requires_grad_()
-    y = activation.gelu_reference(a, None if bias is None else bias.double())
+    y = getattr(activation, f"{name}_reference")(a, None if bias is None else bias.double())
     assert_close_in_bf16(out, y.detach())
     (gradient,) = torch.autograd.grad(y, a, dout.double())
     assert_close_in_bf16(dx, gradient)
@@ -101,9 +105,9 @@ def test_gelu(shape: tuple[int, int], bias_gradient: bool | None, with_bias: boo
         assert_close(dbias[0], gradient.sum(0) + (held.double() if bias_gradient else 0))
 
 
-def mlp() -> MLP:
+def mlp(function: Callable[[Tensor], Tensor]) -> MLP:
     """With weights in bf16, and gradients for autograd."""
-    module = MLP("mlp", 64, 264, Slicing(alone()))
+    module = MLP("mlp", 64, 264, Slicing(alone()), activation=function)
     for seed, (name, param) in enumerate(list(module.named_parameters())):
         layer = module.get_submodule(name.split(".")[0])
         value = bf16(*param.shape, seed=seed, scale=0.2)
@@ -111,10 +115,16 @@ def mlp() -> MLP:
     return module
 
 
-@pytest.mark.parametrize("how", ["trained", "frozen", "hooked", "recomputed"])
-def test_a_layer_adds_the_bias_in_the_kernel(how: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "how"),
+    [
+        *((gelu, how) for how in ("trained", "frozen", "hooked", "recomputed")),
+        (squared_relu, "trained"),
+    ],
+)
+def test_a_layer_adds_the_bias_in_the_kernel(function: Any, how: str) -> None:
     """A frozen bias has no gradient. A hook on the product sees it with its bias."""
-    module, seen, x, dy = mlp(), list[Tensor](), bf16(9, 2, 64), bf16(9, 2, 64, seed=9)
+    module, seen, x, dy = mlp(function), list[Tensor](), bf16(9, 2, 64), bf16(9, 2, 64, seed=9)
     if how == "frozen":
         module.up.bias.requires_grad_(False)
     elif how == "hooked":
@@ -126,12 +136,13 @@ def test_a_layer_adds_the_bias_in_the_kernel(how: str) -> None:
     with emulated(torch_writes=True) as machine:
         y = module(x)
         got = torch.autograd.grad(y, [x, *wanted], dy)
-    (gelu, *again), backward = (
-        [ran for ran in machine.launches if ran.name == name] for name in ("gelu", "gelu_backward")
+    name = function.__name__
+    (forward, *again), backward = (
+        [ran for ran in machine.launches if ran.name == kind] for kind in (name, f"{name}_backward")
     )
     assert len(again) == (how == "recomputed")
-    if gelu.counts:
-        assert ("bias" in gelu.traffic) == (how != "hooked")
+    if forward.counts:
+        assert ("bias" in forward.traffic) == (how != "hooked")
         assert ("db_parts" in backward[0].traffic) == (how in ("trained", "recomputed"))
     names = [ran.name for ran in machine.launches]
     assert names.count("column_sums") == (2 if how == "hooked" else 1)  # down's bias
@@ -139,7 +150,10 @@ def test_a_layer_adds_the_bias_in_the_kernel(how: str) -> None:
     double = {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
     wide = x.detach().double().requires_grad_()
     inner = wide @ double["up.weight"].t() + double["up.bias"]
-    truth = activation.gelu_reference(inner) @ double["down.weight"].t() + double["down.bias"]
+    truth = (
+        getattr(activation, f"{name}_reference")(inner) @ double["down.weight"].t()
+        + double["down.bias"]
+    )
     names_wanted = [n for n, p in module.named_parameters() if p.requires_grad]
     right = torch.autograd.grad(truth, [wide, *(double[n] for n in names_wanted)], dy.double())
     for a, b in zip((y, *got), (truth, *right), strict=True):  # rounded to bf16 between the steps
@@ -163,3 +177,20 @@ def test_wrong_arguments_are_refused() -> None:
         activation.gelu(bf16(3, 16), bf16(8))
     with emulated(), pytest.raises(ValueError, match="gelu_backward takes"):
         activation.gelu_backward(bf16(3, 16), bf16(3, 16).float())
+
+
+def test_squared_relu_on_the_cpu_saves_only_its_input() -> None:
+    """Its gradient is that of torch; a value that is not a number stays one."""
+    x = torch.randn(5, 24, dtype=torch.float64, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = squared_relu(x)
+    assert [t.data_ptr() for t in saved] == [x.data_ptr()]
+    want = torch.relu(x).square()
+    assert torch.equal(y, want)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(want, x, dy)[0], rtol=1e-15, atol=0
+    )
+    assert squared_relu(torch.tensor([float("nan"), -1.0, 2.0])).tolist()[1:] == [0.0, 4.0]
+    assert squared_relu(torch.tensor([float("nan")])).isnan().all()

@@ -62,6 +62,7 @@ def count_cases() -> dict[str, Counted]:
         "cross entropy": s.rows * s.v, "cross entropy of a shard": s.rows * s.v, "AdamW": s.n, "Lion": s.n,
         "sum of squares": s.n, "sums over rows": s.rows * s.f, "SwiGLU, forward": gated, "SwiGLU, backward": gated,
         "GEGLU, forward": gated, "GEGLU, backward": gated, "GELU + bias, forward": gated, "GELU + bias, backward": gated,
+        "squared ReLU + bias, forward": gated, "squared ReLU + bias, backward": gated,
         "rotary positions": both,
         "norms and rotary positions of heads": s.rows * 5 * s.h // 4,
         "norms and rotary positions of heads, backward": s.rows * 6 * s.h // 4,
@@ -109,7 +110,7 @@ ROWS = {
         "per output element: forward {swiglu.bytes:g}, backward {swigluback.bytes:g}",
         "forward {swiglu.launches}, backward {swigluback.launches}",
     ),
-    "bias + GELU (tanh form)": (
+    "bias + GELU (tanh form), bias + squared ReLU": (
         "forward {gelu.bytes:g}, backward {geluback.bytes:g}",
         "forward {gelu.launches}, backward {geluback.launches}",
     ),
@@ -160,7 +161,8 @@ def test_the_table_of_operators_states_counted_launches_and_bytes() -> None:
         "normback": same(cases, "RMSNorm, backward", "LayerNorm, backward"),
         "swiglu": same(cases, "SwiGLU, forward", "GEGLU, forward"),
         "swigluback": same(cases, "SwiGLU, backward", "GEGLU, backward"),
-        "gelu": cases["GELU + bias, forward"], "geluback": cases["GELU + bias, backward"],
+        "gelu": same(cases, "GELU + bias, forward", "squared ReLU + bias, forward"),
+        "geluback": same(cases, "GELU + bias, backward", "squared ReLU + bias, backward"),
         "dropout": cases["dropout + bias + residual"], "dropoutback": count_dropout_backward(),
         "adamw": cases["AdamW"], "adamw32": cases["AdamW, fp32"],
         "lion": cases["Lion"], "lion32": cases["Lion, fp32"],

@@ -70,6 +70,11 @@ def geglu() -> Tensor:
     return torch.cat((activation.gelu_backward(x, x, None, dbias).float().sum(0), dbias))
 
 
+def squares() -> Tensor:
+    x = bf16(33, 264)
+    return activation.squared_relu_backward(activation.squared_relu(x), x)
+
+
 def gates() -> Tensor:
     x = bf16(33, 528)
     return activation.swiglu_backward(activation.swiglu(x), x)
@@ -209,7 +214,8 @@ FAULTS = {
     ),
     "rows beyond the last": Planted("activation.cu", "if (row + u >= rows) continue;", "", gates, BEYOND),
     "a wrong derivative": Planted("activation.cu", "s + y * (1.f - s)", "s + y * (1.f + s)", gates, None),
-    "another activation": Planted("activation.cu", "return GELU ? Gelu", "return !GELU ? Gelu", gates, None),
+    "another activation": Planted("activation.cu", "GELU ? Gelu::at(x) : Silu", "!GELU ? Gelu::at(x) : Silu", gates, None),
+    "half a slope": Planted("activation.cu", "2.f * r", "r", squares, None),
     "a sign that is never 0": Planted("adam.cu", "mean > 0.f ? 1.f", "mean >= 0.f ? 1.f", moved, None),
     "a head too many": Planted("rotary.cu", "i < pairs", "i <= pairs", heads, None),
     "a turned number turned again": Planted(

@@ -27,7 +27,7 @@ from threed.layers.experts import MixtureOfExperts
 from threed.layers.latent_attention import LatentAttention
 from threed.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from threed.layers.loss import LanguageModelHead
-from threed.layers.mlp import MLP, GatedMLP, clamped_swiglu, gelu
+from threed.layers.mlp import MLP, GatedMLP, clamped_swiglu, gelu, squared_relu
 from threed.layers.multi_token import MultiTokenPrediction
 from threed.layers.norm import LayerNorm, RMSNorm
 from threed.layers.recompute import Recompute
@@ -41,7 +41,8 @@ __all__ = [
     "Slicing", "MicroBatch", "PipelineLayer", "Embedding", "Block", "LanguageModelHead", "MultiTokenPrediction", "Attention",
     "LatentAttention", "Causal", "attend", "SparseAttention", "BlockPattern", "DensePattern", "FixedPattern",
     "VariablePattern", "BigBirdPattern", "LongformerPattern", "FunctionPattern", "rotate", "MLP", "GatedMLP", "gelu",
-    "clamped_swiglu", "MixtureOfExperts", "Routing", "LossFactors", "LayerNorm", "RMSNorm", "Dropout", "VocabEmbedding",
+    "squared_relu", "clamped_swiglu", "MixtureOfExperts", "Routing", "LossFactors", "LayerNorm", "RMSNorm", "Dropout",
+    "VocabEmbedding",
     "PositionEmbedding", "ColumnLinear", "RowLinear", "ReplicatedLinear", "Recompute", "ShardSpec", "Piece", "Init",
     "parameter", "matrix", "vector", "attach", "copy_to", "reduce_from", "gather_from", "scatter_to", "split",
 ]  # fmt: skip

@@ -39,6 +39,11 @@ def gelu(x: Tensor) -> Tensor:
     return activation_ops.apply("gelu", x)
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """Returns max(x, 0)^2 (arXiv 2109.08668)."""
+    return activation_ops.apply("squared_relu", x)
+
+
 def clamped_swiglu(gate_up: Tensor) -> Tensor:
     """Returns gate * sigmoid(1.702 gate) * (up + 1) of clamped gate and up, as in gpt-oss.
 
@@ -56,30 +61,42 @@ def clamped_swiglu(gate_up: Tensor) -> Tensor:
 
 # names of the kernels of activation(gate) * up, and of functions of gate and up
 _GATED = {F.silu: "swiglu", gelu: "geglu", clamped_swiglu: "clamped_swiglu"}
+# kernels of activation(x + bias): forward and backward
+_BIASED: dict[Callable[[Tensor], Tensor], tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    gelu: (activation_ops.gelu, activation_ops.gelu_backward),
+    squared_relu: (activation_ops.squared_relu, activation_ops.squared_relu_backward),
+}
 
 
-class _BiasedGelu(torch.autograd.Function):
-    """Returns GELU of x + bias. The backward sums the bias's gradient in the pass that computes that of x.
+class _Biased(torch.autograd.Function):
+    """Returns activation(x + bias). The backward sums the bias's gradient in the pass that computes that of x.
 
     tracked: the bias, or None if autograd needs no gradient for it (`for_autograd`).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tracked: Tensor | None, bias: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        activation: Callable[[Tensor], Tensor],
+        x: Tensor,
+        tracked: Tensor | None,
+        bias: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.bias = bias
-        return activation_ops.gelu(x.view(-1, x.shape[-1]), bias).view_as(x)
+        forward, ctx.kernel = _BIASED[activation]
+        return forward(x.view(-1, x.shape[-1]), bias).view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor | None, None]:
         ((x,), bias) = ctx.saved_tensors, ctx.bias
         rows = dy.contiguous().view(-1, dy.shape[-1]), x.view(-1, x.shape[-1])
         if not bias.requires_grad:
-            return activation_ops.gelu_backward(*rows, bias).view_as(x), None, None
+            return None, ctx.kernel(*rows, bias).view_as(x), None, None
         gradient = VectorGradient(bias)
-        dx = activation_ops.gelu_backward(*rows, bias, gradient.out, add=gradient.add)
+        dx = ctx.kernel(*rows, bias, gradient.out, add=gradient.add)
         ended = gradient.done()
-        return dx.view_as(x), ended if ctx.needs_input_grad[1] else None, None
+        return None, dx.view_as(x), ended if ctx.needs_input_grad[2] else None, None
 
 
 def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
@@ -197,7 +214,7 @@ class MLP(nn.Module):
         """Returns the input of `down`, activation(up(x)): [s b f/t]. Collective."""
         if self._fuses_bias(x):
             y = self.recompute.column(self.up, x, add_bias=False)
-            return self.recompute.run("activation", self._biased_gelu, y)
+            return self.recompute.run("activation", self._activate_biased, y)
         y = self.recompute.column(self.up, x)
         return self.recompute.run("activation", self.activate, y)
 
@@ -240,13 +257,13 @@ class MLP(nn.Module):
         """Returns whether one kernel adds the bias of `up` and computes the activation, for input x."""
         bias = self.up.bias
         return (
-            self.activation is gelu and type(self).activate is MLP.activate and bias is not None
+            self.activation in _BIASED and type(self).activate is MLP.activate and bias is not None
             and is_plain(self.up, ColumnLinear)
             and activation_ops.fits(x, bias.numel()) and launch.packed(bias)  # the first is False under compile
         )  # fmt: skip
 
-    def _biased_gelu(self, x: Tensor) -> Tensor:
-        return _BiasedGelu.apply(x, *for_autograd(x, self.up.bias), self.up.bias)
+    def _activate_biased(self, x: Tensor) -> Tensor:
+        return _Biased.apply(self.activation, x, *for_autograd(x, self.up.bias), self.up.bias)
 
     def activate(self, x: Tensor) -> Tensor:
         """Returns the activation of the output x of `up`; it is the input of `down`."""

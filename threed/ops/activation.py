@@ -1,13 +1,13 @@
-"""SwiGLU and GEGLU (arXiv 2002.05202), and GELU in its tanh form (arXiv 1606.08415).
+"""SwiGLU and GEGLU (arXiv 2002.05202), GELU in its tanh form (arXiv 1606.08415), squared ReLU (arXiv 2109.08668).
 
 The clamped SwiGLU of gpt-oss (arXiv 2508.10925) has no kernel, but a backward of its own.
 
-The kernels are csrc/cuda/activation.cu on GPUs, for rows in bf16, and `ops.fused_cpu` on CPUs (not
-for GEGLU). A forward saves only its input; the backward recomputes all other values in the same
-pass.
+The kernels are csrc/cuda/activation.cu on GPUs, for rows in bf16, and `ops.fused_cpu` on CPUs (for
+SwiGLU and GELU). A forward saves only its input; the backward recomputes all other values in the
+same pass.
 
 In bf16, SwiGLU and GEGLU read and write 6 bytes of memory per output element in the forward, and 10 in the
-backward. GELU reads and writes 4 bytes in the forward, and 6 in the backward.
+backward. GELU and squared ReLU read and write 4 bytes in the forward, and 6 in the backward.
 """
 
 from __future__ import annotations
@@ -64,6 +64,16 @@ def gelu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
+def squared_relu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns max(x + bias, 0)^2."""
+    return F.relu(x if bias is None else x + bias).square()
+
+
+def _squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Returns the gradient of x."""
+    return F.relu(x).mul_(dy).mul_(2)
+
+
 def fits(x: Tensor, f: int) -> bool:
     """Returns whether the GPU kernels support the rows x; f is the number of output columns."""
     return f % 8 == 0 and launch.ready(x) and launch.packed(x)
@@ -108,48 +118,59 @@ swiglu, swiglu_backward = _gated("swiglu")
 geglu, geglu_backward = _gated("geglu")
 
 
-@launch.operator(
-    "gelu(Tensor x, Tensor? bias=None) -> Tensor",
-    lambda x, bias=None: torch.empty_like(x), launches=1,
-)  # fmt: skip
-def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns GELU of x + bias, [n f]. Launches one kernel."""
-    rows, f = _check("gelu", x.shape[-1], x, bias)
-    out = torch.empty_like(x)
-    if out.numel():
-        launch.start("gelu", x, bias, out, rows, f)
-    return out
+def _biased(name: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Registers the kernel `name` of activation(x + bias), [n f] -> [n f], and its backward.
 
-
-@launch.operator(
-    "gelu_backward(Tensor dout, Tensor x, Tensor? bias=None, Tensor(a!)? dbias=None, *, bool add=False) -> Tensor",
-    lambda dout, x, *rest, **add: torch.empty_like(x),
-    launches=lambda dout, x, bias=None, dbias=None, add=False: 1 if dbias is None else 2,
-)  # fmt: skip
-def gelu_backward(
-    dout: Tensor, x: Tensor, bias: Tensor | None = None, dbias: Tensor | None = None, *, add: bool = False,
-) -> Tensor:  # fmt: skip
-    """Returns the gradient of x [n f]. If dbias is given, writes the sum over rows to dbias.
-
-    Launches one kernel, or two with dbias.
-
-    Args:
-        dout: gradient of the output [n f].
-        x: input [n f].
-        bias: [f], as in the forward.
-        dbias: fp32 [f], gradient of the bias.
-        add: whether to add to dbias instead of overwriting it.
+    Returns:
+        The forward, a function of x and bias [f] or None, which launches one kernel; and the
+        backward, which returns the gradient of x. It launches one kernel; with dbias two.
     """
-    rows, f = _check("gelu_backward", x.shape[-1], x, dout, bias)
-    dx = torch.empty_like(x)
-    blocks = sums.row_blocks(x) if dbias is not None else 0
-    empty = x.new_empty if x.numel() else x.new_zeros
-    parts = empty(blocks, f, dtype=torch.float32) if dbias is not None else None
-    if x.numel():
-        launch.start("gelu_backward", dout, x, bias, dx, parts, rows, f, blocks)
-    if dbias is not None and parts is not None:
-        sums.add_parts(sums.Parts(parts, dbias, add))
-    return dx
+
+    @launch.operator(
+        f"{name}(Tensor x, Tensor? bias=None) -> Tensor",
+        lambda x, bias=None: torch.empty_like(x), launches=1,
+    )  # fmt: skip
+    def forward(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows, f = _check(name, x.shape[-1], x, bias)
+        out = torch.empty_like(x)
+        if out.numel():
+            launch.start(name, x, bias, out, rows, f)
+        return out
+
+    @launch.operator(
+        f"{name}_backward(Tensor dout, Tensor x, Tensor? bias=None, Tensor(a!)? dbias=None, *, bool add=False)"
+        " -> Tensor",
+        lambda dout, x, *rest, **add: torch.empty_like(x),
+        launches=lambda dout, x, bias=None, dbias=None, add=False: 1 if dbias is None else 2,
+    )  # fmt: skip
+    def backward(
+        dout: Tensor, x: Tensor, bias: Tensor | None = None, dbias: Tensor | None = None, *, add: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Returns the gradient of x [n f]. If dbias is given, writes the sum over rows to dbias.
+
+        Args:
+            dout: gradient of the output [n f].
+            x: input [n f].
+            bias: [f], as in the forward.
+            dbias: fp32 [f], gradient of the bias.
+            add: whether to add to dbias instead of overwriting it.
+        """
+        rows, f = _check(f"{name}_backward", x.shape[-1], x, dout, bias)
+        dx = torch.empty_like(x)
+        blocks = sums.row_blocks(x) if dbias is not None else 0
+        empty = x.new_empty if x.numel() else x.new_zeros
+        parts = empty(blocks, f, dtype=torch.float32) if dbias is not None else None
+        if x.numel():
+            launch.start(f"{name}_backward", dout, x, bias, dx, parts, rows, f, blocks)
+        if dbias is not None and parts is not None:
+            sums.add_parts(sums.Parts(parts, dbias, add))
+        return dx
+
+    return forward, backward
+
+
+gelu, gelu_backward = _biased("gelu")
+squared_relu, squared_relu_backward = _biased("squared_relu")
 
 
 def _check(name: str, f: int, *tensors: Tensor | None) -> tuple[int, int]:
@@ -192,6 +213,7 @@ _GPU = {
     "swiglu": _of_rows(swiglu, swiglu_backward),
     "geglu": _of_rows(geglu, geglu_backward),
     "gelu": _of_rows(gelu, gelu_backward),
+    "squared_relu": _of_rows(squared_relu, squared_relu_backward),
 }
 _CPU = {
     "swiglu": Pair(fused_cpu.swiglu, lambda dy, x: fused_cpu.swiglu(x, dy.contiguous())),
@@ -201,19 +223,25 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": swiglu_reference,
     "geglu": geglu_reference,
     "gelu": gelu_reference,
+    "squared_relu": squared_relu_reference,
     "clamped_swiglu": clamped_swiglu_reference,
 }
-# computed by torch; autograd would save the results of all operations
-_EVERYWHERE = {"clamped_swiglu": Pair(clamped_swiglu_reference, _clamped_swiglu_backward)}
+# computed by torch where there is no kernel; autograd would save the results of all operations
+_TORCH = {
+    "squared_relu": Pair(squared_relu_reference, _squared_relu_backward),
+    "clamped_swiglu": Pair(clamped_swiglu_reference, _clamped_swiglu_backward),
+}
+_OF_X = ("gelu", "squared_relu")  # have as many outputs as inputs; the others have half as many
 
 
 def _fused(name: str, x: Tensor) -> Pair | None:
-    """Returns the kernels for an activation (`apply`) of x; None if no kernel supports x."""
-    if name in _EVERYWHERE:
-        return None if torch.compiler.is_compiling() else _EVERYWHERE[name]
+    """Returns the kernels for an activation (`apply`) of x; None if autograd differentiates it."""
+    kernels = None
     if fused_cpu.fits(x):
-        return _CPU.get(name)
-    return _GPU[name] if fits(x, x.shape[-1] // (1 if name == "gelu" else 2)) else None
+        kernels = _CPU.get(name)
+    elif name in _GPU and fits(x, x.shape[-1] // (1 if name in _OF_X else 2)):
+        kernels = _GPU[name]
+    return kernels if kernels or torch.compiler.is_compiling() else _TORCH.get(name)
 
 
 class _Fused(torch.autograd.Function):
@@ -233,8 +261,8 @@ def apply(name: str, x: Tensor) -> Tensor:
     """Computes an activation by the fastest available kernel.
 
     Args:
-        name: "gelu" (tanh form, [... f] -> [... f]), "swiglu" (silu(gate) * up,
-            [... 2f] -> [... f]), "geglu" (gelu(gate) * up), or "clamped_swiglu".
+        name: "gelu" (tanh form, [... f] -> [... f]), "squared_relu" ([... f] -> [... f]), "swiglu"
+            (silu(gate) * up, [... 2f] -> [... f]), "geglu" (gelu(gate) * up), or "clamped_swiglu".
         x: input.
     """
     kernels = _fused(name, x)

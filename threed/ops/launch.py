@@ -30,7 +30,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # P pointer, q int64, d double.
 LAUNCHERS = {
     "swiglu": "PPqq", "swiglu_backward": "PPPqq", "geglu": "PPqq", "geglu_backward": "PPPqq", "gelu": "PPPqq",
-    "gelu_backward": "PPPPPqqq", "adamw": "PPPPPqqPPPPddddqqqq", "lion": "PPPPqqPPPdddq", "scale": "PPqq",
+    "gelu_backward": "PPPPPqqq", "squared_relu": "PPPqq", "squared_relu_backward": "PPPPPqqq",
+    "adamw": "PPPPPqqPPPPddddqqqq", "lion": "PPPPqqPPPdddq", "scale": "PPqq",
     "cross_entropy": "PPPPqqqq", "cross_entropy_stats": "PPPqqqq", "cross_entropy_gradient": "PPPPPqqqqqq",
     "dropout": "PPPPPPqqqqqqqqd", "norm": "PPPPPPPPPqqd", "norm_backward": "PPPPPPPPPqqq", "quantize": "PPPqqq",
     "dequantize": "PPPqqqq", "rotary": "PPqqqqqd", "rotary_backward": "PPPPP" + 14 * "q",
