@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.programs import Program
+from tests.programs import Program, output_of
 from threed.testing.ranks import run_ranks as run_ranks
 
 
@@ -49,9 +49,7 @@ def run_script(
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        out, err = (
-            "".join(file.read_text() for file in those) for those in zip(*files, strict=True)
-        )
+        out, err = ("".join(map(output_of, those)) for those in zip(*files, strict=True))
     assert None not in codes, f"ranks still running after {timeout} seconds: {codes}\n{err[-2000:]}"
     return subprocess.CompletedProcess(
         list(words), next((code for code in codes if code), 0), out, err

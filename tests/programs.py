@@ -121,7 +121,18 @@ def run(
         finally:
             program.kill()
             program.wait()
-        return subprocess.CompletedProcess(program.args, code, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(program.args, code, output_of(out), output_of(err))
+
+
+def output_of(file: Path) -> str:
+    """Returns what a program has written to a file, without gloo's lines (`printed`)."""
+    return printed(file.read_text())
+
+
+def printed(output: str) -> str:
+    """Returns the output of a program without the lines that gloo of torch 2.10 prints."""
+    lines = output.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("[Gloo] Rank "))
 
 
 def _begin(

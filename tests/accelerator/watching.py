@@ -27,13 +27,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from tests.accelerator import shapes
 from tests.accelerator.order import Order
 from threed.ops import launch
 from threed.pipeline import graphs
-from threed.pipeline.trace import Watch
+from threed.pipeline.trace import Watch, formula_of
 
 NAME = "pretend"
 HOST_READ = "a value is read on the host"
@@ -306,7 +305,7 @@ class Watching(TorchDispatchMode):
 
 def _flops(func: Any, args: Any, made: list[Tensor]) -> int:
     """The FLOPs of an operation that torch has a formula for."""
-    formula = flop_registry.get(func._overloadpacket)
+    formula = formula_of(func._overloadpacket)
     factors = [arg for arg in args if not isinstance(arg, torch.dtype)]  # some products take one
     return 0 if formula is None else int(formula(*factors, out_val=made[0]))
 

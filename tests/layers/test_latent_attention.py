@@ -413,6 +413,7 @@ def compiled() -> list[str]:
 
 
 def test_a_compiled_block_gives_the_same_numbers() -> None:
+    pytest.importorskip("torch._opaque_base", reason="this torch cannot compile layers")
     assert not any(run_ranks(2, compiled))
 
 

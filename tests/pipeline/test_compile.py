@@ -33,7 +33,7 @@ from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.layers import Block, Dropout
 
-pytest.importorskip("torch._library.opaque_object", reason="this torch has no opaque objects")
+pytest.importorskip("torch._opaque_base", reason="this torch has no opaque objects")
 SETTINGS: dict[str, list[object]] = {
     name: options[:1] for name, options in equivalence.SETTINGS.items()
 } | {

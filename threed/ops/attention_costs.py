@@ -15,6 +15,14 @@ def kernel_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
+def kernel_backward_flops(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Returns the FLOPs of a fused operator's backward, with the recomputation of the scores.
+
+    torch's formula before 2.11 refuses fewer key heads than query heads.
+    """
+    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
 def on_meta(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,

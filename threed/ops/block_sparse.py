@@ -338,10 +338,11 @@ def _covered(listed: Tensor, block: int, length: int) -> tuple[Tensor, Tensor]:
 
 def _visible(listed: Tensor, block: int, causal: bool) -> Callable[..., Tensor]:
     """Returns the `mask_mod` of FlexAttention."""
-    by_head = len(listed) > 1
+    by_head, of_all = len(listed) > 1, listed[0]
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        inside = listed[h if by_head else 0, query // block, key // block]
+        at = query // block, key // block
+        inside = listed[h, *at] if by_head else of_all[at]
         return inside & (key <= query) if causal else inside
 
     return visible

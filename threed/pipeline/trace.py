@@ -132,7 +132,7 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
 
 
 @functools.cache
-def _formula(operation: Any) -> Callable[..., int] | None:
+def formula_of(operation: Any) -> Callable[..., int] | None:
     """Returns the formula for an operation's FLOPs, or None if it has no formula.
 
     Fused attention and grouped products have formulas of this package. Other operations use torch's formulas. For an
@@ -140,6 +140,8 @@ def _formula(operation: Any) -> Callable[..., int] | None:
     """
     if operation in attention.FUSED:
         return attention_costs.kernel_flops
+    if operation in attention.FUSED_BACKWARD:
+        return attention_costs.kernel_backward_flops
     if operation is torch.ops.aten._grouped_mm:
         return grouped.kernel_flops
     plain = getattr(torch.ops.aten, operation.__name__.removesuffix("_"), operation)
@@ -185,7 +187,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (formula := _formula(func._overloadpacket)) is not None:
+        if (formula := formula_of(func._overloadpacket)) is not None:
             # The argument `out_dtype` is removed, because torch's FLOP formulas do not accept it.
             known = [arg for arg in args if not isinstance(arg, torch.dtype)]
             self.flops += formula(*known, **(kwargs or {}), out_val=out)
