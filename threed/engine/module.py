@@ -192,7 +192,7 @@ class ModuleEngine(Engine):
         several engines. The gradients are then divided by the number of micro-batches that `begin`
         got (by 1 for None) and by the number of data ranks. Reductions of ZeRO stages 0 and 1 start
         only after the last backward, and the metrics' loss is NaN. Refused under fp16, and after
-        this method in the same step.
+        this method in the same step; the step is then discarded.
 
         Args:
             loss: mean loss of the micro-batch, a scalar.

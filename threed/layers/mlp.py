@@ -257,7 +257,7 @@ class MLP(nn.Module):
         """Returns whether one kernel adds the bias of `up` and computes the activation, for input x."""
         bias = self.up.bias
         return (
-            self.activation in _BIASED and type(self).activate is MLP.activate and bias is not None
+            any(self.activation is known for known in _BIASED) and type(self).activate is MLP.activate and bias is not None
             and is_plain(self.up, ColumnLinear)
             and activation_ops.fits(x, bias.numel()) and launch.packed(bias)  # the first is False under compile
         )  # fmt: skip

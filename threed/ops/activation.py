@@ -71,7 +71,7 @@ def squared_relu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """Returns the gradient of x."""
-    return F.relu(x).mul_(dy).mul_(2)
+    return F.relu(x) * dy * 2
 
 
 def fits(x: Tensor, f: int) -> bool:

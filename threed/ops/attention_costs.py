@@ -18,7 +18,7 @@ def kernel_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
 def kernel_backward_flops(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     """Returns the FLOPs of a fused operator's backward, with the recomputation of the scores.
 
-    torch's formula before 2.11 refuses fewer key heads than query heads.
+    The formula of torch 2.10 refuses fewer key heads than query heads.
     """
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 

@@ -142,9 +142,8 @@ class Checkpoints(TrainingLoop):
                 dst=module)`. Needs `load_module_only`, or `load_optimizer_states=False`.
 
         Returns:
-            (path of a file in the folder load_dir/tag, client_state that was saved with it). As in
-            DeepSpeed, the file describes the checkpoint. (None, None) without `tag` if the file
-            `latest` is missing.
+            (path of a file in the folder load_dir/tag, as in DeepSpeed; client_state that was saved
+            with it). (None, None) without `tag` if the file `latest` is missing.
 
         Raises:
             RuntimeError: if a step is in progress.
