@@ -53,10 +53,6 @@ _FLASH_GPU = _ATEN._scaled_dot_product_flash_attention
 _FLASH_GPU_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward
 EFFICIENT = _ATEN._scaled_dot_product_efficient_attention
 FUSED = (FLASH, EFFICIENT, _FLASH_GPU, _ATEN._scaled_dot_product_cudnn_attention)
-FUSED_BACKWARD = (
-    _ATEN._scaled_dot_product_efficient_attention_backward, _FLASH_GPU_BACKWARD,
-    _ATEN._scaled_dot_product_cudnn_attention_backward,
-)  # fmt: skip
 # Maximum number of scores per chunk. In fp32 they take 128 MiB on a GPU, and on a CPU 2 MiB, which
 # fit into a cache.
 SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19

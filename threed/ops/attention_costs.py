@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from threed.ops import attention
+
+FUSED_BACKWARD = tuple(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward")
+    for kernel in ("efficient", "flash", "cudnn")
+)
 
 
 def kernel_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:

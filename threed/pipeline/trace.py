@@ -140,7 +140,7 @@ def formula_of(operation: Any) -> Callable[..., int] | None:
     """
     if operation in attention.FUSED:
         return attention_costs.kernel_flops
-    if operation in attention.FUSED_BACKWARD:
+    if operation in attention_costs.FUSED_BACKWARD:
         return attention_costs.kernel_backward_flops
     if operation is torch.ops.aten._grouped_mm:
         return grouped.kernel_flops
