@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument(
-        "--settle", action="store_true", help="each step waits for all that it began"
+        "--settle", action="store_true", help="a step ends when its gathers and writes are complete"
     )
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--swap", help=argparse.SUPPRESS)

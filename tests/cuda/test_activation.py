@@ -180,7 +180,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_squared_relu_on_the_cpu_saves_only_its_input() -> None:
-    """Its gradient is that of torch; a value that is not a number stays one."""
+    """Its gradient equals that of torch operations; the result of NaN is NaN."""
     x = torch.randn(5, 24, dtype=torch.float64, requires_grad=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

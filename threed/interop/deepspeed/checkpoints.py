@@ -93,7 +93,7 @@ class Checkpoints(TrainingLoop):
         # No rank returns before `latest` exists.
         with collectives.failing_together(everyone, "save_checkpoint"):
             if everyone.index == 0:
-                _write_marks(Path(save_dir), tag if save_latest else None)
+                _write_latest(Path(save_dir), tag if save_latest else None)
         return True
 
     def _common_tag(self, tag: str) -> str:
@@ -397,8 +397,8 @@ class Checkpoints(TrainingLoop):
     save_fp16_model = save_16bit_model
 
 
-def _write_marks(folder: Path, tag: str | None) -> None:
-    """Writes the file `latest`, if there is a tag, and the script zero_to_fp32.py, unless it exists."""
+def _write_latest(folder: Path, tag: str | None) -> None:
+    """Writes `tag`, unless it is None, to the file `latest`; writes zero_to_fp32.py if it is missing."""
     files = {} if tag is None else {LATEST: tag}
     if not (folder / zero_to_fp32.NAME).exists():  # it may be DeepSpeed's own
         files[zero_to_fp32.NAME] = zero_to_fp32.SCRIPT
