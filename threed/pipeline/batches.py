@@ -74,9 +74,13 @@ class Batches:
             " with the same index on the axis dp (`topology.axis('dp').index`)",
             [topology.axis("cp"), topology.axis("tp")],
         )
-        self._room, self._known_shapes = config.experts.room, {True: set[str](), False: set[str]()}
-        given = model, layers, config, topology.device
-        self._no_documents = documents_problem(*given)
+        # axes of several ranks that must have batches of the same shape; in training, experts as well
+        axes = (topology.axis(name) for name in ("tp", "cp", "pp"))
+        self._sharing = [axis for axis in axes if axis.size > 1]
+        experts = self.slicing.experts.axis
+        self._rooms = [experts] if config.experts.room and experts.size > 1 else []
+        self._known_shapes = {True: set[str](), False: set[str]()}
+        self._no_documents = documents_problem(model, layers, config, topology.device)
         check_packing(config, self._no_documents)
 
     def rows(self, batch: Batch) -> int:
@@ -121,15 +125,13 @@ class Batches:
         """Ignores the label of each token whose next token belongs to another document.
 
         Raises:
-            ValueError: if the batch has documents that the model does not support, or that are not
-                int64 [b s]; or if it has none although `data.packing` is true.
+            ValueError: if the batch has no documents, if the model does not support them, or if they
+                are not int64 [b s].
         """
         documents, tokens = tensors.get("documents"), tensors.get("tokens")
         if documents is None:
-            if self.packing:
-                fix = "open the data with open_data(..., packing=True)"
-                raise ValueError(f"--data.packing true, and the batch has no 'documents': {fix}")
-            return
+            fix = "open the data with open_data(..., packing=True)"
+            raise ValueError(f"--data.packing true, and the batch has no 'documents': {fix}")
         if self._no_documents:
             raise ValueError(f"the batch has 'documents': {self._no_documents}")
         if tokens is None or documents.shape != tokens.shape or documents.dtype != torch.int64:
@@ -170,24 +172,19 @@ class Batches:
         messages of different sizes; on a GPU, the host would wait for the device.
 
         Raises:
-            ValueError: if shapes differ, or there are no tokens.
+            ValueError: if shapes differ.
         """
         names = ["tokens"] if "tokens" in batch else list(batch)
         shapes = {name: list(batch[name].shape) for name in names}
-        if not math.prod(shapes.get("tokens", [1])):
-            raise ValueError(
-                f"the batch's 'tokens' are {shapes['tokens']}: pass at least one token per row"
-            )
         known, text = self._known_shapes[training], repr(shapes)
         changing = len(known) > 1 and self.topology.device.type == "cpu"
         if text in known and not changing:
             return
-        axes = [self.topology.axis(name) for name in ("tp", "cp", "pp")]
         fix = "pass the same batch on all ranks with the same index on the axis dp"
-        self._compare_shapes(shapes, "pipeline, tensor and context ranks", fix, axes)
-        if self._room and training:
+        self._compare_shapes(shapes, "pipeline, tensor and context ranks", fix, self._sharing)
+        if training:
             what, fix = "with --experts.room, expert ranks", "pad their batches to the same length"
-            self._compare_shapes(shapes, what, fix, [self.slicing.experts.axis])
+            self._compare_shapes(shapes, what, fix, self._rooms)
         known.add(text)
 
     def _compare_shapes(
@@ -247,14 +244,20 @@ class Batches:
         self._check_ids(batch)
         tensors = {key: self._to_device(value) for key, value in batch.items()}
         if self.wrapped is None:
-            self._check_shapes(batch, training)
+            if self._sharing or self._rooms:
+                self._check_shapes(batch, training)
             if "tokens" in batch:
+                shape = batch["tokens"].shape
+                if not shape.numel():
+                    fix = "pass at least one token per row"
+                    raise ValueError(f"the batch's 'tokens' are {list(shape)}: {fix}")
                 # this call raises an error if the sequence cannot be split over ranks
-                self.slicing.positions(batch["tokens"].shape[1])
-            self._end_documents(tensors)
+                self.slicing.positions(shape[1])
+            if self.packing or "documents" in batch:
+                self._end_documents(tensors)
+            if self.differing.ranks > 1:
+                self.differing.compare(tensors)
             first, device = consumed + data.index * rows, self.topology.device
-            read = (tensors.get(name) for name in ("tokens", "labels", "documents"))
-            self.differing.compare([x for x in read if x is not None and x.dtype == torch.int64])
             tensors.setdefault("samples", torch.arange(first, first + rows, device=device))
         parts = [
             {key: value[at : at + self.size] for key, value in tensors.items()}
@@ -263,7 +266,8 @@ class Batches:
         if self.wrapped is not None:
             return self._for_module(self.wrapped, parts, step, scale, training)
         weight = self._weight(count_items(tensors, shifted=False), scale)
-        pairs = [self._own_positions(part) for part in parts]
+        split = self.slicing.context.size > 1
+        pairs = [self._own_positions(part) if split else (part, None) for part in parts]
         names = ("tokens", "labels", "samples", "documents")
         return [
             MicroBatch(
@@ -281,9 +285,6 @@ class Batches:
 
         The second result is `MicroBatch.full`.
         """
-        context = self.slicing.context
-        if context.size == 1:
-            return part, None
         if "tokens" not in part or part["tokens"].dim() != 2:
             raise ValueError("context parallelism needs the batch's 'tokens' [b s]")
         shape = part["tokens"].shape
@@ -293,7 +294,7 @@ class Batches:
             raise ValueError(
                 f"the batch's 'labels' are {given}: context parallelism needs one per token, {list(shape)}"
             )
-        own = context.positions(shape[1])
+        own = self.slicing.context.positions(shape[1])
         names = {"tokens", "labels"} & part.keys()
         full = None if labels is None else (part["tokens"], labels)
         return part | {name: own.columns(part[name]) for name in names}, full
@@ -355,19 +356,24 @@ class Difference(Flag):
     Args:
         what: description of the error.
         axes: the axes of a group, whose ranks have the same batch.
+
+    Attributes:
+        ranks: number of ranks of the group.
     """
 
     def __init__(self, what: str, axes: Sequence[Axis]) -> None:
         super().__init__(what)
-        self._ranks = math.prod(axis.size for axis in axes)
+        self.ranks = math.prod(axis.size for axis in axes)
         first = all(axis.index == 0 for axis in axes)
-        self._factor = 1 - self._ranks if first else 1
+        self._factor = 1 - self.ranks if first else 1
 
-    def compare(self, batch: Sequence[Tensor]) -> None:
-        """Records the hash of a batch, int64 tensors of any shapes."""
-        if self._ranks == 1 or not batch:
+    def compare(self, batch: Mapping[str, Tensor]) -> None:
+        """Records a hash of the int64 tensors among 'tokens', 'labels' and 'documents'."""
+        read = (batch.get(name) for name in ("tokens", "labels", "documents"))
+        parts = [x.reshape(-1) for x in read if x is not None and x.dtype == torch.int64]
+        if not parts:
             return
-        numbers = torch.cat([x.reshape(-1) for x in batch])
+        numbers = torch.cat(parts)
         hashed = (numbers * _hash_factors(len(numbers), numbers.device)).sum()
         # 31 bits, so that sums over all ranks are exact in fp64
         self._found = ((hashed ^ (hashed >> 32)) & 0x7FFFFFFF) * self._factor
