@@ -344,7 +344,7 @@ GRADIENT = Walkthrough(
         Step(
             f"{_STAGE}.backward_by_layer",
             "runs the layers in reverse order",
-            via=("_backward_by_layer", "_differentiate"),
+            via=("_backward_by_layer",),
         ),
         Step(
             "threed.layers.linear:_Linear.backward",

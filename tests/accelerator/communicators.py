@@ -34,7 +34,8 @@ from threed.distributed.topology import Axis
 from threed.layers import MicroBatch
 from threed.pipeline.boundary import Form
 from threed.pipeline.executor import Executor
-from threed.pipeline.overlap import Overlap, Pass
+from threed.pipeline.overlap import Overlap
+from threed.pipeline.stage import Pass
 from threed.schedules import Action, Kind, Plan
 
 LAYERS = 2

@@ -24,8 +24,7 @@ from threed.layers.recompute import Selective
 from threed.memory.io import Disk
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import ActivationStore, OnDrives, Recomputed
-from threed.pipeline.overlap import Pass
-from threed.pipeline.stage import AlwaysGathered, Stage
+from threed.pipeline.stage import AlwaysGathered, Pass, Stage
 from threed.planner.forecast import Forecast, RankForecast
 
 CPU = torch.device("cpu")

@@ -33,6 +33,7 @@ from threed.pipeline.executor import Executor, Outdated, Span
 from threed.pipeline.layer_major import LayerMajorExecutor
 from threed.pipeline.overlap import Overlap
 from threed.pipeline.transport import Transport, links
+from threed.planner.blueprint import overlaps
 from threed.planner.build import draw
 from threed.zero import agreement, replicas, setup
 from threed.zero.asynchronous import Asynchronous
@@ -215,11 +216,12 @@ class Engine(metaclass=_EngineType):
         # parameters are sharded or layers have buffers, because the allocator could reuse their
         # memory while the second stream still reads it.
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
+        overlap = overlaps(blueprint.pipeline, topology) and not frees
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
             blueprint.stages(self.gatherer, self.reducer, graphed),
             transport or links(self.model, topology), topology.axis("pp").index,
             self.runner.all_passes_ended, self.reducer.pass_ended,
-            weight_gradients=self.reducer.deferral, overlap=None if frees else Overlap(topology.device, topology.twins()),
+            weight_gradients=self.reducer.deferral, overlap=Overlap(topology.device, topology.twins()) if overlap else None,
             device=topology.device, varying=options_of(self.model).boundaries_vary,
             on_validate=self.optimizer.validate, updates=asynchronous,
         )  # fmt: skip

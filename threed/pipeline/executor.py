@@ -39,11 +39,11 @@ from threed.distributed.collectives import Pending
 from threed.layers.contract import title
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors
-from threed.pipeline.overlap import Overlap, Pass, finish
-from threed.pipeline.stage import Stage
+from threed.pipeline.overlap import Overlap
+from threed.pipeline.stage import Pass, Stage, finish
 from threed.pipeline.transport import Transport
 from threed.schedules.action import COMPUTE, RECEIVES, Action, Kind
-from threed.schedules.plan import Plan
+from threed.schedules.plan import Place, Plan
 
 Span = tuple[Action, float, float]
 
@@ -151,8 +151,8 @@ class Executor:
         on_backward: `on_backward(chunk)` is called after each full backward, and after the W of
             each split backward.
         weight_gradients: defers weight gradients; required for plans with split backwards.
-        overlap: streams on which the forward and the backward of a pair (FB) run concurrently. By
-            default the backward runs after the forward.
+        overlap: streams on which the forward and the backward of a pair (FB) run concurrently.
+            None: the backward runs after the forward.
         device: device of the received tensors.
         varying: whether the shapes of activations depend on more than the shapes of the tensors in
             a micro-batch. If so, every message with activations is preceded by its form.
@@ -179,8 +179,10 @@ class Executor:
         self.device = device or torch.device("cpu")
         self.varying = varying
         self.on_validate = on_validate
-        self.overlap, self.updates = overlap or Overlap(torch.device("cpu")), updates
+        self.overlap, self.updates = overlap, updates
+        # forms of this plan's micro-batches, and of the micro-batches that the previous plan left open
         self._forms: dict[tuple[Any, ...], Form] = {}
+        self._forms_before: dict[tuple[Any, ...], Form] = {}
         self._plan = Plan("none", 1, 0, 1, ((),))
         self._signatures: list[tuple[Any, ...]] = []
         self._incoming: dict[tuple[Kind, int, int], list[Pending] | list[Tensor]] = {}
@@ -251,19 +253,18 @@ class Executor:
             ValueError: if the plan continues micro-batches that the previous plan did not leave
                 open.
         """
-        self._continue_plan(plan, micros)
-        self._plan, self._micros = plan, micros
+        self._begin(plan, micros)
         self._next_parts: tuple[Action, ...] = ()
-        self.overlap.reset()
         self._outgoing: dict[tuple[Kind, int, int], list[Tensor]] = {}
         # Operands of weight gradients by (micro-batch, chunk), kept from an action I to its W.
         self._deferred: dict[tuple[int, int], list[Any]] = {}
         self._outputs: dict[int, Tensor] = {}
         self._posted: set[tuple[Kind, int, int]] = set()
         actions = plan.ranks[self.rank]
+        posts_ahead = plan.stages > 1 and self.transport.posts_ahead > 0
         for number, (action, next_parts) in enumerate(with_next_pass(actions)):
             self._next_parts = next_parts
-            if action.kind in COMPUTE and self.transport.posts_ahead:
+            if posts_ahead and action.kind in COMPUTE:
                 self._post_ahead(actions, number + 1)
             self._mark_start()
             self._handlers[action.kind](action)
@@ -271,37 +272,48 @@ class Executor:
                 self._marks.append((action, self._started, self._clock.now()))
         while self._sent and not plan.left:
             self._wait_for_oldest_send()
-        return self._end(micros, [self._outputs[m] for m in sorted(self._outputs)])
-
-    def _end(self, micros: Sequence[MicroBatch], losses: list[Tensor]) -> list[Tensor]:
+        losses = [self._outputs[m] for m in sorted(self._outputs)]
         if self._observer is not None:
             self._observer.ended(micros, losses)
         return losses
 
-    def _continue_plan(self, plan: Plan, micros: Sequence[MicroBatch]) -> None:
-        """Begins a plan; takes over the micro-batches whose backwards the previous plan left open.
+    def _begin(self, plan: Plan, micros: Sequence[MicroBatch]) -> None:
+        """Begins a plan; drops the state of the previous plan, unless this plan continues it."""
+        if plan.begun:
+            self._continue(plan)
+        else:
+            for stage in self.stages:
+                stage.reset()
+            self._signatures = []
+            self._incoming.clear()
+            self._sent.clear()
+        if plan.total_stages > 1:  # then stages exchange messages
+            own = [
+                (n, *signature(m)) if self.varying else signature(m) for n, m in enumerate(micros)
+            ]
+            self._signatures = own + self._signatures
+        if self.varying:
+            self._forms = {}
+        if self.overlap is not None:
+            self.overlap.reset()
+        self._plan, self._micros = plan, micros
 
-        These micro-batches are renumbered so that the last micro-batch of the previous plan is -1.
-        If the plan does not continue the previous plan, the state of the previous plan is dropped.
+    def _continue(self, plan: Plan) -> None:
+        """Takes over the micro-batches whose backwards the previous plan left open to `plan`.
+
+        They are renumbered so that the last micro-batch of the previous plan is -1.
         """
-        if plan.begun and plan.begun != self._plan.left:
+        if plan.begun != self._plan.left:
             raise ValueError(
                 f"plan {plan.name}: rank {self.rank}: the plan before did not leave {plan.begun} open"
             )
-        ended = self._plan.microbatches if plan.begun else None
+        ended = self._plan.microbatches
         for stage in self.stages:
             stage.reset(ended)
-        own = [(n, *signature(m)) if self.varying else signature(m) for n, m in enumerate(micros)]
-        self._signatures = own + self._signatures[:ended] if plan.begun else own
-        self._forms_before = self._forms
-        if self.varying:
-            self._forms = {}
-        incoming = self._incoming.items() if ended is not None else ()
+        self._signatures, self._forms_before = self._signatures[:ended], self._forms
         self._incoming = {
-            (kind, m - (ended or 0), chunk): parts for (kind, m, chunk), parts in incoming
+            (kind, m - ended, chunk): parts for (kind, m, chunk), parts in self._incoming.items()
         }
-        if ended is None:
-            self._sent.clear()
 
     def _forward(self, action: Action) -> None:
         finish(self._forward_by_layer(action, self._next_parts))
@@ -313,10 +325,10 @@ class Executor:
         self._use_weights(action)
         stage = self.stages[action.chunk]
         y = yield from stage.forward_by_layer(action.microbatch, x, m, keep)
-        if self._plan.consumer(self.rank, action) is None:
+        if (consumer := self._plan.consumer(self.rank, action)) is None:
             self._outputs[action.microbatch] = y.detach()
         else:
-            self._store_result(Kind.SEND_F, Kind.RECV_F, action, y)
+            self._store_result(Kind.SEND_F, Kind.RECV_F, action, consumer, y)
 
     def _pair(self, action: Action) -> None:
         """Runs the forward of one micro-batch and the backward of another.
@@ -328,11 +340,16 @@ class Executor:
         self._wait_for(Kind.RECV_B, backward)
         # This list keeps the received tensors allocated until the other stream has read them.
         received = [list(parts) for parts in self._incoming.values()]
-        deferred = self.overlap.run_pair(
-            _key(forward), self._forward_by_layer(forward, (backward,)),
-            _key(backward), self._backward_by_layer(backward),
-            in_turns=not any(self.stages[part.chunk].reuses_storages for part in action.parts),
-        )  # fmt: skip
+        forward_pass = self._forward_by_layer(forward, (backward,))
+        backward_pass = self._backward_by_layer(backward)
+        if self.overlap is None:
+            finish(forward_pass)
+            deferred = finish(backward_pass)
+        else:
+            deferred = self.overlap.run_pair(
+                _key(forward), forward_pass, _key(backward), backward_pass,
+                in_turns=not any(self.stages[part.chunk].reuses_storages for part in action.parts),
+            )  # fmt: skip
         del received
         self._end_backward(backward, deferred)
 
@@ -342,15 +359,21 @@ class Executor:
         An I computes only the input gradient; the weight gradients are deferred to the action W of
         the same micro-batch.
         """
-        with self.overlap.backward(_key(action)):
+        with self.overlap.backward(_key(action)) if self.overlap is not None else nullcontext():
             deferred = finish(self._backward_by_layer(action))
         self._end_backward(action, deferred)
 
     def _backward_by_layer(self, action: Action) -> Pass[list[Any]]:
         """Runs a backward; yields after each graph, and returns the deferred weight gradients."""
-        full = action.kind is Kind.B
-        with nullcontext([]) if full else self._split(action).defer() as deferred:
-            yield from self._differentiate(action, split=not full)
+        parts = self._take_incoming(Kind.RECV_B, action)
+        dy = None if parts is None else self._form("out", action).gradients(parts)
+        keep, split = _turns(action, self._next_parts, Kind.F), action.kind is Kind.I
+        self._use_weights(action)
+        stage = self.stages[action.chunk]
+        with self._split(action).defer() if split else nullcontext([]) as deferred:
+            dx = yield from stage.backward_by_layer(action.microbatch, dy, keep, split)
+        if (consumer := self._plan.consumer(self.rank, action)) is not None:
+            self._store_result(Kind.SEND_B, Kind.RECV_B, action, consumer, dx)
         return deferred
 
     def _end_backward(self, action: Action, deferred: list[Any]) -> None:
@@ -361,8 +384,7 @@ class Executor:
 
     def _weight_backward(self, action: Action) -> None:
         self._split(action).add_deferred(self._deferred.pop(_key(action)))
-        if self.on_backward is not None:
-            self.on_backward(action.chunk)
+        self._end_backward(action, [])
 
     def _split(self, action: Action) -> WeightGradients:
         if self.weight_gradients is None:
@@ -370,16 +392,6 @@ class Executor:
                 f"plan {self._plan.name}: rank {self.rank}: {action}: no weight_gradients to defer with"
             )
         return self.weight_gradients
-
-    def _differentiate(self, action: Action, split: bool) -> Pass[None]:
-        parts = self._take_incoming(Kind.RECV_B, action)
-        dy = None if parts is None else self._form("out", action).gradients(parts)
-        self._use_weights(action)
-        dx = yield from self.stages[action.chunk].backward_by_layer(
-            action.microbatch, dy, _turns(action, self._next_parts, Kind.F), split
-        )
-        if self._plan.consumer(self.rank, action) is not None:
-            self._store_result(Kind.SEND_B, Kind.RECV_B, action, dx)
 
     def _use_weights(self, action: Action) -> None:
         if self.updates is not None and self._plan.asynchronous:
@@ -406,23 +418,31 @@ class Executor:
         if self._clock is not None:
             self._started = self._clock.now()
 
-    def _store_result(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
+    def _store_result(
+        self, send: Kind, receive: Kind, action: Action, consumer: Place, value: Any
+    ) -> None:
         """Stores a result for the send action that follows.
 
         If the stage that uses the result is on this rank, stores it as an input of that stage
         instead.
+
+        Args:
+            send: kind of the action that sends the result.
+            receive: kind of the action that receives the result.
+            action: the action that has computed the result.
+            consumer: (pipeline rank, chunk) of the stage that uses the result.
+            value: the result.
         """
-        consumer = self._plan.consumer(self.rank, action)
-        here = consumer is not None and consumer[0] == self.rank
+        rank, chunk = consumer
         if send is Kind.SEND_F:
             form = self._store_form("out", action, Form.of(value))
             parts = [part.detach() for part in tensors(value)]
-            if consumer is not None and here:
-                self._store_form("in", action._replace(chunk=consumer[1]), form)
+            if rank == self.rank:
+                self._store_form("in", action._replace(chunk=chunk), form)
         else:
             parts = self._form("in", action).gradients_to_send(value, self.device)
-        if consumer is not None and here:
-            self._incoming[receive, action.microbatch, consumer[1]] = parts
+        if rank == self.rank:
+            self._incoming[receive, action.microbatch, chunk] = parts
         else:
             self._outgoing[send, action.microbatch, action.chunk] = parts
 

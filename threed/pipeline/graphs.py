@@ -61,8 +61,7 @@ from threed.layers.slicing import Flag, MicroBatch, has_gradient_hooks, has_hook
 from threed.models import Model, Wrapped, options_of
 from threed.pipeline.boundary import signature
 from threed.pipeline.operations import tensors_in
-from threed.pipeline.overlap import Pass, finish
-from threed.pipeline.stage import Stage
+from threed.pipeline.stage import Pass, Stage, finish
 from threed.pipeline.trace import stated_flops
 
 # `auto` uses graphs if the median layer has fewer FLOPs per forward and backward. The host takes up

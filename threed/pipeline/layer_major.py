@@ -85,7 +85,7 @@ class LayerMajorStage(Stage):
         """
         *units, last = self._units
         values: list[Any] = [None] * len(micros)
-        for step in self._walk(False, self._backward_units[:1] == [last]):
+        for step in self._walks[False, self._backward_units[:1] == [last]]:
             self._gather(step)
             if step.run == last:
                 losses, grads = self._turn(last, micros, values, during)
@@ -134,7 +134,8 @@ class LayerMajorStage(Stage):
         """
         losses, grads = list[Tensor](), list[Any]()
         self._gather_for_backward(unit)
-        self._prefetch_inputs(self._frames)
+        if self._recomputed:
+            self._prefetch_inputs(self._frames)
         for number, micro in enumerate(micros):
             with during(Kind.F, number), torch.enable_grad(), self.scope.enter():
                 loss, frame = self._run(unit, values[number], micro, values[number])
@@ -153,13 +154,13 @@ class LayerMajorStage(Stage):
         self.gatherer.ready(step.run)
 
     def _gather_for_backward(self, unit: int) -> None:
-        for step in self._walk(True, False):
+        for step in self._walks[True, False]:
             if step.run == unit:
                 self._gather(step)
 
     def _end(self, unit: int) -> None:
         """Ends the backward of a layer: releases its parameters and calls `unit_ended`."""
-        if any(step.run == unit and step.release for step in self._walk(True, False)):
+        if any(step.run == unit and step.release for step in self._walks[True, False]):
             self.gatherer.release(unit)
         if self.unit_ended is not None:
             self.unit_ended(unit)
@@ -190,7 +191,9 @@ class LayerMajorExecutor(Executor):
                 self.on_backward(0)
         if self.on_reduce is not None:
             self.on_reduce(0)
-        return self._end(micros, losses)
+        if self._observer is not None:
+            self._observer.ended(micros, losses)
+        return losses
 
     @contextmanager
     def _during(self, kind: Kind, microbatch: int) -> Iterator[None]:

@@ -4,51 +4,36 @@
     with overlap.backward(key): ...                                 # a backward alone
 
 Autograd runs a backward on the stream of its forward. So the passes of a micro-batch run on one
-stream, and each of the two streams alternates between forwards and backwards. On a CPU everything
-runs in program order.
+stream, and each of the two streams alternates between forwards and backwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from typing import TypeVar
 
 import torch
 
-from threed.core.device import copy_stream, current_stream, is_accelerator
+from threed.core.device import copy_stream, current_stream
 from threed.distributed.topology import Axis
-
-T = TypeVar("T")
-Pass = Generator[None, None, T]  # a forward or backward that yields after each layer
-
-
-def finish(steps: Pass[T]) -> T:
-    """Runs a pass to its end; returns its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+from threed.pipeline.stage import Pass, T, finish
 
 
 class Overlap:
     """Runs overlapped passes on two streams of a device: the main stream and a side stream.
 
-    On a device without streams, all passes run in program order. A key, which is any hashable
-    value, identifies a forward and its backward.
+    A key, which is any hashable value, identifies a forward and its backward.
 
     Args:
-        device: device on which the passes run.
+        device: the accelerator on which the passes run.
         twins: for each axis over which layers communicate, (axis, twin): `twin` has the same ranks
             and a second communicator, which the side stream uses.
     """
 
     def __init__(self, device: torch.device, twins: Iterable[tuple[Axis, Axis]] = ()) -> None:
-        self._side = copy_stream(device, "overlap") if is_accelerator(device) else None
-        if self._side is not None:
-            for axis, twin in twins:
-                axis.give_channel(self._side, twin)
+        self._side = copy_stream(device, "overlap")
+        for axis, twin in twins:
+            axis.give_channel(self._side, twin)
         self._on_side = set[Hashable]()  # keys of forwards that ran on the side stream
 
     def reset(self) -> None:
@@ -77,9 +62,6 @@ class Overlap:
                 the backward begins late: the host launches one kernel at a time, and it waits while
                 about a thousand launched kernels have not begun.
         """
-        if self._side is None:
-            finish(forward)
-            return finish(backward)
         main = current_stream(self._side.device)
         streams = (self._side, main)
         if paired_with in self._on_side:
@@ -101,7 +83,7 @@ class Overlap:
     @contextmanager
     def backward(self, key: Hashable) -> Iterator[None]:
         """Context for the backward of `key`, which runs on the stream of its forward."""
-        if self._side is None or key not in self._on_side:
+        if key not in self._on_side:
             yield
             return
         self._on_side.discard(key)

@@ -18,11 +18,11 @@ Layers return a tensor, or a tuple or dict of tensors, of any shape and dtype
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, Protocol
+from itertools import islice, product
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,19 @@ from threed.pipeline.activation_checkpointing import (
     SavedInput,
 )
 from threed.pipeline.boundary import gradients_of, like, tensors
-from threed.pipeline.overlap import Pass, finish
 from threed.schedules.prefetch_order import Step, first_units, walk
+
+T = TypeVar("T")
+Pass = Generator[None, None, T]  # a forward or backward that yields after each layer
+
+
+def finish(steps: Pass[T]) -> T:
+    """Runs a pass to its end; returns its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 class ParameterGatherer(Protocol):
@@ -115,6 +126,13 @@ class Recomputation:
     micro: MicroBatch
 
 
+def saved_inputs(frames: Iterable[Frame]) -> Iterator[SavedInput]:
+    """Yields the inputs that the layers which are recomputed have saved in some graphs, in order."""
+    for frame in frames:
+        if frame.recomputation is not None:
+            yield from frame.recomputation.saved
+
+
 class Stage:
     """Layers `first` to `first + len(layers) - 1` of this rank, as one function of a micro-batch.
 
@@ -147,23 +165,18 @@ class Stage:
         self.layers, self.gatherer, self.prefetch, self.first = layers, gatherer, prefetch, first
         self.recomputed, self.scope = recomputed or Recomputed(), scope or ForwardScope()
         self._units = range(first, first + len(layers))
-        self._recomputed = (
-            frozenset()
-            if self.recomputed.store is None
-            else self.recomputed.units & set(self._units)
-        )
+        full = frozenset() if self.recomputed.store is None else self.recomputed.units
+        self._recomputed = full & set(self._units)
         self._trained = {
             unit
             for unit in self._recomputed
             if any(p.requires_grad for p in self._layer(unit).parameters())
         }
-        reads = [contract(layer).backward_reads_weights for layer in layers]
-        reading = [
+        self._backward_units = [
             unit
-            for unit, own in zip(self._units, reads, strict=True)
-            if own or unit in self.recomputed.units
+            for unit in reversed(self._units)
+            if unit in self.recomputed.units or contract(self._layer(unit)).backward_reads_weights
         ]
-        self._backward_units = reading[::-1]
         separate = {
             unit
             for unit in self._units
@@ -172,7 +185,8 @@ class Stage:
         # Numbers of the units that share a graph with the next unit.
         self._joined = {unit for unit in self._units[:-1] if not separate & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
-        self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
+        # by (backward, keep); see `_walk`
+        self._walks = {key: self._walk(*key) for key in product((False, True), repeat=2)}
 
     @property
     def reuses_storages(self) -> bool:
@@ -192,14 +206,12 @@ class Stage:
             backward: whether the pass is a backward.
             keep: whether the last unit of the pass stays gathered.
         """
-        if (backward, keep) not in self._walks:
-            units = self._backward_units if backward else self._units
-            moves = self.gatherer.is_freed
-            self._walks[backward, keep] = tuple(
-                Step(tuple(filter(moves, step.gather)), step.run, step.release and moves(step.run))
-                for step in walk(units, self.prefetch, keep)
-            )
-        return self._walks[backward, keep]
+        units = self._backward_units if backward else self._units
+        moves = self.gatherer.is_freed
+        return tuple(
+            Step(tuple(filter(moves, step.gather)), step.run, step.release and moves(step.run))
+            for step in walk(units, self.prefetch, keep)
+        )
 
     def _layer(self, unit: int) -> nn.Module:
         return self.layers[unit - self.first]
@@ -252,7 +264,7 @@ class Stage:
             self._open[microbatch] = frames
         keep = keep and self._backward_units[:1] == [self._units[-1]]
         y = begin = x
-        for step in self._walk(False, keep):
+        for step in self._walks[False, keep]:
             with torch.set_grad_enabled(micro.training), self.scope.enter():
                 for unit in step.gather:
                     self.gatherer.start(unit)
@@ -287,14 +299,15 @@ class Stage:
             [part for part in tensors(x) if part.requires_grad] if unit - 1 in self._joined else []
         )
         versions = [part._version for part in given]
-        layer = self._layer(unit)
-        with self._watch(unit) if micro.training else nullcontext():
-            y = self._call(layer, unit, x, micro)
+        selective = self.recomputed.selective
+        watches = micro.training and unit in self.recomputed.units
+        with selective.watch() if selective is not None and watches else nullcontext():
+            y, parts = self._call(unit, x, micro)
         # `given` is empty if the input is a leaf. If the layer changes a leaf in place, torch
         # itself raises an error.
         if [part._version for part in given] != versions:
-            raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
-        parts = self._tensors(unit, y)
+            kind = type(self._layer(unit)).__name__
+            raise RuntimeError(f"layer {unit} ({kind}) changed its input in-place")
         if not micro.training:
             return y, Frame()
         if unit in self._joined:
@@ -303,36 +316,29 @@ class Stage:
         outputs = like(y, [part.detach().requires_grad_(part.requires_grad) for part in parts])
         return outputs, Frame(begin, edges)
 
-    def _call(self, layer: nn.Module, unit: int, x: Any, micro: MicroBatch) -> Any:
-        """Runs a layer.
+    def _call(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, tuple[Tensor, ...]]:
+        """Runs a layer; returns its output, and the tensors of the output.
 
         If the layer raises an error and x is not a tensor, adds the layer's name and the type of x
         to the error.
+
+        Raises:
+            TypeError: the output is not a tensor, or a tuple or dict of tensors.
         """
+        layer = self._layer(unit)
         try:
-            return layer(x, micro)
+            y = layer(x, micro)
         except (AttributeError, TypeError) as error:
             if x is None or isinstance(x, Tensor):
                 raise
             raise TypeError(
-                f"{self._name(unit)} was given a {type(x).__name__} of {len(x)} tensors, as the layer before it"
+                f"{title(layer, unit)} was given a {type(x).__name__} of {len(x)} tensors, as the layer before it"
                 f" returned, and failed: {error}"
             ) from error
-
-    def _name(self, unit: int) -> str:
-        return title(self._layer(unit), unit)
-
-    def _watch(self, unit: int) -> AbstractContextManager[None]:
-        selective = self.recomputed.selective
-        if selective is None or unit not in self.recomputed.units:
-            return nullcontext()
-        return selective.watch()
-
-    def _tensors(self, unit: int, y: Any) -> tuple[Tensor, ...]:
         try:
-            return tensors(y)
+            return y, tensors(y)
         except TypeError as error:
-            raise TypeError(f"{self._name(unit)} returned {error}") from None
+            raise TypeError(f"{title(layer, unit)} returned {error}") from None
 
     def _run_to_recompute(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
         """Runs one layer without a graph, and saves its input.
@@ -345,9 +351,9 @@ class Stage:
         rng, given, micro = RngState(store.device), tensors(x), replace(micro, memo={})
         versions = [part._version for part in given]
         with torch.no_grad():
-            y = self._call(self._layer(unit), unit, x, micro)
+            y, parts = self._call(unit, x, micro)
         rng.drawn()
-        parts, grads = self._tensors(unit, y), tuple(part.requires_grad for part in given)
+        grads = tuple(part.requires_grad for part in given)
         if not (any(grads) or unit in self._trained):
             return like(y, [part.detach() for part in parts]), Frame(edges=(None,) * len(parts))
         if [part._version for part in given] != versions:
@@ -388,8 +394,9 @@ class Stage:
         """
         frames, reading = self._open[microbatch], self._backward_units
         keep = keep and bool(reading) and reading[-1] == self.first
-        steps = {step.run: step for step in self._walk(True, keep)}
-        self._prefetch_inputs(frames)
+        steps = {step.run: step for step in self._walks[True, keep]}
+        if self._recomputed:
+            self._prefetch_inputs(frames)
         for unit in reversed(self._units):
             step = steps.get(unit)
             if step is not None:
@@ -430,7 +437,10 @@ class Stage:
             RuntimeError: if the output is a loss without a graph, although a parameter or the input
                 requires a gradient.
         """
-        with self._graph(unit, frame, before, split) as (x, edges):
+        graph: AbstractContextManager[Any] = nullcontext((frame.x, frame.edges))
+        if frame.recomputation is not None:
+            graph = self._recompute(unit, frame.recomputation, before, split)
+        with graph as (x, edges):
             grads = gradients_of(dy, len(edges))
             loss = first and dy is None
             roots = [
@@ -466,17 +476,15 @@ class Stage:
             )
 
     @contextmanager
-    def _graph(
-        self, unit: int, frame: Frame, before: list[Frame], split: bool
+    def _recompute(
+        self, unit: int, recomputation: Recomputation, before: list[Frame], split: bool
     ) -> Iterator[tuple[Any, tuple[GradientEdge | None, ...]]]:
-        """Context manager that yields (x, edges): a graph's input, and the edges into the graph.
+        """Context manager that runs the forward of a recomputed layer again.
 
-        If the layer is recomputed, first runs the layer's forward again.
+        Yields (x, edges): the input of the layer's graph, and the edges into the graph.
         """
-        recomputation, store = frame.recomputation, self.recomputed.store
-        if recomputation is None or store is None:
-            yield frame.x, frame.edges
-            return
+        store = self.recomputed.store
+        assert store is not None
         try:
             given = [
                 store.get(one, split).requires_grad_(g)
@@ -504,14 +512,8 @@ class Stage:
             frames: the frames whose backwards have not run yet; the last one is next.
         """
         store = self.recomputed.store
-        if store is None:
-            return
-        coming = (
-            one
-            for frame in reversed(frames)
-            if frame.recomputation is not None
-            for one in frame.recomputation.saved
-        )
+        assert store is not None
+        coming = saved_inputs(reversed(frames))
         saved = list(islice(coming, max(FETCH_AHEAD, GATHER_AHEAD)))
         for one in saved[:FETCH_AHEAD]:
             store.fetch(one)
@@ -519,12 +521,6 @@ class Stage:
             store.prefetch(one)
 
     def _drop(self, frames: list[Frame]) -> None:
-        saved = [
-            one
-            for frame in frames
-            if frame.recomputation is not None
-            for one in frame.recomputation.saved
-        ]
         if self.recomputed.store is not None:
-            for one in saved:
+            for one in saved_inputs(frames):
                 self.recomputed.store.release(one)

@@ -226,7 +226,7 @@ class Blueprint:
         axes = {
             name for over in (None, *overs) for name in setup.shard_axes(config, topology, over)
         }
-        if _overlaps(pipeline, topology):
+        if overlaps(pipeline, topology):
             axes |= {name + SECOND for name in model.slicing.axes}
         axes.discard("")
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], stages.links)
@@ -300,7 +300,7 @@ class Blueprint:
         )
         required, device = self.config.run.graphs is True, self.topology.device
         graphed = functools.partial(StageGraph, gradients=reducer, device=device, required=required)
-        plain = functools.partial(Stage, by_layer=_overlaps(self.pipeline, self.topology))
+        plain = functools.partial(Stage, by_layer=overlaps(self.pipeline, self.topology))
         make: Callable[..., Stage] = (
             layer_major if self.layer_major else graphed if graphs else plain
         )
@@ -449,7 +449,7 @@ def _attributes(layers: Sequence[nn.Module], name: str) -> list[Any]:
     return [item for module in modules for item in getattr(module, name, ())]
 
 
-def _overlaps(pipeline: Pipeline, topology: Topology) -> bool:
+def overlaps(pipeline: Pipeline, topology: Topology) -> bool:
     """Returns whether forwards and backwards run concurrently: in pairs, on a device with streams."""
     return pipeline.plan.pairs and is_accelerator(topology.device)
 
