@@ -56,7 +56,7 @@ from threed.training.multi_token_log import MultiTokenLog
 from threed.training.profiling import PeakMemory, Profile
 from threed.training.provenance import provenance, tags
 from threed.training.step_log import StepLog
-from threed.zero.setup import describe_rate
+from threed.zero.rates import describe_rate
 
 # After another rank has failed, a rank waits at most this many seconds for its in-memory checkpoint
 # to complete, and then exits.

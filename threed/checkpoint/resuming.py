@@ -26,8 +26,9 @@ from threed.config.resolution import resolve_model, spelled_as
 from threed.config.schema import written
 from threed.core.source import names_model
 from threed.data import Data
+from threed.zero.rates import rate_schedule
 from threed.zero.records import PREVIOUS, WEIGHT
-from threed.zero.setup import learning_rate, state_names
+from threed.zero.setup import state_names
 
 Change = Literal["free", "applied", "refused"]
 Manifest = Mapping[str, Any]
@@ -256,8 +257,8 @@ def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
     # If another version of threed saved keys that are not valid here, the rates are not compared.
     with suppress(ValueError, KeyError, TypeError):
         optim, steps = OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"])
-        before = float(learning_rate(optim, steps)(done))
-        now = float(learning_rate(config.optim, config.train.steps)(done))
+        before = float(rate_schedule(optim, steps)(done))
+        now = float(rate_schedule(config.optim, config.train.steps)(done))
         if abs(now - before) > 1e-9 * max(now, before):
             step, times = state["steps"] + 1, f", {now / before:.3g} times" if before else ""
             yield f"the learning rate of step {step} is {now:.4g}{times} the {before:.4g} of the checkpoint's keys"

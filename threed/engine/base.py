@@ -43,11 +43,12 @@ from threed.zero.hooks import ModuleGatherer
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.optimizer import Optimizer, Synchronous
 from threed.zero.plain_backwards import PlainBackwards
-from threed.zero.rates import Rates
+from threed.zero.rates import Rates, rate_factors, rate_schedule
 from threed.zero.reducer import Reducer
 from threed.zero.sinks import refuse_torch_steps
-from threed.zero.step_metrics import Faults, Later, loss_of
+from threed.zero.step_metrics import Faults
 from threed.zero.step_metrics import StepMetrics as StepMetrics
+from threed.zero.update import Later, loss_of
 
 NOT_LAYERS = ": an engine is not an nn.Module: use the methods of threed.Engine"
 NOT_A_MODULE = (
@@ -183,8 +184,8 @@ class Engine(metaclass=_EngineType):
         self._undo.callback(self.gatherer.remove)
         self.optimizer = self._make_optimizer(
             Rates(
-                learning_rate or setup.learning_rate(config.optim, config.train.steps),
-                setup.rate_factors(config.optim),
+                learning_rate or rate_schedule(config.optim, config.train.steps),
+                rate_factors(config.optim),
                 topology.device,
             ),
             loss_scale or setup.loss_scale(config.precision),
@@ -356,7 +357,7 @@ class Engine(metaclass=_EngineType):
             # Compute the previous step's results first, so that the flags of invalid data are
             # counted in the order of the steps.
             self.rooms.read(self._numbers().counts)
-        self._numbers = Later(update, self.faults)
+        self._numbers = Later(update, self.faults.add)
         if not self.runner.pending:
             self._numbers()
         seconds = {"fwd_bwd_s": passes, "dp_comm_s": reducing, "optim_s": updating}

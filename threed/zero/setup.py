@@ -1,16 +1,14 @@
-"""Builds parts of ZeRO from the configuration: layout, update rule, learning rate, loss scale."""
+"""Builds parts of ZeRO from the configuration: layout, update rule, loss scale."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from threed.config import Config, ConfigError, OptimConfig, ParamGroup, PrecisionConfig
-from threed.config.resolution import default_warmup
 from threed.distributed import collectives
 from threed.distributed.codecs import EXACT, Cast, Codec
 from threed.distributed.sharding import ShardSpec, spec_of
@@ -31,16 +29,6 @@ from threed.schedules.registry import is_asynchronous
 from threed.zero.early_updates import max_pending_buckets
 from threed.zero.layout import DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reductions import GradientCodecs
-
-# Learning-rate schedules: functions from progress after warm-up (0 to 1) to a factor f (0 to 1).
-# The learning rate is min_lr + f * (lr - min_lr).
-RATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "constant": torch.ones_like,
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: 0.5 * (1 + torch.cos(math.pi * done)),
-    # warm-up, stable, decay: f stays 1, then decreases linearly to 0 in the last fifth of progress
-    "wsd": lambda done: ((1 - done) / 0.2).clamp(max=1.0),
-}
 
 
 def shard_axes(config: Config, topology: Topology, over: str | None = None) -> tuple[str, str, str]:
@@ -314,55 +302,6 @@ def is_early(config: Config) -> bool:
     if zero.early_update != "auto":
         return zero.early_update
     return zero.order == "layer" and zero.offload_optimizer == zero.offload_params == "nvme"
-
-
-def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
-    """Returns the learning-rate schedule of a run.
-
-    The rate rises linearly to `optim.lr` during warm-up. Then it follows `optim.schedule`, which
-    reaches its end after `steps` updates. Skipped steps do not advance the schedule, because they
-    are not updates.
-
-    Args:
-        optim: the optimizer's options.
-        steps: number of steps of the run.
-
-    Returns:
-        A function from the number of updates applied so far (fp64 scalar tensor) to the learning
-        rate of the next update (scalar tensor).
-    """
-    shape, lr = RATES[optim.schedule], optim.lr
-    min_lr, warmup = _end_and_warmup(optim, steps)
-
-    def rate(done: Tensor) -> Tensor:
-        rising = lr * (done + 1) / max(warmup, 1)
-        progress = ((done - warmup) / max(steps - warmup, 1)).clamp(0, 1)
-        return torch.where(done < warmup, rising, min_lr + (lr - min_lr) * shape(progress))
-
-    return rate
-
-
-def rate_factors(optim: OptimConfig) -> list[float]:
-    """Returns the factor of each parameter group, by which the scheduled rate is multiplied.
-
-    The first factor is 1, for parameters that no group of the configuration matches. Each further
-    factor belongs to one group: its peak rate divided by `optim.lr`, or 1 if it sets no rate.
-    """
-    return [1.0, *(1.0 if group.lr is None else group.lr / optim.lr for group in optim.groups)]
-
-
-def describe_rate(optim: OptimConfig, steps: int) -> str:
-    """Returns a description of the learning-rate schedule for the log."""
-    end, warmup = _end_and_warmup(optim, steps)
-    warm = f"warm-up over {warmup} of {steps} steps to {optim.lr:g}" if warmup else f"{optim.lr:g}"
-    return f"{warm}, then {optim.schedule}" + (
-        "" if optim.schedule == "constant" else f" to {end:g}"
-    )
-
-
-def _end_and_warmup(optim: OptimConfig, steps: int) -> tuple[float, int]:
-    end = optim.lr / 10 if optim.min_lr is None else optim.min_lr
-    return end, default_warmup(steps) if optim.warmup is None else optim.warmup
 
 
 def loss_scale(precision: PrecisionConfig) -> LossScale:

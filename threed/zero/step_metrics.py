@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from threed.distributed import collectives
 from threed.distributed.topology import Axis
 from threed.layers.slicing import Flag
-from threed.zero.update import Update
+from threed.zero.update import Later
 
 
 class DataError(ValueError):
@@ -149,60 +149,6 @@ class Faults:
             if self.warns and not flag.error:
                 warnings.warn(f"a step was skipped: {flag.what}", stacklevel=5)
         return [flag.what for flag in new if flag.error]
-
-
-def loss_of(sums: Tensor) -> Tensor:
-    """Returns the loss as a scalar tensor; NaN if a flag was set on any rank.
-
-    Args:
-        sums: fp64 [1 + number of flags]: the loss and the flags, summed over all ranks.
-    """
-    return torch.where(sums[1:].any(), torch.nan, sums[0])
-
-
-@dataclass(frozen=True, eq=False)
-class Numbers:
-    """The results of a step, with the counts of flags for invalid data.
-
-    Attributes:
-        update: results of the step's update.
-        counts: counts of all flags up to this step, fp64 [number of flags].
-    """
-
-    update: Update
-    counts: Tensor
-
-    @property
-    def loss(self) -> Tensor:
-        """The mean loss of the global batch; NaN if the batch has invalid data."""
-        return loss_of(self.update.sums)
-
-
-class Later:
-    """A function without arguments that returns the results of a step.
-
-    The first call computes the results, and may wait for other ranks. Later calls return them.
-
-    Args:
-        update: function that returns the results of the step's update. It is called once, and then
-            released.
-        faults: object to which the first call adds the step's flags of invalid data.
-
-    Attributes:
-        found: the results; None before the first call.
-    """
-
-    def __init__(self, update: Callable[[], Update], faults: Faults) -> None:
-        self._update: Callable[[], Update] | None = update
-        self._faults = faults
-        self.found: Numbers | None = None
-
-    def __call__(self) -> Numbers:
-        if self._update is not None:
-            update, self._update = self._update(), None
-            self.found = Numbers(update, self._faults.add(update.sums[1:]))
-        assert self.found is not None
-        return self.found
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@
     update = outcome(sums)                      when the sums over all ranks are known, or guessed
     bad.count(update)                           when the update is applied
     bad.observe(update)                         when the step's norm is known, not only guessed
+    later = Later(results, faults.add)          `results`: function that returns the step's `Update`
 
 A step is skipped if its loss or gradient norm is not finite, if its data are invalid, or if its
 norm is a spike: more than `max_spike` times the running mean of the norms of steps that were not
@@ -69,6 +70,61 @@ class Update:
 
 
 Outcome = Callable[[Tensor], Update]
+
+
+def loss_of(sums: Tensor) -> Tensor:
+    """Returns the loss as a scalar tensor; NaN if a flag was set on any rank.
+
+    Args:
+        sums: fp64 [1 + number of flags]: the loss and the flags, summed over all ranks.
+    """
+    return torch.where(sums[1:].any(), torch.nan, sums[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """The results of a step, with the counts of flags for invalid data.
+
+    Attributes:
+        update: results of the step's update.
+        counts: counts of all flags up to this step, fp64 [number of flags].
+    """
+
+    update: Update
+    counts: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the global batch; NaN if the batch has invalid data."""
+        return loss_of(self.update.sums)
+
+
+class Later:
+    """A function without arguments that returns the results of a step.
+
+    The first call computes the results, and may wait for other ranks. Later calls return them.
+
+    Args:
+        update: function that returns the results of the step's update. It is called once, and then
+            released.
+        count: `count(found)` adds the step's flags of invalid data to the counts, and returns a
+            copy of the counts; see `Faults.add`.
+
+    Attributes:
+        found: the results; None before the first call.
+    """
+
+    def __init__(self, update: Callable[[], Update], count: Callable[[Tensor], Tensor]) -> None:
+        self._update: Callable[[], Update] | None = update
+        self._count = count
+        self.found: Numbers | None = None
+
+    def __call__(self) -> Numbers:
+        if self._update is not None:
+            update, self._update = self._update(), None
+            self.found = Numbers(update, self._count(update.sums[1:]))
+        assert self.found is not None
+        return self.found
 
 
 class BadSteps:
