@@ -179,7 +179,7 @@ def vectors(number: int = 3) -> tuple[Layout, Vectors]:
     unit, alone = Vectors(number), Topology().axis("dp")
     policy = Policy(1, DataAxes(alone, alone, alone), 256, torch.float32, torch.float32)
     plan = layout.build([unit], {}, Topology(), policy)
-    assert [[slot.spec.name for slot in bucket.slots()] for bucket in plan.buckets] == [
+    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [
         [f"v{n}"] for n in reversed(range(number))
     ]
     return plan, unit

@@ -198,7 +198,7 @@ def test_parameters_do_not_touch_and_lie_in_backward_order(
         )
         kinds = {(by_decay(s.spec), s.spec.partial) for s in group.slots}
         assert kinds == {(group.key.options, group.key.partial)}
-    earliest = [min((s.units[0] for s in bucket.slots()), default=-1) for bucket in plan.buckets]
+    earliest = [min((s.units[0] for s in bucket.slots), default=-1) for bucket in plan.buckets]
     assert earliest == sorted(earliest, reverse=True)
 
 
@@ -336,7 +336,7 @@ def check_same_order() -> list[list[tuple[int, int, list[str]]]]:
     for model in ("gpt", "qwen-tied"):
         engine = engine_of(config_of(Case(dp=2, tp=2, sequence=True, model=model, bucket_mib=0.01)))
         buckets = engine.layout.buckets
-        orders.append([(b.first, b.last, [slot.spec.name for slot in b.slots()]) for b in buckets])
+        orders.append([(b.first, b.last, [slot.spec.name for slot in b.slots]) for b in buckets])
     return orders
 
 

@@ -89,7 +89,7 @@ def params_of(engine: Engine) -> dict[Place, Tensor]:
     """This rank's slices of parameters."""
     found = {}
     for bucket in engine.layout.buckets:
-        names = tuple(slot.spec.name for slot in bucket.slots())
+        names = tuple(slot.spec.name for slot in bucket.slots)
         found[names, bucket.first, bucket.own_first] = bucket.storage.fetch().wait().clone()
     return found
 

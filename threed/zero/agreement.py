@@ -110,7 +110,7 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
         if data:  # data ranks must agree in all of their buckets
             buckets = [*layout.buckets, *layout.frozen]
         cuts = [
-            (b.first, b.last, [(s.first, (data and s.spec.over) or s.spec.name) for s in b.slots()])
+            (b.first, b.last, [(s.first, (data and s.spec.over) or s.spec.name) for s in b.slots])
             for b in buckets
         ]
         fix = "build the same layers, with the same names and shapes, on all ranks"

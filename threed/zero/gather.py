@@ -176,9 +176,9 @@ class Gatherer:
             for unit in (group.key.units or ()) if group.key.tile is None else ():
                 self._groups_of_unit.setdefault(unit, []).append(group)
             for bucket in group.buckets if not group.sliced else ():
-                for slot in bucket.slots():
+                for slot in bucket.slots:
                     self._buckets_of_slot.setdefault(slot, []).append(bucket)
-                for unit in {unit for slot in bucket.slots() for unit in slot.units}:
+                for unit in {unit for slot in bucket.slots for unit in slot.units}:
                     self._buckets_of_unit.setdefault(unit, []).append(bucket)
 
     # --------------------------------------------------------------------------------------- unsharded parameters
@@ -238,7 +238,7 @@ class Gatherer:
                 self._guard(bucket)
 
     def _guard(self, bucket: Bucket) -> None:
-        for slot in bucket.slots():
+        for slot in bucket.slots:
             self.accesses[slot].guard(self._shows_newest)
 
     def wait_all(self) -> None:
@@ -249,7 +249,7 @@ class Gatherer:
         for bucket in buckets:
             if bucket in self._published:
                 self._published.pop(bucket).wait()
-                for slot in bucket.slots():
+                for slot in bucket.slots:
                     if self._published.keys().isdisjoint(self._buckets_of_slot[slot]):
                         self.accesses[slot].guard(False)
 
@@ -287,7 +287,8 @@ class Gatherer:
             RuntimeError: a group could not be freed, because the program has set a parameter to
                 values of another shape or dtype. Raised after all other groups are freed.
         """
-        _each(self._free, list(self._holders))
+        if self._holders:
+            _each(self._free, list(self._holders))
 
     def remove(self) -> None:
         """Removes the gatherer from all parameters; the object cannot be used afterwards."""

@@ -79,7 +79,7 @@ class LateGradients:
         own = [
             number
             for number, bucket in enumerate(buckets if self._gradients else ())
-            if any(slot in self._gradients for slot in bucket.slots())
+            if any(slot in self._gradients for slot in bucket.slots)
         ]
         order = 0 if self.gatherer is None else self.gatherer.order
         shards = {bucket.group.shard for bucket in buckets}  # the axes over which gathers run
@@ -94,7 +94,7 @@ class LateGradients:
         """Returns the late gradients of a bucket as a flat tensor; all other elements are 0."""
         size, dtype = bucket.last - bucket.first, self.layout.policy.grad_dtype
         window = torch.zeros(size, dtype=dtype, device=bucket.group.params.device)
-        for slot in bucket.slots():
+        for slot in bucket.slots:
             if slot in self._gradients:
                 part = bucket.part(slot, window)
                 begin = max(bucket.first - slot.first, 0)

@@ -357,7 +357,7 @@ class Bucket:
     @functools.cached_property
     def earliest_unit(self) -> int:
         """Lowest index of the units that use the bucket's parameters; -1 if it is all padding."""
-        return min((min(slot.units) for slot in self.slots()), default=-1)
+        return min((min(slot.units) for slot in self.slots), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
         """Returns the elements of a parameter in this bucket, as a view of `window`.
@@ -368,8 +368,9 @@ class Bucket:
         """
         return window[max(slot.first - self.first, 0) : slot.last - self.first]
 
+    @functools.cached_property
     def slots(self) -> list[Slot]:
-        """Returns the parameters that are fully or partly in this bucket."""
+        """The parameters that are fully or partly in this bucket."""
         return [
             slot for slot in self.group.slots if slot.first < self.last and slot.last > self.first
         ]

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from threed.distributed import collectives
@@ -134,7 +135,7 @@ class Reducer:
             self._add_queue(chunks, over)
         self.sinks = [self._sinks[slot] for slot in layout.slots if slot in self._sinks]
         self._sinks_of_bucket = [
-            [self._sinks[s] for s in bucket.slots()] for bucket in layout.buckets
+            [self._sinks[s] for s in bucket.slots] for bucket in layout.buckets
         ]
         self._state = StepState.ENDED
         self._passes = 1  # number of micro-batches per round
@@ -171,7 +172,7 @@ class Reducer:
             for group in groups for slot in group.slots
         }  # fmt: skip
         buckets = {
-            number: [counts[slot] for slot in bucket.slots()]
+            number: [counts[slot] for slot in bucket.slots]
             for number, bucket in enumerate(self.layout.buckets)
             if (bucket.group.key.chunks, bucket.group.key.over) == (chunks, over)
         }
@@ -227,15 +228,10 @@ class Reducer:
         Then updates the expected numbers of contributions, if they may still change.
         """
         self._launch_all(queue)
-        if self._counts_change:
+        if not self.settled:
             # A step of unknown length may have several losses per micro-batch, and each of them may
             # use other parameters: then a smaller number does not replace a larger one.
             queue.learn(self._passes, self.dynamic and not self._open)
-
-    @property
-    def _counts_change(self) -> bool:
-        """Whether the expected number of contributions to a gradient may still change."""
-        return self.dynamic or self._first_step
 
     def add_late(self, sink: Sink, grad: Tensor) -> None:
         """Keeps a gradient that arrived after the launch of its bucket.
@@ -245,7 +241,7 @@ class Reducer:
                 The expected number of contributions to such a parameter is counted only in the
                 first step.
         """
-        if not self._counts_change:
+        if self.settled:
             raise RuntimeError(
                 f"{sink.slot.spec.name}: a gradient arrived after the {sink.counts.per_pass} per"
                 " micro-batch of the first step, and after the reduction of its bucket was launched:"
@@ -273,7 +269,7 @@ class Reducer:
     @property
     def settled(self) -> bool:
         """Whether the numbers of contributions to gradients are known and do not change anymore."""
-        return not self._counts_change
+        return not self.dynamic and not self._first_step
 
     @property
     def fresh(self) -> bool:
@@ -311,7 +307,9 @@ class Reducer:
         Args:
             microbatches: number of micro-batches in the step; `OPEN` if it is not known yet.
         """
-        for sink in self.sinks:
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be guarded
+            hooked = [sink for sink in self.sinks if sink.has_user_hooks]
+        for sink in hooked:
             sink.run_last(microbatches)
         self._abort()
         self.recover()
@@ -324,22 +322,17 @@ class Reducer:
 
     def next_is_last(self) -> None:
         """Marks the next backward as the last one, in a step that began with `microbatches=OPEN`."""
-        self._expect(self._passes_ended + 1)
+        if self._open:
+            self._expect(self._passes_ended + 1)
 
     def count_freely(self) -> None:
         """Makes the number of backwards of the step unknown, as if it began with `OPEN`.
 
         If a reduction of the step was launched already, later gradients are late instead.
         """
-        if self._open or (not self.rounds and any(queue.launched for queue in self._queues)):
-            return
-        for queue in self._queues:
-            if self.rounds:
-                queue.begin(OPEN * len(queue.chunks))
-            else:
-                queue.expect(OPEN - self._passes)
-        self._passes = self._passes if self.rounds else OPEN
-        self._open = True
+        launched = not self.rounds and any(queue.launched for queue in self._queues)
+        if not self._open and not launched:
+            self._expect(OPEN)
 
     @property
     def passes(self) -> int:
@@ -347,15 +340,15 @@ class Reducer:
         return self._passes_ended if self._state is StepState.RUNNING else 0
 
     def _expect(self, passes: int) -> None:
-        """Sets the number of backwards, in a step that began with `microbatches=OPEN`."""
-        if self._open and self.rounds:
+        """Changes the number of backwards of the step in progress; `OPEN` if it is not known."""
+        if self.rounds:
             for queue in self._queues:
                 queue.begin((passes - self._passes_ended) * len(queue.chunks))
-        elif self._open:
+        else:
             for queue in self._queues:
                 queue.expect(passes - self._passes)
             self._passes = passes
-        self._open = False
+        self._open = passes == OPEN
 
     def _restart(self) -> None:
         """Discards all gradients of the step and begins the first round again."""
@@ -412,7 +405,8 @@ class Reducer:
         Args:
             chunk: number of the chunk; None if the backwards of all chunks have ended.
         """
-        self._expect(max(1, self._passes_ended))
+        if self._open:
+            self._expect(max(1, self._passes_ended))
         for queue in self._queues if not self.rounds else ():
             if chunk is None or queue.chunks == (chunk,):
                 self._end_round(queue)
@@ -448,7 +442,7 @@ class Reducer:
         self.reductions.wait_all()
         if self.layout.slices_parameters:
             self.memory.trim()  # so that gathered parameters can use the memory
-        if self._counts_change:
+        if not self.settled:
             self._end_counting()
         self._passes_ended, self._first_step, self._state = 0, False, StepState.ENDED
 

@@ -15,7 +15,8 @@ layer is larger. At most `BUCKETS_IN_FLIGHT` reductions, and as many copies to t
 finished; their windows come in addition. So a layer never waits for one of its own reductions, and the memory does not grow
 with the number of layers. Under stages 0 and 1 windows are never released, so there is no limit.
 
-On a CPU, there is only one stream, and a window is released when its reduction has been waited for.
+On a CPU, there is only one stream, and `Reductions` releases a window when it has waited for its
+reduction.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class ReductionStream:
     Args:
         layout: parameters and their buckets.
         release: function that releases the memory of a window for reuse.
+
+    Attributes:
+        needed: whether there is a separate stream or a limit; False on a CPU.
     """
 
     def __init__(self, layout: Layout, release: Callable[[Tensor], None]) -> None:
@@ -48,6 +52,7 @@ class ReductionStream:
         limited = is_accelerator(default_device() if device.type == "meta" else device)
         limited &= layout.policy.slices_gradients
         self._limits = limits(layout) if limited else Counter[int]()
+        self.needed = self._stream is not None or limited
         self._release = release
         # windows of finished reductions, in launch order; with the event of the reduction, and the
         # stream on which the window was filled
@@ -74,7 +79,7 @@ class ReductionStream:
         """Releases a window once its reduction, which the current stream has finished, has run.
 
         Args:
-            window: the window. On a CPU, it is released immediately.
+            window: the window. If there is no limit, it is released immediately.
             filled_on: the stream on which the window was filled; None for a CPU.
         """
         if not self._limits:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -91,11 +92,11 @@ class BucketGradients(Gradients):
         self.dtype, self.arena = layout.policy.grad_dtype, layout.policy.arena
         self._buckets_of: dict[Slot, list[Bucket]] = {}
         for bucket in layout.buckets:
-            for slot in bucket.slots():
+            for slot in bucket.slots:
                 self._buckets_of.setdefault(slot, []).append(bucket)
         self._gaps = {bucket: _gaps(bucket) for bucket in layout.buckets}
         self._spanning_slots = {
-            b: [s for s in b.slots() if len(self._buckets_of[s]) > 1] for b in layout.buckets
+            b: [s for s in b.slots if len(self._buckets_of[s]) > 1] for b in layout.buckets
         }
         self._open: dict[Bucket, Tensor] = {}
         self._spanning: dict[Slot, Tensor] = {}
@@ -183,7 +184,7 @@ class BucketGradients(Gradients):
 
 def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
     """Returns the ranges of a bucket's window that no parameter covers (padding)."""
-    slots = bucket.slots()
+    slots = bucket.slots
     firsts = [*(slot.first - bucket.first for slot in slots), bucket.last - bucket.first]
     lasts = [0, *(slot.last - bucket.first for slot in slots)]
     return [(last, first) for last, first in zip(lasts, firsts, strict=True) if last < first]
@@ -270,7 +271,8 @@ class Reductions:
         update: Callable[[Bucket, StagedBuffer], bool] | None,
     ) -> None:
         self.layout, self.codecs, self._update = layout, codecs, update
-        self._stream = ReductionStream(layout, release)
+        stream = ReductionStream(layout, release)
+        self._stream, self._release = stream if stream.needed else None, release
         self._in_flight = deque[InFlight]()
         # finished reductions whose sums are being copied to the device of the slice
         self._copying = deque[tuple[InFlight, Pending]]()
@@ -289,7 +291,11 @@ class Reductions:
             self.wait_oldest()
         while any(reduction.bucket is bucket for reduction, _ in self._copying):
             self._store_oldest()
-        self._stream.make_room(bucket)
+        if self._stream is not None:
+            self._stream.make_room(bucket)
+
+    def _on_stream(self) -> AbstractContextManager[torch.Stream | None]:
+        return nullcontext() if self._stream is None else self._stream.current()
 
     def launch(self, bucket: Bucket, window: Tensor, add: bool, complete: bool) -> None:
         """Launches the reduction of a bucket's gradients over its shard group.
@@ -306,7 +312,7 @@ class Reductions:
         shard = bucket.group.shard
         staged = bucket.grad.fetch() if add else bucket.grad.empty()
         into, codec = staged.values, self.codecs.of(shard)
-        with self._stream.current() as filled_on:
+        with self._on_stream() as filled_on:
             if shard.size == 1:
                 pending = sum_over(window, early_sum(bucket), self.codecs)
             else:
@@ -326,7 +332,7 @@ class Reductions:
         reduction = self._in_flight.popleft()
         reduction.staged.wait()  # the read of the earlier sum from a drive may be in progress
         device = reduction.staged.values.device
-        with self._stream.current():
+        with self._on_stream():
             total = reduction.pending.wait()
             if total.device == device:
                 self._store(reduction, total)
@@ -342,7 +348,8 @@ class Reductions:
             self.wait_oldest()
         while self._copying:
             self._store_oldest()
-        self._stream.join()
+        if self._stream is not None:
+            self._stream.join()
 
     def _store_oldest(self) -> None:
         reduction, copy = self._copying.popleft()
@@ -358,7 +365,10 @@ class Reductions:
             own.add_(total) if reduction.add else own.copy_(total)
         self.store(reduction.bucket, reduction.staged, reduction.complete)
         if reduction.window is not None:
-            self._stream.release_later(reduction.window, reduction.filled_on)
+            if self._stream is None:
+                self._release(reduction.window)
+            else:
+                self._stream.release_later(reduction.window, reduction.filled_on)
 
     def store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
         """Stores this rank's gradient slice of a bucket.
@@ -421,7 +431,7 @@ class Reductions:
 
     def _start_later_sums(self, bucket: Bucket) -> InFlight:
         staged = bucket.portion_grad.fetch()
-        with self._stream.current():
+        with self._on_stream():
             pending = sum_portion(bucket, staged.wait(), self.codecs)
         return InFlight(bucket, None, pending, staged, add=False, complete=True)
 

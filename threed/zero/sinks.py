@@ -81,6 +81,12 @@ class Sink:
         self._hook.remove()
         del self.slot.param.sink  # type: ignore[attr-defined]
 
+    @property
+    def has_user_hooks(self) -> bool:
+        """Whether the user has registered post-accumulate hooks for the parameter."""
+        hooks = self.slot.param._post_accumulate_grad_hooks
+        return hooks is not None and len(hooks) > 1
+
     def run_last(self, microbatches: int) -> None:
         """Moves the sink's hook behind the user's post-accumulate hooks.
 
@@ -90,13 +96,10 @@ class Sink:
             microbatches: number of micro-batches of the next step.
 
         Raises:
-            RuntimeError: the user has registered such hooks, and the step has several
-                micro-batches. The hooks would expect the sum over micro-batches in `param.grad`,
-                which contains only the gradient of one micro-batch.
+            RuntimeError: the step has several micro-batches. The user's hooks would expect the sum
+                over micro-batches in `param.grad`, which contains only the gradient of one
+                micro-batch.
         """
-        hooks = self.slot.param._post_accumulate_grad_hooks
-        if hooks is None or len(hooks) < 2:
-            return
         if microbatches > 1:
             raise RuntimeError(
                 f"{self.slot.spec.name}: register_post_accumulate_grad_hook with {microbatches}"
@@ -104,6 +107,8 @@ class Sink:
                 " so far; use register_hook, which gets the gradient of one micro-batch in plain"
                 " PyTorch too"
             )
+        hooks = self.slot.param._post_accumulate_grad_hooks
+        assert hooks is not None
         hooks[self._hook.id] = hooks.pop(self._hook.id)
 
     def add(self, grad: Tensor) -> None:

@@ -173,7 +173,7 @@ class Unused:
         affected = {
             b
             for b in self.layout.buckets
-            if any(s in never or s in self._updates_before_use for s in b.slots())
+            if any(s in never or s in self._updates_before_use for s in b.slots)
         }
         self.stretches = {bucket: self._stretches_of(bucket, never) for bucket in affected}
 
@@ -184,7 +184,7 @@ class Unused:
         """
         first, last = bucket.own_first, bucket.own_last
         start = torch.zeros_like(self.updates)
-        slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]
+        slots = [slot for slot in bucket.slots if slot.last > first and slot.first < last]
         found: list[Stretch] = []
         for slot, end in zip(slots, [*(slot.first for slot in slots[1:]), last], strict=False):
             since = None if slot in never else self._updates_before_use.get(slot, start)
