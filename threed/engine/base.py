@@ -328,7 +328,8 @@ class Engine(metaclass=_EngineType):
         return metrics
 
     def _begin(self, microbatches: int) -> None:
-        self.rooms.grow()
+        if self.rooms.exist:
+            self.rooms.grow()
         # A step that was interrupted by an error may have left parameters gathered.
         self.gatherer.release_all()
         if self.buffers.exist:

@@ -24,11 +24,15 @@ class Rooms:
     Args:
         layers: all layers of the model.
         faults: the counts of the layers' flags.
+
+    Attributes:
+        exist: whether any layer has a room.
     """
 
     def __init__(self, layers: Sequence[nn.Module], faults: Faults) -> None:
         parts = [part for layer in layers for part in layer.modules()]
         self._mixtures = [p for p in parts if isinstance(p, MixtureOfExperts) and p.limits.room]
+        self.exist = bool(self._mixtures)
         places = {id(flag): place for place, flag in enumerate(faults.flags)}
         self._places = torch.tensor(
             [places[id(mixture.data_flags[0])] for mixture in self._mixtures], dtype=torch.int64
@@ -40,7 +44,7 @@ class Rooms:
 
     def read(self, counts: Tensor) -> None:
         """Starts to read the counts of the flags after a step, fp64 [number of flags]."""
-        if self._mixtures:
+        if self.exist:
             self._counts = start_copy_out(counts)
 
     def grow(self) -> None:
