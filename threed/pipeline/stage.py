@@ -127,7 +127,7 @@ class Recomputation:
 
 
 def saved_inputs(frames: Iterable[Frame]) -> Iterator[SavedInput]:
-    """Yields the inputs that the layers which are recomputed have saved in some graphs, in order."""
+    """Yields the saved inputs of the recomputed layers among some frames, in order."""
     for frame in frames:
         if frame.recomputation is not None:
             yield from frame.recomputation.saved

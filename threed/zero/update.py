@@ -233,12 +233,8 @@ class Scaler:
 
     def __init__(self, rule: LossScale, device: torch.device) -> None:
         self.rule = rule
-        self.scale = torch.full((), rule.initial, dtype=torch.float64, device=device)
-        # number of steps since the last overflow
-        self.good = torch.zeros((), dtype=torch.float64, device=device)
-        self.hysteresis_left = torch.full(
-            (), float(rule.hysteresis), dtype=torch.float64, device=device
-        )
+        values = torch.tensor([rule.initial, 0.0, rule.hysteresis], dtype=torch.float64)
+        self.scale, self.good, self.hysteresis_left = values.to(device).unbind()
 
     def update(self, skipped: Tensor) -> None:
         """Updates the loss scale after a step.
