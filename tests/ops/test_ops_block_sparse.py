@@ -254,7 +254,7 @@ class Between:
     def steps(
         self, q: Tensor, k: Tensor, v: Tensor, sums: list[Tensor] | None = None
     ) -> Iterator[Step]:
-        return block_sparse.steps(self.lists, self.causal, q, k, v)
+        return block_sparse.steps(self.lists, self.causal, q, k, v, (0, 0))
 
     def forward(self, *heads: Tensor) -> tuple[Tensor, Tensor]:
         y, lse = attention.output(self, *(x.permute(2, 0, 1, 3) for x in heads))
