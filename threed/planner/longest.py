@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-FORECASTS = 8  # largest number of forecasts of a search
+FORECASTS = 8  # largest number of forecasts of a search, without lengths that are not accepted
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ def longest(
     known, why = {0.0: 0, seq / step: peak}, ""
     # numbers of steps: the longest known to fit, and the shortest known not to fit
     fits, over = (seq // step, math.inf) if peak <= limit else (0, math.ceil(seq / step))
-    for _ in range(FORECASTS):
-        if over - fits <= 1:
-            break
+    while over - fits > 1 and len(known) < FORECASTS + 2:
         number = (fits + int(over)) // 2 if why else _next(known, fits, over, limit)
         try:
             known[number] = peak_at(number * step)
