@@ -21,8 +21,7 @@ from pathlib import Path
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
-from threed.checkpoint.resuming import compare, resuming_flags
-from threed.checkpoint.retention import after_restart, candidates
+from threed.checkpoint.resuming import after_restart, candidates, compare, resuming_flags
 from threed.config import Config, ConfigError
 from threed.config.arguments import Options, format_problems, help_text, load
 from threed.config.checks import check_vocab
@@ -118,7 +117,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
         report_renames(options.notes)
         _check_arch(config, options, arch, prog, named)
         world = options.world_size or ranks.world
-        data = _open(config)
+        data = open_configured(config)
         config = resolve(config, data.vocab, world)
         forecast = _forecast(config, world, options.dry_run, options.gpu)
     except LauncherError as error:
@@ -297,13 +296,6 @@ def _notes(config: Config, options: Options) -> list[str]:
         note = f"bytes: 257 of the model's {vocab} token ids are used. For its published tokenizer"
         lines.append(f"tokenizer  {note}: {how_to_download(vocab)}")
     return lines
-
-
-def _open(config: Config) -> Data:
-    try:
-        return open_configured(config)
-    except (ValueError, OSError) as error:
-        raise ConfigError([str(error)]) from None
 
 
 def _forecast(config: Config, world: int, alone: bool, gpu: str | None) -> Forecast | None:
