@@ -120,17 +120,15 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
         data = open_configured(config)
         config = resolve(config, data.vocab, world)
         forecast = _forecast(config, world, options.dry_run, options.gpu)
+        problems = _problems_here(config, forecast, data, options.dry_run)
     except LauncherError as error:
         return refuse(f"threed: {error}")
     except ConfigError as error:
         return refuse(format_problems(error.problems))
-    problems = _problems_here(config, forecast, data, options.dry_run)
     problems += _device_problems(ranks.local_world or 1)
     if options.dry_run:
-        if unusable := _named_checkpoint_problems(config, data):
-            return refuse(format_problems(unusable))
         # A dry run may plan for another machine, so it only prints the problems of this machine.
-        text = [] if forecast is None else _plan_lines(forecast, config, options)
+        text = [] if forecast is None else [forecast.dry_run_text(), *_notes(config, options)]
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
@@ -279,12 +277,6 @@ def _print_once(text: str) -> int:
     return 0
 
 
-def _plan_lines(forecast: Forecast, config: Config, options: Options) -> list[str]:
-    """Returns the text of a dry run, without the problems of this machine."""
-    more = [text for text in (forecast.longest_text(), forecast.imbalance_text()) if text]
-    return [forecast.text(), *more, *_notes(config, options)]
-
-
 def _notes(config: Config, options: Options) -> list[str]:
     """Returns notes on the configuration, to print at the start.
 
@@ -341,12 +333,21 @@ def _problems_here(
         data: the training data.
         dry_run: whether to skip the checks of free space and of the drive, because the run may be
             planned for another machine.
+
+    Raises:
+        ConfigError: in a dry run, if it cannot resume from the checkpoint that
+            `checkpoint.resume` names.
     """
     folder, drive = Path(config.run.dir or "runs"), config.zero.nvme_path
-    if not (problems := _folder_problems(folder)):
-        problems = _resume_problems(folder, config, data)
-        if forecast is not None and not dry_run:
-            problems += _space_problems(folder, forecast)
+    named = dry_run and config.checkpoint.resume not in ("auto", "none")
+    problems, space = _folder_problems(folder), list[str]()
+    if forecast is not None and not dry_run and not problems:
+        space = _space_problems(folder, forecast)
+    if named or not problems:
+        resume = _resume_problems(folder, config, data)
+        if named and resume:
+            raise ConfigError(resume)
+        problems += [*resume, *space]
     # The drive's free space is checked later, when offload reserves its files.
     if drive is not None and not dry_run and (reason := _obstacle(Path(drive))):
         problems += [f"--zero.nvme-path {drive}: {reason}; name a folder on the drive"]
@@ -418,13 +419,6 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
             if resume != "auto":
                 return [str(error)]
     return []
-
-
-def _named_checkpoint_problems(config: Config, data: Data) -> list[str]:
-    """Returns the problems of the checkpoint that `checkpoint.resume` names, if it is a path."""
-    if config.checkpoint.resume in ("auto", "none"):
-        return []
-    return _resume_problems(Path(config.run.dir or "runs"), config, data)
 
 
 def _device_problems(local_world: int) -> list[str]:
